@@ -1,0 +1,46 @@
+"""elastic_ring: elastic, fault-tolerant training of long-context transformers on Ray.
+
+`ElasticRingTrainer` is the door; `ring_attention` works alone in anyone's own training loop. Names are
+loaded when first used, so that the pure rooms can be imported without torch or Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic_ring.attention.ring import ring_attention
+    from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, Timeouts
+    from elastic_ring.train.optim import OptimConfig
+    from elastic_ring.train.task import Batch
+    from elastic_ring.trainer import ElasticRingTrainer, Result
+
+__all__ = [
+    "Batch",
+    "ElasticRingTrainer",
+    "OptimConfig",
+    "Result",
+    "RunConfig",
+    "ScalingConfig",
+    "StepConfig",
+    "Timeouts",
+    "ring_attention",
+]
+
+
+def __getattr__(name: str) -> Any:
+    homes = {
+        "Batch": "elastic_ring.train.task",
+        "ElasticRingTrainer": "elastic_ring.trainer",
+        "OptimConfig": "elastic_ring.train.optim",
+        "Result": "elastic_ring.trainer",
+        "RunConfig": "elastic_ring.config",
+        "ScalingConfig": "elastic_ring.config",
+        "StepConfig": "elastic_ring.config",
+        "Timeouts": "elastic_ring.config",
+        "ring_attention": "elastic_ring.attention.ring",
+    }
+    if name not in homes:
+        raise AttributeError(f"module 'elastic_ring' has no attribute {name!r}")
+    return getattr(importlib.import_module(homes[name]), name)

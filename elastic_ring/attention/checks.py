@@ -1,0 +1,53 @@
+"""Refusing what cannot work before anything is sent: a rank that stops midway keeps the others waiting.
+
+Only checks that one rank can make alone; no communication may enter.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from elastic_ring.attention.exchange import Group
+from elastic_ring.attention.layout import Layout
+from elastic_ring.attention.schedule import Schedule
+
+
+def check_group(schedule: Schedule, cp_rank: int, group: Group | None) -> None:
+    if not 0 <= cp_rank < schedule.cp:
+        raise ValueError(f"cp_rank={cp_rank}: the schedule has ranks 0 to {schedule.cp - 1}")
+    if group is None:
+        if schedule.cp > 1:
+            raise ValueError(f"group=None: a schedule for cp={schedule.cp} needs a group of as many ranks")
+    elif group.size() != schedule.cp:
+        raise ValueError(f"the group has {group.size()} ranks, the schedule has cp={schedule.cp}; plan anew")
+    elif group.rank() != cp_rank:
+        raise ValueError(f"cp_rank={cp_rank}, but this process is rank {group.rank()} of the group; use that")
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"{shapes}: each must be (B, S_local, heads, D)")
+    if k.shape != v.shape:
+        raise ValueError(f"{shapes}: k and v must have the same shape")
+    if (q.size(0), q.size(1), q.size(3)) != (k.size(0), k.size(1), k.size(3)):
+        raise ValueError(f"{shapes}: q and k must agree in B, S_local and D")
+    if min(q.size(0), q.size(2), q.size(3), k.size(2)) < 1:
+        raise ValueError(f"{shapes}: B, heads and D must be at least 1")
+    if q.size(2) % k.size(2) != 0:
+        raise ValueError(f"{shapes}: {q.size(2)} query heads do not divide among {k.size(2)} K/V heads")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"dtypes q {q.dtype}, k {k.dtype}, v {v.dtype}: cast them to one type")
+    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype {q.dtype}: use float64, float32, bfloat16 or float16")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"devices q {q.device}, k {k.device}, v {v.device}: move them to one device")
+
+
+def check_local_length(q: torch.Tensor, layout: Layout, cp_rank: int) -> None:
+    if q.size(1) != layout.num_tokens(cp_rank):
+        raise ValueError(
+            f"S_local={q.size(1)}: layout {layout.name} of {layout.seq_len} tokens over cp={layout.cp} gives"
+            f" cp_rank {cp_rank} {layout.num_tokens(cp_rank)} tokens; slice with layout.scatter, or pass the"
+            " seq_len of the whole sequence"
+        )

@@ -1,0 +1,122 @@
+"""Which rank of a ring holds which positions of the global sequence, and in which order.
+
+A layout is plain, hashable data: it knows nothing of patterns, kernels or process groups. torch is imported
+only inside the helpers that touch a tensor, so that plans can be made where torch is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+Range = tuple[int, int]
+"""A half-open (start, stop) range of positions or of indices into a rank's local slice."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`segments[cp_rank]` are the (start, stop) position ranges that a rank holds, in local order.
+
+    All segments together are a partition of [0, seq_len); each rank holds its own in ascending order.
+    Empty segments are allowed.
+    """
+
+    name: str
+    seq_len: int
+    segments: tuple[tuple[Range, ...], ...]
+
+    def __post_init__(self) -> None:
+        ordered = sorted(segment for own in self.segments for segment in own if segment[0] < segment[1])
+        end = 0
+        for start, stop in ordered:
+            if start != end:
+                raise ValueError(f"layout {self.name}: position {min(start, end)} is held by no rank or two")
+            end = stop
+        if end != self.seq_len:
+            raise ValueError(f"layout {self.name}: segments cover {end} of {self.seq_len} positions")
+        for cp_rank, own in enumerate(self.segments):
+            if list(own) != sorted(own):
+                raise ValueError(f"layout {self.name}: segments of cp_rank {cp_rank} must ascend, got {own}")
+
+    @property
+    def cp(self) -> int:
+        """The number of ranks that share the sequence."""
+        return len(self.segments)
+
+    def num_tokens(self, cp_rank: int) -> int:
+        return sum(stop - start for start, stop in self.segments[cp_rank])
+
+    def positions(self, cp_rank: int) -> torch.Tensor:
+        """The global position of each local token: int64, shape (S_local,)."""
+        import torch
+
+        ranges = [torch.arange(start, stop) for start, stop in self.segments[cp_rank]]
+        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
+
+    def scatter(self, tensor_global: torch.Tensor, cp_rank: int, dim: int) -> torch.Tensor:
+        """The slice of `tensor_global` (size seq_len along `dim`) that `cp_rank` holds. Differentiable."""
+        import torch
+
+        assert tensor_global.size(dim) == self.seq_len, (tuple(tensor_global.shape), dim, self.seq_len)
+        own = self.segments[cp_rank]
+        parts = [tensor_global.narrow(dim, start, stop - start) for start, stop in own]
+        return torch.cat(parts, dim=dim) if parts else tensor_global.narrow(dim, 0, 0)
+
+    def gather(self, list_of_locals: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """The inverse of `scatter`: the local slices of all ranks, in cp_rank order, put back in place."""
+        import torch
+
+        assert len(list_of_locals) == self.cp, (len(list_of_locals), self.cp)
+        placed: list[tuple[int, torch.Tensor]] = []
+        for own, local in zip(self.segments, list_of_locals, strict=True):
+            offset = 0
+            for start, stop in own:
+                placed.append((start, local.narrow(dim, offset, stop - start)))
+                offset += stop - start
+            assert offset == local.size(dim), (offset, tuple(local.shape), dim)
+        placed.sort(key=lambda item: (item[0], item[1].size(dim)))
+        return torch.cat([part for _, part in placed], dim=dim)
+
+
+def contiguous(seq_len: int, cp: int) -> Layout:
+    """Rank r holds the r-th of `cp` consecutive chunks. Fits full attention and windows."""
+    _check_sizes(seq_len, cp)
+    return Layout("contiguous", seq_len, tuple((chunk,) for chunk in _split(seq_len, cp)))
+
+
+def zigzag(seq_len: int, cp: int) -> Layout:
+    """Rank r holds chunks r and 2cp-1-r of 2cp, so that causal work is equal on all ranks.
+
+    The balanced causal layout of Striped/zigzag ring attention (Brandon et al. 2023, arXiv:2311.09431, and
+    its zigzag variant).
+    """
+    _check_sizes(seq_len, cp)
+    chunks = _split(seq_len, 2 * cp)
+    return Layout("zigzag", seq_len, tuple((chunks[r], chunks[2 * cp - 1 - r]) for r in range(cp)))
+
+
+def make_layout(name: str, seq_len: int, cp: int) -> Layout:
+    """The layout called `name`. Raises `ValueError` for an unknown name."""
+    makers = {"contiguous": contiguous, "zigzag": zigzag}
+    if name not in makers:
+        raise ValueError(f"layout={name!r}: unknown; choose one of {', '.join(makers)}")
+    return makers[name](seq_len, cp)
+
+
+def _split(seq_len: int, num_chunks: int) -> tuple[Range, ...]:
+    """Consecutive chunks whose sizes differ by at most one, the longer ones first, like numpy.array_split."""
+    size, longer = divmod(seq_len, num_chunks)
+    bounds = [i * size + min(i, longer) for i in range(num_chunks + 1)]
+    return tuple(pairwise(bounds))
+
+
+def _check_sizes(seq_len: int, cp: int) -> None:
+    if cp < 1:
+        raise ValueError(f"cp={cp}: a ring has at least one rank")
+    if seq_len < 1:
+        raise ValueError(f"seq_len={seq_len}: a sequence has at least one token")

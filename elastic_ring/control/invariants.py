@@ -1,0 +1,117 @@
+"""What must hold for every decision of the control core, whoever runs it: simulator, tests or a real journal.
+
+Independent of the handlers on purpose: it looks only at states, events and commands. What needs the truth
+about the workers (samples, digests) is checked where that truth is: in the simulator and by the real run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from elastic_ring.control.coordination import Decision
+from elastic_ring.control.messages import (
+    Build, BuildFailed, EndRun, Event, Finalized, KillWorker, Report, Resumed, StartWorker, Stop, Trouble,
+)
+from elastic_ring.control.state import Building, Closing, Ended, Reconnecting, Running, State, spares
+
+_FROM_MEMBERS = (Trouble, Report, Resumed, BuildFailed, Finalized)
+
+
+class InvariantBroken(AssertionError):
+    """One of the six promises of the design page does not hold; the message begins with its number."""
+
+
+def check(before: State, event: Event, decision: Decision) -> None:
+    """Raises: InvariantBroken naming the invariant by its number."""
+    after = decision.state
+    builds = [command for command in decision.commands if isinstance(command, Build)]
+    _agreement(before, after, builds, decision)
+    _stale(before, event, decision)
+    _committed(before, after, builds)
+    if builds and builds[0].generation > (before.last_change.generation if before.last_change else 0):
+        reports = _reports(before, event)
+        _verified(builds[0], reports)
+        if len(after.nodes) > 1:
+            _spread(builds[0], before, after, reports)
+
+
+def require(condition: object, number: int, what: str) -> None:
+    if not condition:
+        raise InvariantBroken(f"invariant {number}: {what}")
+
+
+def _agreement(before: State, after: State, builds: list[Build], decision: Decision) -> None:
+    require(after.term >= before.term and after.generation >= before.generation, 1, "term or generation went back")
+    for command in decision.commands:
+        if isinstance(command, StartWorker | KillWorker | Stop | Build | EndRun):
+            require(command.term == after.term, 1, f"a command of term {command.term} in term {after.term}")
+    require(len({replace(build, worker="", cause="") for build in builds}) <= 1, 1, "members are told different builds")
+    if builds and isinstance(before.phase, Building) and isinstance(after.phase, Building):
+        again = before.phase.crew == after.phase.crew
+        require(again or builds[0].generation > before.generation, 1, "two builds in one generation")
+    elif builds:
+        built = before.last_change.generation if before.last_change else 0
+        require(builds[0].generation > built, 1, "a build repeats a generation")
+    for build in builds:
+        require(len(set(build.seats)) == build.mesh.size, 1, "a worker has two seats or a seat has none")
+        require(all(after.workers[w].life == "ready" for w in build.seats), 1, "a seat for one that is not ready")
+
+
+def _stale(before: State, event: Event, decision: Decision) -> None:
+    if not isinstance(event, _FROM_MEMBERS) or isinstance(before.phase, Reconnecting | Ended):
+        return
+    old = event.term < before.term or (event.term == before.term and event.generation < before.generation)
+    if old:
+        require(decision.state is before and not decision.commands, 2, f"stale {type(event).__name__} had effect")
+
+
+def _committed(before: State, after: State, builds: list[Build]) -> None:
+    require(after.committed >= before.committed, 3, "the number of committed steps went down")
+    for build in builds:
+        known = max(before.committed, after.committed)
+        require(build.step >= known, 3, f"step {build.step} is to run although {known} steps are committed")
+        require(not build.fresh or known == 0, 3, "a fresh start although a step is committed")
+        if build.roll_forward is not None:
+            require(build.roll_forward.step == build.step - 1, 3, "a vote of another step travels")
+
+
+def _reports(before: State, event: Event) -> Mapping[str, Report]:
+    phase = before.phase
+    known = dict(phase.reports) if isinstance(phase, Closing) else {}
+    if isinstance(phase, Running | Building):
+        known = dict(phase.parked)
+    if isinstance(event, Report):
+        known.setdefault(event.worker, event)
+    return known
+
+
+def _verified(build: Build, reports: Mapping[str, Report]) -> None:
+    if build.fresh or not reports:
+        return
+    healed = {worker for heal in build.heals for worker in heal.newcomers}
+    sources = [(heal.donor, heal.cp_rank) for heal in build.heals]
+    sources += [(w, build.mesh.seat(rank).cp_rank) for rank, w in enumerate(build.seats) if w not in healed]
+    for worker, cp_rank in sources:
+        report = reports.get(worker)
+        holds = report is not None and report.healthy and report.shard == cp_rank
+        require(holds, 5, f"{worker} stands for cp_rank {cp_rank} without a verified shard of it")
+        assert report is not None
+        rolls = report.applied == build.step - 1 and report.has_gradient and build.roll_forward is not None
+        require(report.applied == build.step or rolls, 5, f"{worker} is at {report.applied}, not {build.step}")
+
+
+def _spread(build: Build, before: State, after: State, reports: Mapping[str, Report]) -> None:
+    """No spare that was left standing would have kept holders of one shard further apart."""
+    node_of = {name: worker.node for name, worker in after.workers.items()}
+    holders = Counter((rank % build.mesh.cp, node_of[w]) for rank, w in enumerate(build.seats))
+    idle = [worker for worker in spares(after) if worker not in build.seats]
+    was_spare = set(spares(before))
+    for rank, worker in enumerate(build.seats):
+        cp_rank = rank % build.mesh.cp
+        if worker not in was_spare or holders[cp_rank, node_of[worker]] < 2:
+            continue
+        for other in idle:
+            better = other in was_spare and holders[cp_rank, node_of[other]] < holders[cp_rank, node_of[worker]] - 1
+            require(not better, 6, f"{other} on {node_of[other]} would stand further from the holders of {cp_rank}")

@@ -1,0 +1,75 @@
+"""What the control core is told once: sizes, limits and timeouts. Plain data; reads no environment and no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LADDER = ("holder", "copy", "checkpoint")
+"""Where the state of a `cp_rank` may come from, best first. Only live holders exist in every run."""
+
+
+@dataclass(frozen=True)
+class ControlOptions:
+    """`dp`, `cp`, `spares` are what is wanted; the mesh shrinks to `min_dp` and grows to `max_dp` rings.
+
+    Timeouts, all in seconds: `report_s` for a member to answer `Stop` (and for a killed worker to be gone),
+    `build_s` to close the ring, `start_s` for a worker to be warm, `hello_s` to answer a new coordinator,
+    `boundary_s` from a boundary request until every member has parked, `finalize_s` to write the weights,
+    `spare_grace_s` that the first formation waits for spares, `grow_delay_s` of quiet before the mesh grows,
+    `backoff_s` for a node whose workers do not start.
+
+    Raises: ValueError naming the setting, its value and what is allowed.
+    """
+
+    run: str
+    dp: int
+    cp: int
+    total_steps: int
+    spares: int = 1
+    min_dp: int = 1
+    max_dp: int | None = None
+    report_s: float = 2.0
+    build_s: float = 60.0
+    start_s: float = 120.0
+    hello_s: float = 5.0
+    boundary_s: float = 60.0
+    finalize_s: float = 600.0
+    spare_grace_s: float = 5.0
+    grow_delay_s: float = 3.0
+    backoff_s: float = 30.0
+    crash_loop_limit: int = 3
+    user_error_limit: int = 2
+    start_failure_limit: int = 3
+    build_failure_limit: int = 10
+    finalize_limit: int = 3
+    rungs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "cp", "total_steps", "min_dp", "crash_loop_limit", "user_error_limit",
+                     "start_failure_limit", "build_failure_limit", "finalize_limit"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.spares < 0:
+            raise ValueError(f"spares={self.spares}: must not be negative; 0 means that a loss shrinks the mesh")
+        for name in ("report_s", "build_s", "start_s", "hello_s", "boundary_s", "finalize_s", "backoff_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be a positive number of seconds")
+        for name in ("spare_grace_s", "grow_delay_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
+        if self.min_dp > self.dp:
+            raise ValueError(f"min_dp={self.min_dp} with dp={self.dp}: lower min_dp or ask for more rings")
+        if self.max_dp is not None and self.max_dp < self.dp:
+            raise ValueError(f"max_dp={self.max_dp} with dp={self.dp}: raise max_dp or leave it out")
+        unknown = [rung for rung in self.rungs if rung not in LADDER[1:]]
+        if unknown:
+            raise ValueError(f"rungs={self.rungs}: {unknown} not known; allowed are {LADDER[1:]}")
+
+    @property
+    def dp_limit(self) -> int:
+        """The largest number of rings that the mesh may have."""
+        return self.dp if self.max_dp is None else self.max_dp
+
+    @property
+    def num_workers_wanted(self) -> int:
+        return self.dp_limit * self.cp + self.spares

@@ -1,0 +1,195 @@
+"""The workers that exist, whatever they do: starting them, losing them, nodes coming and going.
+
+Knows nothing of steps and votes. What a loss means for the mesh is the phases' business.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elastic_ring.control.messages import KillWorker, NodeDraining, NodeJoined, StartWorker, WorkerReady
+from elastic_ring.control.state import Loss, Node, State, Worker, crew_of
+from elastic_ring.control.turn import Turn
+
+
+def node_joined(turn: Turn, event: NodeJoined) -> None:
+    known = turn.state.nodes.get(event.node, Node(event.node, 0))
+    if known.num_slots == event.num_slots and event.node in turn.state.nodes:
+        turn.say("room as known")
+        return
+    nodes = {**turn.state.nodes, event.node: replace(known, num_slots=event.num_slots)}
+    turn.set(nodes=nodes, pool_changed_at=turn.now)
+    turn.say(f"node {event.node} has room for {event.num_slots}")
+
+
+def node_draining(turn: Turn, event: NodeDraining) -> None:
+    node = turn.state.nodes.get(event.node)
+    if node is None or node.draining:
+        turn.say("nothing new about that node")
+        return
+    turn.set(nodes={**turn.state.nodes, event.node: replace(node, draining=True)})
+    drain(turn, [w.worker for w in turn.state.workers.values() if w.node == event.node])
+    turn.say(f"node {event.node} will leave")
+
+
+def drain(turn: Turn, names: Sequence[str]) -> None:
+    """Workers with a part in the mesh hand over at the next boundary; all others leave now."""
+    crew = crew_of(turn.state)
+    needed = set(crew.everyone) if crew else set()
+    workers = dict(turn.state.workers)
+    leave_now, kill_now = [], []
+    for name in names:
+        worker = workers.get(name)
+        if worker is None or worker.draining or worker.life == "dying":
+            turn.say(f"{name} is already leaving")
+            continue
+        workers[name] = replace(worker, draining=True)
+        if worker.life == "starting":
+            kill_now.append(name)
+        elif name not in needed:
+            leave_now.append(name)
+        else:
+            turn.say(f"{name} hands over at the next boundary")
+    turn.set(workers=workers)
+    turn.fence(kill_now, "drained before it was warm", written_off=True)
+    if leave_now:
+        turn.release(leave_now)
+        turn.say(f"{', '.join(leave_now)} had no place and leave now")
+
+
+def worker_ready(turn: Turn, event: WorkerReady) -> bool:
+    """True if this is news. A worker that the journal does not know is of another coordinator: it is fenced."""
+    worker = turn.state.workers.get(event.worker)
+    if worker is None:
+        turn.send(KillWorker(turn.cause, event.worker, "unknown to this coordinator", turn.state.term))
+        turn.say(f"{event.worker} is unknown here or counts as lost: fenced")
+        return False
+    if worker.life != "starting":
+        turn.say(f"{event.worker} is known to be {worker.life}")
+        return False
+    node = turn.state.nodes.get(worker.node)
+    if node is not None and node.start_failures:
+        turn.set(nodes={**turn.state.nodes, node.node: replace(node, start_failures=0, backoff_until=0.0)})
+    turn.put(replace(worker, life="ready"))
+    turn.set(pool_changed_at=turn.now)
+    turn.say(f"{event.worker} is ready on {worker.node}")
+    return True
+
+
+def lose(turn: Turn, names: Sequence[str], reason: str, detail: str) -> tuple[Loss, ...]:
+    """Forget workers that are gone. Returns those that somebody may still have counted on."""
+    workers = dict(turn.state.workers)
+    losses, failed_starts = [], []
+    for name in names:
+        worker = workers.pop(name, None)
+        if worker is None:
+            turn.say(f"{name} was already gone")
+        elif worker.life == "starting":
+            failed_starts.append(worker)
+            turn.say(f"{name} did not start on {worker.node}: {reason}")
+        elif not worker.written_off:
+            losses.append(Loss(name, worker.node, None, reason, detail))
+            turn.say(f"{name} lost: {reason}")
+        else:
+            turn.say(f"{name} is gone, as it should be")
+    if len(workers) != len(turn.state.workers):
+        turn.set(workers=workers, pool_changed_at=turn.now)
+    for worker in failed_starts:
+        _count_failed_start(turn, worker.node)
+    return tuple(losses)
+
+
+def lose_node(turn: Turn, node: str) -> tuple[Loss, ...]:
+    if node not in turn.state.nodes:
+        turn.say("node was already gone")
+        return ()
+    turn.set(nodes={name: value for name, value in turn.state.nodes.items() if name != node}, pool_changed_at=turn.now)
+    names = [worker.worker for worker in turn.state.workers.values() if worker.node == node]
+    turn.say(f"node {node} lost with {len(names)} worker(s)")
+    return lose(turn, names, "node lost", f"node {node} is gone")
+
+
+def expire(turn: Turn) -> tuple[Loss, ...]:
+    """Starts that took too long are given up; killed workers that linger are killed again and written off."""
+    due = [w for w in turn.state.workers.values() if w.life != "ready" and w.deadline <= turn.now]
+    losses = []
+    for worker in due:
+        if worker.life == "starting":
+            turn.fence([worker.worker], f"not warm after {turn.options.start_s} s", written_off=True)
+            turn.say(f"{worker.worker} took longer than {turn.options.start_s} s to start")
+            _count_failed_start(turn, worker.node)
+        else:
+            turn.fence([worker.worker], "still there after it was told to go", written_off=True)
+            if not worker.written_off:
+                turn.say(f"no news of the death of {worker.worker}: it counts as lost")
+                losses.append(Loss(worker.worker, worker.node, None, "unreachable", "killed, death not confirmed"))
+    return tuple(losses)
+
+
+def _count_failed_start(turn: Turn, name: str) -> None:
+    node = turn.state.nodes.get(name)
+    if node is None:
+        return
+    failures = node.start_failures + 1
+    over = failures - turn.options.start_failure_limit
+    until = node.backoff_until
+    if over >= 0:
+        wait_s = turn.options.backoff_s * 2 ** min(over, 4)
+        until = turn.now + wait_s
+        turn.say(f"{failures} starts in a row failed on {name}: no start there for {wait_s:g} s")
+    turn.set(nodes={**turn.state.nodes, name: replace(node, start_failures=failures, backoff_until=until)})
+
+
+def fill_slots(turn: Turn) -> None:
+    """Start as many workers as are wanted and the nodes have room for: rings packed, replicas spread."""
+    state = turn.state
+    present = [w for w in state.workers.values() if w.life != "dying" and not w.draining]
+    num_missing = state.options.num_workers_wanted - len(present)
+    if num_missing <= 0:
+        return
+    used = Counter(worker.node for worker in state.workers.values())
+    room = {
+        node.node: node.num_slots - used[node.node] for node in state.nodes.values()
+        if not node.draining and node.backoff_until <= turn.now and node.num_slots > used[node.node]
+    }
+    if not room:
+        return
+    staying = Counter(worker.node for worker in present)
+    workers, num_started = dict(state.workers), state.num_started
+    for _ in range(num_missing):
+        if not room:
+            break
+        node = min(room, key=lambda name: _start_rank(staying[name], room[name], state.options.cp))
+        name = f"w{num_started}.t{state.term}"
+        num_started += 1
+        staying[node] += 1
+        room[node] -= 1
+        if room[node] == 0:
+            del room[node]
+        workers[name] = Worker(name, node, "starting", turn.now + state.options.start_s)
+        turn.send(StartWorker(turn.cause, name, node, state.term))
+    turn.say(f"{num_started - state.num_started} worker(s) start")
+    turn.set(workers=workers, num_started=num_started)
+
+
+def _start_rank(num_there: int, room: int, cp: int) -> tuple[bool, bool, int]:
+    """A ring that is begun on a node is completed there; then the emptiest node with room for a whole ring."""
+    begun = num_there % cp
+    completes = begun > 0 and room >= cp - begun
+    return not completes, room < cp, num_there
+
+
+def start_deadlines(state: State) -> list[float]:
+    """When nodes that are backed off, and would be used, may be tried again."""
+    if not any(node.backoff_until for node in state.nodes.values()):
+        return []
+    present = sum(1 for worker in state.workers.values() if worker.life != "dying" and not worker.draining)
+    if present >= state.options.num_workers_wanted:
+        return []
+    used = Counter(worker.node for worker in state.workers.values())
+    return [
+        node.backoff_until for node in state.nodes.values()
+        if node.backoff_until and not node.draining and node.num_slots > used[node.node]
+    ]

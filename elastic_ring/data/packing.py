@@ -1,0 +1,152 @@
+"""Documents packed end to end into sequences of a fixed length, read by random access.
+
+The corpus is one stream of tokens: each document followed by an end-of-document token. Sequence i is the
+`context_tokens + 1` tokens that begin at token `i * context_tokens`, so that every token of the stream is an
+input exactly once and the last token of a sequence is only ever a target there. What is left at the end,
+less than one sequence, is not used.
+
+A stream is made of chunks, each small enough to be held in memory; where a chunk comes from is the business
+of `text` and `shards`. No order, no mesh and no torch in here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+END_OF_DOCUMENT = 256
+BYTE_VOCAB_SIZE = 257
+MAX_VOCAB_SIZE = 2**31
+
+Tokens = NDArray[np.int32]
+Starts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One packed sequence.
+
+    tokens: int64, context_tokens + 1. document_starts: the positions in [0, context_tokens) at which a
+    document begins here, ascending; the first is 0 even when that document began in the sequence before.
+    ends_document: the last target, `tokens[context_tokens]`, already belongs to the next document.
+    """
+
+    tokens: NDArray[np.int64]
+    document_starts: tuple[int, ...]
+    ends_document: bool = False
+
+
+class Chunk(Protocol):
+    """A run of the stream that is read in one piece."""
+
+    @property
+    def name(self) -> str:
+        """For messages: which file, and which part of it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Known without reading the tokens; end-of-document tokens included."""
+
+    def load(self) -> tuple[Tokens, Starts]:
+        """The chunk's tokens, and the offsets in them at which documents begin."""
+
+
+class PackedSource:
+    """Sequences of `context_tokens + 1` tokens over a list of chunks.
+
+    Keeps at most `cache_bytes` of loaded chunks (one chunk may exceed it alone). `read` may be called from
+    several threads.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        context_tokens: int,
+        vocab_size: int,
+        describe: str,
+        digest: Callable[[], str],
+        cache_bytes: int = 128 * 2**20,
+    ) -> None:
+        self.context_tokens = context_tokens
+        self.vocab_size = vocab_size
+        self.describe = describe
+        self._chunks = chunks
+        self._ends = np.cumsum([chunk.num_tokens for chunk in chunks], dtype=np.int64)
+        self._digest = digest
+        self._cache: OrderedDict[int, tuple[Tokens, Starts]] = OrderedDict()
+        self._cache_bytes = cache_bytes
+        self._lock = Lock()
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens of the stream, those of the unused rest included."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def num_sequences(self) -> int:
+        return max(self.num_tokens - 1, 0) // self.context_tokens
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal fingerprints mean equal samples. What it covers is said by the config that opened the
+        source."""
+        return self._digest()
+
+    def read(self, sample_id: int) -> Sample:
+        """Raises ValueError where the id does not exist, or the corpus is not (any more) what it was when
+        opened."""
+        if not 0 <= sample_id < self.num_sequences:
+            raise ValueError(
+                f"sample_id={sample_id}: {self.describe} has sequences 0 to {self.num_sequences - 1}"
+            )
+        start = sample_id * self.context_tokens
+        tokens = np.empty(self.context_tokens + 1, dtype=np.int64)
+        starts = [0]
+        filled = 0
+        index = int(np.searchsorted(self._ends, start, side="right"))
+        with self._lock:
+            while filled < len(tokens):
+                chunk_tokens, chunk_starts = self._load(index)
+                offset = start + filled - (int(self._ends[index]) - len(chunk_tokens))
+                piece = chunk_tokens[offset : offset + len(tokens) - filled]
+                tokens[filled : filled + len(piece)] = piece
+                first, last = np.searchsorted(chunk_starts, (offset, offset + len(piece)))
+                starts.extend((chunk_starts[first:last] - offset + filled).tolist())
+                filled += len(piece)
+                index += 1
+        ends_document = starts[-1] == self.context_tokens
+        inside = tuple(sorted({position for position in starts if position < self.context_tokens}))
+        return Sample(tokens, inside, ends_document)
+
+    def _load(self, index: int) -> tuple[Tokens, Starts]:
+        if index in self._cache:
+            self._cache.move_to_end(index)
+            return self._cache[index]
+        chunk = self._chunks[index]
+        loaded = chunk.load()
+        if len(loaded[0]) != chunk.num_tokens:
+            raise ValueError(
+                f"{chunk.name}: holds {len(loaded[0])} tokens, {chunk.num_tokens} when it was opened "
+                "or by its metadata; a corpus must not change during a run: restore it, or start a new run"
+            )
+        self._cache[index] = loaded
+        while len(self._cache) > 1 and self._cached_bytes() > self._cache_bytes:
+            self._cache.popitem(last=False)
+        return loaded
+
+    def _cached_bytes(self) -> int:
+        return sum(tokens.nbytes + starts.nbytes for tokens, starts in self._cache.values())
+
+
+def check_context(context_tokens: int) -> None:
+    """Raises ValueError for a context that no sequence can have."""
+    if context_tokens < 1:
+        raise ValueError(f"context_tokens={context_tokens}: a sequence needs at least 1 token")

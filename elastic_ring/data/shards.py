@@ -1,0 +1,258 @@
+"""Token shards: Parquet or Arrow IPC files with one list of tokens a row, a row a document.
+
+Read through `pyarrow.fs`, so a local path, s3://, gs:// or hdfs:// alike. The index comes from metadata: for
+Parquet from the footers; for Arrow, whose footers do not count list values, from one pass over the list
+offsets (of local uncompressed files only the offsets are touched, they are memory-mapped). Tokens are
+loaded a row group or record batch at a time, so that is the unit of memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from elastic_ring.data.packing import (
+    BYTE_VOCAB_SIZE,
+    END_OF_DOCUMENT,
+    MAX_VOCAB_SIZE,
+    PackedSource,
+    Starts,
+    Tokens,
+    check_context,
+)
+
+_PARQUET = (".parquet", ".pq")
+_ARROW = (".arrow", ".feather", ".ipc")
+
+
+@dataclass(frozen=True)
+class TokenShards:
+    """`uri` is one shard or a directory of them (.parquet, .pq, .arrow, .feather, .ipc), used in path order.
+
+    column: a list of integers a row. vocab_size: tokens are in [0, vocab_size). end_of_document: the token
+    that is put after each row; with `rows_end_documents` the rows have it already, and a row without it is
+    refused. Empty rows are no documents. The fingerprint covers names, sizes, row and token counts and the
+    footers' statistics, not every token.
+    """
+
+    context_tokens: int
+    uri: str
+    column: str = "tokens"
+    vocab_size: int = BYTE_VOCAB_SIZE
+    end_of_document: int = END_OF_DOCUMENT
+    rows_end_documents: bool = False
+
+    def __post_init__(self) -> None:
+        check_context(self.context_tokens)
+        if not 1 <= self.vocab_size <= MAX_VOCAB_SIZE:
+            raise ValueError(f"TokenShards vocab_size={self.vocab_size}: must be in [1, {MAX_VOCAB_SIZE}]")
+        if not 0 <= self.end_of_document < self.vocab_size:
+            raise ValueError(
+                f"TokenShards end_of_document={self.end_of_document}: must be a token below "
+                f"vocab_size={self.vocab_size}; make the vocabulary one larger for it"
+            )
+
+    def open(self) -> PackedSource:
+        """Reads the metadata of every shard. Raises ValueError naming the shard and what is wrong with it."""
+        filesystem, paths = _list_shards(self.uri)
+        chunks: list[_RowBlock] = []
+        facts: list[object] = ["shards", self.context_tokens, self.vocab_size, self.end_of_document]
+        for path, size_bytes in paths:
+            index = _index_parquet if path.lower().endswith(_PARQUET) else _index_arrow
+            blocks, shard_facts = _reading(path, partial(index, filesystem, path, self))
+            chunks += blocks
+            facts.append([Path(path).name, size_bytes, shard_facts])
+        return PackedSource(
+            [chunk for chunk in chunks if chunk.num_tokens],
+            context_tokens=self.context_tokens,
+            vocab_size=self.vocab_size,
+            describe=f"TokenShards({self.uri!r})",
+            digest=lambda: hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+        )
+
+
+@dataclass(frozen=True)
+class _RowBlock:
+    """One row group of a Parquet file, or one record batch of an Arrow file."""
+
+    filesystem: Any
+    path: str
+    block: int
+    num_tokens: int
+    config: TokenShards
+
+    @property
+    def name(self) -> str:
+        return f"{self.path} (row group or batch {self.block})"
+
+    def load(self) -> tuple[Tokens, Starts]:
+        read = _read_row_group if self.path.lower().endswith(_PARQUET) else _read_batch
+        lists = _reading(self.path, partial(read, self.filesystem, self.path, self.block, self.config.column))
+        return _pack(lists, self.config, self.name)
+
+
+def _list_shards(uri: str) -> tuple[Any, list[tuple[str, int]]]:
+    """The file system and the (path, size in bytes) of every shard, in path order."""
+    try:
+        located = uri if "://" in uri else str(Path(uri).absolute())
+        filesystem, path = pafs.FileSystem.from_uri(located)
+        info = filesystem.get_file_info(path)
+        found = [info]
+        if info.type == pafs.FileType.Directory:
+            found = filesystem.get_file_info(pafs.FileSelector(path, recursive=True))
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"TokenShards uri={uri!r}: cannot be read: {error}") from error
+    if info.type == pafs.FileType.NotFound:
+        raise ValueError(f"TokenShards uri={uri!r}: does not exist")
+    endings = _PARQUET + _ARROW
+    shards = sorted(
+        (file.path, file.size) for file in found if file.is_file and file.path.lower().endswith(endings)
+    )
+    if not shards:
+        raise ValueError(f"TokenShards uri={uri!r}: no file here ends in {', '.join(endings)}")
+    return filesystem, shards
+
+
+def _index_parquet(filesystem: Any, path: str, config: TokenShards) -> tuple[list[_RowBlock], list[object]]:
+    with filesystem.open_input_file(path) as file:
+        parquet = pq.ParquetFile(file)
+        _check_column(parquet.schema_arrow, config.column, path)
+        metadata = parquet.metadata
+        blocks: list[_RowBlock] = []
+        facts: list[object] = []
+        for group in range(metadata.num_row_groups):
+            rows = metadata.row_group(group)
+            leaf = next(
+                column
+                for column in (rows.column(i) for i in range(rows.num_columns))
+                if column.path_in_schema.split(".")[0] == config.column
+            )
+            statistics = leaf.statistics
+            if statistics is not None and statistics.has_min_max:
+                _check_range(statistics.min, statistics.max, config.vocab_size, f"{path} (row group {group})")
+            if config.rows_end_documents and statistics is not None and statistics.has_null_count:
+                num_tokens = leaf.num_values - statistics.null_count
+            elif statistics is not None and statistics.has_null_count and statistics.null_count == 0:
+                # No row is empty or null, so each gets its end-of-document token.
+                num_tokens = leaf.num_values + rows.num_rows
+            else:
+                num_tokens = _count(parquet.read_row_group(group, columns=[config.column]).column(0), config)
+            blocks.append(_RowBlock(filesystem, path, group, num_tokens, config))
+            extremes = (
+                [statistics.min, statistics.max] if statistics is not None and statistics.has_min_max else []
+            )
+            facts.append([rows.num_rows, num_tokens, leaf.total_compressed_size, extremes])
+    return blocks, facts
+
+
+def _index_arrow(filesystem: Any, path: str, config: TokenShards) -> tuple[list[_RowBlock], list[object]]:
+    # Mapped for the index only: a file that shrinks under a mapping kills the process that reads it.
+    local = isinstance(filesystem, pafs.LocalFileSystem)
+    with pa.memory_map(path) if local else filesystem.open_input_file(path) as file:
+        _check_column(pa.ipc.open_file(file).schema, config.column, path)
+        reader = _open_arrow(file, config.column)
+        blocks: list[_RowBlock] = []
+        facts: list[object] = []
+        for index in range(reader.num_record_batches):
+            batch = reader.get_batch(index)
+            num_tokens = _count(pa.chunked_array([batch.column(0)]), config)
+            blocks.append(_RowBlock(filesystem, path, index, num_tokens, config))
+            facts.append([batch.num_rows, num_tokens])
+    return blocks, facts
+
+
+def _read_row_group(filesystem: Any, path: str, group: int, column: str) -> Any:
+    with filesystem.open_input_file(path) as file:
+        return pq.ParquetFile(file).read_row_group(group, columns=[column]).column(0)
+
+
+def _read_batch(filesystem: Any, path: str, index: int, column: str) -> Any:
+    with filesystem.open_input_file(path) as file:
+        return pa.chunked_array([_open_arrow(file, column).get_batch(index).column(0)])
+
+
+def _open_arrow(file: Any, column: str) -> Any:
+    """A reader that decodes no column but the one with the tokens."""
+    schema = pa.ipc.open_file(file).schema
+    options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(column)])
+    return pa.ipc.open_file(file, options=options)
+
+
+def _check_column(schema: Any, column: str, path: str) -> None:
+    if column not in schema.names:
+        raise ValueError(
+            f"{path}: no column {column!r}; it has {', '.join(schema.names)}: set `column` to one of them"
+        )
+    kind = schema.field(column).type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not is_list or not pa.types.is_integer(kind.value_type):
+        raise ValueError(f"{path}: column {column!r} is of type {kind}; a list of integers a row is needed")
+
+
+def _check_range(low: int, high: int, vocab_size: int, name: str) -> None:
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"{name}: token {wrong} is outside the vocabulary [0, {vocab_size}); "
+            "set vocab_size to the tokenizer's"
+        )
+
+
+def _lengths(lists: Any) -> Starts:
+    """Tokens a row, empty and null rows left out."""
+    values = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
+    kept: Starts = values[values > 0]
+    return kept
+
+
+def _count(lists: Any, config: TokenShards) -> int:
+    lengths = _lengths(lists)
+    return int(lengths.sum()) + (0 if config.rows_end_documents else len(lengths))
+
+
+def _pack(lists: Any, config: TokenShards, name: str) -> tuple[Tokens, Starts]:
+    """Rows laid end to end, each ended by the end-of-document token, and where each begins."""
+    values = pc.list_flatten(lists)
+    if values.null_count:
+        raise ValueError(
+            f"{name}: column {config.column!r} has {values.null_count} null tokens; drop or replace them"
+        )
+    flat = values.to_numpy()
+    if len(flat):
+        _check_range(int(flat.min()), int(flat.max()), config.vocab_size, name)
+    lengths = _lengths(lists)
+    if config.rows_end_documents:
+        ends = np.cumsum(lengths) - 1
+        tokens = flat.astype(np.int32)
+        missing = np.flatnonzero(tokens[ends] != config.end_of_document)
+        if len(missing):
+            raise ValueError(
+                f"{name}: {len(missing)} rows do not end in end_of_document={config.end_of_document}; "
+                "set rows_end_documents=False to have it put there"
+            )
+    else:
+        lengths = lengths + 1
+        ends = np.cumsum(lengths) - 1
+        tokens = np.full(int(lengths.sum()), config.end_of_document, dtype=np.int32)
+        inside = np.ones(len(tokens), dtype=bool)
+        inside[ends] = False
+        tokens[inside] = flat
+    return tokens, ends - lengths + 1
+
+
+def _reading(path: str, action: Any) -> Any:
+    """Runs one read; whatever Arrow or the file system has against it becomes a ValueError with the path."""
+    try:
+        return action()
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{path}: cannot be read as token shard: {error}") from error

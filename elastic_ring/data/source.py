@@ -1,0 +1,115 @@
+"""Where sequences come from: the door of the data room.
+
+A frozen config says what a corpus is, `open_source` opens it, `hold_out` keeps the validation sequences
+apart. Order, mesh and slices are the business of `order` and `loader`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, PackedSource, Sample
+from elastic_ring.data.shards import TokenShards
+from elastic_ring.data.text import StdlibText, TextFiles
+
+__all__ = [
+    "BYTE_VOCAB_SIZE",
+    "END_OF_DOCUMENT",
+    "PackedSource",
+    "Sample",
+    "Source",
+    "SourceConfig",
+    "StdlibText",
+    "TextFiles",
+    "TokenShards",
+    "hold_out",
+    "open_source",
+]
+
+
+class Source(Protocol):
+    """Packed sequences by random access. Reading the same id twice gives the same tokens."""
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the corpus: differs where another process, or this one earlier, saw another corpus."""
+
+    def read(self, sample_id: int) -> Sample: ...
+
+
+class SourceConfig(Protocol):
+    """What `open_source` takes: picklable, nothing read before `open`. A user's own source is one too."""
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def open(self) -> Source: ...
+
+
+@dataclass(frozen=True)
+class _View:
+    """Sequences [start, stop) of another source, counted from 0."""
+
+    base: Source
+    start: int
+    stop: int
+
+    @property
+    def num_sequences(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def context_tokens(self) -> int:
+        return self.base.context_tokens
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.base.fingerprint}[{self.start}:{self.stop}]"
+
+    def read(self, sample_id: int) -> Sample:
+        if not 0 <= sample_id < self.num_sequences:
+            raise ValueError(f"sample_id={sample_id}: this part has sequences 0 to {self.num_sequences - 1}")
+        return self.base.read(self.start + sample_id)
+
+
+def open_source(config: SourceConfig) -> Source:
+    """Opens a corpus. Raises ValueError where it cannot be read or is shorter than one sequence."""
+    source = config.open()
+    if source.num_sequences < 1:
+        raise ValueError(
+            f"{config}: the corpus is empty: fewer than context_tokens + 1 = "
+            f"{config.context_tokens + 1} tokens; give more text or a shorter context"
+        )
+    return source
+
+
+def hold_out(
+    source: Source, *, fraction: float = 0.0, num_sequences: int | None = None
+) -> tuple[Source, Source]:
+    """(training, validation): the last sequences are for validation and never trained on.
+
+    `num_sequences` of them, or else `fraction` of all, rounded up. Each part counts its sequences from 0. The
+    one token that the parts share is the last target of the first and an input, never a target, of the
+    second. Raises ValueError where nothing is left to train on.
+    """
+    if not 0.0 <= fraction < 1.0:
+        raise ValueError(f"validation fraction={fraction}: must be at least 0 and below 1")
+    total = source.num_sequences
+    held = math.ceil(fraction * total) if num_sequences is None else num_sequences
+    if not 0 <= held < total:
+        raise ValueError(
+            f"validation num_sequences={held} of {total}: at least one sequence must be left to train on; "
+            "hold out fewer or give more text"
+        )
+    return _View(source, 0, total - held), _View(source, total - held, total)

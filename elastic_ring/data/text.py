@@ -1,0 +1,189 @@
+"""Sources of plain text, a byte a token: the standard library of the running Python, or files of the user's.
+
+Paths may be local or anything that fsspec opens (s3://, gs://, hf:// ...). Nothing is decoded, so no file can
+be wrongly encoded. Empty files are no documents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from elastic_ring.data.packing import (
+    BYTE_VOCAB_SIZE,
+    END_OF_DOCUMENT,
+    PackedSource,
+    Starts,
+    Tokens,
+    check_context,
+)
+
+# Whole files up to this size; a larger one is read in pieces, so that memory stays bounded.
+PIECE_BYTES = 16 * 2**20
+
+# Not every distribution installs the standard library's own tests, so the corpus leaves them out.
+_STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+
+@dataclass(frozen=True)
+class StdlibText:
+    """The .py files of the running Python's standard library, in path order, each a document of bytes.
+
+    Without site-packages and without test directories. The fingerprint covers every byte.
+    """
+
+    context_tokens: int
+
+    def __post_init__(self) -> None:
+        check_context(self.context_tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        return BYTE_VOCAB_SIZE
+
+    def open(self) -> PackedSource:
+        """Lists the files; reads none yet. Raises ValueError where there are none."""
+        root = Path(sysconfig.get_path("stdlib"))
+        found = []
+        for directory, directories, names in os.walk(root):
+            directories[:] = [name for name in directories if name not in _STDLIB_SKIPPED]
+            found += [Path(directory, name) for name in names if name.endswith(".py")]
+        if not found:
+            raise ValueError(
+                f"StdlibText: no .py files under {root}; this Python keeps its standard library elsewhere "
+                "(in an archive?): use TextFiles with a directory of your own"
+            )
+        ordered = sorted(found, key=lambda path: path.relative_to(root).as_posix())
+        return _open(
+            fsspec.filesystem("file"), [str(path) for path in ordered], self.context_tokens, "StdlibText"
+        )
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """Files as documents of bytes: `paths` are files, directories (with everything below) or glob patterns.
+
+    In the order given, in path order within each; a file that two entries name counts once. The fingerprint
+    covers every byte, so reading it reads the corpus once.
+    """
+
+    context_tokens: int
+    paths: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check_context(self.context_tokens)
+        # A single string would pass for a tuple of one-letter paths.
+        if not isinstance(self.paths, tuple) or not self.paths:
+            raise ValueError(f"TextFiles paths={self.paths!r}: give a tuple of at least one path or pattern")
+
+    @property
+    def vocab_size(self) -> int:
+        return BYTE_VOCAB_SIZE
+
+    def open(self) -> PackedSource:
+        """Lists the files; reads none yet. Raises ValueError that names the path with nothing readable."""
+        ordered: dict[str, None] = {}
+        filesystem: Any = None
+        for entry in self.paths:
+            opened, path = _url_to_filesystem(entry)
+            if filesystem is not None and type(opened) is not type(filesystem):
+                raise ValueError(f"TextFiles paths={self.paths!r}: all must be of one file system")
+            filesystem = opened
+            ordered.update(dict.fromkeys(_expand(opened, path, entry)))
+        return _open(filesystem, list(ordered), self.context_tokens, f"TextFiles{self.paths!r}")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes [start, stop) of a file; the piece that ends it also holds the end-of-document token."""
+
+    filesystem: Any
+    path: str
+    start: int
+    stop: int
+    file_bytes: int
+
+    @property
+    def name(self) -> str:
+        return self.path
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start + (self.stop == self.file_bytes)
+
+    def load(self) -> tuple[Tokens, Starts]:
+        ends = self.stop == self.file_bytes
+        # The piece that ends a file reads on to wherever the file ends now, so that growth is noticed.
+        data = _read(self.filesystem, self.path, self.start, None if ends else self.stop)
+        tokens = np.empty(len(data) + ends, dtype=np.int32)
+        tokens[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+        if ends:
+            tokens[-1] = END_OF_DOCUMENT
+        return tokens, np.array([0] if self.start == 0 else [], dtype=np.int64)
+
+
+def _open(filesystem: Any, paths: Sequence[str], context_tokens: int, describe: str) -> PackedSource:
+    pieces: list[_Piece] = []
+    for path in paths:
+        size_bytes = _size_bytes(filesystem, path)
+        for start in range(0, size_bytes, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, size_bytes)
+            pieces.append(_Piece(filesystem, path, start, stop, size_bytes))
+
+    def digest() -> str:
+        total = hashlib.sha256(f"text {context_tokens} {BYTE_VOCAB_SIZE} {END_OF_DOCUMENT}".encode())
+        for piece in pieces:
+            if piece.start == 0:
+                total.update(piece.file_bytes.to_bytes(8, "little"))
+            total.update(piece.load()[0].astype("<i4", copy=False).tobytes())
+        return total.hexdigest()
+
+    return PackedSource(
+        pieces, context_tokens=context_tokens, vocab_size=BYTE_VOCAB_SIZE, describe=describe, digest=digest
+    )
+
+
+def _url_to_filesystem(entry: str) -> tuple[Any, str]:
+    try:
+        filesystem, path = fsspec.core.url_to_fs(entry)
+    except (ValueError, ImportError, OSError) as error:
+        raise ValueError(f"TextFiles path {entry!r}: cannot be opened: {error}") from error
+    return filesystem, path
+
+
+def _expand(filesystem: Any, path: str, entry: str) -> list[str]:
+    """The files that one entry of `paths` names, in path order."""
+    try:
+        if fsspec.core.has_magic(path) and not filesystem.exists(path):
+            found = sorted(match for match in filesystem.glob(path) if filesystem.isfile(match))
+        else:
+            found = sorted(filesystem.find(path))
+    except OSError as error:
+        raise ValueError(f"TextFiles path {entry!r}: cannot be listed: {error}") from error
+    if not found:
+        raise ValueError(f"TextFiles path {entry!r}: no such file, no file below it, or none that matches")
+    return found
+
+
+def _size_bytes(filesystem: Any, path: str) -> int:
+    try:
+        # Opened, not only looked at: a file that nobody may read has a size too.
+        with filesystem.open(path, "rb") as file:
+            return int(file.seek(0, os.SEEK_END))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+
+
+def _read(filesystem: Any, path: str, start: int, stop: int | None) -> bytes:
+    try:
+        return bytes(filesystem.cat_file(path, start=start, end=stop))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error

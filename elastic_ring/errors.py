@@ -1,0 +1,77 @@
+"""The one exception tree. A user's wrong setting is a `ValueError`; everything else raises from here.
+
+Every error carries `facts`, a flat mapping of what an operator needs (step, worker, signal …), and
+survives pickling, because most of them cross a process boundary on their way to the person who reads them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ElasticRingError(Exception):
+    """Root of the tree. `message` is for people, `facts` for programs."""
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.facts = facts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.facts)
+
+
+def _rebuild(kind: type[ElasticRingError], message: str, facts: dict[str, Any]) -> ElasticRingError:
+    return kind(message, **facts)
+
+
+class GroupAborted(ElasticRingError):
+    """This process's control thread closed the group while an operation was under way."""
+
+
+class PeerFailed(ElasticRingError):
+    """An exchange with another rank failed: a reset socket, a timeout. Not proof that the peer is dead."""
+
+
+class StaleMessage(ElasticRingError):
+    """A message of an older term or generation; it changed nothing."""
+
+
+class IllegalTransition(ElasticRingError):
+    """The control core met an event that its present phase has no row for. Carries the recent story."""
+
+
+class JournalDamaged(ElasticRingError):
+    """The journal cannot be read back, or replaying it gives other commands than it recorded."""
+
+
+class ShardLost(ElasticRingError):
+    """No verified holder of some `cp_rank` is left, and no copy or checkpoint to fall back on."""
+
+
+class DigestMismatch(ElasticRingError):
+    """A healed shard differs from its donor's digest; it must not be used."""
+
+
+class CrashLoop(ElasticRingError):
+    """The same step killed members too often. Names the batch, the signal and the last log lines."""
+
+
+class UserCodeFailed(ElasticRingError):
+    """The user's model, loss or data raised on the same step again. The message begins with their traceback."""
+
+
+class TooManySkipped(ElasticRingError):
+    """More than `max_skipped` steps in a row had a non-finite gradient."""
+
+
+class FaultNeverFired(ElasticRingError):
+    """A planned fault did not happen, so the run proves nothing about it."""
+
+
+class CoordinatorLost(ElasticRingError):
+    """The coordinator did not answer within its lease."""
+
+
+class RunFailed(ElasticRingError):
+    """The run ended without success for a reason that no other class names."""

@@ -1,0 +1,87 @@
+"""Planned faults: a schedule that is data, written as text, checked before anything starts.
+
+    kill@step=21,phase=backward,rank=3; freeze@step=30,rank=0
+
+`rank` is the global rank at the moment the fault fires; each fault fires once. Nothing here makes a fault
+happen: that is `runtime/injection`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KINDS = (
+    "kill", "freeze", "gil", "raise", "exit", "drain", "kill-node", "kill-coordinator", "freeze-coordinator",
+)  # fmt: skip
+PHASES = ("forward", "backward", "reduce", "vote", "apply", "idle", "heal")
+ROLES = ("spare", "donor")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One planned fault. `rank=None` in phase heal means whichever rank has that `role`."""
+
+    kind: str
+    step: int
+    phase: str = "idle"
+    rank: int | None = None
+    hop: int | None = None
+    role: str | None = None
+
+    def __str__(self) -> str:
+        parts = [f"step={self.step}", f"phase={self.phase}"]
+        parts += [f"{k}={v}" for k in ("rank", "hop", "role") if (v := getattr(self, k)) is not None]
+        return f"{self.kind}@{','.join(parts)}"
+
+    def matches(self, *, step: int, phase: str, rank: int, hop: int | None = None, role: str | None = None) -> bool:
+        """Whether this fault is meant for this moment of this rank."""
+        return (
+            (self.step, self.phase) == (step, phase)
+            and self.rank in (None, rank)
+            and (self.hop is None or self.hop == hop)
+            and (self.role is None or self.role == role)
+        )
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """The faults of a schedule; `none` or nothing gives none. Raises ValueError naming the part that is wrong."""
+    if text.strip() in ("", "none"):
+        return ()
+    return tuple(_parse(part.strip()) for part in text.split(";") if part.strip())
+
+
+def _parse(part: str) -> Fault:
+    kind, _, rest = part.partition("@")
+    if kind not in KINDS:
+        raise ValueError(f"faults: unknown fault {kind!r} in {part!r}; known: {', '.join(KINDS)}")
+    fields: dict[str, str] = {}
+    for item in filter(None, (p.strip() for p in rest.split(","))):
+        key, equals, value = item.partition("=")
+        if not equals or key not in ("step", "phase", "rank", "hop", "role"):
+            raise ValueError(f"faults: cannot read {item!r} in {part!r}; use step=, phase=, rank=, hop=, role=")
+        fields[key] = value
+    if "step" not in fields:
+        raise ValueError(f"faults: {part!r} names no step; write {kind}@step=N,...")
+    phase = fields.get("phase", "idle")
+    if phase not in PHASES:
+        raise ValueError(f"faults: unknown phase {phase!r} in {part!r}; known: {', '.join(PHASES)}")
+    role = fields.get("role")
+    if role is not None and (role not in ROLES or phase != "heal"):
+        raise ValueError(f"faults: role={role!r} in {part!r}; use role=spare or role=donor, with phase=heal")
+    hop = _number(fields, "hop", part)
+    if hop is not None and phase not in ("forward", "backward"):
+        raise ValueError(f"faults: hop={hop} in {part!r} needs phase=forward or phase=backward")
+    rank = _number(fields, "rank", part)
+    if rank is None and phase != "heal":
+        rank = 0
+    step = _number(fields, "step", part)
+    assert step is not None
+    return Fault(kind, step, phase, rank, hop, role)
+
+
+def _number(fields: dict[str, str], key: str, part: str) -> int | None:
+    if key not in fields:
+        return None
+    if not fields[key].isdigit():
+        raise ValueError(f"faults: {key}={fields[key]!r} in {part!r} must be a whole number of at least 0")
+    return int(fields[key])

@@ -1,0 +1,314 @@
+"""A worker on the virtual clock: the step transaction with its phases, but hashes instead of tensors.
+
+It obeys the same commands and sends the same events as the real one. A shard's content is the list of the
+votes that were applied to it, so an update that is undone, doubled or stale can be seen. No clock, no ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from elastic_ring.control.invariants import require
+from elastic_ring.control.messages import (
+    Build, BuildFailed, Command, Finalize, Finalized, Hello, Published, Release, Report, Resumed, Stand, Status, Stop,
+    Trouble, Vote, WorkerReady,
+)
+
+if TYPE_CHECKING:
+    from elastic_ring.forecast.simulate import World
+
+BATCH = 12
+"""Sequences in the simulated global batch."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """`history[k]` is the vote that made step k; two holders of one shard are equal if these are."""
+
+    cp_rank: int
+    history: tuple[Vote, ...] = ()
+
+
+@dataclass
+class Group:
+    """The process groups of one `Build`. `left`: who tore them down or died; peers notice, sooner or later."""
+
+    order: Build
+    joined: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
+    healed: set[str] = field(default_factory=set)
+    resumed: set[str] = field(default_factory=set)
+    finalizing: set[str] = field(default_factory=set)
+    reduced: dict[int, set[str]] = field(default_factory=dict)
+    entered: dict[int, dict[str, bool]] = field(default_factory=dict)
+    votes: dict[int, Vote] = field(default_factory=dict)
+    base: tuple[Vote, ...] | None = None
+
+
+class SimWorker:
+    """`doing`: spare, joining, rolling, healing, donating, compute, reduce, vote, apply, stopped, parked, gone."""
+
+    def __init__(self, world: World, name: str, node: str) -> None:
+        self.world, self.name, self.node = world, name, node
+        self.alive, self.frozen, self.poisoned, self.breaks_apply, self.raises = True, False, False, False, False
+        self.term, self.generation = 0, 0
+        self.doing, self.epoch = "spare", 0
+        self.shard: Shard | None = None
+        self.gradient: tuple[int, tuple[int, int]] | None = None
+        self.vote: Vote | None = None
+        self.last_vote: Vote | None = None
+        self.group: Group | None = None
+        self.wants_boundary = False
+        self.report_kind = "aborted"
+        self.inbox: list[Command] = []
+
+    # ------------------------------------------------------------ commands
+
+    def obey(self, command: Command) -> None:
+        if not self.alive:
+            return
+        if self.frozen:
+            self.inbox.append(command)
+            return
+        if isinstance(command, Hello):
+            self._hello(command)
+        elif isinstance(command, Release):
+            if command.term >= self.term:
+                self.world.die(self, "exited")
+        elif isinstance(command, Stop | Build | Stand | Finalize):
+            self._ordered(command)
+
+    def _hello(self, command: Hello) -> None:
+        if command.term < self.term:
+            return
+        self.term = command.term
+        activity = {"spare": "spare", "stopped": "parked", "parked": "parked"}.get(self.doing)
+        if activity is None:
+            activity = "building" if self.doing in ("joining", "rolling", "healing", "donating") else "running"
+        if self.doing == "parked" and self.report_kind == "finished":
+            activity = "finished"
+        self.world.tell(Status("w", self.name, self.term, self.generation, activity))
+
+    def _ordered(self, command: Stop | Build | Stand | Finalize) -> None:
+        if (command.term, command.generation) < (self.term, self.generation):
+            return
+        known = command.generation == self.generation
+        self.term = command.term
+        if isinstance(command, Stop) and command.mode == "boundary":
+            self.wants_boundary = self.wants_boundary or known
+            return
+        self.generation = command.generation
+        if isinstance(command, Stop):
+            if not known or self.doing != "parked":
+                self._abort("parked")
+            self._report("aborted")
+        elif isinstance(command, Build):
+            group = self.world.group(command)
+            if self.group is not group:
+                self._abort("joining")
+                self.group = group
+                self._soon()
+        elif isinstance(command, Stand):
+            if self.doing != "spare":
+                self._abort("spare")
+                self._forget()
+        elif self.group is not None and self.doing == "parked" and known:
+            self._finalize(self.group)
+
+    def _abort(self, doing: str) -> None:
+        if self.group is not None:
+            self.group.left.add(self.name)
+        self.group = None
+        self.epoch += 1
+        self.doing = doing
+        self.wants_boundary = False
+
+    def _forget(self) -> None:
+        self.shard, self.gradient, self.vote, self.last_vote = None, None, None, None
+
+    def _finalize(self, group: Group) -> None:
+        group.finalizing.add(self.name)
+        ring = [group.order.seats[rank] for rank in group.order.mesh.ring(0)]
+        if set(ring) <= group.finalizing and not group.left & set(ring):
+            self.world.tell(Finalized("w", ring[0], self.term, self.generation, "weights"))
+
+    # ------------------------------------------------------------ reports
+
+    @property
+    def applied(self) -> int:
+        return len(self.shard.history) if self.shard else 0
+
+    def _report(self, kind: str) -> None:
+        self.report_kind = kind
+        shard, gradient = self.shard, self.gradient
+        fits = gradient is not None and shard is not None and gradient[0] == self.applied
+        self.world.tell(Report(
+            "w", self.name, self.term, self.generation, kind, self.applied, self.vote,
+            shard.cp_rank if shard else None, fits, not self.poisoned, self.last_vote,
+            gradient[1] if gradient is not None and fits else (0, 0),
+        ))
+
+    def trouble(self, kind: str = "peer") -> None:
+        """Stop by oneself; repeat until someone answers."""
+        self._abort("stopped")
+        self._complain(kind, self.epoch)
+
+    def _complain(self, kind: str, epoch: int) -> None:
+        if self.alive and self.epoch == epoch and not self.frozen:
+            self.world.tell(Trouble("w", self.name, self.term, self.generation, kind, self.applied, "trace"))
+            self.world.later(1.0, lambda: self._complain(kind, epoch))
+
+    def _announce(self, kind: str, epoch: int) -> None:
+        if self.alive and self.epoch == epoch and not self.frozen:
+            self._report(kind)
+            self.world.later(2.0, lambda: self._announce(kind, epoch))
+
+    # ------------------------------------------------------------ the training thread
+
+    def ready(self) -> None:
+        if self.alive:
+            self.world.tell(WorkerReady("w", self.name, self.node, 1))
+
+    def _soon(self) -> None:
+        epoch = self.epoch
+        self.world.later(self.world.random.uniform(0.005, 0.06), lambda: self._work(epoch))
+
+    def thaw(self) -> None:
+        self.frozen = False
+        inbox, self.inbox = self.inbox, []
+        for command in inbox:
+            self.obey(command)
+        if self.alive and self.group is not None:
+            self._soon()
+
+    def _work(self, epoch: int) -> None:
+        if not self.alive or self.frozen or epoch != self.epoch or self.group is None or self.doing == "parked":
+            return
+        getattr(self, "_" + self.doing)(self.group)
+        if self.doing not in ("spare", "parked", "stopped"):
+            self._soon()
+
+    def _broken(self, group: Group) -> bool:
+        return bool(group.left & {*group.order.seats, *(heal.donor for heal in group.order.heals)})
+
+    def _fail_build(self, detail: str) -> None:
+        self._abort("parked")
+        self.world.tell(BuildFailed("w", self.name, self.term, self.generation, detail))
+
+    def _joining(self, group: Group) -> None:
+        group.joined.add(self.name)
+        if self._broken(group):
+            self._fail_build("a peer vanished")
+        elif {*group.order.seats, *(heal.donor for heal in group.order.heals)} <= group.joined:
+            self.doing = "rolling"
+
+    def _rolling(self, group: Group) -> None:
+        order = group.order
+        newcomers = {worker for heal in order.heals for worker in heal.newcomers}
+        if order.fresh:
+            self._forget()
+            self.shard = Shard(order.seats.index(self.name) % order.mesh.cp)
+        elif self.name in newcomers:
+            self._forget()
+        else:
+            vote, gradient = order.roll_forward, self.gradient
+            if self.shard and vote and self.applied == vote.step and gradient == (vote.step, vote.cast):
+                self._apply_vote(vote)
+            if self.shard is None or self.applied != order.step:
+                self._fail_build("no shard at this step")
+                return
+        self.gradient, self.vote = None, None
+        donates = any(heal.donor == self.name for heal in order.heals)
+        self.doing = "healing" if self.name in newcomers else "donating" if donates else "resuming"
+
+    def _healing(self, group: Group) -> None:
+        heal = next(heal for heal in group.order.heals if self.name in heal.newcomers)
+        donor = self.world.workers[heal.donor]
+        if self._broken(group):
+            self._fail_build("donor or peer vanished")
+        elif donor.group is group and donor.shard is not None and donor.applied == group.order.step:
+            if self.world.take_fault("corrupt"):
+                self._fail_build("digest differs")
+                return
+            require(donor.shard.cp_rank == heal.cp_rank, 5, f"{heal.donor} donates another shard")
+            self.shard = donor.shard
+            group.healed.add(self.name)
+            self.doing = "resuming"
+
+    def _donating(self, group: Group) -> None:
+        mine = {worker for heal in group.order.heals if heal.donor == self.name for worker in heal.newcomers}
+        if mine <= group.healed:
+            self.doing = "resuming" if self.name in group.order.seats else "parked"
+        elif self._broken(group):
+            self._fail_build("a newcomer vanished")
+
+    def _resuming(self, group: Group) -> None:
+        assert self.shard is not None
+        rank = group.order.seats.index(self.name)
+        require(self.shard.cp_rank == rank % group.order.mesh.cp, 1, f"{self.name} trains in another shard's seat")
+        require([vote.step for vote in self.shard.history] == list(range(self.applied)), 4, "a step twice or never")
+        if group.base is None:
+            group.base = self.shard.history
+        require(self.shard.history == group.base, 5, f"{self.name} resumes with other state than its peers")
+        self.world.tell(Resumed("w", self.name, self.term, self.generation, self.applied))
+        self._next_step(boundary=False)
+
+    def _next_step(self, boundary: bool) -> None:
+        if self.applied >= self.world.options.total_steps or boundary:
+            self.doing = "parked"
+            kind = "finished" if self.applied >= self.world.options.total_steps else "boundary"
+            self._announce(kind, self.epoch)
+        else:
+            self.doing = "compute"
+
+    def _compute(self, group: Group) -> None:
+        if self.raises:
+            self.raises = False
+            self.trouble("user")
+        elif self._broken(group) and self.world.random.random() < 0.5:
+            self.trouble()
+        else:
+            group.reduced.setdefault(self.applied, set()).add(self.name)
+            self.doing = "reduce"
+
+    def _reduce(self, group: Group) -> None:
+        cp_rank = group.order.seats.index(self.name) % group.order.mesh.cp
+        twins = {group.order.seats[rank] for rank in group.order.mesh.replicas(cp_rank)}
+        if twins <= group.reduced[self.applied]:
+            self.gradient = (self.applied, (group.order.term, group.order.generation))
+            group.entered.setdefault(self.applied, {})[self.name] = self.wants_boundary
+            self.doing = "vote"
+        elif self._broken(group):
+            self.trouble()
+
+    def _vote(self, group: Group) -> None:
+        step, order = self.applied, group.order
+        entered = group.entered[step]
+        broken = self._broken(group)
+        if set(order.seats) <= set(entered) and not (broken and self.world.random.random() < 0.5):
+            num_sequences = sum(len(range(dp_rank, BATCH, order.mesh.dp)) for dp_rank in range(order.mesh.dp))
+            require(num_sequences == BATCH, 4, "not every sequence of the batch was used once")
+            values = (float(step), float(num_sequences), float(order.mesh.dp), float(any(entered.values())))
+            self.vote = group.votes.setdefault(step, Vote(step, values, (order.term, order.generation)))
+            self.doing = "apply"
+        elif broken:
+            self.trouble()
+
+    def _apply(self, group: Group) -> None:
+        vote = self.vote
+        assert vote is not None
+        if self.breaks_apply:
+            self.breaks_apply, self.shard, self.gradient = False, None, None
+            self.trouble()
+            return
+        self._apply_vote(vote)
+        if group.order.seats[0] == self.name:
+            self.world.tell(Published("w", vote))
+        self._next_step(boundary=bool(vote.values[3]))
+
+    def _apply_vote(self, vote: Vote) -> None:
+        assert self.shard is not None
+        require(vote.step == self.applied, 4, f"{self.name} applies step {vote.step} at {self.applied}")
+        self.shard = Shard(self.shard.cp_rank, (*self.shard.history, vote))
+        self.last_vote, self.vote, self.gradient = vote, None, None

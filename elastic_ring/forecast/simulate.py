@@ -1,0 +1,416 @@
+"""A whole run on a virtual clock: the real control core over simulated workers, nodes, network and coordinators.
+
+`simulate(seed)` is a pure function of its seed. It raises `InvariantBroken` the moment a promise of the design
+page does not hold, and `NotFinished` if the run does not end although faults have ceased.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_ring.control import coordination, invariants, replay
+from elastic_ring.control.invariants import require
+from elastic_ring.control.messages import (
+    Build, Command, CoordinatorStarted, DrainRequested, EndRun, Event, KillWorker, NodeDraining, NodeJoined, NodeLost,
+    StartWorker, StopRequested, Tick, Vote, WorkerLost,
+)
+from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.state import Closing, Ended, State, crew_of
+from elastic_ring.forecast.sim_worker import Group, SimWorker
+
+FAULTS = {
+    "kill": 10, "freeze": 3, "glitch": 2, "raise": 1, "apply": 2, "poison": 2, "corrupt": 1, "drain": 3,
+    "kill-node": 2, "drain-node": 1, "join": 3, "restart": 3, "split": 2, "stop": 0.1, "bad-start": 1, "echo": 3,
+}
+"""Fault → weight in the random schedule."""
+
+
+class NotFinished(AssertionError):
+    """Faults have ceased and there is capacity, but the run does not end."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What happens in one simulated run. Rates are shares of messages; times are seconds of virtual time."""
+
+    options: ControlOptions
+    nodes: tuple[int, ...]
+    faults: tuple[tuple[float, str], ...]
+    lost: float
+    doubled: float
+    faults_end_s: float
+
+
+@dataclass
+class Coordinator:
+    """`journal` is what it read and wrote. `newest` is asked before commands leave, as the real one does."""
+
+    state: State
+    term: int
+    journal: list[str] = field(default_factory=list)
+    alive: bool = True
+    tick_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    seed: int
+    end: EndRun
+    num_events: int
+    num_generations: int
+    virtual_s: float
+    facts: dict[str, int]
+
+
+def random_schedule(seed: int) -> Schedule:
+    rng = random.Random(seed)
+    dp, cp = rng.choice([(1, 1), (1, 2), (2, 1), (2, 2), (2, 2), (2, 3), (3, 2), (3, 3), (4, 2)])
+    spares_wanted = rng.choice([0, 1, 1, 2, 3])
+    total = dp * cp + spares_wanted
+    num_nodes = rng.randint(1, 4)
+    slots = [0] * num_nodes
+    for index in range(total + rng.choice([0, 0, 1, 3])):
+        slots[index % num_nodes] += 1
+    options = ControlOptions(
+        run="simulated", dp=dp, cp=cp, total_steps=rng.randint(3, 40), spares=spares_wanted,
+        min_dp=rng.choice([1, 1, dp]), max_dp=rng.choice([None, dp + 1, dp + 2]), report_s=1.0, build_s=6.0,
+        start_s=5.0, hello_s=1.0, boundary_s=6.0, finalize_s=4.0, spare_grace_s=0.5, grow_delay_s=0.5, backoff_s=3.0,
+        crash_loop_limit=rng.choice([3, 50]), build_failure_limit=100,
+    )
+    kinds = rng.choices(list(FAULTS), weights=list(FAULTS.values()), k=rng.randint(0, 12))
+    horizon = rng.choice([3.0, 8.0])
+    clustered = rng.random() < 0.3
+    moment = rng.uniform(0.5, horizon)
+    faults = sorted(
+        (moment + rng.uniform(0, 0.4) if clustered else rng.uniform(0.3, horizon), kind) for kind in kinds
+    )
+    lossy = rng.random() < 0.4
+    return Schedule(options, tuple(slots), tuple(faults), rng.choice([0.02, 0.1]) if lossy else 0.0,
+                    0.1 if rng.random() < 0.5 else 0.0, horizon + 1.0)
+
+
+def simulate(seed: int, schedule: Schedule | None = None, limit_s: float = 600.0) -> Outcome:
+    """One run. Raises: InvariantBroken, NotFinished, and whatever the control core raises."""
+    world = World(seed, schedule or random_schedule(seed))
+    return world.run(limit_s)
+
+
+class World:
+    """The clock, the network, the nodes; everything in it is deterministic given the seed."""
+
+    def __init__(self, seed: int, schedule: Schedule) -> None:
+        self.seed, self.schedule, self.options = seed, schedule, schedule.options
+        self.random = random.Random(seed * 7919 + 1)
+        self.now, self.end, self.num_events = 0.0, None, 0
+        self.end: EndRun | None
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.order = itertools.count()
+        self.workers: dict[str, SimWorker] = {}
+        self.nodes: dict[str, int] = {}
+        self.groups: dict[tuple[int, int], Group] = {}
+        self.coordinators: list[Coordinator] = []
+        self.unheard: list[Event] = []
+        self.published: dict[int, Vote] = {}
+        self.armed: list[str] = []
+        self.seen: list[Event] = []
+        self.facts: dict[str, int] = {}
+        self.parked_at_end: set[str] = set()
+
+    def run(self, limit_s: float) -> Outcome:
+        self._begin()
+        while self.queue and self.end is None:
+            at, _, action = heapq.heappop(self.queue)
+            self.now = max(self.now, at)
+            if self.now > limit_s:
+                break
+            action()
+        if self.end is None:
+            state = self.coordinators[-1].state
+            story = "\n".join(f"  {name}: {reason}" for name, reason in state.story)
+            raise NotFinished(f"seed {self.seed}: still {coordination.__name__} {state.phase}\n{story}")
+        self._check_end(self.end)
+        return Outcome(
+            self.seed, self.end, self.num_events, self.coordinators[-1].state.generation, self.now, self.facts
+        )
+
+    def _begin(self) -> None:
+        self._start_coordinator(coordination.initial(self.options), [])
+        for slots in self.schedule.nodes:
+            self._join(slots)
+        for at, kind in self.schedule.faults:
+            self.later(at, lambda kind=kind: self._fault(kind))  # type: ignore[misc]
+        self.later(self.schedule.faults_end_s, self._relieve)
+
+    # ------------------------------------------------------------ clock and network
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self.queue, (self.now + delay_s, next(self.order), action))
+
+    def tell(self, event: Event, reliable: bool = False) -> None:
+        """To whatever coordinators there are; the agents' own news is repeated until somebody hears it."""
+        self._carry(lambda: self._hear(event, reliable), reliable)
+
+    def _carry(self, action: Callable[[], None], reliable: bool) -> None:
+        calm = self.now >= self.schedule.faults_end_s
+        if not reliable and not calm and self.random.random() < self.schedule.lost:
+            return
+        for _ in range(2 if not calm and self.random.random() < self.schedule.doubled else 1):
+            slow = not calm and self.random.random() < 0.05
+            self.later(self.random.uniform(0.001, 0.7 if slow else 0.02), action)
+
+    def _hear(self, event: Event, reliable: bool) -> None:
+        alive = [coordinator for coordinator in self.coordinators if coordinator.alive]
+        if len(self.seen) < 2000:
+            self.seen.append(event)
+        if reliable and (not alive or alive[-1] is not self.coordinators[-1]):
+            self.unheard.append(event)
+        for coordinator in alive:
+            self._advance(coordinator, event)
+
+    # ------------------------------------------------------------ coordinators
+
+    def _start_coordinator(self, state: State, journal: list[str]) -> None:
+        coordinator = Coordinator(state, state.term + 1, list(journal))
+        self.coordinators.append(coordinator)
+        self._advance(coordinator, CoordinatorStarted("c", coordinator.term))
+        unheard, self.unheard = self.unheard, []
+        for event in unheard:
+            self._advance(coordinator, event)
+
+    def _advance(self, coordinator: Coordinator, event: Event) -> None:
+        if self.end is not None:
+            return
+        self.num_events += 1
+        before = coordinator.state
+        decision = coordination.advance(before, event, self.now)
+        invariants.check(before, event, decision)
+        newest = coordinator is self.coordinators[-1]
+        if newest:
+            self._check_truth(before, decision.state, decision.commands)
+        if isinstance(before.phase, Closing):
+            self.parked_at_end = {name for name, report in before.phase.reports.items() if report.healthy}
+        coordinator.state = decision.state
+        if decision.state is not before or decision.commands:
+            coordinator.journal.append(json.dumps(replay.journal_line(event, decision, self.now)))
+        if newest:
+            for command in decision.commands:
+                self._send(command)
+        due = coordination.next_deadline(decision.state)
+        if due is not None and (coordinator.tick_at is None or due < coordinator.tick_at):
+            coordinator.tick_at = due
+            self.later(max(0.0, due - self.now) + 1e-6, lambda: self._tick(coordinator, due))
+
+    def _tick(self, coordinator: Coordinator, due: float) -> None:
+        if coordinator.alive and coordinator.tick_at == due:
+            coordinator.tick_at = None
+            self._advance(coordinator, Tick("t"))
+
+    def _restart(self, old_lives_on: bool) -> None:
+        """The next coordinator takes the term first and reads the journal then, so nothing is missing in it."""
+        old = self.coordinators[-1]
+        old.alive = False
+        state = replay.replay(self.options, old.journal)
+        require(state == old.state, 1, "the replayed journal gives another state")
+        self.later(self.random.uniform(0.0, 1.0), lambda: self._start_coordinator(state, old.journal))
+        if old_lives_on:
+            self.later(1.1, lambda: setattr(old, "alive", True))
+            self.later(6.0, lambda: setattr(old, "alive", False))
+
+    # ------------------------------------------------------------ commands
+
+    def _send(self, command: Command) -> None:
+        if isinstance(command, EndRun):
+            self.end = command
+        elif isinstance(command, StartWorker):
+            self._carry(lambda: self._start(command), reliable=False)
+        elif isinstance(command, KillWorker):
+            self._carry(lambda: self._kill(command.worker), reliable=False)
+        elif command.worker in self.workers:
+            self._carry(lambda: self.workers[command.worker].obey(command), reliable=False)
+
+    def _start(self, command: StartWorker) -> None:
+        if command.worker in self.workers or command.node not in self.nodes:
+            return
+        worker = SimWorker(self, command.worker, command.node)
+        self.workers[command.worker] = worker
+        present = sum(w.alive and w.node == command.node for w in self.workers.values())
+        if self.take_fault("bad-start") or present > self.nodes[command.node] + 1:
+            self.later(0.1, lambda: self.die(worker, "start-failed"))
+        else:
+            self.later(self.random.uniform(0.2, 1.5), worker.ready)
+
+    def _kill(self, name: str) -> None:
+        worker = self.workers.get(name)
+        if worker is None or not worker.alive:
+            self.tell(WorkerLost("n", name, "died", "was gone"), reliable=True)
+        else:
+            self.die(worker, "died")
+
+    def die(self, worker: SimWorker, reason: str) -> None:
+        if worker.alive:
+            worker.alive = False
+            worker._abort("gone")
+            self.tell(WorkerLost("n", worker.name, reason, "SIGKILL"), reliable=True)
+
+    def group(self, order: Build) -> Group:
+        return self.groups.setdefault((order.term, order.generation), Group(order))
+
+    # ------------------------------------------------------------ faults
+
+    def _join(self, slots: int) -> None:
+        name = f"n{len(self.nodes)}.{next(self.order)}"
+        self.nodes[name] = slots
+        self.tell(NodeJoined("n", name, slots), reliable=True)
+
+    def take_fault(self, kind: str) -> bool:
+        if kind in self.armed:
+            self.armed.remove(kind)
+            return True
+        return False
+
+    def _fault(self, kind: str) -> None:
+        self.facts[kind] = self.facts.get(kind, 0) + 1
+        alive = [worker for worker in self.workers.values() if worker.alive]
+        victim = self.random.choice(alive) if alive else None
+        if kind in ("corrupt", "bad-start"):
+            self.armed.append(kind)
+        elif kind == "join":
+            self._join(self.random.randint(1, 4))
+        elif kind in ("restart", "split") and self.coordinators[-1].alive:
+            self._restart(old_lives_on=kind == "split")
+        elif kind == "stop":
+            self.tell(StopRequested("u", "ctrl-c"), reliable=True)
+        elif kind == "echo":
+            for event in self.random.choices(self.seen, k=20) if self.seen else ():
+                self.later(self.random.uniform(0, 1), lambda event=event: self._echo(event))  # type: ignore[misc]
+        elif kind in ("kill-node", "drain-node") and len(self.nodes) > 1:
+            self._node_fault(kind, self.random.choice(list(self.nodes)))
+        elif victim is not None:
+            self._worker_fault(kind, victim)
+
+    def _echo(self, event: Event) -> None:
+        """Members' messages come again, late; agents and users repeat no old news."""
+        if hasattr(event, "generation") or type(event).__name__ in ("Published", "WorkerReady"):
+            self._hear(event, False)
+
+    def _node_fault(self, kind: str, node: str) -> None:
+        if kind == "drain-node":
+            self.tell(NodeDraining("n", node), reliable=True)
+            self.later(self.random.uniform(2, 10), lambda: self._node_fault("kill-node", node))
+        elif node in self.nodes:
+            del self.nodes[node]
+            for worker in [w for w in self.workers.values() if w.node == node and w.alive]:
+                worker.alive = False
+                worker._abort("gone")
+            self.later(0.5, lambda: self.tell(NodeLost("n", node), reliable=True))
+
+    def _worker_fault(self, kind: str, victim: SimWorker) -> None:
+        if kind == "kill":
+            self.die(victim, "died")
+        elif kind == "freeze":
+            victim.frozen = True
+            thaws = self.random.random() < 0.3
+            self.later(1.5, victim.thaw if thaws else lambda: self.die(victim, "hung"))
+        elif kind == "glitch" and victim.group is not None and victim.name in victim.group.order.seats:
+            victim.trouble()
+        elif kind == "raise":
+            victim.raises = True
+        elif kind == "apply":
+            victim.breaks_apply = True
+        elif kind == "poison":
+            victim.poisoned = True
+        elif kind == "drain":
+            self.tell(DrainRequested("u", victim.name), reliable=True)
+
+    def _relieve(self) -> None:
+        """Faults cease; a node comes with room for everything that is wanted."""
+        for worker in self.workers.values():
+            worker.poisoned = worker.raises = worker.breaks_apply = False
+        self.armed.clear()
+        self._join(self.options.num_workers_wanted)
+        if not self.coordinators[-1].alive:
+            self.later(1.5, lambda: None)
+
+    # ------------------------------------------------------------ the truth
+
+    def _check_truth(self, before: State, after: State, commands: tuple[Command, ...]) -> None:
+        """Invariants 3, 4 and 5 against what the workers really hold."""
+        if after.newest_vote is not None and after.newest_vote is not before.newest_vote:
+            known = self.published.setdefault(after.newest_vote.step, after.newest_vote)
+            require(known == after.newest_vote, 3, f"step {known.step} was committed twice, by different votes")
+        order = next((command for command in commands if isinstance(command, Build)), None)
+        crew = crew_of(before)
+        if order is None or (order.term, order.generation) in self.groups:
+            return
+        for name in crew.everyone if crew is not None else ():
+            record = after.workers.get(name)
+            if record is not None and record.life == "ready":
+                reached = self._reached(self.workers[name], crew.cast if crew else (0, 0))
+                require(reached <= order.step, 3, f"{name} has {reached} steps, but step {order.step} is ordered")
+        for heal in order.heals:
+            donor = self.workers[heal.donor]
+            if donor.alive:
+                require(donor.shard is not None and donor.shard.cp_rank == heal.cp_rank, 5, "donor holds no such shard")
+                can_follow = donor.gradient is not None and donor.gradient[0] == order.step - 1
+                require(donor.applied == order.step or can_follow, 5, f"{donor.name} donates an older shard")
+
+    @staticmethod
+    def _reached(worker: SimWorker, cast: tuple[int, int]) -> int:
+        """Steps whose result this survivor holds, as far as they were not given up before the last build."""
+        if not worker.alive:
+            return 0
+        held = worker.vote
+        voted = held.step + 1 if held is not None and held.cast == cast else 0
+        return max(voted, worker.applied)
+
+    def _check_end(self, end: EndRun) -> None:
+        state = self.coordinators[-1].state
+        require(isinstance(state.phase, Ended), 1, "the run ended, but not for its coordinator")
+        if end.error == "" and end.message == "all steps committed":
+            self._check_committed()
+        elif end.error == "ShardLost":
+            self._check_lost(end, state)
+        elif end.error == "CrashLoop":
+            require(state.crashes.count >= self.options.crash_loop_limit, 3, "a crash loop that was none")
+        elif end.error == "UserCodeFailed":
+            require(self.facts.get("raise", 0) >= 2 or self.schedule.doubled or self.schedule.lost, 3, "user code is fine")
+        else:
+            require(end.error == "" and self.facts.get("stop"), 3, f"{end.error}: {end.message}")
+
+    def _check_committed(self) -> None:
+        total = self.options.total_steps
+        complete = [w for w in self.workers.values() if w.shard is not None and w.applied == total]
+        require(complete, 3, "nobody holds the end of the run")
+        newest = max((w for w in complete if w.last_vote), key=lambda w: w.generation, default=complete[0])
+        assert newest.shard is not None
+        history = newest.shard.history
+        require([vote.step for vote in history] == list(range(total)), 4, "a step twice or never")
+        for step, vote in self.published.items():
+            require(history[step] == vote, 3, f"step {step} was published and is not in the weights")
+
+    def _check_lost(self, end: EndRun, state: State) -> None:
+        facts = dict(end.facts)
+        lost, step = {int(rank) for rank in facts["cp_ranks"].split(",")}, int(facts["step"])
+        for name, worker in self.workers.items():
+            record = state.workers.get(name)
+            # At the end everyone is let go; who had been killed or written off before is known by no report.
+            reported = record is not None and name in self.parked_at_end
+            if worker.alive and reported and worker.shard is not None and worker.shard.cp_rank in lost:
+                require(worker.applied != step, 3, f"{name} holds the shard that was given up")
+
+
+def describe_seed(seed: int) -> dict[str, Any]:
+    """The schedule of a seed in words, for whoever replays it."""
+    schedule = random_schedule(seed)
+    return {
+        "seed": seed, "options": schedule.options, "nodes": schedule.nodes, "faults": schedule.faults,
+        "lost": schedule.lost, "doubled": schedule.doubled,
+    }
+
+

@@ -1,0 +1,92 @@
+"""First values of parameters that depend on (seed, name, shape) alone: not on mesh, order or device.
+
+Values are drawn on the CPU in blocks of rows, each block from its own generator, so a rank that holds some
+rows of a large parameter draws (nearly) only these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# Fills `tensor` (fp32, the whole parameter, on the CPU) in place, with random numbers from the generator
+# only.
+InitFn = Callable[[str, Tensor, torch.Generator], None]
+
+_BLOCK_ELEMENTS = 2**20
+_STD = 0.02
+_GAINS = re.compile(r"(^|\.)(weight|scale|gain|gamma|g)$")
+_BIASES = re.compile(r"bias$|(^|\.|_)(b|beta)$")
+# What writes into the residual stream, in our names and those of common decoders.
+_RESIDUAL = re.compile(r"(^|\.)(output|down|wo|w2|o_proj|out_proj|down_proj|c_proj)\.weight$")
+
+
+@dataclass(frozen=True)
+class Initialiser:
+    """Biases 0, one-dimensional weights (norms) 1, all else normal(0, 0.02).
+
+    Projections into the residual stream are scaled down by sqrt(2 num_layers) (GPT-2). `init_fn` replaces all
+    of that; then a whole parameter is drawn even where only some rows are wanted.
+    """
+
+    seed: int
+    num_layers: int = 1
+    init_fn: InitFn | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers={self.num_layers}: must be at least 1")
+
+    def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor:
+        """The fp32 value of a parameter on the CPU, or of its rows [start, stop) along dim 0.
+
+        `name` is the parameter's in the unwrapped module.
+        """
+        shape = tuple(shape)
+        if self.init_fn is not None:
+            whole = torch.zeros(shape, dtype=torch.float32, device="cpu")
+            self.init_fn(name, whole, self._generator(name, shape, 0))
+            return whole if rows is None else whole[rows[0] : rows[1]].clone()
+        kept = shape if rows is None else (rows[1] - rows[0], *shape[1:])
+        if _BIASES.search(name):
+            return torch.zeros(kept, dtype=torch.float32, device="cpu")
+        if len(shape) <= 1 and _GAINS.search(name):
+            return torch.ones(kept, dtype=torch.float32, device="cpu")
+        std = _STD / math.sqrt(2 * self.num_layers) if _RESIDUAL.search(name) else _STD
+        start, stop = rows if rows is not None else (0, shape[0] if shape else 1)
+        return self._normal(name, shape, start, stop, std).view(kept)
+
+    def _normal(self, name: str, shape: tuple[int, ...], start: int, stop: int, std: float) -> Tensor:
+        num_columns = math.prod(shape[1:])
+        block_rows = max(1, _BLOCK_ELEMENTS // max(1, num_columns))
+        out = torch.empty(stop - start, num_columns, dtype=torch.float32, device="cpu")
+        for block in range(start // block_rows, -(-stop // block_rows)):
+            # Always a whole block: torch draws other numbers for another size.
+            first = block * block_rows
+            drawn = torch.empty(block_rows, num_columns, dtype=torch.float32, device="cpu")
+            drawn.normal_(0.0, std, generator=self._generator(name, shape, block))
+            low, high = max(start, first), min(stop, first + block_rows)
+            out[low - start : high - start] = drawn[low - first : high - first]
+        return out
+
+    def _generator(self, name: str, shape: tuple[int, ...], block: int) -> torch.Generator:
+        digest = hashlib.sha256(f"{self.seed} {name} {shape} {block}".encode()).digest()
+        return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+def initialise(name: str, shape: Sequence[int], seed: int, *, num_layers: int = 1) -> Tensor:
+    """The fp32 first value of one parameter under the default rules."""
+    return Initialiser(seed, num_layers).tensor(name, shape)
+
+
+def initialise_module(module: nn.Module, initialiser: Initialiser) -> None:
+    """Fills every parameter of an unsharded, materialised module in place; a tied one by its first name."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(initialiser.tensor(name, parameter.shape))

@@ -1,0 +1,104 @@
+"""Cross-entropy that never holds the logits of a whole sequence, and the default loss function of a step.
+
+A loss is a sum and a count, never a mean: rings hold different numbers of targets, and the step divides once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+IGNORE = -100
+
+
+class Batch(Protocol):
+    """What a loss function is handed: one rank's slice of a sequence and the attention of its ring.
+
+    tokens, targets, positions int64 and document_ids int32, all (1, S) with the local length S; attention
+    takes q (1, S, H, D), k and v (1, S, H_kv, D) and gives (1, S, H, D).
+    """
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def document_ids(self) -> Tensor: ...
+    @property
+    def attention(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]: ...
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """(sum of -log softmax(hidden @ weight.T)[target], number of targets), 0-dim tensors.
+
+    hidden (N, width), weight (vocab_size, width), targets int64 (N,) where -100 does not count. At most
+    `chunk_tokens` rows of logits exist at a time; backward computes them again. Logits are computed in the
+    dtype of `hidden`; softmax, sum and the weight's gradient in fp32 (fp64 for fp64 inputs).
+    """
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1")
+    loss_sum: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_tokens)
+    return loss_sum, (targets != IGNORE).sum()
+
+
+def language_model_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    """The default loss function: next-token cross-entropy of this rank's slice, (fp32 sum, number of
+    targets).
+
+    The model is called like `Transformer.forward` with targets. Zero targets give a zero that still has a
+    graph, since every rank of a ring must run backward.
+    """
+    loss_sum, num_tokens = model(
+        batch.tokens,
+        positions=batch.positions,
+        document_ids=batch.document_ids,
+        attention=batch.attention,
+        targets=batch.targets,
+    )
+    return loss_sum, int(num_tokens)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Keeps log-sum-exp from forward, so that backward needs one more matrix product and no softmax pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        lse = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
+        loss_sum = torch.zeros((), dtype=wide, device=hidden.device)
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            counted = targets[rows] != IGNORE
+            logits = (hidden[rows] @ weight.t()).to(wide)
+            lse[rows] = logits.logsumexp(dim=-1)
+            chosen = logits.gather(1, targets[rows].clamp_min(0).unsqueeze(1)).squeeze(1)
+            loss_sum += torch.where(counted, lse[rows] - chosen, 0.0).sum()
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        ctx.chunk_tokens = chunk_tokens
+        return loss_sum
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, lse = ctx.saved_tensors
+        (grad,) = grads
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
+        for start in range(0, hidden.shape[0], ctx.chunk_tokens):
+            rows = slice(start, start + ctx.chunk_tokens)
+            counted = targets[rows] != IGNORE
+            logits = (hidden[rows] @ weight.t()).to(lse.dtype)
+            # d loss / d logits = softmax - one-hot, zero where there is no target.
+            probabilities = logits.sub_(lse[rows].unsqueeze(1)).exp_()
+            one_hot = torch.ones(len(counted), 1, dtype=lse.dtype, device=lse.device)
+            probabilities.scatter_add_(1, targets[rows].clamp_min(0).unsqueeze(1), -one_hot)
+            scaled = (probabilities * torch.where(counted, grad, 0.0).unsqueeze(1)).to(hidden.dtype)
+            grad_hidden[rows] = scaled @ weight
+            grad_weight += scaled.t() @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None

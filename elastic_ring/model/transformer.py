@@ -1,0 +1,178 @@
+"""Our decoder: RMSNorm, rotary embedding on global positions, grouped-query attention, SwiGLU.
+
+It knows nothing of rings: attention is a callable that it is handed. It can be built on the meta device,
+since its parameters are filled by `init` and nothing else is kept; each of `blocks` is one FSDP2 unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.loss import chunked_cross_entropy
+
+# q (B, S, H, D), k and v (B, S, H_kv, D) -> out (B, S, H, D); S is the local length.
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """cos and sin (B, S, 1, D/2) of the rotary angles, fp32 or wider.
+
+    A plain object, since FSDP2's mixed precision casts every tensor argument of a block, and bfloat16 angles
+    would blur positions.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+        """For global positions (B, S). The angles are taken in fp64: at position 10**6 fp32 is off by 0.03
+        rad."""
+        pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
+        angles = positions.to(torch.float64).unsqueeze(-1) * theta ** (-pairs / head_dim)
+        kept = torch.promote_types(dtype, torch.float32)
+        return cls(angles.cos().to(kept).unsqueeze(2), angles.sin().to(kept).unsqueeze(2))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Turns x (B, S, H, D): its halves are the two coordinates (Su et al. 2021, in GPT-NeoX's
+        pairing)."""
+        first, second = x.to(self.cos.dtype).chunk(2, dim=-1)
+        turned = (first * self.cos - second * self.sin, first * self.sin + second * self.cos)
+        return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    """The projections around the attention that the caller brings."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        inner, inner_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.query = nn.Linear(config.width, inner, bias=False)
+        self.key = nn.Linear(config.width, inner_kv, bias=False)
+        self.value = nn.Linear(config.width, inner_kv, bias=False)
+        self.output = nn.Linear(inner, config.width, bias=False)
+
+    def forward(self, x: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+        heads = (x.shape[0], x.shape[1], -1, self.head_dim)
+        query = rotation(self.query(x).view(heads))
+        key = rotation(self.key(x).view(heads))
+        out = attention(query, key, self.value(x).view(heads))
+        projected: Tensor = self.output(out.flatten(2))
+        return projected
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.ffn_width, bias=False)
+        self.up = nn.Linear(config.width, config.ffn_width, bias=False)
+        self.down = nn.Linear(config.ffn_width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    """One layer; recomputes its activations in backward where the config says so."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.checkpoint_activations = config.checkpoint_activations
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention = SelfAttention(config)
+        self.ffn_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+        """x (B, S, width) -> (B, S, width)."""
+        if not (self.checkpoint_activations and torch.is_grad_enabled()):
+            return self._compute(x, rotation, attention)
+        # Inside forward, so that FSDP2's hooks on the block see one call. Nothing here draws random numbers.
+        out: Tensor = checkpoint(
+            self._compute, x, rotation, attention, use_reentrant=False, preserve_rng_state=False
+        )
+        return out
+
+    def _compute(self, x: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation, attention)
+        out: Tensor = x + self.ffn(self.ffn_norm(x))
+        return out
+
+
+class Transformer(nn.Module):
+    """The decoder. Parameters are whatever torch puts there (nothing, on meta): `init.initialise_module`
+    fills them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.final_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.to(getattr(torch, config.dtype))
+
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        document_ids: Tensor,
+        attention: Attention,
+        targets: None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        document_ids: Tensor,
+        attention: Attention,
+        targets: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        document_ids: Tensor,
+        attention: Attention,
+        targets: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits (B, S, vocab_size); with targets, (loss sum, number of targets) as 0-dim tensors instead.
+
+        tokens, positions, targets int64 and document_ids int32, all (B, S); `positions` in the global
+        sequence; targets of -100 do not count. `document_ids` are what the trainer hands to every model;
+        `attention` already keeps documents apart, so this one has no use for them. The loss is taken in here
+        because the head's weight is only whole while FSDP2 has this module gathered.
+        """
+        x = self.embedding(tokens)
+        rotation = Rotation.at(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        for block in self.blocks:
+            x = block(x, rotation, attention)
+        x = self.final_norm(x)
+        if targets is None:
+            logits: Tensor = self.head(x)
+            return logits
+        return chunked_cross_entropy(
+            x.flatten(0, 1), self.head.weight, targets.flatten(), self.config.loss_chunk_tokens
+        )

@@ -1,0 +1,119 @@
+"""The live line of a run: a bar that redraws itself on a terminal, plain lines now and then anywhere else.
+
+Writes to the stream that it is given, because what a job shows is its output; what it logs goes through
+`logging`. Nothing here may decide or measure.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from elastic_ring.monitor.metrics import StepMetrics
+from elastic_ring.monitor.report import human_rate, recovery_line
+
+
+class _Bar(tqdm):
+    monitor_interval = 0  # tqdm's helper thread would redraw a stalled bar; ours has nothing new to say then
+
+
+class ProgressLine:
+    """Step, loss, tokens/s, generation and members of a run, as steps are committed."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        total_steps: int,
+        *,
+        plain_every_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream
+        self._total_steps = total_steps
+        self._plain_every_s = plain_every_s
+        self._clock = clock
+        self._bar: _Bar | None = None
+        self._written_at_s = -math.inf
+        self._num_done = 0
+        self._latest: StepMetrics | None = None
+        self._latest_written = True
+
+    def open(self, first_step: int = 0) -> ProgressLine:
+        """Begin at `first_step`, the number of steps that are done already."""
+        self._num_done = first_step
+        if _is_terminal(self._stream):
+            self._bar = _Bar(
+                total=self._total_steps,
+                initial=first_step,
+                file=self._stream,
+                unit="step",
+                dynamic_ncols=True,
+                mininterval=0.1,
+                miniters=1,
+                bar_format="{desc}{n_fmt}/{total_fmt} |{bar:16}| {elapsed}<{remaining}{postfix}",
+            )
+        return self
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A step was committed."""
+        num_new = max(0, metrics.step + 1 - self._num_done)
+        self._num_done += num_new
+        self._latest, self._latest_written = metrics, False
+        if self._bar is not None:
+            self._bar.set_postfix_str(_figures(metrics), refresh=False)
+            self._bar.update(num_new)
+        elif self._clock() - self._written_at_s >= self._plain_every_s:
+            self._write_plain()
+
+    def recovery(self, recovery: Mapping[str, Any]) -> None:
+        """Something broke and was mended: one line, above the bar."""
+        self.note(recovery_line(recovery))
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Show the last step, whatever was left out before."""
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.close()
+            self._bar = None
+        elif not self._latest_written:
+            self._write_plain()
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write_plain(self) -> None:
+        assert self._latest is not None
+        self._written_at_s = self._clock()
+        self._latest_written = True
+        width = len(str(self._total_steps))
+        self.note(f"step {self._num_done:>{width}}/{self._total_steps}  {_figures(self._latest)}")
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """A pseudo-terminal that nobody gave a width (some CI systems) would get an empty bar."""
+    return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+
+
+def _figures(metrics: StepMetrics) -> str:
+    loss = f"{metrics.loss:.4f}" if math.isfinite(metrics.loss) else str(metrics.loss)
+    skipped = " (skipped)" if metrics.skipped else ""
+    return (
+        f"loss {loss}{skipped}  {human_rate(metrics.tokens_per_s)} tok/s  "
+        f"gen {metrics.generation}  {metrics.num_members} members ({metrics.mesh})"
+    )

@@ -1,0 +1,181 @@
+"""A run in words: the sentence of a recovery, and the state of a live or ended run from its folder.
+
+Reads files and returns text; talking to a running coordinator must not enter this module, so that a run
+whose coordinator is gone can still be looked at. The picture is in `picture`, the live line in `progress`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_ring.monitor.journal import read
+from elastic_ring.monitor.metrics import JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, read_metrics
+
+_PARTS = ("detect", "close", "heal", "rerun")
+_NUM_RECOVERIES_SHOWN = 5
+_OLD_NEWS_S = 10.0
+
+
+def recovery_line(recovery: Mapping[str, Any]) -> str:
+    """One sentence: `rank 3 died in backward of step 21; spare took its place in 0.4 s: detect 0.02, close
+    0.11, heal 0.05, rerun 0.2; no step lost`. Parts that did not take place (None) are left out."""
+    cause = str(recovery["cause"])
+    if "step" not in cause:
+        cause += f" of step {recovery['step']}" if " in " in cause else f" in step {recovery['step']}"
+    done = f"{recovery['action']} in {seconds(recovery['total_s'])} s"
+    parts = [f"{part} {seconds(s)}" for part in _PARTS if (s := recovery.get(f"{part}_s")) is not None]
+    if parts:
+        done += f": {', '.join(parts)}"
+    return "; ".join([cause, done, _lost(int(recovery["steps_undone"]))])
+
+
+def seconds(value_s: float | None) -> str:
+    """A duration in seconds to about two digits: 0.003, 0.02, 0.4, 1.2, 34."""
+    if value_s is None:
+        return "?"
+    digits = 3 if value_s < 0.01 else 2 if value_s < 1 else 1 if value_s < 10 else 0
+    text = f"{value_s:.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) -> str:
+    """What is known of a run: state, mesh, generation, step, members, spares, last recoveries.
+
+    Raises: ValueError when the folder is missing or holds nothing of a run; JournalDamaged.
+    """
+    folder = Path(run_folder)
+    if not folder.is_dir():
+        raise ValueError(f"run folder {folder}: there is no such folder; give the --run-dir of a run")
+    status = _load(folder / STATUS_NAME)
+    summary = _load(folder / SUMMARY_NAME)
+    steps = read_metrics(folder)
+    if not (status or summary or steps or (folder / JOURNAL_NAME).exists()):
+        files = f"{STATUS_NAME}, {JOURNAL_NAME} or {SUMMARY_NAME}"
+        raise ValueError(f"run folder {folder}: holds no {files}; give the --run-dir of a run")
+    now = time.time() if now_unix_s is None else now_unix_s
+    recoveries = list(status.get("recoveries") or summary.get("recoveries") or [])
+    lines = [
+        _state_line(folder, status, summary, now),
+        _mesh_line(status, summary),
+        _step_line(status, summary, steps),
+        *_people_lines(status),
+        *_recovery_lines(recoveries),
+        *_summary_lines(summary),
+        *_last_decision(folder / JOURNAL_NAME),
+    ]
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def _lost(steps_undone: int) -> str:
+    if steps_undone == 0:
+        return "no step lost"
+    return f"{steps_undone} step{'s' if steps_undone > 1 else ''} undone"
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """A file that its writer replaces in one rename: there, whole, or not there."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; was it edited by hand?") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object; was it edited by hand?")
+    return content
+
+
+def _state_line(folder: Path, status: Mapping[str, Any], summary: Mapping[str, Any], now: float) -> str:
+    name = status.get("run") or folder.resolve().name
+    if status.get("error"):
+        return f"run {name}: failed: {status['error']}"
+    if status.get("ended") or (summary and not status):
+        return f"run {name}: ended"
+    if not status:
+        return f"run {name}: state unknown, its {STATUS_NAME} is missing"
+    state = f"run {name}: {status.get('phase', 'running')}"
+    silent_s = now - float(status.get("updated_unix_s", now))
+    if silent_s > _OLD_NEWS_S:
+        return f"{state}, but no news for {silent_s:.0f} s: its coordinator is gone or stuck"
+    return f"{state}, news of {max(0.0, silent_s):.1f} s ago"
+
+
+def _mesh_line(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    newest = status or ((summary.get("generations") or [{}])[-1])
+    mesh = newest.get("mesh")
+    shape = f"dp={mesh['dp']} x cp={mesh['cp']}" if mesh and mesh["dp"] else "none yet"
+    term, generation = newest.get("term", "?"), newest.get("generation", "?")
+    return _row("mesh", f"{shape}   generation {generation}   term {term}")
+
+
+def _step_line(
+    status: Mapping[str, Any], summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]
+) -> str:
+    total = status.get("total_steps") or summary.get("steps")
+    step = status.get("step", summary.get("steps", len(steps)))
+    text = f"{step} of {total}" if total is not None else str(step)
+    if steps:
+        last = steps[-1]
+        loss = "not finite" if last.get("loss") is None else f"{last['loss']:.4f}"
+        text += f"   loss {loss} (step {last['step']})"
+        recent = [line["tokens_per_s"] for line in steps[-5:] if line.get("tokens_per_s") is not None]
+        if recent:
+            text += f"   {human_rate(math.fsum(recent) / len(recent))} tokens/s"
+    return _row("step", text)
+
+
+def human_rate(value: float) -> str:
+    """950, 12.3k, 4.56M: three digits."""
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            scaled = value / limit
+            return f"{scaled:.{2 if scaled < 10 else 1 if scaled < 100 else 0}f}{unit}"
+    return f"{value:.0f}"
+
+
+def _people_lines(status: Mapping[str, Any]) -> Iterable[str]:
+    members = sorted(status.get("members") or [], key=lambda member: int(member["global_rank"]))
+    for index, member in enumerate(members):
+        who = f"rank {member['global_rank']:<3} {member['worker']}"
+        where = f"node {member['node']}   pid {member['pid']}"
+        yield _row("members" if index == 0 else "", f"{who}   {where}")
+    if status and not status.get("ended"):
+        spares = status.get("spares") or []
+        names = [str(spare["worker"] if isinstance(spare, dict) else spare) for spare in spares]
+        yield _row("spares", ", ".join(names) or "none: the next loss makes the mesh smaller")
+
+
+def _recovery_lines(recoveries: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    if not recoveries:
+        yield _row("recoveries", "none")
+    hidden = len(recoveries) - _NUM_RECOVERIES_SHOWN
+    if hidden > 0:
+        yield _row("recoveries", f"{len(recoveries)}, the last {_NUM_RECOVERIES_SHOWN}:")
+    for index, recovery in enumerate(recoveries[-_NUM_RECOVERIES_SHOWN:]):
+        yield _row("recoveries" if index == 0 and hidden <= 0 else "", recovery_line(recovery))
+
+
+def _summary_lines(summary: Mapping[str, Any]) -> Iterable[str]:
+    if summary:
+        exact = "yes" if summary["exact"] else "no"
+        yield _row("goodput", f"{100 * summary['goodput']:.1f} %   exact: {exact}")
+        yield _row("weights", f"sha256 {summary['weights_sha256']}")
+
+
+def _last_decision(path: Path) -> Iterable[str]:
+    """The newest journal line whose decision gave orders; the others only took note of something."""
+    newest: Mapping[str, Any] | None = None
+    for record in read(path):
+        if record.get("commands"):
+            newest = record
+    if newest is not None:
+        yield _row("decision", str(newest.get("reason") or "-"))
+
+
+def _row(title: str, text: str) -> str:
+    return f"  {title:<11}{text}"

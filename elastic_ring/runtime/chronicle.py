@@ -1,0 +1,267 @@
+"""What a run leaves in its folder: metrics, generations, recoveries, status, summary.
+
+It turns the control core's facts (`State.last_change`) and the workers' timings into the records that people
+read. It decides nothing. Facts that a restarted coordinator must know again go into the journal as notes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_ring.config import RunConfig
+from elastic_ring.control.messages import Vote
+from elastic_ring.control.state import Change, State, describe, members, mesh_of, phase_name, spares
+from elastic_ring.faults import Fault
+from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.metrics import (
+    STATUS_NAME,
+    Goodput,
+    MetricsLog,
+    StepMetrics,
+    build_summary,
+    read_metrics,
+    write_json,
+    write_summary,
+)
+from elastic_ring.monitor.picture import draw_run
+from elastic_ring.monitor.report import recovery_line
+
+log = logging.getLogger(__name__)
+
+STATUS_PERIOD_S = 1.0
+
+
+class Chronicle:
+    """The records of one run. `note` appends to the journal; `clock` is the coordinator's."""
+
+    def __init__(self, run: RunConfig, note: Callable[[dict[str, Any]], None], clock: Callable[[], float]) -> None:
+        self._run, self._note, self._clock = run, note, clock
+        self.folder: Path = run.folder
+        self.metrics = MetricsLog(self.folder)
+        self.generations: list[dict[str, Any]] = []
+        self.recoveries: list[dict[str, Any]] = []
+        self.fired: dict[int, float] = {}
+        self.deaths: dict[str, dict[str, Any]] = {}
+        self.pids: dict[str, int] = {}
+        self.last_vote: Vote | None = None
+        self._open_faults: list[int] = []
+        self._open: dict[str, Any] | None = None
+        self._timings: dict[str, dict[str, Any]] = {}
+        self._seen_change: tuple[int, int, bool] | None = None
+        self._last_commit_s: float | None = None
+        self._status_at = 0.0
+        self.started_s = 0.0
+        self._lines: list[str] = []
+
+    def open(self, started_s: float) -> None:
+        self.started_s = started_s
+        self.metrics.open()
+        self._goodput = Goodput(started_s, self.metrics.step_times_s())
+
+    # ------------------------------------------------------------ what happens
+
+    def fault_fired(self, index: int, now: float) -> None:
+        self.fired[index] = now
+        self._open_faults.append(index)
+        self._note({"note": "fault", "index": index, "now": now})
+
+    def worker_started(self, worker: str, pid: int) -> None:
+        self.pids[worker] = pid
+        self._note({"note": "worker", "worker": worker, "pid": pid})
+
+    def resumed(self, worker: str, timings: Mapping[str, Any]) -> None:
+        self._timings[worker] = dict(timings)
+
+    def publish(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Committed steps, in order; those that are known already change nothing."""
+        for record in records:
+            if record["step"] != self.metrics.last_step + 1:
+                continue
+            now = self._clock()
+            since = self._last_commit_s if self._last_commit_s is not None else now - record["step_s"]
+            mesh = Mesh(record["dp"], record["cp"])
+            step_s = max(record["step_s"], 1e-9)
+            self.metrics.record(
+                StepMetrics(
+                    step=record["step"], loss=record["loss"], grad_norm=record["grad_norm"], lr=record["lr"],
+                    num_tokens=record["num_tokens"], tokens_per_s=record["num_tokens"] / step_s,
+                    step_s=now - since, skipped=record["skipped"], generation=record["generation"], mesh=mesh,
+                    num_members=mesh.size, hop_bytes=record["hop_bytes"], exposed_hop_wait_s=record["hop_wait_s"],
+                    samples=samples_text(record["samples"]), val_loss=record.get("val_loss"),
+                )
+            )  # fmt: skip
+            self._goodput.committed(record["step"], record["step_s"])
+            self._last_commit_s = now
+            self.last_vote = Vote(record["step"], tuple(record["vote"]))
+            self._close_recovery(record["step"], now)
+
+    def look(self, state: State) -> None:
+        """Take note of a new generation, and of a recovery when it is one."""
+        change = state.last_change
+        if change is None or (change.term, change.generation, change.resumed_at is not None) == self._seen_change:
+            return
+        self._seen_change = (change.term, change.generation, change.resumed_at is not None)
+        if change.resumed_at is None:
+            return
+        generation = {
+            "term": change.term, "generation": change.generation,
+            "mesh": {"dp": change.mesh.dp, "cp": change.mesh.cp}, "reason": f"{change.action}: {change.reason}",
+        }  # fmt: skip
+        self.generations.append(generation)
+        self._note({"note": "generation", **generation})
+        if change.previous_mesh is not None and (not change.planned or change.drained):
+            self._begin_recovery(change)
+
+    def coordinator_back(self, state: State, now: float) -> None:
+        """A new coordinator found the mesh at work: nothing of the training was lost."""
+        if not self._open_faults:
+            return
+        struck = min(self.fired[i] for i in self._open_faults)
+        self._add_recovery({
+            "step": state.committed, "faults": [str(self._run.faults[i]) for i in sorted(self._take_faults())], "cause": "the coordinator died",
+            "action": "coordinator restarted from its journal", "detect_s": 0.0, "close_s": now - struck, "heal_s": 0.0,
+            "rerun_s": 0.0, "total_s": now - struck, "steps_undone": 0, "steps_rerun": 0,
+            "survivor_pids_kept": True, "exact": True,
+        })  # fmt: skip
+
+    # ------------------------------------------------------------ recoveries
+
+    def _begin_recovery(self, change: Change) -> None:
+        assert change.resumed_at is not None
+        faults = self._take_faults()
+        struck = min([self.fired[i] for i in faults], default=change.noticed_at)
+        heal_s = max([self._timings.get(w, {}).get("heal_s", 0.0) for w in change.newcomers], default=0.0)
+        texts = [str(self._run.faults[i]) for i in sorted(faults)]
+        kept = all(self._timings.get(w, {}).get("pid", self.pids.get(w)) == self.pids.get(w) for w in change.survivors)
+        self._open = {
+            "step": change.step_rerun if change.step_rerun is not None else change.step,
+            "faults": texts,
+            "cause": self._cause(change),
+            "action": change.action,
+            "detect_s": max(0.0, change.noticed_at - struck),
+            "close_s": max(0.0, change.resumed_at - change.noticed_at - heal_s),
+            "heal_s": heal_s,
+            "steps_undone": max(0, self.metrics.last_step + 1 - change.step),
+            "steps_rerun": 1 if change.step_rerun is not None else 0,
+            "survivor_pids_kept": kept,
+            "exact": change.promise == "bit-exact",
+            "_struck": struck,
+            "_resumed": change.resumed_at,
+            "_step": change.step,
+        }
+
+    def _close_recovery(self, step: int, now: float) -> None:
+        """The first step that commits after a recovery ends it."""
+        if self._open is None or step < self._open["_step"]:
+            return
+        self._finish_recovery(now)
+
+    def _finish_recovery(self, now: float) -> None:
+        assert self._open is not None
+        record = {key: value for key, value in self._open.items() if not key.startswith("_")}
+        record["rerun_s"] = now - self._open["_resumed"]
+        record["total_s"] = now - self._open["_struck"]
+        self._open = None
+        self._add_recovery(record)
+
+    def _add_recovery(self, record: dict[str, Any]) -> None:
+        self.recoveries.append(record)
+        self._note({"note": "recovery", "recovery": record})
+        line = recovery_line(record)
+        log.warning("%s", line)
+        self._lines.append(line)
+
+    def _cause(self, change: Change) -> str:
+        parts = []
+        for loss in change.lost:
+            death = self.deaths.get(loss.worker, {})
+            who = f"rank {loss.global_rank}" if loss.global_rank is not None else f"newcomer {loss.worker}"
+            where = f" in {death['phase']} of step {death['step']}" if death else ""
+            parts.append(f"{who} {loss.reason}{where} ({death.get('how', loss.detail)})")
+        parts += [f"{worker} drained" for worker in change.drained]
+        return "; ".join(parts) or change.reason
+
+    def _take_faults(self) -> list[int]:
+        taken, self._open_faults = self._open_faults, []
+        return taken
+
+    # ------------------------------------------------------------ files
+
+    def write_status(self, state: State, *, force: bool = False, error: str = "", ended: bool = False) -> None:
+        now = time.monotonic()
+        if not force and now - self._status_at < STATUS_PERIOD_S:
+            return
+        self._status_at = now
+        mesh, nodes = mesh_of(state), {w.worker: w.node for w in state.workers.values()}
+
+        def person(worker: str) -> dict[str, Any]:
+            return {"worker": worker, "node": nodes.get(worker, ""), "pid": self.pids.get(worker, 0)}
+
+        write_json(self.folder / STATUS_NAME, {
+            "run": self._run.name, "phase": phase_name(state), "term": state.term, "generation": state.generation,
+            "mesh": {"dp": mesh.dp, "cp": mesh.cp} if mesh else {"dp": 0, "cp": 0},
+            "step": self.metrics.last_step + 1, "total_steps": state.options.total_steps,
+            "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(members(state))],
+            "spares": [person(w) for w in spares(state)],
+            "recoveries": self.recoveries[-20:], "updated_unix_s": time.time(), "ended": ended, "error": error,
+            "story": describe(state)["story"],
+        })  # fmt: skip
+
+    def write_summary(self, weights_sha256: str) -> dict[str, Any]:
+        if self._open is not None:
+            self._finish_recovery(self._clock())
+        summary = build_summary(
+            losses_hex=self.metrics.losses_hex(),
+            weights_sha256=weights_sha256,
+            samples_sha256=samples_digest(self.folder),
+            goodput=self._goodput.ratio(self._clock()),
+            exact=all(recovery["exact"] for recovery in self.recoveries),
+            generations=self.generations,
+            recoveries=self.recoveries,
+        )
+        write_summary(self.folder, summary)
+        draw_run(self.folder, self.recoveries)
+        return summary
+
+    def take_lines(self, after: int) -> list[str]:
+        """What happened, one line each, from index `after` on."""
+        return self._lines[after:]
+
+    def unfired(self) -> list[Fault]:
+        return [fault for index, fault in enumerate(self._run.faults) if index not in self.fired]
+
+    # ------------------------------------------------------------ after a restart
+
+    def recall(self, note: Mapping[str, Any]) -> None:
+        """Take back what an earlier coordinator noted in the journal."""
+        match note["note"]:
+            case "fault":
+                self.fired[note["index"]] = note["now"]
+                self._open_faults.append(note["index"])
+            case "worker":
+                self.pids[note["worker"]] = note["pid"]
+            case "generation":
+                self.generations.append({k: note[k] for k in ("term", "generation", "mesh", "reason")})
+                self._seen_change = (note["term"], note["generation"], True)
+            case "recovery":
+                self.recoveries.append(note["recovery"])
+                self._open_faults.clear()
+
+
+def samples_text(limbs: Sequence[float]) -> str:
+    """A step's consumed-samples digest: two 64-bit sums in hexadecimal."""
+    low_a, high_a, low_b, high_b = (int(limb) for limb in limbs)
+    return f"{(low_a + (high_a << 32)) % 2**64:016x}{(low_b + (high_b << 32)) % 2**64:016x}"
+
+
+def samples_digest(folder: Path) -> str:
+    """sha256 over the consumed-samples digests of all committed steps, in order."""
+    total = hashlib.sha256()
+    for line in read_metrics(folder):
+        total.update(f"{line['step']}:{line['samples']}\n".encode())
+    return total.hexdigest()

@@ -1,0 +1,198 @@
+"""What the coordinator asks of Ray: which nodes there are, workers in their places, and nothing left behind.
+
+Every actor and placement group is detached and named `er:RUN:...`, so that it outlives whoever made it and
+can be found and removed by name. No decision is made here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray._private.state import state as gcs_state
+from ray.util import list_named_actors, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, get_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from elastic_ring.config import RunConfig, ScalingConfig, Timeouts
+from elastic_ring.runtime.node_agent import NodeAgent
+from elastic_ring.runtime.worker import Worker, WorkerCard
+from elastic_ring.train.task import TrainingTask
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "elastic_ring"
+NODE_LABEL = "ray.io/node-id"
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """One live node. `num_slots`: how many workers its resources can hold in all."""
+
+    node: str
+    address: str
+    num_slots: int
+    draining: bool
+
+
+def actor_name(run: str, role: str) -> str:
+    return f"er:{run}:{role}"
+
+
+def live_nodes(need: Mapping[str, float]) -> list[NodeInfo]:
+    """Ray's live nodes in a fixed order."""
+    draining = gcs_state.get_draining_nodes()
+    return [
+        NodeInfo(
+            node["NodeID"], node["NodeManagerAddress"], num_slots(node["Resources"], need), node["NodeID"] in draining
+        )
+        for node in sorted(ray.nodes(), key=lambda node: node["NodeID"])
+        if node["Alive"]
+    ]
+
+
+def num_slots(resources: Mapping[str, float], need: Mapping[str, float]) -> int:
+    """How many workers fit; a need of nothing fits any number of times, which no node has."""
+    counts = [resources.get(name, 0.0) / amount for name, amount in need.items() if amount > 0]
+    return math.floor(min(counts) + 1e-9) if counts else 0
+
+
+class Cluster:
+    """The Ray side of one run. All calls return at once; what comes later comes through callbacks."""
+
+    def __init__(self, run: RunConfig, scaling: ScalingConfig, task: TrainingTask) -> None:
+        self._run, self._scaling, self._task = run, scaling, task
+        self._task_ref: Any = None
+
+    @property
+    def need(self) -> dict[str, float]:
+        return {name: float(amount) for name, amount in self._scaling.resources_per_worker.items()}
+
+    def start_worker(self, worker: str, node: NodeInfo, coordinator: Any, stamp_dir: str, done: Callable) -> Any:
+        """Start a worker on a node; `done(worker, answer or None, error or None)` is called from another thread."""
+        name = actor_name(self._run.name, worker)
+        group = placement_group(
+            [self.need], strategy="STRICT_PACK", name=name, lifetime="detached",
+            bundle_label_selector=[{NODE_LABEL: node.node}],
+        )  # fmt: skip
+        card = WorkerCard(
+            worker, node.node, node.address, f"{stamp_dir}/{worker}.stamp", self._task, self._scaling, self._run
+        )
+        need = self.need
+        actor = (
+            ray.remote(Worker)
+            .options(
+                name=name, namespace=NAMESPACE, lifetime="detached", max_restarts=0, max_concurrency=4,
+                num_cpus=need.pop("CPU", 0), num_gpus=need.pop("GPU", 0), resources=need,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+            )
+            .remote(card)
+        )  # fmt: skip
+        watch_ref(actor.start.remote(coordinator), lambda answer, error: done(worker, answer, error))
+        return actor
+
+    def remove_worker(self, worker: str) -> None:
+        """Free a worker's place: its actor, if Ray still thinks it lives, and its placement group."""
+        name = actor_name(self._run.name, worker)
+        with suppress(ValueError):
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+        with suppress(ValueError):
+            remove_placement_group(get_placement_group(name))
+
+    def start_agent(self, node: NodeInfo) -> Any:
+        """The node's agent, found or made."""
+        return (
+            ray.remote(NodeAgent)
+            .options(
+                name=actor_name(self._run.name, f"agent:{node.node}"), namespace=NAMESPACE, lifetime="detached",
+                get_if_exists=True, max_restarts=0, max_concurrency=4, num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.node, soft=False),
+            )
+            .remote(node.node, self._run.timeouts)
+        )  # fmt: skip
+
+    def find_worker(self, worker: str) -> Any | None:
+        """The handle of a worker that another coordinator started; None when Ray knows it no more."""
+        try:
+            return ray.get_actor(actor_name(self._run.name, worker), namespace=NAMESPACE)
+        except ValueError:
+            return None
+
+
+def watch_ref(ref: Any, done: Callable[[Any, BaseException | None], None]) -> None:
+    """Call `done(value, None)` or `done(None, error)` when a Ray call has ended."""
+
+    def finished(future: Any) -> None:
+        error = future.exception()
+        done(None if error else future.result(), error)
+
+    ref.future().add_done_callback(finished)
+
+
+def clear(run: str, *, keep: str, timeout_s: float) -> list[str]:
+    """Kill every actor and remove every placement group of a run but the actor `keep`.
+
+    Returns what is still there after `timeout_s`: an empty list when all is gone.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = left_behind(run, keep=keep)
+        if not left or time.monotonic() > deadline:
+            return left
+        for name in _actors(run, keep):
+            with suppress(ValueError):
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+        for group_id in _groups(run):
+            with suppress(ValueError):
+                remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id))))
+        time.sleep(0.05)
+
+
+def left_behind(run: str, *, keep: str = "") -> list[str]:
+    """Names of the run's actors and placement groups that exist now."""
+    return _actors(run, keep) + [f"placement group {group_id}" for group_id in _groups(run)]
+
+
+def _actors(run: str, keep: str) -> list[str]:
+    prefix = actor_name(run, "")
+    found = list_named_actors(all_namespaces=True)
+    return sorted(
+        actor["name"] for actor in found
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix) and actor["name"] != keep
+    )  # fmt: skip
+
+
+def _groups(run: str) -> list[str]:
+    prefix = actor_name(run, "")
+    return sorted(
+        group_id for group_id, group in placement_group_table().items()
+        if group["name"].startswith(prefix) and group["state"] != "REMOVED"
+    )  # fmt: skip
+
+
+def room(scaling: ScalingConfig, timeouts: Timeouts) -> None:
+    """Wait for the cluster to hold the mesh. Raises ValueError saying what is there and what is missing."""
+    del timeouts
+    deadline = time.monotonic() + scaling.wait_for_resources_s
+    need = dict(scaling.resources_per_worker)
+    wanted = scaling.mesh.size
+    while True:
+        nodes = live_nodes(need)
+        slots = sum(node.num_slots for node in nodes if not node.draining)
+        if slots >= wanted:
+            return
+        if time.monotonic() >= deadline:
+            total = ray.cluster_resources()
+            there = ", ".join(f"{name}: {total.get(name, 0.0):g}" for name in need)
+            raise ValueError(
+                f"mesh {scaling.mesh} needs {wanted} workers with {need} each; the cluster has {there} on "
+                f"{len(nodes)} node(s), room for {slots}: {wanted - slots} missing. Lower dp or cp or "
+                "resources_per_worker, add nodes, or set wait_for_resources_s to wait for the autoscaler"
+            )
+        time.sleep(0.5)

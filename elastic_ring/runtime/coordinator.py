@@ -1,0 +1,368 @@
+"""The coordinator: one detached Ray actor that decides, and survives its own death.
+
+It is a shell around `control`: events from workers, agents, Ray and the clock go into one queue; one thread
+takes them out, lets the pure core decide, writes event and commands to the journal, and only then sends the
+commands. A new process reads the journal back, claims a higher term and asks round.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from elastic_ring.config import RunConfig, ScalingConfig
+from elastic_ring.control.coordination import Decision, advance, initial, next_deadline
+from elastic_ring.control.messages import (
+    Command,
+    CoordinatorStarted,
+    Event,
+    Finalized,
+    NodeDraining,
+    NodeJoined,
+    Published,
+    Report,
+    Resumed,
+    StopRequested,
+    Tick,
+    WorkerLost,
+    WorkerReady,
+    from_json,
+)
+from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.replay import journal_line, replay
+from elastic_ring.control.state import Ended, Reconnecting, Running, State
+from elastic_ring.monitor.journal import Journal, claim_term, read
+from elastic_ring.monitor.metrics import JOURNAL_NAME
+from elastic_ring.runtime.chronicle import Chronicle
+from elastic_ring.runtime.cluster import NAMESPACE, Cluster, actor_name, clear
+from elastic_ring.runtime.dispatch import Dispatcher
+from elastic_ring.runtime.injection import strike_coordinator
+from elastic_ring.runtime.lookout import Lookout
+from elastic_ring.train.task import TrainingTask
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.2
+
+
+@dataclass(frozen=True)
+class Charter:
+    """What a coordinator is born with. `attempt` tells a restart of the same run from a new submission."""
+
+    run: RunConfig
+    scaling: ScalingConfig
+    task: TrainingTask
+    attempt: str
+    address: str
+    digest: str
+
+
+class Clock:
+    """Seconds that never run backwards in one process and go on across processes."""
+
+    def __init__(self) -> None:
+        self._offset_s = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        return self._offset_s + time.monotonic()
+
+
+class Coordinator:
+    """The actor class. The constructor keeps its charter and starts the deciding thread, because Ray
+    restarts an actor by constructing it again and nobody else would call it then."""
+
+    def __init__(self, charter: Charter) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self.charter = charter
+        self.clock = Clock()
+        self._queue: queue.Queue[tuple[str, Any, dict[str, Any]]] = queue.Queue()
+        self._lease_at = time.monotonic()
+        self._ended: dict[str, Any] | None = None
+        self._failed = ""
+        self._causes = 0
+        self._steps_wanted = charter.task.step.steps
+        self._ready = threading.Event()
+        threading.Thread(target=self._main, name="decide", daemon=True).start()
+
+    # ------------------------------------------------------------ called by workers
+
+    def notify(self, event: dict[str, Any], extra: dict[str, Any]) -> None:
+        """An event of a worker."""
+        self._queue.put(("event", event, extra))
+
+    def publish(self, worker: str, records: list[dict[str, Any]]) -> None:
+        """Committed steps from global rank 0."""
+        self._queue.put(("publish", records, {"worker": worker}))
+
+    def fault(self, index: int, worker: str) -> bool:
+        """Whether this planned fault may strike now; true once."""
+        answer: queue.Queue[bool] = queue.Queue()
+        self._queue.put(("fault", index, {"answer": answer}))
+        return answer.get(timeout=self.charter.run.timeouts.hello_s)
+
+    # ------------------------------------------------------------ called by drivers
+
+    def identity(self) -> dict[str, Any]:
+        """Who this is, for a driver that found the name taken."""
+        return {"digest": self.charter.digest, "attempt": self.charter.attempt, "pid": os.getpid()}
+
+    def follow(self, after_step: int, after_line: int) -> dict[str, Any]:
+        """What is new for a driver, and a renewal of its lease."""
+        self._lease_at = time.monotonic()
+        if not self._ready.is_set():
+            return {"steps": [], "lines": [], "ended": self._ended, "phase": "starting", "failed": self._failed}
+        steps = [record for record in self._steps if record["step"] > after_step]
+        return {
+            "steps": steps, "lines": self.chronicle.take_lines(after_line), "ended": self._ended,
+            "failed": self._failed, **self._outline,
+        }  # fmt: skip
+
+    def stop(self, reason: str) -> None:
+        """End the run at the next boundary."""
+        self._queue.put(("stop", reason, {}))
+
+    def abandon(self, reason: str) -> None:
+        """End the run now: clear everything at once."""
+        self._queue.put(("abandon", reason, {}))
+
+    # ------------------------------------------------------------ the deciding thread
+
+    def _main(self) -> None:
+        try:
+            self._open()
+            self._ready.set()
+            while self._ended is None:
+                self._take()
+        except BaseException as error:
+            log.exception("the coordinator fails")
+            self._failed = f"{type(error).__name__}: {error}"
+            self._finish({"error": "RunFailed", "message": self._failed, "facts": {}})
+
+    def _open(self) -> None:
+        charter, folder = self.charter, self.charter.run.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        options = control_options(charter)
+        path = folder / JOURNAL_NAME
+        lines = list(read(path)) if path.exists() else []
+        begins = [line for line in lines if line.get("note") == "begin"]
+        restart = bool(begins) and begins[-1]["attempt"] == charter.attempt
+        if lines and not restart:
+            set_aside(folder)
+            lines, begins = [], []
+        self.journal = Journal(path, durable=True).open()
+        term = claim_term(folder)
+        self.chronicle = Chronicle(charter.run, self._note, self.clock)
+        if not restart:
+            begins = [{"note": "begin", "attempt": charter.attempt, "now": self.clock(), "run": charter.run.name}]
+            self._note(begins[0])
+        self.chronicle.open(begins[0]["now"])
+        for line in lines:
+            if "note" in line and line["note"] != "begin":
+                self.chronicle.recall(line)
+        self.state: State = replay(options, [line for line in lines if "event" in line]) if lines else initial(options)
+        self._steps: list[dict[str, Any]] = []
+        self._outline: dict[str, Any] = {}
+        self.me = ray.get_actor(actor_name(charter.run.name, "coordinator"), namespace=NAMESPACE)
+        self.cluster = Cluster(charter.run, charter.scaling, charter.task)
+        self.lookout = Lookout(charter, self._put, secrets.token_hex(16))
+        self.lookout.open()
+        self.dispatch = Dispatcher(charter, self.cluster, self.lookout, self.me, self._put, self.chronicle)
+        self.dispatch.recall(self.state)
+        self._decide(CoordinatorStarted(self._cause(), term))
+
+    def _take(self) -> None:
+        now = self.clock()
+        deadline = next_deadline(self.state)
+        wait_s = TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - now))
+        try:
+            kind, body, extra = self._queue.get(timeout=wait_s + 1e-3)
+        except queue.Empty:
+            self._on_time()
+            return
+        self._handle(kind, body, extra)
+
+    def _on_time(self) -> None:
+        self._decide(Tick(self._cause()))
+        if time.monotonic() - self._lease_at > self.charter.run.timeouts.lease_s:
+            self._handle("abandon", f"no driver for {self.charter.run.timeouts.lease_s:.0f} s", {})
+
+    def _handle(self, kind: str, body: Any, extra: dict[str, Any]) -> None:
+        match kind:
+            case "event":
+                self._on_event(body if not isinstance(body, dict) else from_json(body), extra)
+            case "publish":
+                self._publish(body)
+            case "fault":
+                self._on_fault(body, extra["answer"])
+            case "beat":
+                self.lookout.echo(body)
+            case "stop":
+                self._decide(StopRequested(self._cause(), body))
+            case "abandon":
+                self._finish({"error": "RunFailed", "message": body, "facts": {}})
+            case "death":
+                self._on_death(body)
+
+    def _on_event(self, event: Any, extra: dict[str, Any]) -> None:
+        if isinstance(event, Resumed):
+            self.chronicle.resumed(event.worker, extra)
+        if isinstance(event, WorkerReady):
+            self.chronicle.worker_started(event.worker, event.pid)
+            self.lookout.watch_worker(event.worker, event.node, extra)
+        if isinstance(event, Report):
+            self._publish(extra.get("records", []))
+        if isinstance(event, WorkerLost):
+            self.dispatch.lost(event.worker)
+        if isinstance(event, Finalized):
+            self.dispatch.weights_sha256 = event.weights_sha256
+        self._decide(event)
+
+    def _on_death(self, death: Mapping[str, Any]) -> None:
+        worker = death["worker"]
+        if worker in self.chronicle.deaths:
+            return
+        self.chronicle.deaths[worker] = dict(death)
+        detail = f"{death['how']} in {death['phase']} of step {death['step']}"
+        for line in death["log_lines"]:
+            log.warning("last words of %s: %s", worker, line)
+        self._on_event(
+            WorkerLost(self._cause(), worker, death["reason"], "\n".join([detail, *death["log_lines"]])), {}
+        )
+
+    def _on_fault(self, index: int, answer: queue.Queue[bool]) -> None:
+        granted = index not in self.chronicle.fired
+        if granted:
+            self.chronicle.fault_fired(index, self.clock())
+        kind = self.charter.run.faults[index].kind
+        answer.put(granted)
+        if granted:
+            strike_coordinator(kind)
+
+    def _publish(self, records: list[dict[str, Any]]) -> None:
+        known = self.chronicle.metrics.last_step
+        self.chronicle.publish(records)
+        self._steps += [record for record in records if record["step"] > known]
+        del self._steps[:-256]
+        if self.chronicle.metrics.last_step > known:
+            if not isinstance(self.state.phase, Running):
+                self._decide(Published(self._cause(), self.chronicle.last_vote))
+            self._refresh()
+
+    def _decide(self, event: Event) -> None:
+        """Let the core decide, write it down, act."""
+        if self._ended is not None:
+            return
+        newest = self.chronicle.last_vote
+        if newest is not None and newest != self.state.newest_vote and starts_closing(event):
+            self._one(Published(self._cause(), newest))
+        self._one(event)
+
+    def _one(self, event: Event) -> None:
+        now, before = self.clock(), self.state
+        decision: Decision = advance(before, event, now)
+        self.state = decision.state
+        if not isinstance(event, Tick) or decision.commands:
+            self.journal.append(journal_line(event, decision, now))
+            log.info("%s %s -> %s", event.cause, type(event).__name__, decision.reason)
+        self._act(decision.commands)
+        if isinstance(before.phase, Reconnecting) and isinstance(self.state.phase, Running):
+            self.chronicle.coordinator_back(self.state, now)
+        self.chronicle.look(self.state)
+        self._refresh()
+        if isinstance(self.state.phase, Ended) and self._ended is None:
+            end = self.state.phase.end
+            self._finish({"error": end.error, "message": end.message, "facts": dict(end.facts)})
+
+    def _act(self, commands: tuple[Command, ...]) -> None:
+        self.dispatch.send(commands, self.chronicle.metrics.last_step)
+
+    # ------------------------------------------------------------ the end
+
+    def _finish(self, end: dict[str, Any]) -> None:
+        """Write the last records, clear everything, and let the driver know."""
+        if self._ended is not None:
+            return
+        if not self._ready.is_set():  # it never got so far as to start anything
+            self._ended = {**end, "left_behind": []}
+            return
+        try:
+            end = self._conclude(end)
+        except Exception as error:
+            log.exception("the last records could not be written")
+            end = {"error": "RunFailed", "message": f"{end['message']}; then {type(error).__name__}: {error}", "facts": {}}
+        self.dispatch.kill_everyone()
+        keep = actor_name(self.charter.run.name, "coordinator")
+        end["left_behind"] = clear(self.charter.run.name, keep=keep, timeout_s=self.charter.run.timeouts.clear_s)
+        self._ended = end
+        log.info("ended: %s", end)
+        threading.Timer(self.charter.run.timeouts.lease_s, self._vanish).start()
+
+    def _conclude(self, end: dict[str, Any]) -> dict[str, Any]:
+        if not end["error"] and self.chronicle.metrics.last_step + 1 == self._steps_wanted:
+            summary = self.chronicle.write_summary(self.dispatch.weights_sha256)
+            unfired = self.chronicle.unfired()
+            if unfired:
+                text = "; ".join(str(fault) for fault in unfired)
+                end = {"error": "FaultNeverFired", "message": f"planned faults that never fired: {text}", "facts": {}}
+            end["summary"] = summary
+        self.chronicle.write_status(self.state, force=True, error=end["error"] and end["message"], ended=True)
+        return end
+
+    def _vanish(self) -> None:
+        ray.kill(self.me, no_restart=True)
+
+    # ------------------------------------------------------------ small parts
+
+    def _put(self, kind: str, body: Any, extra: dict[str, Any] | None = None) -> None:
+        self._queue.put((kind, body, extra or {}))
+
+    def _note(self, note: dict[str, Any]) -> None:
+        self.journal.append(note)
+
+    def _cause(self) -> str:
+        self._causes += 1
+        return f"c{os.getpid()}.{self._causes}"
+
+    def _refresh(self) -> None:
+        self.chronicle.write_status(self.state)
+        self._outline = {
+            "phase": type(self.state.phase).__name__.lower(), "generation": self.state.generation,
+            "term": self.state.term,
+        }  # fmt: skip
+
+
+def control_options(charter: Charter) -> ControlOptions:
+    """The core's options from the user's settings."""
+    scaling, run, timeouts = charter.scaling, charter.run, charter.run.timeouts
+    return ControlOptions(
+        run=run.name, dp=scaling.dp, cp=scaling.cp, total_steps=charter.task.step.steps, spares=scaling.spares,
+        min_dp=scaling.min_dp, max_dp=scaling.max_dp, report_s=timeouts.report_s, build_s=timeouts.build_s,
+        start_s=timeouts.start_s, hello_s=timeouts.hello_s, boundary_s=timeouts.boundary_s,
+        finalize_s=timeouts.finalize_s, grow_delay_s=run.grow_delay_s, crash_loop_limit=run.crash_loop_limit,
+        user_error_limit=run.user_error_limit,
+    )  # fmt: skip
+
+
+def starts_closing(event: Event) -> bool:
+    """Whether this event may lead to a quorum, which the newest published result must then be part of."""
+    return not isinstance(event, Tick | Published | NodeJoined | NodeDraining | WorkerReady | Resumed)
+
+
+def set_aside(folder: Path) -> None:
+    """Move the records of an earlier attempt out of the way; they are kept."""
+    number = 1 + len(list(folder.glob("attempt-*")))
+    old = folder / f"attempt-{number:03d}"
+    old.mkdir()
+    for name in ("journal.jsonl", "metrics.jsonl", "status.json", "summary.json", "loss.png", "weights.safetensors"):
+        if (folder / name).exists():
+            (folder / name).rename(old / name)

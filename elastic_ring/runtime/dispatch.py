@@ -1,0 +1,142 @@
+"""Carries out the core's commands: to workers through Ray, to processes through the agents.
+
+Sending never waits. What goes wrong comes back as an event.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from ray.exceptions import ActorDiedError
+from torch.distributed import TCPStore
+
+from elastic_ring.control.messages import (
+    Build,
+    Command,
+    EndRun,
+    Finalize,
+    Hello,
+    KillWorker,
+    Release,
+    Stand,
+    StartWorker,
+    Stop,
+    WorkerLost,
+    WorkerReady,
+    to_json,
+)
+from elastic_ring.control.state import State
+from elastic_ring.runtime.cluster import Cluster, watch_ref
+
+log = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Sends for one coordinator. It hosts the rendezvous store, a fresh one for each generation, so that an
+    old generation's stragglers find nobody and a store never lives in a member."""
+
+    def __init__(
+        self, charter: Any, cluster: Cluster, lookout: Any, me: Any, put: Any, chronicle: Any
+    ) -> None:
+        self._charter, self._cluster, self._lookout = charter, cluster, lookout
+        self._me, self._put, self._chronicle = me, put, chronicle
+        self._handles: dict[str, Any] = {}
+        self._store: TCPStore | None = None
+        self._store_of: tuple[int, int] = (0, 0)
+        self._causes = 0
+        self._fingerprint = ""
+        self.weights_sha256 = ""
+        self._stamp_dir = f"/dev/shm/elastic_ring-{charter.run.name}-{charter.attempt[:8]}"
+
+    def recall(self, state: State) -> None:
+        """Find the workers that an earlier coordinator started."""
+        for worker in state.workers.values():
+            handle = self._cluster.find_worker(worker.worker)
+            if handle is None:
+                self._put("event", WorkerLost(self._cause(), worker.worker, "unreachable", "Ray knows it no more"))
+                continue
+            self._handles[worker.worker] = handle
+            watch_ref(handle.describe.remote(), lambda card, error, h=handle: self._found(card, error, h))
+
+    def send(self, commands: Iterable[Command], published: int) -> None:
+        for command in commands:
+            match command:
+                case StartWorker():
+                    self._start(command)
+                case KillWorker():
+                    self._kill(command)
+                case Build():
+                    self._tell(command, {**self._rendezvous(command), "published": published})
+                case Stop() | Hello() | Stand() | Finalize() | Release():
+                    self._tell(command, {"published": published})
+                case EndRun():
+                    log.info("%s: end of run: %s %s", command.cause, command.error or "success", command.message)
+
+    def lost(self, worker: str) -> None:
+        """Free the place of a worker that is gone."""
+        self._handles.pop(worker, None)
+        self._lookout.forget(worker)
+        self._cluster.remove_worker(worker)
+
+    def kill_everyone(self) -> None:
+        """The end: by PID first, because Ray takes seconds for a stopped process."""
+        for worker in list(self._handles):
+            self._lookout.kill(worker, "end of run")
+
+    # ------------------------------------------------------------ parts
+
+    def _start(self, command: StartWorker) -> None:
+        node = self._lookout.nodes.get(command.node)
+        if node is None:
+            self._put("event", WorkerLost(command.cause, command.worker, "start-failed", "its node is gone"))
+            return
+        self._handles[command.worker] = self._cluster.start_worker(
+            command.worker, node, self._me, self._stamp_dir, self._started
+        )
+
+    def _started(self, worker: str, card: dict[str, Any] | None, error: BaseException | None) -> None:
+        if error is not None or card is None:
+            self._put("event", WorkerLost(self._cause(), worker, "start-failed", f"{error}"))
+            return
+        self._fingerprint = self._fingerprint or card["fingerprint"]
+        if card["fingerprint"] != self._fingerprint:
+            detail = f"it reads another corpus ({card['fingerprint'][:16]}) than the others ({self._fingerprint[:16]})"
+            self._put("event", WorkerLost(self._cause(), worker, "start-failed", detail))
+            return
+        ready = WorkerReady(self._cause(), worker, card["node"], card["pid"])
+        self._put("event", ready, {**card, "handle": self._handles.get(worker)})
+
+    def _found(self, card: dict[str, Any] | None, error: BaseException | None, handle: Any) -> None:
+        if card is not None:
+            self._lookout.watch_worker(card["worker"], card["node"], {**card, "handle": handle})
+
+    def _kill(self, command: KillWorker) -> None:
+        if not self._lookout.kill(command.worker, command.reason):
+            self._cluster.remove_worker(command.worker)
+            self._put("event", WorkerLost(command.cause, command.worker, "unreachable", command.reason))
+
+    def _tell(self, command: Any, extra: dict[str, Any]) -> None:
+        handle = self._handles.get(command.worker)
+        if handle is None:
+            return
+        log.info("%s: %s to %s", command.cause, type(command).__name__, command.worker)
+
+        def sent(_: Any, error: BaseException | None) -> None:
+            if isinstance(error, ActorDiedError):
+                self._put("event", WorkerLost(self._cause(), command.worker, "died", "Ray: the actor is dead"))
+
+        watch_ref(handle.command.remote(to_json(command), extra), sent)
+
+    def _rendezvous(self, command: Build) -> dict[str, Any]:
+        identity = (command.term, command.generation)
+        if self._store is None or self._store_of != identity:
+            self._store = TCPStore(self._charter.address, 0, is_master=True, wait_for_workers=False)
+            self._store_of = identity
+        return {"store_host": self._charter.address, "store_port": self._store.port}
+
+    def _cause(self) -> str:
+        self._causes += 1
+        return f"d{os.getpid()}.{self._causes}"

@@ -1,0 +1,245 @@
+"""Process groups of one generation, and an abort that works on gloo.
+
+A generation has four groups: `world` (votes), `shard` (FSDP2 inside a ring), `ring` (K/V hops) and
+`replica` (gradients across rings). Gloo itself has no abort: an operation that waits for a peer stays
+blocked until its timeout. But its pairs are TCP sockets of this process, so the control thread shuts those
+down (`shutdown(2)`): every blocked operation on both ends raises within milliseconds, whatever it was.
+The sockets are told apart from all others by their ports: one listening device serves all groups of a
+generation, and the ranks exchange their devices' ports before they connect.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from elastic_ring.errors import GroupAborted, PeerFailed
+from elastic_ring.mesh import Mesh
+
+_ACCEPTS = 1
+_listen_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where and under which name the ranks of one generation meet. `prefix` carries (term, generation)."""
+
+    host: str
+    port: int
+    prefix: str
+    address: str  # of this worker's node, for its listening device
+    timeout_s: float
+    collective_s: float
+
+
+@dataclass
+class Groups:
+    """One rank's groups of one generation. `abort()` may be called from any thread, at any time, twice."""
+
+    mesh: Mesh
+    global_rank: int
+    world: dist.ProcessGroup
+    shard: dist.ProcessGroup
+    ring: dist.ProcessGroup
+    replica: dist.ProcessGroup
+    device_mesh: DeviceMesh
+
+
+@dataclass
+class Connector:
+    """Builds the groups of one generation in the training thread; the control thread may cancel it."""
+
+    where: Rendezvous
+    aborted: bool = False
+    _device_ports: set[tuple[str, int]] = field(default_factory=set)
+    _own_port: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def connect(self, mesh: Mesh, global_rank: int) -> Groups:
+        """All groups of this rank. Raises GroupAborted, PeerFailed (a peer did not come in time)."""
+        with translated(self):
+            store = self._open_store()
+            device = self._listen()
+            self._exchange_ports(store, mesh, global_rank)
+            seat = mesh.seat(global_rank)
+            everyone, ring = range(mesh.size), mesh.ring(seat.dp_rank)
+            replicas = mesh.replicas(seat.cp_rank)
+            world = self._group(store, device, "world", everyone, global_rank)
+            c10d._update_default_pg(world)
+            shard = self._group(store, device, f"shard{seat.dp_rank}", ring, global_rank)
+            hops = self._group(store, device, f"ring{seat.dp_rank}", ring, global_rank)
+            replica = self._group(store, device, f"replica{seat.cp_rank}", replicas, global_rank)
+            groups = Groups(
+                mesh, global_rank, world, shard, hops, replica, DeviceMesh.from_group(shard, "cpu")
+            )
+            self_test(groups)
+            return groups
+
+    def link(self, name: str, workers: Sequence[str], worker: str) -> dist.ProcessGroup:
+        """A group of a donor (first) and its newcomers, by worker id; the donor may have no seat."""
+        with translated(self):
+            store = self._open_store()
+            device = self._listen()
+            index = list(workers).index(worker)
+            prefixed = PrefixStore(f"link/{name}", store)
+            self._publish_port(prefixed, index, range(len(workers)))
+            return self._gloo(prefixed, device, index, len(workers))
+
+    def abort(self) -> None:
+        """Fail every operation of this generation, blocked or to come, here and at the peers."""
+        with self._lock:
+            self.aborted = True
+            ports = set(self._device_ports)
+        for sock in _tcp_sockets():
+            with sock, suppress(OSError):
+                local, (host, port) = sock.getsockname()[1], sock.getpeername()[:2]
+                if local == self._own_port or (host.removeprefix("::ffff:"), port) in ports:
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    # ------------------------------------------------------------ parts, in the order of `connect`
+
+    def _open_store(self) -> TCPStore:
+        # The address is known before the socket exists, so that an abort can find a client that waits.
+        with self._lock:
+            self._device_ports.add((socket.gethostbyname(self.where.host), self.where.port))
+        self._raise_if_aborted()
+        timeout = timedelta(seconds=self.where.timeout_s)
+        return TCPStore(self.where.host, self.where.port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+    def _listen(self) -> ProcessGroupGloo.Device:
+        if self._own_port:
+            return self._device
+        with _listen_lock:
+            before = {port for port, _ in _listening()}
+            self._device = ProcessGroupGloo.create_device(hostname=self.where.address)
+            opened = [port for port, address in _listening() if port not in before and address == self.where.address]
+        assert len(opened) == 1, f"expected one new listening socket, saw {opened}"
+        self._own_port = opened[0]
+        return self._device
+
+    def _exchange_ports(self, store: TCPStore, mesh: Mesh, global_rank: int) -> None:
+        self._publish_port(PrefixStore(self.where.prefix, store), global_rank, range(mesh.size))
+
+    def _publish_port(self, store: PrefixStore, index: int, everyone: Sequence[int]) -> None:
+        store.set(f"port/{index}", f"{self.where.address}:{self._own_port}")
+        for answer in store.multi_get([f"port/{peer}" for peer in everyone]):
+            host, _, port = answer.decode().rpartition(":")
+            with self._lock:
+                self._device_ports.add((host, int(port)))
+        self._raise_if_aborted()
+
+    def _group(
+        self, store: TCPStore, device: ProcessGroupGloo.Device, name: str, ranks: Sequence[int], global_rank: int
+    ) -> dist.ProcessGroup:
+        """Connect and register one group, so that FSDP2 and DeviceMesh find it by name."""
+        full_name = f"{self.where.prefix}/{name}"
+        prefixed = PrefixStore(full_name, store)
+        rank = list(ranks).index(global_rank)
+        backend = self._gloo(prefixed, device, rank, len(ranks))
+        group = dist.ProcessGroup(prefixed, rank, len(ranks))
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._set_group_name(full_name)
+        world = c10d._world
+        world.pg_map[group] = ("gloo", prefixed)
+        world.pg_names[group] = full_name
+        world.pg_group_ranks[group] = {peer: i for i, peer in enumerate(ranks)}
+        world.pg_backend_config[group] = "cpu:gloo"
+        c10d._register_process_group(full_name, group)
+        return group
+
+    def _gloo(
+        self, store: PrefixStore, device: ProcessGroupGloo.Device, rank: int, size: int
+    ) -> ProcessGroupGloo:
+        self._raise_if_aborted()
+        options = ProcessGroupGloo._Options()
+        options._devices = [device]
+        options._timeout = timedelta(seconds=self.where.timeout_s)
+        backend = ProcessGroupGloo(store, rank, size, options)
+        backend._set_default_timeout(timedelta(seconds=self.where.collective_s))
+        return backend
+
+    def _raise_if_aborted(self) -> None:
+        if self.aborted:
+            raise GroupAborted(f"generation {self.where.prefix} was aborted")
+
+
+def self_test(groups: Groups) -> None:
+    """One known sum over each group; raises PeerFailed when a wire carries something else."""
+    for name in ("world", "shard", "ring", "replica"):
+        group: dist.ProcessGroup = getattr(groups, name)
+        probe = torch.tensor([1.0, float(group.rank())])
+        group.allreduce([probe]).wait()
+        size = group.size()
+        if probe.tolist() != [size, size * (size - 1) / 2]:
+            raise PeerFailed(f"self-test of group {name}: got {probe.tolist()} from {size} ranks")
+
+
+def forget_groups() -> None:
+    """Take the old generation's groups out of torch's tables; frees their threads and sockets."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class translated:
+    """Turns torch's transport errors into GroupAborted or PeerFailed; leaves all others alone."""
+
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, GroupAborted):
+            return
+        if self._connector.aborted and is_transport_error(error):
+            raise GroupAborted(f"generation {self._connector.where.prefix} was aborted") from error
+        if is_transport_error(error):
+            raise PeerFailed(f"{type(error).__name__}: {error}") from error
+
+
+def is_transport_error(error: BaseException | None) -> bool:
+    """Whether gloo, the store or a socket failed somewhere in this chain of exceptions."""
+    while error is not None:
+        if isinstance(error, (PeerFailed, GroupAborted, dist.DistNetworkError, dist.DistStoreError)):
+            return True
+        if isinstance(error, RuntimeError) and ("gloo/" in str(error) or "Gloo" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _tcp_sockets() -> Iterator[socket.socket]:
+    """Duplicates of this process's TCP sockets; the caller closes them."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            sock = socket.socket(fileno=os.dup(int(name)))
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                yield sock
+            else:
+                sock.close()
+
+
+def _listening() -> list[tuple[int, str]]:
+    """(port, address) of this process's listening sockets."""
+    found = []
+    for sock in _tcp_sockets():
+        with sock:
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == _ACCEPTS:
+                address, port = sock.getsockname()[:2]
+                found.append((port, address))
+    return found

@@ -1,0 +1,168 @@
+"""The coordinator's eyes: node agents on their lines, Ray's node table, and the beats that stop coming.
+
+Turns what it sees into control events. A node counts as lost only when two sources agree: its agent's line
+is dead or silent, and Ray says so or none of its workers answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+
+from elastic_ring.control.messages import NodeDraining, NodeJoined, NodeLost
+from elastic_ring.runtime.cluster import Cluster, NodeInfo, live_nodes, watch_ref
+from elastic_ring.runtime.lifeline import Message, Switchboard
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+CONFIRM_S = 1.0
+
+Put = Callable[..., None]
+
+
+class Lookout:
+    """Watches nodes and agents for one coordinator. `put(kind, body, extra)` is the coordinator's queue."""
+
+    def __init__(self, charter: Any, put: Put, key: str) -> None:
+        self._charter, self._put, self._key = charter, put, key
+        self._timeouts = charter.run.timeouts
+        self._board = Switchboard(key, self._hear)
+        self._cluster = Cluster(charter.run, charter.scaling, charter.task)
+        self.nodes: dict[str, NodeInfo] = {}
+        self._agents: dict[str, Any] = {}
+        self._beats: dict[str, float] = {}
+        self._workers: dict[str, dict[str, Any]] = {}
+        self._told: dict[str, tuple[int, bool]] = {}
+        self._causes = 0
+
+    def open(self) -> None:
+        self._board.open(self._charter.address)
+        threading.Thread(target=self._patrol, name="lookout", daemon=True).start()
+
+    # ------------------------------------------------------------ for the coordinator
+
+    def echo(self, node: str) -> None:
+        self._board.send(node, {"kind": "echo"})
+
+    def watch_worker(self, worker: str, node: str, card: Mapping[str, Any]) -> None:
+        """Have the node's agent hold a pidfd on this worker and read its stamps."""
+        entry = {
+            "kind": "watch", "worker": worker, "node": node, "pid": card["pid"], "stamp_path": card["stamp_path"],
+            "log_path": card["log_path"], "handle": card.get("handle"),
+        }  # fmt: skip
+        self._workers[worker] = entry
+        self._tell(entry)
+
+    def kill(self, worker: str, reason: str) -> bool:
+        """SIGKILL by PID through the agent; False when there is no line to it."""
+        entry = self._workers.get(worker)
+        return entry is not None and self._board.send(
+            entry["node"], {"kind": "kill", "worker": worker, "reason": reason}
+        )
+
+    def forget(self, worker: str) -> None:
+        entry = self._workers.pop(worker, None)
+        if entry is not None:
+            self._board.send(entry["node"], {"kind": "forget", "worker": worker})
+
+    # ------------------------------------------------------------ from the agents
+
+    def _hear(self, node: str, message: Message) -> None:
+        self._beats[node] = time.monotonic()
+        match message["kind"]:
+            case "beat":
+                self._put("beat", node)
+            case "hello":
+                for entry in [e for e in self._workers.values() if e["node"] == node]:
+                    self._tell(entry)
+            case "death":
+                self._put("death", message)
+            case "hung-up":
+                threading.Thread(target=self._confirm, args=(node, "its agent hung up"), daemon=True).start()
+
+    def _tell(self, entry: Mapping[str, Any]) -> None:
+        message = {key: value for key, value in entry.items() if key not in ("handle", "node")}
+        self._board.send(entry["node"], message)
+
+    # ------------------------------------------------------------ nodes
+
+    def _patrol(self) -> None:
+        while True:
+            try:
+                self._look()
+            except Exception:
+                # Ray's own control plane may be away for a while; training does not need it.
+                log.exception("could not look at the cluster")
+            time.sleep(POLL_S)
+
+    def _look(self) -> None:
+        seen = {node.node: node for node in live_nodes(self._charter.scaling.resources_per_worker)}
+        for name, node in seen.items():
+            if name not in self._agents:
+                self._hire(node)
+            known, self.nodes[name] = self._told.get(name), node
+            if known != (node.num_slots, node.draining) and name in self._board.nodes:
+                self._told[name] = (node.num_slots, node.draining)
+                if known is None or known[0] != node.num_slots:
+                    self._event(NodeJoined(self._cause(), name, node.num_slots))
+                if node.draining:
+                    self._event(NodeDraining(self._cause(), name))
+        for name in [n for n in self.nodes if n not in seen]:
+            self._lose(name, "Ray lists it no more")
+        silent = time.monotonic() - self._timeouts.node_silent_s
+        for name in [n for n in self._board.nodes if self._beats.get(n, silent) < silent]:
+            self._confirm(name, f"no beat for {self._timeouts.node_silent_s:.1f} s")
+
+    def _hire(self, node: NodeInfo) -> None:
+        agent = self._agents[node.node] = self._cluster.start_agent(node)
+        ray_self = {"host": self._charter.address, "port": self._board.port, "key": self._key, "pid": os.getpid(),
+                    "node": ray.get_runtime_context().get_node_id()}  # fmt: skip
+
+        def attached(_: Any, error: BaseException | None) -> None:
+            if error is not None:
+                log.error("agent of node %s did not attach: %s", node.node, error)
+                self._agents.pop(node.node, None)
+
+        agent.start.remote()
+        watch_ref(agent.attach.remote(ray_self), attached)
+
+    def _confirm(self, node: str, why: str) -> None:
+        """The second source: does any worker of the node still answer?"""
+        handles = [e["handle"] for e in self._workers.values() if e["node"] == node and e["handle"] is not None]
+        answered, _ = ray.wait([h.ping.remote() for h in handles], timeout=CONFIRM_S) if handles else ([], [])
+        alive = [ref for ref in answered if not failed(ref)]
+        if alive:
+            log.warning("node %s: %s, but its workers answer; a new agent is started", node, why)
+            self._agents.pop(node, None)
+            return
+        self._lose(node, why)
+
+    def _lose(self, node: str, why: str) -> None:
+        if node not in self.nodes and node not in self._told:
+            return
+        log.warning("node %s is lost: %s", node, why)
+        for table in (self.nodes, self._agents, self._beats, self._told):
+            table.pop(node, None)
+        self._event(NodeLost(self._cause(), node))
+
+    def _event(self, event: Any) -> None:
+        self._put("event", event)
+
+    def _cause(self) -> str:
+        self._causes += 1
+        return f"lookout{os.getpid()}.{self._causes}"
+
+
+def failed(ref: Any) -> bool:
+    try:
+        ray.get(ref)
+    except Exception:
+        return True
+    return False

@@ -1,0 +1,246 @@
+"""A worker's training side: its part in one generation after another.
+
+Builds groups on order, rolls forward, heals, steps until a boundary, the end or an abort, and says what it
+holds. It runs in the training thread; `abort`, `report` and `prepare` belong to the control thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from elastic_ring.attention.kernels.table import select
+from elastic_ring.control.messages import Build, Finalized, Heal, Report, Resumed
+from elastic_ring.data.loader import Loader
+from elastic_ring.data.order import Order
+from elastic_ring.data.source import hold_out, open_source
+from elastic_ring.monitor.stamps import Phase, StampWriter
+from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups, translated
+from elastic_ring.runtime.injection import Injector
+from elastic_ring.state.transfer import receive_shard, send_shard
+from elastic_ring.train.check import check_model
+from elastic_ring.train.optim import learning_rate
+from elastic_ring.train.transaction import Local, Transaction
+from elastic_ring.train.vote import Outcome
+from elastic_ring.train.weights import gather_weights
+
+log = logging.getLogger(__name__)
+
+KEPT_RECORDS = 4096
+
+
+class Member:
+    """The training state of one worker process and what it does in the mesh."""
+
+    def __init__(
+        self, card: Any, stamps: StampWriter, injector: Injector, publish: Callable[[list[dict[str, Any]]], None]
+    ) -> None:
+        self._card = card
+        self._stamps = stamps
+        self._injector = injector
+        self._publish = publish
+        self.boundary_requested = False
+        self._connector: Connector | None = None
+        self._groups: Groups | None = None
+        self._command: Build | None = None
+        self._records: list[dict[str, Any]] = []
+        self._published = -1
+
+    def warm_up(self) -> None:
+        """Open the data and try the kernels, so that taking a place costs neither."""
+        import torch
+
+        task, step = self._card.task, self._card.task.step
+        source = open_source(task.data)
+        self.fingerprint = source.fingerprint
+        held = step.num_val_sequences if step.val_every_steps else 0
+        training, validation = hold_out(source, num_sequences=held)
+        self._val_loader = Loader(validation)
+        order = Order(step.seed, step.global_batch, training.num_sequences)
+        self._transaction = Transaction(task, Loader(training), order, self._watch)
+        select(torch.device("cpu"), torch.float32, 64, deterministic=True)
+
+    # ------------------------------------------------------------ control thread
+
+    @property
+    def applied(self) -> int:
+        return self._transaction.applied
+
+    def prepare(self, command: Build, extra: dict[str, Any]) -> Connector:
+        """A connector for this build, known before the training thread starts so that it can be cancelled."""
+        timeouts = self._card.run.timeouts
+        where = Rendezvous(
+            host=extra["store_host"], port=extra["store_port"],
+            prefix=f"{command.term}/{command.generation}", address=self._card.address,
+            timeout_s=timeouts.build_s, collective_s=timeouts.collective_s,
+        )  # fmt: skip
+        self._connector = Connector(where)
+        self._published = max(self._published, int(extra.get("published", -1)))
+        return self._connector
+
+    def abort(self) -> None:
+        """Release the training thread from whatever it waits for."""
+        if self._connector is not None:
+            self._connector.abort()
+
+    def report(self, cause: str, term: int, generation: int, kind: str) -> Report:
+        """What this worker holds; call it only while the training thread is parked."""
+        state = self._transaction
+        return Report(
+            cause, self._card.worker, term, generation, kind,
+            applied=state.applied,
+            vote=state.held.vote if state.held is not None else None,
+            shard=state.shard.cp_rank if state.valid and state.shard is not None else None,
+            has_gradient=state.has_gradient,
+            healthy=True,
+            last_vote=state.last,
+        )  # fmt: skip
+
+    def records_after(self, step: int) -> list[dict[str, Any]]:
+        """This worker's own records of committed steps newer than `step`."""
+        return [record for record in self._records if record["step"] > step]
+
+    def unsent(self) -> list[dict[str, Any]]:
+        """What global rank 0 has not published yet; the other ranks' records are only for emergencies."""
+        if self._groups is None or self._groups.global_rank != 0:
+            return []
+        return self.records_after(self._published)
+
+    # ------------------------------------------------------------ building a generation
+
+    @property
+    def seated(self) -> bool:
+        return self._command is not None and self._card.worker in self._command.seats
+
+    def build(self, command: Build, connector: Connector, cause: str) -> tuple[Resumed, dict[str, Any]]:
+        """Connect, roll forward, heal; returns the answer and the durations. Raises what breaks on the way."""
+        begun = time.monotonic()
+        worker, state = self._card.worker, self._transaction
+        self._command, self.boundary_requested, self._groups = command, False, None
+        self._stamps.generation = command.generation
+        self._stamps.stamp(command.step, Phase.REBUILD)
+        state.leave()
+        forget_groups()
+        if self.seated:
+            self._groups = connector.connect(command.mesh, command.seats.index(worker))
+        connected = time.monotonic()
+        receives = [heal for heal in command.heals if worker in heal.newcomers]
+        if self._groups is not None:
+            state.enter(self._groups, keep=not command.fresh and not receives)
+            if command.fresh:
+                state.initialise()
+        if command.roll_forward is not None and not receives and state.valid:
+            state.roll_forward(command.roll_forward)
+        rolled = time.monotonic()
+        num_bytes = sum(self._heal(heal, connector) for heal in command.heals if worker in (heal.donor, *heal.newcomers))
+        healed = time.monotonic()
+        assert not self.seated or (state.valid and state.applied == command.step), (state.applied, command.step)
+        if self._groups is not None and command.fresh and self._card.task.step.check_model:
+            with translated(connector):
+                check_model(self._card.task, self._groups, state)
+        self._stamps.stamp(command.step, Phase.IDLE)
+        timings = {
+            "connect_s": connected - begun, "roll_s": rolled - connected, "heal_s": healed - rolled,
+            "heal_bytes": num_bytes, "healed": bool(receives), "pid": os.getpid(),
+        }  # fmt: skip
+        log.info("generation %d: step %d, %s", command.generation, command.step, timings)
+        return Resumed(cause, worker, command.term, command.generation, command.step), timings
+
+    def _heal(self, heal: Heal, connector: Connector) -> int:
+        """Send to or receive from the other workers of this heal, over a link of their own."""
+        worker, state = self._card.worker, self._transaction
+        assert self._command is not None
+        role = "donor" if worker == heal.donor else "spare"
+        self._stamps.stamp(self._command.step, Phase.HEAL)
+        link = connector.link(f"{heal.cp_rank}/{heal.donor}", (heal.donor, *heal.newcomers), worker)
+        rank = self._groups.global_rank if self._groups is not None else -1
+
+        def after_chunk() -> None:
+            assert self._command is not None
+            self._injector.check(phase="heal", step=self._command.step, rank=rank, role=role)
+
+        with translated(connector):
+            if role == "donor":
+                assert state.shard is not None and state.valid
+                return send_shard(state.shard, link, after_chunk=after_chunk)
+            assert state.shard is not None
+            state.applying = True  # half healed is as lost as half applied
+            num_bytes = receive_shard(state.shard, link, after_chunk=after_chunk)
+            state.applying = False
+            return num_bytes
+
+    def stand(self) -> None:
+        """Become a spare without state."""
+        self._command, self._connector, self._groups = None, None, None
+        self._transaction.drop()
+        forget_groups()
+
+    # ------------------------------------------------------------ stepping
+
+    def train(self) -> str:
+        """Step until a boundary or the end; returns `boundary` or `finished`. Raises what breaks a step off."""
+        assert self._command is not None and self._groups is not None and self._connector is not None
+        state, step_config = self._transaction, self._card.task.step
+        with translated(self._connector):
+            while state.applied < step_config.steps:
+                step, begun = state.applied, time.monotonic()
+                self._watch("idle", step)
+                self._validate_if_due(step)
+                # A step's result is published once the next one is under way.
+                self._send(through=step - 1)
+                outcome, local = state.run(step, boundary=self.boundary_requested)
+                self._record(outcome, local, time.monotonic() - begun)
+                if outcome.boundary and state.applied < step_config.steps:
+                    return "boundary"
+            self._validate_if_due(state.applied)
+        return "finished"
+
+    def finalize(self, cause: str, worker: str, term: int, generation: int) -> Finalized | None:
+        """Ring 0 gathers the weights; its first rank writes and digests them."""
+        assert self._groups is not None and self._connector is not None
+        self._stamps.stamp(self.applied, Phase.FINALIZE)
+        with translated(self._connector):
+            digest = gather_weights(self._transaction, self._groups, self._card.run.folder / "weights.safetensors")
+        self._stamps.stamp(self.applied, Phase.IDLE)
+        return None if digest is None else Finalized(cause, worker, term, generation, digest)
+
+    def _validate_if_due(self, step: int) -> None:
+        config = self._card.task.step
+        if not config.val_every_steps or step == 0 or (step % config.val_every_steps and step != config.steps):
+            return
+        self._stamps.stamp(step, Phase.VALIDATE)
+        loss = self._transaction.validate(self._val_loader, config.num_val_sequences)
+        for record in self._records[-1:]:
+            record["val_loss"] = loss
+
+    def _record(self, outcome: Outcome, local: Local, step_s: float) -> None:
+        assert self._groups is not None and self._command is not None
+        mesh, step = self._groups.mesh, outcome.vote.step
+        self._records.append({
+            "step": step, "loss": outcome.loss, "grad_norm": outcome.grad_norm,
+            "lr": learning_rate(step, self._card.task.optim), "num_tokens": int(outcome.num_tokens),
+            "samples": list(outcome.samples), "skipped": outcome.skip, "step_s": step_s,
+            "generation": self._command.generation, "dp": mesh.dp, "cp": mesh.cp,
+            "hop_bytes": local.num_hop_bytes, "hop_wait_s": local.hop_wait_s,
+            "committed_monotonic_s": time.monotonic(), "vote": list(outcome.vote.values),
+        })  # fmt: skip
+        del self._records[:-KEPT_RECORDS]
+
+    def _send(self, through: int) -> None:
+        if self._groups is None or self._groups.global_rank != 0:
+            return
+        ready = [r for r in self._records if self._published < r["step"] <= through]
+        if ready:
+            self._publish(ready)
+            self._published = ready[-1]["step"]
+
+    def _watch(self, phase: str, step: int, hop: int | None = None) -> None:
+        """Stamp progress; give planned faults their moment. Backward's own faults strike at its first hop."""
+        self._stamps.stamp(step, Phase[phase.upper()], -1 if hop is None else hop)
+        if phase in ("forward", "backward") and hop is None:
+            return
+        rank = self._groups.global_rank if self._groups is not None else -1
+        self._injector.check(phase=phase, step=step, rank=rank, hop=hop)

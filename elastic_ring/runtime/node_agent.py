@@ -1,0 +1,204 @@
+"""One small process per node that watches the workers there and kills by PID. No training, no torch.
+
+It holds a pidfd on each worker (death, with its signal), reads their progress stamps (hangs), beats to the
+coordinator, and puts a coordinator of its own node that has fallen silent out of its misery, so that Ray
+starts it anew. It decides nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_ring.config import Timeouts
+from elastic_ring.monitor.detect import HangDetector, HangSettings, Observation, ProcReader
+from elastic_ring.monitor.exits import ExitNotice, ExitWatch, describe_exit, tail
+from elastic_ring.monitor.stamps import Phase, Stamp, StampReader, phase_name
+from elastic_ring.runtime.lifeline import Line, dial
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 0.05
+COORDINATOR = "coordinator"
+NUM_LOG_LINES = 12
+KEPT_NOTICES = 1000
+
+
+@dataclass
+class Watched:
+    """A worker of this node."""
+
+    worker: str
+    pid: int
+    stamps: StampReader
+    log_path: str
+    hang: str = ""
+    last: Stamp | None = field(default=None)
+
+
+class NodeAgent:
+    """The actor class. Constructing it starts nothing."""
+
+    def __init__(self, node: str, timeouts: Timeouts) -> None:
+        self._node, self._timeouts = node, timeouts
+        self._exits = ExitWatch()
+        self._detector = HangDetector(hang_settings(timeouts))
+        self._proc = ProcReader()
+        self._watched: dict[str, Watched] = {}
+        self._notices: list[dict[str, Any]] = []
+        self._line: Line | None = None
+        self._lock = threading.RLock()
+        self._coordinator: dict[str, Any] = {}
+        self._echoed_at = self._beat_at = 0.0
+
+    # ------------------------------------------------------------ what the coordinator calls through Ray
+
+    def start(self) -> int:
+        """Begin to watch; returns the pid."""
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._exits.open()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        return os.getpid()
+
+    def attach(self, coordinator: dict[str, Any]) -> None:
+        """Dial a (new) coordinator: host, port, key, pid, node. Tells it again of every death seen so far."""
+        line = dial(coordinator["host"], coordinator["port"], self._timeouts.hello_s)
+        line.send({"kind": "hello", "node": self._node, "key": coordinator["key"], "pid": os.getpid()})
+        with self._lock:
+            if self._line is not None:
+                self._line.close()
+            self._line, self._coordinator = line, coordinator
+            self._echoed_at = time.monotonic()
+            self._exits.unwatch(COORDINATOR)
+            if coordinator["node"] == self._node:
+                self._exits.watch(coordinator["pid"], COORDINATOR)
+            for notice in self._notices:
+                line.send(notice)
+
+    def ping(self) -> str:
+        return self._node
+
+    # ------------------------------------------------------------ the loop
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                self._turn()
+            except Exception:
+                # A watcher that dies unseen is worse than one that stumbles.
+                log.exception("turn failed")
+                time.sleep(PERIOD_S)
+
+    def _turn(self) -> None:
+        line = self._line
+        ready = [self._exits.fileno()] + ([line.sock.fileno()] if line is not None else [])
+        readable, _, _ = select.select(ready, [], [], PERIOD_S)
+        with self._lock:
+            for notice in self._exits.wait(0):
+                if notice.key != COORDINATOR:
+                    self._tell_death(notice)
+            if line is not None and line is self._line and line.sock.fileno() in readable:
+                self._listen(line)
+            self._look_for_hangs()
+            self._beat()
+
+    def _listen(self, line: Line) -> None:
+        messages = line.receive()
+        if messages is None:
+            log.warning("the coordinator hung up")
+            line.close()
+            self._line = None
+            return
+        for message in messages:
+            match message["kind"]:
+                case "echo":
+                    self._echoed_at = time.monotonic()
+                case "watch":
+                    self._begin_to_watch(message)
+                case "kill":
+                    self._kill(message["worker"], message["reason"])
+                case "forget":
+                    self._forget(message["worker"])
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if self._line is None or now - self._beat_at < self._timeouts.beat_s:
+            return
+        self._beat_at = now
+        self._line.send({"kind": "beat"})
+        silent_s = now - self._echoed_at
+        if self._coordinator.get("node") == self._node and silent_s > self._timeouts.coordinator_silent_s:
+            log.error("the coordinator has been silent for %.1f s: killing pid %d", silent_s, self._coordinator["pid"])
+            self._exits.kill(COORDINATOR)
+            self._echoed_at = now
+
+    # ------------------------------------------------------------ workers
+
+    def _begin_to_watch(self, message: dict[str, Any]) -> None:
+        worker = message["worker"]
+        if worker in self._watched:
+            return
+        self._watched[worker] = Watched(worker, message["pid"], StampReader(message["stamp_path"]), message["log_path"])
+        self._exits.watch(message["pid"], worker)
+
+    def _kill(self, worker: str, reason: str) -> None:
+        log.warning("killing %s: %s", worker, reason)
+        if worker in self._watched:
+            self._exits.kill(worker)
+
+    def _forget(self, worker: str) -> None:
+        watched = self._watched.pop(worker, None)
+        if watched is not None:
+            self._exits.unwatch(worker)
+            watched.stamps.close()
+        self._notices = [notice for notice in self._notices if notice["worker"] != worker]
+
+    def _look_for_hangs(self) -> None:
+        observations = []
+        for watched in self._watched.values():
+            stamp = watched.stamps.read()
+            watched.last = stamp or watched.last
+            reading = self._proc.read(watched.pid, stamp.tid if stamp else None)
+            observations.append(Observation(watched.worker, watched.pid, stamp, reading))
+        for hang in self._detector.tick(time.monotonic(), observations):
+            self._watched[hang.worker].hang = hang.describe()
+            self._kill(hang.worker, hang.describe())
+
+    def _tell_death(self, notice: ExitNotice) -> None:
+        watched = self._watched.pop(notice.key, None)
+        if watched is None:
+            return
+        stamp = watched.stamps.read() or watched.last
+        watched.stamps.close()
+        how = describe_exit(notice)
+        reason = "hung" if watched.hang else "exited" if notice.exit_code is not None else "died"
+        message = {
+            "kind": "death", "worker": watched.worker, "pid": watched.pid, "reason": reason,
+            "how": f"{watched.hang}; {how}" if watched.hang else how,
+            "step": stamp.step if stamp else -1,
+            "phase": phase_name(stamp.phase) if stamp else "unknown",
+            "log_lines": tail(watched.log_path, NUM_LOG_LINES) if watched.log_path else [],
+            "monotonic_s": notice.monotonic_s,
+        }  # fmt: skip
+        log.warning("%s (pid %d) %s in %s of step %d", watched.worker, watched.pid, message["how"], message["phase"],
+                    message["step"])  # fmt: skip
+        self._notices = [*self._notices[-KEPT_NOTICES:], message]
+        if self._line is not None:
+            self._line.send(message)
+
+
+def hang_settings(timeouts: Timeouts) -> HangSettings:
+    """A worker's heart beats in every phase, from a thread of its own; only writing the weights may hold the GIL."""
+    return HangSettings(
+        period_s=PERIOD_S,
+        floor_s=timeouts.heart_floor_s,
+        cap_s=timeouts.heart_cap_s,
+        warmup_floor_s=timeouts.heart_floor_s,
+        stopped_limit_s=timeouts.stopped_s,
+        phase_floors_s={Phase.STARTING: timeouts.heart_cap_s, Phase.FINALIZE: timeouts.heart_cap_s},
+    )

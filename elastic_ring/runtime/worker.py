@@ -1,0 +1,312 @@
+"""One worker: a Ray actor with a training thread that steps and a control thread that always answers.
+
+The training thread carries out orders (build, train, write the weights). The control thread takes the
+coordinator's commands, cancels what the training thread waits for, and reports. A worker decides nothing
+about membership: it ignores what is older than the newest (term, generation) it has seen, and does the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_ring.config import RunConfig, ScalingConfig
+from elastic_ring.control.messages import (
+    Build,
+    BuildFailed,
+    DrainRequested,
+    Event,
+    Finalize,
+    Hello,
+    Release,
+    Stand,
+    Status,
+    Stop,
+    Trouble,
+    from_json,
+    to_json,
+)
+from elastic_ring.errors import ElasticRingError, TooManySkipped
+from elastic_ring.monitor.stamps import StampWriter
+from elastic_ring.runtime.groups import is_transport_error
+from elastic_ring.runtime.injection import Injector
+from elastic_ring.runtime.member import Member
+from elastic_ring.train.check import ModelRefused
+from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.vote import ReplicasDiverged
+
+log = logging.getLogger(__name__)
+
+HEART_PERIOD_S = 0.05
+
+
+@dataclass(frozen=True)
+class WorkerCard:
+    """What a worker is born with."""
+
+    worker: str
+    node: str
+    address: str
+    stamp_path: str
+    task: TrainingTask
+    scaling: ScalingConfig
+    run: RunConfig
+
+
+class Worker:
+    """The actor class; `runtime.cluster` gives it its resources. Constructing it starts nothing."""
+
+    def __init__(self, card: WorkerCard) -> None:
+        self.card = card
+        self._coordinator: Any = None
+        self._commands: queue.Queue[tuple[Any, dict[str, Any]]] = queue.Queue()
+        self._orders: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._parked = threading.Event()
+        self._parked.set()
+        self._seen = (0, 0)
+        self._activity = "spare"
+        self._member: Member | None = None
+        self._stamps = StampWriter(card.stamp_path)
+        self._causes = 0
+
+    # ------------------------------------------------------------ what the coordinator calls
+
+    def start(self, coordinator: Any) -> dict[str, Any]:
+        """Become a warm spare: data opened, threads up, kernels tried. Returns who and where this is."""
+        torch.set_num_threads(self.card.scaling.num_threads)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._coordinator = coordinator
+        self._stamps.open()
+        self._member = Member(self.card, self._stamps, self._injector(), self._publish)
+        self._member.warm_up()
+        for target, name in ((self._beat, "heart"), (self._control, "control"), (self._train, "training")):
+            threading.Thread(target=target, name=name, daemon=True).start()
+        return self.describe()
+
+    def command(self, data: dict[str, Any], extra: dict[str, Any]) -> None:
+        """Take one command; carried out by the control thread, in order of arrival."""
+        self._commands.put((from_json(data), extra))
+
+    def describe(self) -> dict[str, Any]:
+        """Who and where this is."""
+        assert self._member is not None
+        return {
+            "worker": self.card.worker,
+            "pid": os.getpid(),
+            "node": self.card.node,
+            "stamp_path": self.card.stamp_path,
+            "log_path": _stderr_path(),
+            "fingerprint": self._member.fingerprint,
+        }
+
+    def ping(self) -> str:
+        """Alive, as Ray sees it."""
+        return self.card.worker
+
+    # ------------------------------------------------------------ control thread
+
+    def _control(self) -> None:
+        while True:
+            command, extra = self._commands.get()
+            try:
+                self._obey(command, extra)
+            except Exception:
+                # The control thread must live: without it this worker can only be killed.
+                log.exception("command %s failed", type(command).__name__)
+
+    def _obey(self, command: Any, extra: dict[str, Any]) -> None:
+        # Hello and Release speak for a term as a whole, not for a generation.
+        stamp = (command.term, getattr(command, "generation", self._seen[1]))
+        if stamp < self._seen:
+            log.info("ignored %s of %s: seen %s", type(command).__name__, stamp, self._seen)
+            return
+        self._seen = stamp
+        match command:
+            case Release():
+                self._leave()
+            case Hello():
+                self._answer(Status(self._cause(), self.card.worker, *self._seen, self._activity))
+            case Stop(mode="boundary"):
+                assert self._member is not None
+                self._member.boundary_requested = True
+            case Stop():
+                self._abort_and_report(extra)
+            case Build():
+                self._build(command, extra)
+            case Stand():
+                self._stand()
+            case Finalize():
+                self._order("finished", lambda: self._finalize(command))
+
+    def _abort_and_report(self, extra: dict[str, Any]) -> None:
+        assert self._member is not None
+        started = time.monotonic()
+        self._member.abort()
+        if not self._parked.wait(self.card.run.timeouts.park_s):
+            log.error("training thread did not return within %.1f s of the abort", self.card.run.timeouts.park_s)
+            return
+        self._activity = "parked"
+        log.info("parked for %s in %.3f s", self._seen, time.monotonic() - started)
+        self._report("aborted", self._seen, int(extra.get("published", -1)))
+
+    def _build(self, command: Build, extra: dict[str, Any]) -> None:
+        assert self._member is not None
+        self._member.abort()  # a boundary leaves the old groups up
+        if not self._parked.wait(self.card.run.timeouts.park_s):
+            log.error("training thread busy; cannot build %s", self._seen)
+            return
+        connector = self._member.prepare(command, extra)  # from here on an abort reaches this build
+        self._order("building", lambda: self._build_and_train(command, connector))
+
+    def _stand(self) -> None:
+        assert self._member is not None
+        self._member.abort()
+        if self._parked.wait(self.card.run.timeouts.park_s):
+            self._member.stand()
+            self._activity = "spare"
+
+    def _leave(self) -> None:
+        log.info("released")
+        self._stamps.close()
+        logging.shutdown()
+        os._exit(0)  # other threads may sit in native code; nothing here needs their end
+
+    # ------------------------------------------------------------ training thread
+
+    def _order(self, activity: str, work: Callable[[], None]) -> None:
+        self._activity = activity
+        self._parked.clear()
+        self._orders.put(work)
+
+    def _train(self) -> None:
+        while True:
+            work = self._orders.get()
+            assert work is not None
+            try:
+                work()
+            except Exception:
+                log.exception("order failed")
+            finally:
+                self._parked.set()
+
+    def _build_and_train(self, command: Build, connector: Any) -> None:
+        assert self._member is not None
+        member, identity = self._member, (self.card.worker, command.term, command.generation)
+        try:
+            resumed, extra = member.build(command, connector, self._cause())
+        except Exception as error:
+            log.warning("build of %s failed: %s", identity[1:], error, exc_info=not is_transport_error(error))
+            self._park()
+            self._answer(BuildFailed(self._cause(), *identity, f"{type(error).__name__}: {error}"))
+            return
+        self._activity = "running"
+        self._answer(resumed, extra)
+        if member.seated:
+            self._run(command)
+
+    def _run(self, command: Build) -> None:
+        assert self._member is not None
+        member, identity = self._member, (command.term, command.generation)
+        try:
+            kind = member.train()
+        except Exception as error:
+            self._park()
+            trouble = Trouble(
+                self._cause(), self.card.worker, *identity, trouble_kind(error), member.applied, trouble_text(error)
+            )
+            log.warning("step %d broke off (%s): %s", member.applied, trouble.kind, error)
+            self._answer(trouble)
+            return
+        self._activity = "finished" if kind == "finished" else "parked"
+        self._parked.set()
+        self._report(kind, identity, -1)
+
+    def _finalize(self, command: Finalize) -> None:
+        assert self._member is not None
+        identity = (self.card.worker, command.term, command.generation)
+        try:
+            finalized = self._member.finalize(self._cause(), *identity)
+        except Exception as error:
+            log.warning("writing the weights broke off: %s", error)
+            self._park()
+            kind = "peer" if is_transport_error(error) else "check"
+            self._answer(Trouble(self._cause(), *identity, kind, self._member.applied, trouble_text(error)))
+            return
+        self._parked.set()
+        if finalized is not None:
+            self._answer(finalized)
+
+    def _park(self) -> None:
+        """Parked before anyone is told, so that the answer never waits for this thread."""
+        self._activity = "parked"
+        self._parked.set()
+
+    # ------------------------------------------------------------ mail and heart
+
+    def _report(self, kind: str, identity: tuple[int, int], published: int) -> None:
+        """What this worker holds, and its own records of steps that may not have been published yet."""
+        assert self._member is not None
+        records = self._member.records_after(published) if kind == "aborted" else self._member.unsent()
+        self._answer(self._member.report(self._cause(), *identity, kind), {"records": records})
+
+    def _answer(self, event: Event, extra: dict[str, Any] | None = None) -> None:
+        self._coordinator.notify.remote(to_json(event), extra or {})
+
+    def _publish(self, records: list[dict[str, Any]]) -> None:
+        self._coordinator.publish.remote(self.card.worker, records)
+
+    def _cause(self) -> str:
+        self._causes += 1
+        return f"{self.card.worker}#{self._causes}"
+
+    def _beat(self) -> None:
+        """Proof that this process runs and its GIL is free; a stopped or held one falls silent."""
+        self._stamps.bind_thread()
+        while True:
+            self._stamps.touch()
+            time.sleep(HEART_PERIOD_S)
+
+    def _injector(self) -> Injector:
+        import ray
+
+        timeout_s = self.card.run.timeouts.hello_s
+
+        def ask(index: int) -> bool:
+            return bool(ray.get(self._coordinator.fault.remote(index, self.card.worker), timeout=timeout_s))
+
+        def notify(kind: str) -> None:
+            if kind == "drain":
+                self._answer(DrainRequested(self._cause(), self.card.worker))
+
+        return Injector(self.card.run.faults, ask, notify)
+
+
+def trouble_kind(error: BaseException) -> str:
+    """Which kind of `Trouble` an exception of the step loop is."""
+    if isinstance(error, TooManySkipped):
+        return "skipped"
+    if isinstance(error, (ModelRefused, ReplicasDiverged)):
+        return "check"
+    return "peer" if is_transport_error(error) else "user"
+
+
+def trouble_text(error: BaseException) -> str:
+    """The user's traceback, or what an error of ours says."""
+    if isinstance(error, ElasticRingError):
+        return str(error)
+    return "".join(traceback.format_exception(error))
+
+
+def _stderr_path() -> str:
+    path = Path("/proc/self/fd/2")
+    return str(path.readlink()) if path.is_symlink() else ""

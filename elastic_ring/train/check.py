@@ -1,0 +1,119 @@
+"""The start-up check: does the user's model give the same on a ring as on one rank?
+
+A model that calls plain attention inside would train on a ring without any error, each rank attending to
+its own slice only. One short sequence shows it, before the first step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.schedule import plan
+from elastic_ring.data.loader import slice_sample
+from elastic_ring.data.packing import Sample
+from elastic_ring.errors import ElasticRingError
+from elastic_ring.train.task import Batch, TrainingTask
+
+TOKENS_PER_RANK = 24
+TOLERANCE = {"float32": 2e-3, "bfloat16": 5e-2}
+
+
+class ModelRefused(ElasticRingError):
+    """The model or loss cannot be trained on a ring as it is; the message says what to change."""
+
+
+def check_model(task: TrainingTask, wires: Any, state: Any) -> None:
+    """Compare loss and gradient of one short sequence at cp = 1 and on the ring. Raises ModelRefused."""
+    model: nn.Module = state.model
+    sample = _short_sample(task, state.loader, wires.mesh.cp)
+    _refuse_changing_buffers(task, model, sample, wires)
+    model.eval()
+    alone, alone_gradient = _pass(task, model, sample, wires, cp=1)
+    if wires.mesh.cp > 1:
+        ring, ring_gradient = _pass(task, model, sample, wires, cp=wires.mesh.cp)
+        wires.shard.allreduce([ring]).wait()
+        # On one rank every member of the ring computed the whole sequence, and FSDP2 added them up.
+        alone_gradient /= wires.mesh.cp
+        parts = torch.stack([(ring_gradient - alone_gradient).square().sum(), alone_gradient.square().sum()])
+        wires.shard.allreduce([parts]).wait()
+        _compare(task, alone, ring, float((parts[0] / parts[1].clamp_min(1e-30)).sqrt()))
+    model.train()
+
+
+def _compare(task: TrainingTask, alone: Tensor, ring: Tensor, gradient_error: float) -> None:
+    tolerance = TOLERANCE[task.step.param_dtype]
+    if alone[1] != ring[1]:
+        raise ModelRefused(
+            f"the loss counted {int(alone[1])} targets on one rank and {int(ring[1])} on the ring: count the targets "
+            "of the slice that is handed in (those that are not -100)"
+        )
+    loss_error = float(abs(ring[0] - alone[0]) / abs(alone[0]).clamp_min(1e-30))
+    if loss_error > tolerance or gradient_error > tolerance:
+        raise ModelRefused(
+            f"on a ring the model gives another result than on one rank (loss differs by {loss_error:.2e} relative, "
+            f"gradient by {gradient_error:.2e}, allowed {tolerance:.0e}): it must attend through batch.attention, "
+            "take positions from batch.positions, and let no token see another in any other way"
+        )
+
+
+def _pass(task: TrainingTask, model: nn.Module, sample: Sample, wires: Any, *, cp: int) -> tuple[Tensor, Tensor]:
+    """((loss sum, number of targets), flat local gradient) of one forward and backward."""
+    for param in model.parameters():
+        param.grad = None
+    batch = _batch(task, sample, wires, cp)
+    loss, num_targets = _checked(task.loss(model, batch))
+    loss.backward()
+    flat = [
+        (p.grad if p.grad is not None else torch.zeros_like(p))._local_tensor.reshape(-1).double()  # type: ignore[attr-defined]
+        for p in model.parameters()
+    ]
+    for param in model.parameters():
+        param.grad = None
+    return torch.tensor([float(loss.detach()), float(num_targets)], dtype=torch.float64), torch.cat(flat)
+
+
+def _checked(result: Any) -> tuple[Tensor, int]:
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].dim() == 0):
+        raise ModelRefused(
+            f"the loss function returned {type(result).__name__}: return (sum of the loss as a tensor without "
+            "dimensions, number of targets as an int)"
+        )
+    return result[0], int(result[1])
+
+
+def _batch(task: TrainingTask, sample: Sample, wires: Any, cp: int) -> Batch:
+    cp_rank = wires.mesh.seat(wires.global_rank).cp_rank if cp > 1 else 0
+    layout = make_layout(task.step.layout, len(sample.tokens) - 1, cp)
+    piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
+    schedule = plan(Pattern(causal=True, document_starts=piece.document_starts), layout)
+    attention = RingAttention(schedule, cp_rank, wires.ring if cp > 1 else None)
+    return Batch(piece.tokens, piece.targets, piece.positions, piece.document_ids, attention)
+
+
+def _short_sample(task: TrainingTask, loader: Any, cp: int) -> Sample:
+    whole = loader.source.read(0)
+    num_tokens = min(task.step.context_tokens, TOKENS_PER_RANK * cp)
+    starts = tuple(start for start in whole.document_starts if start < num_tokens)
+    ends = num_tokens in whole.document_starts or (num_tokens == task.step.context_tokens and whole.ends_document)
+    return Sample(tokens=whole.tokens[: num_tokens + 1], document_starts=starts, ends_document=ends)
+
+
+def _refuse_changing_buffers(task: TrainingTask, model: nn.Module, sample: Sample, wires: Any) -> None:
+    """Buffers that a forward pass changes would differ between rings and after a re-run."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    if not before:
+        return
+    with torch.no_grad():
+        task.loss(model, _batch(task, sample, wires, wires.mesh.cp))
+    changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]
+    if changed:
+        raise ModelRefused(
+            f"the forward pass changes the buffer {changed[0]}: such state would drift apart between rings; use a "
+            "layer without running statistics, or keep it out of the module's buffers"
+        )

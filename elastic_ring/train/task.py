@@ -1,0 +1,61 @@
+"""What is trained: the user's model, loss and data, with the settings of a step. Shipped to every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from elastic_ring.config import StepConfig
+from elastic_ring.data.source import SourceConfig
+from elastic_ring.model.loss import language_model_loss
+from elastic_ring.train.optim import OptimConfig, OptimizerFactory
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q (B, S, H, D), k and v (B, S, Hkv, D) of this rank's slice -> (B, S, H, D), over the whole ring."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One sequence's slice on one rank. tokens, targets, positions, document_ids: (1, S_local).
+
+    A target of -100 counts for nothing. `positions` are indices in the global sequence. `attention` is the
+    ring's: a model that calls plain scaled-dot-product attention would see its own slice only.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    document_ids: Tensor
+    attention: Attention
+
+
+LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, int]]
+"""(model, batch) -> (sum of the loss over this slice's targets, number of targets). A sum, never a mean."""
+
+
+class Initial(Protocol):
+    """First values by name, the same on every mesh."""
+
+    def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class TrainingTask:
+    """Everything a worker needs to know of the training itself; picklable.
+
+    `model()` builds the module; it may be built on the meta device. `initial=None` takes the module's own
+    initialisation under the run's seed, which holds the whole model in memory once per rank. `units` names
+    the submodules that FSDP2 gathers one at a time; by default the items of the largest `ModuleList`.
+    """
+
+    model: Callable[[], nn.Module]
+    data: SourceConfig
+    step: StepConfig
+    optim: OptimConfig
+    loss: LossFunction = language_model_loss
+    optimizer: OptimizerFactory | None = None
+    initial: Initial | None = None
+    units: Callable[[nn.Module], Sequence[nn.Module]] | None = None

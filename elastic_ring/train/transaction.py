@@ -1,0 +1,310 @@
+"""The step as a transaction: compute, reduce, vote, apply, and what survives when it breaks off.
+
+A `Transaction` outlives generations. Its shard is valid unless an apply was left half done; its reduced
+gradient is kept until its own apply has ended, so that a rank that entered a vote can still apply it when
+the result arrives later by way of a survivor (roll forward). No membership here and no messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from elastic_ring.attention.layout import Layout, make_layout
+from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.schedule import plan
+from elastic_ring.control.messages import Vote
+from elastic_ring.data.loader import Loader, Slice, consumed_digest
+from elastic_ring.data.order import Order, share
+from elastic_ring.errors import TooManySkipped
+from elastic_ring.mesh import Mesh, Seat
+from elastic_ring.state.shard import Counters, Shard
+from elastic_ring.train.optim import learning_rate, make_optimizer
+from elastic_ring.train.task import Batch, TrainingTask
+from elastic_ring.train.vote import Ballot, Outcome, count, start_vote
+from elastic_ring.train.wrap import ModuleMaker, full_shapes, local_params
+
+BUCKET_ELEMENTS = 16 << 20
+
+
+class Wires(Protocol):
+    """The groups of one generation (`runtime.groups.Groups`)."""
+
+    mesh: Mesh
+    global_rank: int
+    world: Any
+    ring: Any
+    replica: Any
+    device_mesh: DeviceMesh
+
+
+class Watch(Protocol):
+    """Called at each phase of a step: progress stamps and planned faults hang here."""
+
+    def __call__(self, phase: str, step: int, hop: int | None = None) -> None: ...
+
+
+@dataclass
+class Gradient:
+    """The gradient of this rank's slices: one flat fp32 buffer with a view per parameter.
+
+    `step` is the step that it is complete for: summed over the ring (FSDP2) and over the rings.
+    """
+
+    flat: Tensor
+    views: dict[str, Tensor]
+    step: int | None = None
+
+    @classmethod
+    def like(cls, params: Mapping[str, Tensor]) -> Gradient:
+        flat = torch.zeros(sum(p.numel() for p in params.values()), dtype=torch.float32)
+        views, offset = {}, 0
+        for name, param in params.items():
+            views[name] = flat[offset : offset + param.numel()].view(param.shape)
+            offset += param.numel()
+        return cls(flat, views)
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one rank's forward and backward passes of a step gave."""
+
+    loss_sum: float
+    num_tokens: int
+    samples: tuple[float, ...]
+    num_hop_bytes: int
+    hop_wait_s: float
+
+
+class Transaction:
+    """One worker's training state and its part in each step."""
+
+    def __init__(self, task: TrainingTask, loader: Loader, order: Order, watch: Watch) -> None:
+        self.task = task
+        self.shard: Shard | None = None
+        self.held: Outcome | None = None  # the result of step `applied`, not applied yet
+        self.last: Vote | None = None  # the result of step `applied` - 1
+        self.applying = False
+        self._maker = ModuleMaker(task)
+        self.loader = loader
+        self._order, self._watch = order, watch
+        self._gradient: Gradient | None = None
+        self._wires: Wires | None = None
+        self.model: nn.Module | None = None
+
+    # ------------------------------------------------------------ what a report says
+
+    @property
+    def applied(self) -> int:
+        return self.shard.counters.applied if self.shard is not None else 0
+
+    @property
+    def valid(self) -> bool:
+        """Whether the shard may be used: there is one, and no apply was left half done."""
+        return self.shard is not None and not self.applying
+
+    @property
+    def has_gradient(self) -> bool:
+        return self._gradient is not None and self._gradient.step == self.applied
+
+    # ------------------------------------------------------------ a generation begins
+
+    def enter(self, wires: Wires, *, keep: bool) -> None:
+        """Wrap a fresh module in the new groups; `keep` the shard's values, else start with empty ones."""
+        self._wires = wires
+        seat = self._seat
+        model = self._maker.wrap(wires.device_mesh)
+        params = local_params(model)
+        if keep:
+            assert self.shard is not None
+            self.shard.rebind(params)
+        else:
+            optimizer = self._make_optimizer(model, params)
+            self.shard = Shard(seat.cp_rank, params, optimizer)
+            self.held, self.last, self.applying = None, None, False
+            self._gradient = Gradient.like(params)
+        self.model = model
+
+    def initialise(self) -> None:
+        """First values from the seed, the same on every mesh."""
+        assert self.model is not None and self.shard is not None
+        with torch.no_grad():
+            self._maker.first_values(self.model, self._seat.cp_rank, self._mesh.cp)
+        self.shard.counters = Counters()
+
+    def leave(self) -> None:
+        """Forget the groups and the module that was wrapped in them; keep values and gradient."""
+        self.model, self._wires = None, None
+
+    def drop(self) -> None:
+        """Become stateless, as a spare is."""
+        self.leave()
+        self.shard, self._gradient, self.held, self.last, self.applying = None, None, None, None, False
+
+    # ------------------------------------------------------------ the step
+
+    def run(self, step: int, *, boundary: bool) -> tuple[Outcome, Local]:
+        """One whole step; returns its result, applied. Raises what the exchanges or the user's code raise."""
+        assert step == self.applied, (step, self.applied)
+        local = self.compute(step)
+        self.reduce(step)
+        outcome = self.vote(step, local, boundary=boundary)
+        self.apply(outcome)
+        return outcome, local
+
+    def compute(self, step: int) -> Local:
+        """Forward and backward of each sequence that this ring takes; leaves sums in the parameters' gradients."""
+        assert self.model is not None
+        self._clear_gradients()
+        mine = share(self._order.sample_ids(step), self._seat.dp_rank, self._mesh.dp)
+        layout = self.layout
+        loss_sum, num_tokens, slices, num_hop_bytes, hop_wait_s = 0.0, 0, [], 0, 0.0
+        for i, (index, sample_id) in enumerate(mine):
+            next_id = mine[i + 1][1] if i + 1 < len(mine) else None
+            piece = self.loader.load(sample_id, index, layout, self._seat.cp_rank, next_id=next_id)
+            slices.append(piece)
+            torch.manual_seed(sequence_seed(self.task.step.seed, step, sample_id, self._seat.cp_rank))
+            attention = self._attention(piece, step)
+            loss, num_targets = self.task.loss(self.model, _batch(piece, attention))
+            self._watch("backward", step)
+            loss.backward()
+            loss_sum += float(loss.detach())
+            num_tokens += int(num_targets)
+            num_hop_bytes += sum(attention.ledger.sent_bytes.values())
+            hop_wait_s += sum(attention.ledger.wait_s.values())
+        return Local(loss_sum, num_tokens, consumed_digest(step, slices), num_hop_bytes, hop_wait_s)
+
+    def reduce(self, step: int) -> None:
+        """fp32 sum over the rings, once, in the pinned order of the replica group."""
+        assert self.model is not None and self._gradient is not None and self._wires is not None
+        gradient = self._gradient
+        gradient.step = None
+        for name, param in self.model.named_parameters():
+            if param.grad is None:
+                gradient.views[name].zero_()
+            else:
+                gradient.views[name].copy_(param.grad._local_tensor)  # type: ignore[attr-defined]
+        self._clear_gradients()
+        self._watch("reduce", step)
+        if self._mesh.dp > 1:
+            for bucket in gradient.flat.split(BUCKET_ELEMENTS):
+                if bucket.numel():
+                    self._wires.replica.allreduce([bucket]).wait()
+        gradient.step = step
+
+    def vote(self, step: int, local: Local, *, boundary: bool) -> Outcome:
+        """Agree on the step's result. Once this returns on any rank, the step is committed."""
+        assert self._gradient is not None and self._wires is not None
+        flat = self._gradient.flat
+        num_nonfinite = int(flat.numel() - torch.isfinite(flat).sum())
+        norm_sq = float(torch.linalg.vector_norm(flat, dtype=torch.float64).square()) if flat.numel() else 0.0
+        ballot = Ballot(norm_sq, num_nonfinite, local.loss_sum, local.num_tokens, boundary, local.samples)
+        work, rows = start_vote(self._wires.world, ballot)
+        self._watch("vote", step)
+        work.wait()
+        self.held = count(step, rows, self._mesh)
+        return self.held
+
+    def apply(self, outcome: Outcome) -> None:
+        """Scale, clip and update the local shard; no exchange, never interrupted.
+
+        Raises TooManySkipped, after the skip is counted.
+        """
+        assert self.shard is not None and self._gradient is not None
+        step, optim = outcome.vote.step, self.task.optim
+        assert step == self.applied and self.has_gradient, (step, self.applied, self._gradient.step)
+        self.held, self.applying = outcome, True
+        self._watch("apply", step)
+        if not outcome.skip:
+            self._gradient.flat.mul_(outcome.scale(optim.clip_norm))
+            self.shard.apply(self._gradient.views, learning_rate(step, optim))
+        self._gradient.step = None
+        self.shard.advance(skipped=outcome.skip)
+        self.last, self.held, self.applying = outcome.vote, None, False
+        in_a_row = self.shard.counters.skipped_in_a_row
+        if in_a_row > optim.max_skipped:
+            raise TooManySkipped(
+                f"step {step}: {in_a_row} steps in a row had a non-finite gradient or loss (max_skipped="
+                f"{optim.max_skipped}); lower the learning rate, look at the data of these steps, or raise max_skipped",
+                step=step,
+            )
+
+    def roll_forward(self, vote: Vote) -> None:
+        """Apply a result that this rank missed and a survivor held. Idempotent."""
+        if self.applied == vote.step:
+            self.apply(Outcome(vote))
+
+    # ------------------------------------------------------------ validation
+
+    @torch.no_grad()
+    def validate(self, loader: Loader, num_sequences: int) -> float:
+        """Mean loss over held-out sequences, each ring taking its share; all ranks return the same bits."""
+        assert self.model is not None and self._wires is not None
+        sums = torch.zeros(2, dtype=torch.float64)
+        self.model.eval()
+        for index, sample_id in share(range(num_sequences), self._seat.dp_rank, self._mesh.dp):
+            piece = loader.load(sample_id, index, self.layout, self._seat.cp_rank)
+            loss, num_targets = self.task.loss(self.model, _batch(piece, self._attention(piece, self.applied)))
+            sums += torch.tensor([float(loss), float(num_targets)], dtype=torch.float64)
+        self.model.train()
+        rows = [torch.zeros_like(sums) for _ in range(self._mesh.size)]
+        self._wires.world.allgather([rows], [sums]).wait()
+        total = torch.zeros_like(sums)
+        for row in rows:
+            total += row
+        return float(total[0] / total[1]) if total[1] else 0.0
+
+    # ------------------------------------------------------------ parts
+
+    @property
+    def _mesh(self) -> Mesh:
+        assert self._wires is not None
+        return self._wires.mesh
+
+    @property
+    def _seat(self) -> Seat:
+        assert self._wires is not None
+        return self._mesh.seat(self._wires.global_rank)
+
+    @property
+    def layout(self) -> Layout:
+        return make_layout(self.task.step.layout, self.task.step.context_tokens, self._mesh.cp)
+
+    def _attention(self, piece: Slice, step: int) -> RingAttention:
+        schedule = plan(Pattern(causal=True, document_starts=piece.document_starts), self.layout)
+        group = self._wires.ring if self._wires is not None and self._mesh.cp > 1 else None
+
+        def observe(direction: str, call_index: int, hop: int) -> None:
+            # A forward hop inside backward is activation checkpointing's recomputation.
+            self._watch(direction, step, hop if call_index == 0 or direction == "backward" else None)
+
+        return RingAttention(schedule, self._seat.cp_rank, group, observer=observe)
+
+    def _clear_gradients(self) -> None:
+        assert self.model is not None
+        for param in self.model.parameters():
+            param.grad = None
+
+    def _make_optimizer(self, model: nn.Module, params: dict[str, Tensor]) -> torch.optim.Optimizer:
+        named = list(params.items())
+        if self.task.optimizer is not None:
+            return self.task.optimizer(named)
+        ndims = {name: len(shape) for name, shape in full_shapes(model).items()}
+        return make_optimizer(named, self.task.optim, ndims)
+
+
+def sequence_seed(seed: int, step: int, sample_id: int, cp_rank: int) -> int:
+    """The seed of one rank's random numbers for one sequence: a re-run draws the same."""
+    key = f"{seed}/{step}/{sample_id}/{cp_rank}".encode()
+    return int.from_bytes(hashlib.sha256(key).digest()[:7], "little")
+
+
+def _batch(piece: Slice, attention: RingAttention) -> Batch:
+    return Batch(piece.tokens, piece.targets, piece.positions, piece.document_ids, attention)

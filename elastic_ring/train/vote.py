@@ -1,0 +1,119 @@
+"""The vote: one small all-gather before the optimizer, and what all ranks make of it.
+
+Each rank puts in one row; every rank reduces the same table in rank order, so all hold the same bits. It
+completes on one rank only if every rank entered it, which is what makes a step a transaction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic_ring.control.messages import Vote
+from elastic_ring.errors import ElasticRingError
+from elastic_ring.mesh import Mesh
+
+FIELDS = (
+    "grad_norm_sq", "num_nonfinite", "loss_sum", "num_tokens", "boundary",
+    "samples_0", "samples_1", "samples_2", "samples_3",
+)  # fmt: skip
+
+
+class ReplicasDiverged(ElasticRingError):
+    """Ranks that hold the same shard computed different gradient norms: memory or a chip is wrong."""
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """One rank's row. Sums run over the rank's own slices; `samples` are the limbs of the consumed digest."""
+
+    grad_norm_sq: float
+    num_nonfinite: int
+    loss_sum: float
+    num_tokens: int
+    boundary: bool
+    samples: tuple[float, ...]
+
+    def row(self) -> torch.Tensor:
+        values = (self.grad_norm_sq, self.num_nonfinite, self.loss_sum, self.num_tokens, self.boundary, *self.samples)
+        return torch.tensor([float(v) for v in values], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a vote says. The gradient is that of the summed loss; `grad_norm` that of the mean."""
+
+    vote: Vote
+
+    @property
+    def num_tokens(self) -> float:
+        return self._get("num_tokens")
+
+    @property
+    def loss(self) -> float:
+        return self._get("loss_sum") / self.num_tokens if self.num_tokens else 0.0
+
+    @property
+    def grad_norm(self) -> float:
+        norm_sq = self._get("grad_norm_sq")
+        return math.sqrt(norm_sq) / max(1.0, self.num_tokens) if norm_sq >= 0 else math.nan
+
+    @property
+    def skip(self) -> bool:
+        """A non-finite gradient or loss: the step's result is that nothing changes."""
+        return self._get("num_nonfinite") > 0 or not math.isfinite(self.grad_norm) or not math.isfinite(self.loss)
+
+    @property
+    def boundary(self) -> bool:
+        return self._get("boundary") > 0
+
+    @property
+    def samples(self) -> tuple[float, ...]:
+        return self.vote.values[FIELDS.index("samples_0") :]
+
+    def scale(self, clip_norm: float | None) -> float:
+        """What the summed gradient is multiplied by: the mean over tokens, clipped."""
+        mean = 1.0 / max(1.0, self.num_tokens)
+        if clip_norm is None or self.grad_norm <= clip_norm:
+            return mean
+        return mean * clip_norm / self.grad_norm
+
+    def _get(self, name: str) -> float:
+        return self.vote.values[FIELDS.index(name)]
+
+
+def start_vote(group: Any, ballot: Ballot) -> tuple[Any, list[torch.Tensor]]:
+    """Enter the vote; returns (work, rows), valid once the work is done."""
+    rows = [torch.empty(len(FIELDS), dtype=torch.float64) for _ in range(group.size())]
+    return group.allgather([rows], [ballot.row()]), rows
+
+
+def count(step: int, rows: list[torch.Tensor], mesh: Mesh) -> Outcome:
+    """Reduce the table in rank order. Raises ReplicasDiverged when replicas of a shard disagree."""
+    table = [row.tolist() for row in rows]
+    _check_replicas(step, table, mesh)
+    totals = []
+    for column, name in enumerate(FIELDS):
+        # Every ring holds the same reduced gradient, so its norm is counted in the first ring only.
+        ranks = mesh.ring(0) if name == "grad_norm_sq" else range(mesh.size)
+        total = 0.0
+        for rank in ranks:
+            total += table[rank][column]
+        totals.append(total)
+    return Outcome(Vote(step, tuple(totals)))
+
+
+def _check_replicas(step: int, table: list[list[float]], mesh: Mesh) -> None:
+    for cp_rank in range(mesh.cp):
+        norms = [table[rank][0] for rank in mesh.replicas(cp_rank)]
+        if any(norm != norms[0] and not (math.isnan(norm) and math.isnan(norms[0])) for norm in norms):
+            shown = ", ".join(f"rank {rank}: {norm!r}" for rank, norm in zip(mesh.replicas(cp_rank), norms, strict=True))
+            raise ReplicasDiverged(
+                f"step {step}: the replicas of cp_rank {cp_rank} hold different gradients ({shown}); one of these "
+                "hosts computes or remembers wrongly",
+                step=step,
+                cp_rank=cp_rank,
+            )

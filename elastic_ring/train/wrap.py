@@ -1,0 +1,115 @@
+"""The user's module as FSDP2 shards inside one ring, and its values as plain local tensors.
+
+A fresh module is wrapped for every generation: an exception in the middle of a forward or backward pass
+leaves FSDP2's modules gathered, and its groups are gone anyway. The values live on in `state.Shard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from elastic_ring.train.task import TrainingTask
+
+
+class ModuleMaker:
+    """Wraps modules for one worker; keeps the real values of buffers and, if need be, of first parameters."""
+
+    def __init__(self, task: TrainingTask) -> None:
+        self._task = task
+        self._buffers: dict[str, Tensor] | None = None
+
+    def wrap(self, device_mesh: DeviceMesh) -> nn.Module:
+        """The module, sharded over `device_mesh` (one dimension, the ring), parameters not yet filled.
+
+        Gradients are summed over the ring, never averaged: rings may hold different numbers of sequences.
+        """
+        with torch.device("meta"):
+            model = self._task.model()
+        _check_parameters(model)
+        dtype = getattr(torch, self._task.step.param_dtype)
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        choose = self._task.units or largest_list
+        for unit in choose(model):
+            fully_shard(unit, mesh=device_mesh, mp_policy=policy)
+        fully_shard(model, mesh=device_mesh, mp_policy=policy)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        model.to_empty(device="cpu")
+        self._fill_buffers(model)
+        model.train()
+        return model
+
+    def first_values(self, model: nn.Module, cp_rank: int, cp: int) -> None:
+        """Fill a wrapped module's slices from the seed; the values do not depend on the mesh."""
+        own = None if self._task.initial is not None else dict(self._real().named_parameters())
+        for name, param in model.named_parameters():
+            local = param._local_tensor  # type: ignore[attr-defined]
+            start, stop = slice_rows(param.shape, cp_rank, cp)
+            if stop <= start:
+                continue
+            if own is not None:
+                local.copy_(own[name].detach()[start:stop])
+            else:
+                assert self._task.initial is not None
+                value = self._task.initial.tensor(name, tuple(param.shape), rows=(start, stop))
+                local.copy_(value.reshape(local.shape))
+
+    def _real(self) -> nn.Module:
+        """The module in host memory with its own initialisation, the same on every rank."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._task.step.seed)
+            return self._task.model()
+
+    def _fill_buffers(self, model: nn.Module) -> None:
+        names = [name for name, _ in model.named_buffers()]
+        if not names:
+            return
+        if self._buffers is None:
+            self._buffers = {name: value.clone() for name, value in self._real().named_buffers()}
+        for name, buffer in model.named_buffers():
+            buffer.copy_(self._buffers[name])
+
+
+def local_params(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's slice of every parameter, as plain tensors that share the module's storage."""
+    return {name: param._local_tensor for name, param in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def full_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The unsharded shape of every parameter."""
+    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+
+
+def slice_rows(shape: Sequence[int], cp_rank: int, cp: int) -> tuple[int, int]:
+    """[start, stop) of the first dimension that FSDP2 gives `cp_rank`: as torch.chunk, so late ranks may be empty."""
+    rows = shape[0]
+    per_rank = -(-rows // cp)
+    return min(rows, cp_rank * per_rank), min(rows, (cp_rank + 1) * per_rank)
+
+
+def largest_list(model: nn.Module) -> Sequence[nn.Module]:
+    """The items of the `ModuleList` with the most parameters: in a transformer, its blocks."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        return ()
+    return list(max(lists, key=lambda group: sum(p.numel() for p in group.parameters())))
+
+
+def _check_parameters(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if param.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"parameter {name} is {param.dtype}: build the model in float32 (the master shards) and set "
+                "param_dtype='bfloat16' to compute in a smaller type"
+            )
+        if param.dim() == 0:
+            raise ValueError(f"parameter {name} has no dimension: FSDP2 cannot shard it; give it the shape (1,)")

@@ -1,0 +1,286 @@
+"""The public door: `ElasticRingTrainer(...).fit() -> Result`, after Ray Train's conventions.
+
+The trainer checks every setting, attaches to a Ray cluster or starts a local one, finds or starts the
+coordinator, and follows it. It holds no state of the training: killed, it can be started again under the
+same run name within the lease and goes on following.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch import nn
+
+from elastic_ring import errors
+from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_together, digest, environment
+from elastic_ring.data.order import Order
+from elastic_ring.data.source import SourceConfig, hold_out, open_source
+from elastic_ring.mesh import Mesh
+from elastic_ring.model.loss import language_model_loss
+from elastic_ring.monitor.metrics import SUMMARY_NAME, StepMetrics, write_json
+from elastic_ring.monitor.progress import ProgressLine
+from elastic_ring.runtime.cluster import NAMESPACE, actor_name, room
+from elastic_ring.runtime.coordinator import Charter, Coordinator
+from elastic_ring.train.optim import OptimConfig, OptimizerFactory
+from elastic_ring.train.task import Initial, LossFunction, TrainingTask
+
+log = logging.getLogger(__name__)
+
+FOLLOW_S = 0.2
+CONFIG_NAME = "config.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `fit` returns: `summary` as in summary.json, the run's folder, the weights' file."""
+
+    summary: dict[str, Any]
+    run_dir: Path
+    weights: Path
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class ElasticRingTrainer:
+    """Trains `model()` on `data` over rings that may lose and gain workers.
+
+    Args:
+        model: builds the module; it must attend through `batch.attention`.
+        data: a source of packed sequences (`StdlibText`, `TextFiles`, `TokenShards`, or your own).
+        loss: (model, batch) -> (sum over this slice's targets, number of targets).
+        step, optim, scaling, run: settings; see their classes.
+        optimizer: named local shards -> optimizer; AdamW from `optim` by default.
+        initial: first values by parameter name; by default the module's own under the seed.
+        units: the submodules that FSDP2 gathers one at a time; by default the largest ModuleList's items.
+
+    Raises: ValueError for any setting that cannot work, before anything is started.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module],
+        data: SourceConfig,
+        *,
+        loss: LossFunction = language_model_loss,
+        step: StepConfig | None = None,
+        optim: OptimConfig | None = None,
+        scaling: ScalingConfig | None = None,
+        run: RunConfig | None = None,
+        optimizer: OptimizerFactory | None = None,
+        initial: Initial | None = None,
+        units: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
+    ) -> None:
+        step = step or StepConfig()
+        self.scaling = scaling or ScalingConfig()
+        self.run = run or RunConfig()
+        self.task = TrainingTask(
+            model, data, step, optim or OptimConfig(total_steps=step.steps), loss, optimizer, initial, units
+        )
+        check_together(self.scaling, step, self.run.faults)
+        if data.context_tokens != step.context_tokens:
+            raise ValueError(
+                f"data.context_tokens={data.context_tokens} differs from step.context_tokens={step.context_tokens}: "
+                "set both to the same"
+            )
+
+    def fit(self) -> Result:
+        """Train to the end, whatever dies on the way. Blocks.
+
+        Raises: ValueError for settings that the data or the cluster refuses; a class of `elastic_ring.errors`
+        when the run fails; KeyboardInterrupt after Ctrl-C or SIGTERM, once everything is cleared.
+        """
+        done = self._finished()
+        if done is not None:
+            log.info("run %s is finished already; its summary is in %s", self.run.name, self.run.folder)
+            return done
+        check_data(self.task)
+        with _ray_session(self.scaling):
+            coordinator = self._coordinator()
+            with _interruptible(coordinator):
+                end = self._follow(coordinator)
+            ray.kill(coordinator, no_restart=True)
+        return self._result(end)
+
+    # ------------------------------------------------------------ attaching
+
+    def _finished(self) -> Result | None:
+        """The result of an earlier submission that ended well; refuses the same name with other settings."""
+        recorded = self.run.folder / CONFIG_NAME
+        if recorded.exists():
+            self._refuse_other(json.loads(recorded.read_text())["digest"], f"its folder {self.run.folder}")
+        path = self.run.folder / SUMMARY_NAME
+        if not path.exists():
+            return None
+        summary = json.loads(path.read_text())
+        return Result(summary, self.run.folder, self.run.folder / "weights.safetensors")
+
+    def _refuse_other(self, found: str, where: str) -> None:
+        if found != self._digest:
+            raise ValueError(
+                f"run name {self.run.name!r} is taken by a run with other settings ({where}): choose another "
+                "name and run_dir, or submit the same settings to attach to it"
+            )
+
+    @property
+    def _digest(self) -> str:
+        task = self.task
+        return digest(self.scaling, task.step, task.optim, repr(task.data), [str(f) for f in self.run.faults])
+
+    def _coordinator(self) -> Any:
+        """The run's coordinator, found or made. Raises ValueError when the cluster cannot hold the mesh."""
+        name = actor_name(self.run.name, "coordinator")
+        try:
+            found = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            found = None
+        if found is not None:
+            identity = ray.get(found.identity.remote(), timeout=self.run.timeouts.hello_s)
+            self._refuse_other(identity["digest"], "it is running now")
+            log.info("attached to run %s", self.run.name)
+            return found
+        room(self.scaling, self.run.timeouts)
+        self._write_config()
+        context = ray.get_runtime_context()
+        address = ray.util.get_node_ip_address()
+        charter = Charter(self.run, self.scaling, self.task, secrets.token_hex(8), address, self._digest)
+        return (
+            ray.remote(Coordinator)
+            .options(
+                name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, max_restarts=-1,
+                max_task_retries=-1, max_concurrency=64, num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True),
+            )
+            .remote(charter)
+        )  # fmt: skip
+
+    def _write_config(self) -> None:
+        self.run.folder.mkdir(parents=True, exist_ok=True)
+        settings = {"scaling": self.scaling, "step": self.task.step, "optim": self.task.optim, "data": self.task.data,
+                    "run": self.run}  # fmt: skip
+        shown = {name: json.loads(json.dumps(vars(value), default=str)) for name, value in settings.items()}
+        write_json(self.run.folder / CONFIG_NAME, {"digest": self._digest, **shown})
+
+    # ------------------------------------------------------------ following
+
+    def _follow(self, coordinator: Any) -> dict[str, Any]:
+        """Show progress until the end; returns how it ended. Renews the lease by asking."""
+        last_step, num_lines, lost_since = -1, 0, None
+        with ProgressLine(sys.stderr, self.task.step.steps) as progress:
+            opened = False
+            while True:
+                try:
+                    news = ray.get(
+                        coordinator.follow.remote(last_step, num_lines), timeout=self.run.timeouts.hello_s
+                    )
+                    lost_since = None
+                except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError) as error:
+                    # A coordinator that was killed or froze comes back by itself.
+                    lost_since = lost_since or time.monotonic()
+                    if time.monotonic() - lost_since > self.run.timeouts.lease_s:
+                        raise errors.CoordinatorLost(f"no coordinator for {self.run.timeouts.lease_s} s") from error
+                    continue
+                if not opened and (news["steps"] or news["ended"]):
+                    progress.open(news["steps"][0]["step"] if news["steps"] else 0)
+                    opened = True
+                for line in news["lines"]:
+                    progress.note(line)
+                num_lines += len(news["lines"])
+                for record in news["steps"] if self.run.progress else ():
+                    progress.step(_shown(record))
+                last_step = max([last_step, *(record["step"] for record in news["steps"])])
+                if news["ended"] is not None:
+                    return dict(news["ended"])
+                time.sleep(FOLLOW_S)
+
+    def _result(self, end: dict[str, Any]) -> Result:
+        for name in end.get("left_behind", []):
+            log.error("left behind: %s", name)
+        if end["error"]:
+            kind = getattr(errors, end["error"], errors.RunFailed)
+            raise kind(end["message"], **end["facts"])
+        if "summary" not in end:
+            raise errors.RunFailed(f"the run ended before its last step: {end['message']}")
+        summary = end["summary"]
+        last = float.fromhex(summary["losses"][-1])
+        return Result(summary, self.run.folder, self.run.folder / "weights.safetensors", {"loss": last})
+
+
+def check_data(task: TrainingTask) -> None:
+    """Refuse a corpus that cannot be read or is smaller than a batch. Raises ValueError."""
+    held = task.step.num_val_sequences if task.step.val_every_steps else 0
+    training, _ = hold_out(open_source(task.data), num_sequences=held)
+    Order(task.step.seed, task.step.global_batch, training.num_sequences)
+
+
+def _shown(record: dict[str, Any]) -> StepMetrics:
+    mesh = Mesh(record["dp"], record["cp"])
+    return StepMetrics(
+        step=record["step"], loss=record["loss"], grad_norm=record["grad_norm"], lr=record["lr"],
+        num_tokens=record["num_tokens"], tokens_per_s=record["num_tokens"] / max(record["step_s"], 1e-9),
+        step_s=record["step_s"], skipped=record["skipped"], generation=record["generation"], mesh=mesh,
+        num_members=mesh.size,
+    )  # fmt: skip
+
+
+@contextmanager
+def _ray_session(scaling: ScalingConfig) -> Iterator[None]:
+    """Attach to the cluster that is there; otherwise run an embedded one for as long as this lasts."""
+    if ray.is_initialized():
+        yield
+        return
+    if environment().get("RAY_ADDRESS"):
+        ray.init(namespace=NAMESPACE, log_to_driver=False)
+    else:
+        need = scaling.resources_per_worker.get("CPU", 0.0) * (scaling.most_rings * scaling.cp + scaling.spares)
+        ray.init(
+            address="local", num_cpus=max(1, -(-int(need * 1000) // 1000)), namespace=NAMESPACE,
+            include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING,
+        )  # fmt: skip
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _interruptible(coordinator: Any) -> Iterator[None]:
+    """Ctrl-C and SIGTERM (`ray job stop`) clear the run before they end this process."""
+
+    def on_term(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(f"signal {number}")
+
+    before = signal.signal(signal.SIGTERM, on_term)
+    try:
+        yield
+    except KeyboardInterrupt:
+        coordinator.abandon.remote("stopped by the user")
+        _await_clear(coordinator)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _await_clear(coordinator: Any) -> None:
+    """Wait until the coordinator has cleared everything; it goes on by itself if this process is killed."""
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        try:
+            ended = ray.get(coordinator.follow.remote(1 << 60, 1 << 30), timeout=2.0)["ended"]
+        except ray.exceptions.RayError as error:
+            log.warning("the coordinator does not answer while it clears the run: %s", error)
+            return
+        if ended is not None:
+            ray.kill(coordinator, no_restart=True)
+            return
+        time.sleep(0.05)

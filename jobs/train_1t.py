@@ -1,0 +1,134 @@
+"""Train a decoder on real text over elastic rings: the main job, from a laptop to a cluster.
+
+    python jobs/train_1t.py --preset laptop
+    ray job submit --working-dir . -- python jobs/train_1t.py --preset laptop --run-name demo
+
+By default it kills one of its own workers on the way, to show what happens; `--faults none` turns that off.
+Exits 0 when the run is complete (also when it was complete before), 1 when it failed, 2 for a wrong setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
+from elastic_ring.data.source import SourceConfig, StdlibText, TextFiles, TokenShards
+from elastic_ring.errors import ElasticRingError
+from elastic_ring.faults import parse_faults
+from elastic_ring.model.config import ModelConfig, num_parameters, preset
+from elastic_ring.model.init import Initialiser
+from elastic_ring.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a preset fixes unless an option says otherwise."""
+
+    model: ModelConfig
+    scaling: ScalingConfig
+    step: StepConfig
+    optim: OptimConfig
+    faults: str
+
+
+def laptop() -> Preset:
+    """Two rings of two CPU ranks and a spare, a 1 M-parameter byte-level decoder: minutes on two cores."""
+    return Preset(
+        dataclasses.replace(preset("laptop"), checkpoint_activations=False),
+        ScalingConfig(dp=2, cp=2, spares=1, resources_per_worker={"CPU": 0.25}),
+        StepConfig(steps=60, global_batch=4, context_tokens=2048),
+        OptimConfig(peak_lr=3e-3, min_lr=3e-4, warmup_steps=10, total_steps=60),
+        "kill@step=21,phase=backward,rank=3",
+    )
+
+
+PRESETS = {"laptop": laptop}
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--preset", default="laptop", choices=sorted(PRESETS))
+    for name in ("dp", "cp", "spares", "max-dp", "min-dp", "steps", "seed", "global-batch", "context", "val-every"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--faults", help="a schedule of planned faults, or none; kill@step=21,phase=backward,rank=3")
+    parser.add_argument("--data", help="text files (path, directory or glob), or shards:URI; default: Python's library")
+    parser.add_argument("--layout", choices=["zigzag", "contiguous"])
+    parser.add_argument("--cpus-per-worker", type=float)
+    parser.add_argument("--run-name")
+    parser.add_argument("--run-dir")
+    return parser.parse_args(argv)
+
+
+def build(args: argparse.Namespace) -> ElasticRingTrainer:
+    """The trainer that the options describe. Raises ValueError for what cannot work."""
+    base = PRESETS[args.preset]()
+    step = _changed(
+        base.step, steps=args.steps, seed=args.seed, global_batch=args.global_batch, context_tokens=args.context,
+        layout=args.layout, val_every_steps=args.val_every,
+    )  # fmt: skip
+    cpus = None if args.cpus_per_worker is None else {"CPU": args.cpus_per_worker}
+    scaling = _changed(
+        base.scaling, dp=args.dp, cp=args.cp, spares=args.spares, max_dp=args.max_dp, min_dp=args.min_dp,
+        resources_per_worker=cpus,
+    )  # fmt: skip
+    warmup = min(base.optim.warmup_steps, step.steps)
+    optim = _changed(base.optim, total_steps=step.steps, warmup_steps=warmup)
+    faults = parse_faults(base.faults if args.faults is None else args.faults)
+    if args.faults is None:
+        faults = tuple(f for f in faults if f.step < step.steps and (f.rank or 0) < scaling.mesh.size)
+    name = args.run_name or f"train-1t-{args.preset}"
+    run = RunConfig(name=name, run_dir=args.run_dir or f"runs/{name}", faults=faults)
+    model = base.model
+    logging.info("%s parameters, mesh %s, %d spare(s)", f"{num_parameters(model):,}", scaling.mesh, scaling.spares)
+    return ElasticRingTrainer(
+        partial(Transformer, model), _data(args.data, step.context_tokens), step=step, optim=optim, scaling=scaling,
+        run=run, initial=Initialiser(step.seed, model.num_layers),
+    )  # fmt: skip
+
+
+def _data(text: str | None, context_tokens: int) -> SourceConfig:
+    if text is None:
+        return StdlibText(context_tokens)
+    if text.startswith("shards:"):
+        return TokenShards(context_tokens, text.removeprefix("shards:"))
+    return TextFiles(context_tokens, (text,))
+
+
+def _changed(config: Any, **changes: object) -> Any:
+    return dataclasses.replace(config, **{k: v for k, v in changes.items() if v is not None})
+
+
+def main(argv: list[str]) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        trainer = build(parse(argv))
+        result = trainer.fit()
+    except ValueError as error:
+        print(f"train_1t: {error}", file=sys.stderr)
+        return 2
+    except ElasticRingError as error:
+        print(f"train_1t: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("train_1t: stopped; nothing is left running", file=sys.stderr)
+        return 130
+    summary = result.summary
+    first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))
+    print(
+        f"{summary['steps']} steps, loss {first:.3f} -> {last:.3f}, {len(summary['recoveries'])} recoveries, "
+        f"goodput {summary['goodput']:.0%}, {'bit-exact' if summary['exact'] else 'sample-exact'}\n"
+        f"weights {summary['weights_sha256'][:16]}, samples {summary['samples_sha256'][:16]}; all of it in "
+        f"{Path(result.run_dir)}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,184 @@
+"""The journal survives a crash in the middle of a line and hides no other damage; terms are given once."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_ring.errors import JournalDamaged, RunFailed
+from elastic_ring.monitor.journal import Journal, claim_term, read
+
+RECORDS = [{"now": 0.5, "event": {"type": "Tick", "text": "a\nb\u00e9"}}, {"commands": []}, {"n": 3}]
+
+
+def write(path: Path, records: list[dict]) -> None:
+    with Journal(path) as journal:
+        for record in records:
+            journal.append(record)
+
+
+def test_what_was_appended_is_read_back_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "journal.jsonl"
+    write(path, RECORDS[:2])
+    write(path, RECORDS[2:])
+    assert list(read(path)) == RECORDS
+    assert path.read_bytes().count(b"\n") == 3
+
+
+def test_a_missing_journal_is_an_empty_one_and_the_constructor_makes_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    Journal(path)
+    assert list(read(path)) == []
+    assert not path.exists()
+
+
+def test_floats_that_are_not_finite_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    write(path, [{"values": [math.inf, -math.inf, math.nan, 0.1]}])
+    (values,) = [record["values"] for record in read(path)]
+    assert values[:2] == [math.inf, -math.inf]
+    assert math.isnan(values[2])
+    assert values[3].hex() == (0.1).hex()
+
+
+def test_a_line_torn_at_any_byte_is_ignored_and_cut_off_on_reopening(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    write(path, RECORDS)
+    whole = path.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    for kept in range(len(last)):
+        path.write_bytes(whole[: len(whole) - len(last) + kept])
+        assert list(read(path)) == RECORDS[:2], kept
+        write(path, [{"n": 4}])
+        assert list(read(path)) == [*RECORDS[:2], {"n": 4}], kept
+
+
+def test_a_hole_that_a_power_cut_left_at_the_end_is_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    write(path, RECORDS)
+    with path.open("ab") as file:
+        file.write(b'{"n":' + b"\0" * 30 + b"}\n")
+    assert list(read(path)) == RECORDS
+    write(path, [{"n": 4}])
+    assert list(read(path)) == [*RECORDS, {"n": 4}]
+
+
+@pytest.mark.parametrize("damage", [b'{"now":', b"[1, 2]", b"", b"\0\0\0", b"null"])
+def test_damage_in_the_middle_is_named_with_its_line(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "journal.jsonl"
+    write(path, RECORDS)
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([lines[0], damage, lines[2], b""]))
+    with pytest.raises(JournalDamaged, match="line 2 of") as caught:
+        list(read(path))
+    assert caught.value.facts["line"] == 2
+    with pytest.raises(JournalDamaged, match="line 2 of"):
+        Journal(path).open()
+
+
+def test_a_whole_last_line_that_is_no_record_is_damage(tmp_path: Path) -> None:
+    """One write made it, so no crash explains it; dropping it would forget a command that has left."""
+    path = tmp_path / "journal.jsonl"
+    write(path, RECORDS)
+    path.write_bytes(path.read_bytes()[:-3] + b"#}\n")
+    with pytest.raises(JournalDamaged, match="line 3 of"):
+        list(read(path))
+
+
+def test_a_reader_beside_a_live_writer_sees_only_whole_lines(tmp_path: Path) -> None:
+    """The other half of the line arrives while the reader stands at it."""
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'{"n":1}\n{"n":')
+    records = read(path)
+    assert next(records) == {"n": 1}
+    with path.open("ab") as file:
+        file.write(b'2}\n{"n":3}\n')
+    assert list(records) in ([], [{"n": 2}, {"n": 3}])
+    assert list(read(path)) == [{"n": 1}, {"n": 2}, {"n": 3}]
+
+
+def test_a_full_disk_is_an_error_and_leaves_a_journal_that_opens_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    script = (
+        "import resource, signal, sys\n"
+        "from elastic_ring.errors import RunFailed\n"
+        "from elastic_ring.monitor.journal import Journal\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))\n"
+        "journal = Journal(sys.argv[1]).open()\n"
+        "journal.append({'n': 1})\n"
+        "try:\n"
+        "    journal.append({'text': 'x' * 200})\n"
+        "except RunFailed as error:\n"
+        "    print(error)\n"
+    )
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    done = subprocess.run([sys.executable, "-c", script, path], check=True, capture_output=True, text=True)
+    assert "is the disk full?" in done.stdout
+    assert path.stat().st_size == 100
+    write(path, [{"n": 2}])
+    assert list(read(path)) == [{"n": 1}, {"n": 2}]
+
+
+def test_a_write_error_is_of_the_one_tree(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl").open()
+    assert journal._fd is not None
+    reading = os.open(journal.path, os.O_RDONLY)
+    os.dup2(reading, journal._fd)
+    os.close(reading)
+    with pytest.raises(RunFailed, match="cannot write the journal"):
+        journal.append({"n": 1})
+
+
+def test_lines_of_two_writers_never_mix(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    script = (
+        "import sys\nfrom elastic_ring.monitor.journal import Journal\n"
+        "with Journal(sys.argv[1], durable=False) as journal:\n"
+        "    sys.stdin.readline()\n"
+        "    for n in range(500):\n        journal.append({'who': sys.argv[2], 'n': n, 'pad': 'x' * 300})\n"
+    )
+    writers = [
+        subprocess.Popen([sys.executable, "-c", script, path, who], stdin=subprocess.PIPE, text=True)
+        for who in "ab"
+    ]
+    for writer in writers:
+        writer.communicate("go\n")
+        assert writer.returncode == 0
+    records = list(read(path))
+    assert [r["n"] for r in records if r["who"] == "a"] == list(range(500))
+    assert [r["n"] for r in records if r["who"] == "b"] == list(range(500))
+
+
+def test_terms_count_up_from_one_past_gaps_and_strangers(tmp_path: Path) -> None:
+    assert [claim_term(tmp_path) for _ in range(3)] == [1, 2, 3]
+    (tmp_path / "terms" / "000009").touch()
+    (tmp_path / "terms" / "notes.txt").touch()
+    assert claim_term(tmp_path) == 10
+
+
+def test_processes_that_claim_at_once_never_share_a_term(tmp_path: Path) -> None:
+    script = (
+        "import json, sys\nfrom elastic_ring.monitor.journal import claim_term\n"
+        "sys.stdin.readline()\nprint(json.dumps([claim_term(sys.argv[1]) for _ in range(100)]))\n"
+    )
+    claimers = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    for claimer in claimers:
+        assert claimer.stdin is not None
+        claimer.stdin.write("go\n")
+        claimer.stdin.flush()
+    claimed = [json.loads(claimer.communicate()[0]) for claimer in claimers]
+    assert sorted(term for terms in claimed for term in terms) == list(range(1, 301))
+    assert all(terms == sorted(terms) for terms in claimed)
