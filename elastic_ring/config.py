@@ -34,7 +34,7 @@ class Timeouts:
     build_s: float = 60.0  # from Build to the last Resumed, healing included
     beat_s: float = 0.5  # node agents' beat
     node_silent_s: float = 4.0  # no beat for this long (and a second source): the node is lost
-    coordinator_silent_s: float = 3.0  # no answer to beats for this long: its process is killed and starts anew
+    coordinator_silent_s: float = 15.0  # no answer to beats for this long: its process is killed and starts anew
     hello_s: float = 20.0  # for workers to answer a new coordinator
     start_s: float = 120.0  # for a worker's process to become a warm spare
     boundary_s: float = 600.0  # from a boundary request to the boundary

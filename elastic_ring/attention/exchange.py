@@ -133,14 +133,15 @@ class HopExchange:
         assert not self._partials, sorted(self._partials)
 
     def abandon(self) -> list[torch.Tensor]:
-        """Give up after an error: let go of all works, and return the buffers of those under way.
+        """Give up after an error: let go of the group and its works, return the buffers of those under way.
 
-        The works go first, because a work can keep its group's sockets open, and the peers of a failed
-        rank learn of it by their closing.
+        Works and group must not live as long as the error's traceback: they keep sockets open, and the
+        peers of a failed rank learn of it by their closing.
         """
         messages = [*self._sends, *self._keys.values(), *self._partials.values()]
         for message in messages:
             message.work = None
+        self._group = None
         return [message.buffer for message in messages]
 
     def _send(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> None:

@@ -166,20 +166,51 @@ class _Seating:
         left_in_ring = Counter(rank // self.mesh.cp for rank in gaps)
         # While spares last, only their nodes are looked at: turning a holder over to another shard comes last.
         num_spares = sum(worker in spare for worker in self.free)
+        shelf = {node: workers for node, workers in pool.items() if workers[0] in spare} if num_spares else pool
+        fewest: Counter[int] = Counter()
         for rank in gaps:
             ring = rank // self.mesh.cp
-            best, best_key = "", None
-            for node, workers in pool.items():
-                if not workers or (num_spares > 0 and workers[0] not in spare):
-                    continue
-                key = (*self._cost(rank, node), -min(len(workers), left_in_ring[ring]))
-                if best_key is None or key < best_key:
-                    best, best_key = node, key
-            worker = pool[best].pop(0)
-            num_spares -= worker in spare
+            node = self._best_node(rank, shelf, left_in_ring[ring], fewest)
+            workers = shelf.pop(node)
+            self._sit(rank, workers.pop(0))
             left_in_ring[ring] -= 1
-            self._sit(rank, worker)
+            # Back at the end of the line, so that the next search meets less used nodes first.
+            if workers and (shelf is pool or workers[0] in spare):
+                shelf[node] = workers
+            elif not workers:
+                pool.pop(node, None)
+            if not shelf:
+                shelf, fewest = pool, Counter()
         self._swap_apart(gaps)
+
+    def _best_node(
+        self, rank: int, shelf: Mapping[str, list[str]], num_left_in_ring: int, fewest: Counter[int]
+    ) -> str:
+        """Fewest holders of the shard, then most of the ring, then room for the rest of it.
+
+        `fewest` remembers the least number of holders seen per shard; it only rises while nodes fill, so the
+        search may end at the first node that reaches it with all else at its best.
+        """
+        ring, cp_rank = divmod(rank, self.mesh.cp)
+        holders_on, ring_on = self.holders_on, self.ring_on
+        begun = [n for n in dict.fromkeys(self._nodes_of_ring(ring)) if n in shelf]
+        most = max((ring_on[ring, node] for node in begun), default=0)
+        best, best_key = "", (self.mesh.size + 1, 0, 0)
+        for node in (*begun, *shelf) if begun else shelf:
+            num_holders = holders_on.get((cp_rank, node), 0)
+            if num_holders > best_key[0]:
+                continue
+            key = (num_holders, -ring_on.get((ring, node), 0), -min(len(shelf[node]), num_left_in_ring))
+            if key < best_key:
+                best, best_key = node, key
+            if key[:2] == (fewest[cp_rank], -most) and (most > 0 or key[2] == -num_left_in_ring):
+                break
+        fewest[cp_rank] = best_key[0]
+        return best
+
+    def _nodes_of_ring(self, ring: int) -> list[str]:
+        taken = (self.taken[rank] for rank in self.mesh.ring(ring))
+        return [self.situation.node_of[worker] for worker in taken if worker is not None]
 
     def _swap_apart(self, gaps: Sequence[int]) -> None:
         """Two newcomers of one ring trade places where that parts holders of one shard."""
@@ -211,7 +242,7 @@ class _Seating:
 
     def _cost(self, rank: int, node: str) -> tuple[int, int]:
         ring, cp_rank = divmod(rank, self.mesh.cp)
-        return self.holders_on[cp_rank, node], -self.ring_on[ring, node]
+        return self.holders_on.get((cp_rank, node), 0), -self.ring_on.get((ring, node), 0)
 
     def _gaps(self) -> list[int]:
         return [rank for rank, worker in enumerate(self.taken) if worker is None]

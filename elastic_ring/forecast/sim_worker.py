@@ -219,6 +219,7 @@ class SimWorker:
                 self._fail_build("no shard at this step")
                 return
         self.gradient, self.vote = None, None
+        self.world.strike("kill-in-build", group, self.name)
         donates = any(heal.donor == self.name for heal in order.heals)
         self.doing = "healing" if self.name in newcomers else "donating" if donates else "resuming"
 
@@ -233,6 +234,7 @@ class SimWorker:
                 return
             require(donor.shard.cp_rank == heal.cp_rank, 5, f"{heal.donor} donates another shard")
             self.shard = donor.shard
+            self.world.strike("kill-in-heal", group, self.name)
             group.healed.add(self.name)
             self.doing = "resuming"
 
@@ -292,6 +294,7 @@ class SimWorker:
             values = (float(step), float(num_sequences), float(order.mesh.dp), float(any(entered.values())))
             self.vote = group.votes.setdefault(step, Vote(step, values, (order.term, order.generation)))
             self.doing = "apply"
+            self.world.strike("kill-in-vote", group, self.name)
         elif broken:
             self.trouble()
 

@@ -27,6 +27,7 @@ from elastic_ring.forecast.sim_worker import Group, SimWorker
 FAULTS = {
     "kill": 10, "freeze": 3, "glitch": 2, "raise": 1, "apply": 2, "poison": 2, "corrupt": 1, "drain": 3,
     "kill-node": 2, "drain-node": 1, "join": 3, "restart": 3, "split": 2, "stop": 0.1, "bad-start": 1, "echo": 3,
+    "kill-in-vote": 8, "kill-in-build": 5, "kill-in-heal": 3,
 }
 """Fault → weight in the random schedule."""
 
@@ -95,20 +96,30 @@ def random_schedule(seed: int) -> Schedule:
                     0.1 if rng.random() < 0.5 else 0.0, horizon + 1.0)
 
 
-def simulate(seed: int, schedule: Schedule | None = None, limit_s: float = 600.0) -> Outcome:
-    """One run. Raises: InvariantBroken, NotFinished, and whatever the control core raises."""
-    world = World(seed, schedule or random_schedule(seed))
-    return world.run(limit_s)
+Listener = Callable[[float, int, Event, coordination.Decision], None]
+
+
+def simulate(
+    seed: int, schedule: Schedule | None = None, limit_s: float = 600.0, listen: Listener | None = None
+) -> Outcome:
+    """One run. `listen` hears (now, term, event, decision) of every coordinator.
+
+    Raises: InvariantBroken, NotFinished, and whatever the control core raises.
+    """
+    world = World(seed, schedule or random_schedule(seed), listen)
+    world.begin()
+    return world.finish(limit_s)
 
 
 class World:
     """The clock, the network, the nodes; everything in it is deterministic given the seed."""
 
-    def __init__(self, seed: int, schedule: Schedule) -> None:
+    def __init__(self, seed: int, schedule: Schedule, listen: Listener | None = None) -> None:
         self.seed, self.schedule, self.options = seed, schedule, schedule.options
+        self.listen = listen
         self.random = random.Random(seed * 7919 + 1)
-        self.now, self.end, self.num_events = 0.0, None, 0
-        self.end: EndRun | None
+        self.now, self.num_events = 0.0, 0
+        self.end: EndRun | None = None
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
         self.workers: dict[str, SimWorker] = {}
@@ -122,30 +133,33 @@ class World:
         self.facts: dict[str, int] = {}
         self.parked_at_end: set[str] = set()
 
-    def run(self, limit_s: float) -> Outcome:
-        self._begin()
-        while self.queue and self.end is None:
-            at, _, action = heapq.heappop(self.queue)
-            self.now = max(self.now, at)
-            if self.now > limit_s:
-                break
-            action()
-        if self.end is None:
-            state = self.coordinators[-1].state
-            story = "\n".join(f"  {name}: {reason}" for name, reason in state.story)
-            raise NotFinished(f"seed {self.seed}: still {coordination.__name__} {state.phase}\n{story}")
-        self._check_end(self.end)
-        return Outcome(
-            self.seed, self.end, self.num_events, self.coordinators[-1].state.generation, self.now, self.facts
-        )
-
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """The first coordinator, the nodes and the schedule's faults."""
         self._start_coordinator(coordination.initial(self.options), [])
         for slots in self.schedule.nodes:
             self._join(slots)
         for at, kind in self.schedule.faults:
-            self.later(at, lambda kind=kind: self._fault(kind))  # type: ignore[misc]
-        self.later(self.schedule.faults_end_s, self._relieve)
+            self.later(at, lambda kind=kind: self.fault(kind))  # type: ignore[misc]
+        self.later(self.schedule.faults_end_s, self.relieve)
+
+    def run_for(self, duration_s: float) -> None:
+        """Let time pass, or the run end."""
+        until = self.now + duration_s
+        while self.queue and self.end is None and self.queue[0][0] <= until:
+            at, _, action = heapq.heappop(self.queue)
+            self.now = max(self.now, at)
+            action()
+        self.now = until if self.end is None else self.now
+
+    def finish(self, limit_s: float) -> Outcome:
+        """Run to the end and check it. Raises: NotFinished if it takes longer than `limit_s` more."""
+        self.run_for(limit_s)
+        state = self.coordinators[-1].state
+        if self.end is None:
+            story = "\n".join(f"  {name}: {reason}" for name, reason in state.story)
+            raise NotFinished(f"seed {self.seed}: still {type(state.phase).__name__} at {self.now:g} s\n{story}")
+        self._check_end(self.end)
+        return Outcome(self.seed, self.end, self.num_events, state.generation, self.now, self.facts)
 
     # ------------------------------------------------------------ clock and network
 
@@ -189,6 +203,8 @@ class World:
         self.num_events += 1
         before = coordinator.state
         decision = coordination.advance(before, event, self.now)
+        if self.listen is not None:
+            self.listen(self.now, coordinator.term, event, decision)
         invariants.check(before, event, decision)
         newest = coordinator is self.coordinators[-1]
         if newest:
@@ -274,11 +290,17 @@ class World:
             return True
         return False
 
-    def _fault(self, kind: str) -> None:
+    def strike(self, kind: str, group: Group, spared: str) -> None:
+        """An armed kill goes off: some other member of the group dies at this very moment."""
+        others = [name for name in group.order.seats if name != spared and self.workers[name].alive]
+        if others and self.take_fault(kind):
+            self.die(self.workers[self.random.choice(others)], "died")
+
+    def fault(self, kind: str) -> None:
         self.facts[kind] = self.facts.get(kind, 0) + 1
         alive = [worker for worker in self.workers.values() if worker.alive]
         victim = self.random.choice(alive) if alive else None
-        if kind in ("corrupt", "bad-start"):
+        if kind in ("corrupt", "bad-start") or kind.startswith("kill-in"):
             self.armed.append(kind)
         elif kind == "join":
             self._join(self.random.randint(1, 4))
@@ -328,14 +350,12 @@ class World:
         elif kind == "drain":
             self.tell(DrainRequested("u", victim.name), reliable=True)
 
-    def _relieve(self) -> None:
+    def relieve(self) -> None:
         """Faults cease; a node comes with room for everything that is wanted."""
         for worker in self.workers.values():
             worker.poisoned = worker.raises = worker.breaks_apply = False
         self.armed.clear()
         self._join(self.options.num_workers_wanted)
-        if not self.coordinators[-1].alive:
-            self.later(1.5, lambda: None)
 
     # ------------------------------------------------------------ the truth
 

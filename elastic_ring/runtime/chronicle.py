@@ -97,7 +97,7 @@ class Chronicle:
             )  # fmt: skip
             self._goodput.committed(record["step"], record["step_s"])
             self._last_commit_s = now
-            self.last_vote = Vote(record["step"], tuple(record["vote"]))
+            self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["cast"]))
             self._close_recovery(record["step"], now)
 
     def look(self, state: State) -> None:

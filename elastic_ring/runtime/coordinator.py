@@ -177,6 +177,7 @@ class Coordinator:
         self.lookout = Lookout(charter, self._put, secrets.token_hex(16))
         self.lookout.open()
         self.dispatch = Dispatcher(charter, self.cluster, self.lookout, self.me, self._put, self.chronicle)
+        self.dispatch.open()
         self.dispatch.recall(self.state)
         self._decide(CoordinatorStarted(self._cause(), term))
 
@@ -300,6 +301,7 @@ class Coordinator:
         except Exception as error:
             log.exception("the last records could not be written")
             end = {"error": "RunFailed", "message": f"{end['message']}; then {type(error).__name__}: {error}", "facts": {}}
+        self.lookout.close()
         self.dispatch.kill_everyone()
         keep = actor_name(self.charter.run.name, "coordinator")
         end["left_behind"] = clear(self.charter.run.name, keep=keep, timeout_s=self.charter.run.timeouts.clear_s)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from ray.exceptions import ActorDiedError
@@ -49,7 +52,21 @@ class Dispatcher:
         self._causes = 0
         self._fingerprint = ""
         self.weights_sha256 = ""
+        self._chores: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stamp_dir = f"/dev/shm/elastic_ring-{charter.run.name}-{charter.attempt[:8]}"
+
+    def open(self) -> None:
+        """Ray's slow calls (starting, removing) have a thread of their own: deciding never waits for them."""
+        threading.Thread(target=self._do_chores, name="chores", daemon=True).start()
+
+    def _do_chores(self) -> None:
+        while True:
+            chore = self._chores.get()
+            try:
+                chore()
+            except Exception:
+                # A start that fails here shows as a worker that never becomes ready.
+                log.exception("a call to Ray failed")
 
     def recall(self, state: State) -> None:
         """Find the workers that an earlier coordinator started."""
@@ -59,7 +76,10 @@ class Dispatcher:
                 self._put("event", WorkerLost(self._cause(), worker.worker, "unreachable", "Ray knows it no more"))
                 continue
             self._handles[worker.worker] = handle
-            watch_ref(handle.describe.remote(), lambda card, error, h=handle: self._found(card, error, h))
+            if worker.life == "starting":  # its answer went to a coordinator that is no more
+                watch_ref(handle.start.remote(self._me), partial(self._started, worker.worker))
+            else:
+                watch_ref(handle.describe.remote(), partial(self._found, handle))
 
     def send(self, commands: Iterable[Command], published: int) -> None:
         for command in commands:
@@ -70,7 +90,10 @@ class Dispatcher:
                     self._kill(command)
                 case Build():
                     self._tell(command, {**self._rendezvous(command), "published": published})
-                case Stop() | Hello() | Stand() | Finalize() | Release():
+                case Release():
+                    self._tell(command, {"published": published})
+                    self._chores.put(partial(self._cluster.remove_worker, command.worker))
+                case Stop() | Hello() | Stand() | Finalize():
                     self._tell(command, {"published": published})
                 case EndRun():
                     log.info("%s: end of run: %s %s", command.cause, command.error or "success", command.message)
@@ -79,7 +102,7 @@ class Dispatcher:
         """Free the place of a worker that is gone."""
         self._handles.pop(worker, None)
         self._lookout.forget(worker)
-        self._cluster.remove_worker(worker)
+        self._chores.put(partial(self._cluster.remove_worker, worker))
 
     def kill_everyone(self) -> None:
         """The end: by PID first, because Ray takes seconds for a stopped process."""
@@ -93,9 +116,10 @@ class Dispatcher:
         if node is None:
             self._put("event", WorkerLost(command.cause, command.worker, "start-failed", "its node is gone"))
             return
-        self._handles[command.worker] = self._cluster.start_worker(
-            command.worker, node, self._me, self._stamp_dir, self._started
-        )
+        self._chores.put(partial(self._start_on, command.worker, node))
+
+    def _start_on(self, worker: str, node: Any) -> None:
+        self._handles[worker] = self._cluster.start_worker(worker, node, self._me, self._stamp_dir, self._started)
 
     def _started(self, worker: str, card: dict[str, Any] | None, error: BaseException | None) -> None:
         if error is not None or card is None:
@@ -109,13 +133,13 @@ class Dispatcher:
         ready = WorkerReady(self._cause(), worker, card["node"], card["pid"])
         self._put("event", ready, {**card, "handle": self._handles.get(worker)})
 
-    def _found(self, card: dict[str, Any] | None, error: BaseException | None, handle: Any) -> None:
+    def _found(self, handle: Any, card: dict[str, Any] | None, error: BaseException | None) -> None:
         if card is not None:
             self._lookout.watch_worker(card["worker"], card["node"], {**card, "handle": handle})
 
     def _kill(self, command: KillWorker) -> None:
         if not self._lookout.kill(command.worker, command.reason):
-            self._cluster.remove_worker(command.worker)
+            self._chores.put(partial(self._cluster.remove_worker, command.worker))
             self._put("event", WorkerLost(command.cause, command.worker, "unreachable", command.reason))
 
     def _tell(self, command: Any, extra: dict[str, Any]) -> None:

@@ -39,6 +39,10 @@ class Line:
             return False
         return True
 
+    def fileno(self) -> int:
+        """-1 once closed."""
+        return self.sock.fileno()
+
     def receive(self) -> list[Message] | None:
         """What has arrived whole; None at the end of the connection. Call when the socket is readable."""
         try:

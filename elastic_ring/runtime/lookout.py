@@ -41,6 +41,11 @@ class Lookout:
         self._workers: dict[str, dict[str, Any]] = {}
         self._told: dict[str, tuple[int, bool]] = {}
         self._causes = 0
+        self._closed = False
+
+    def close(self) -> None:
+        """Look no further: the run is over."""
+        self._closed = True
 
     def open(self) -> None:
         self._board.open(self._charter.address)
@@ -94,7 +99,7 @@ class Lookout:
     # ------------------------------------------------------------ nodes
 
     def _patrol(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 self._look()
             except Exception:
@@ -146,6 +151,8 @@ class Lookout:
 
     def _lose(self, node: str, why: str) -> None:
         if node not in self.nodes and node not in self._told:
+            return
+        if self._closed:
             return
         log.warning("node %s is lost: %s", node, why)
         for table in (self.nodes, self._agents, self._beats, self._told):

@@ -97,6 +97,7 @@ class Member:
             has_gradient=state.has_gradient,
             healthy=True,
             last_vote=state.last,
+            gradient_cast=state.gradient_cast,
         )  # fmt: skip
 
     def records_after(self, step: int) -> list[dict[str, Any]]:
@@ -129,7 +130,7 @@ class Member:
         connected = time.monotonic()
         receives = [heal for heal in command.heals if worker in heal.newcomers]
         if self._groups is not None:
-            state.enter(self._groups, keep=not command.fresh and not receives)
+            state.enter(self._groups, (command.term, command.generation), keep=not command.fresh and not receives)
             if command.fresh:
                 state.initialise()
         if command.roll_forward is not None and not receives and state.valid:
@@ -225,7 +226,7 @@ class Member:
             "samples": list(outcome.samples), "skipped": outcome.skip, "step_s": step_s,
             "generation": self._command.generation, "dp": mesh.dp, "cp": mesh.cp,
             "hop_bytes": local.num_hop_bytes, "hop_wait_s": local.hop_wait_s,
-            "committed_monotonic_s": time.monotonic(), "vote": list(outcome.vote.values),
+            "committed_monotonic_s": time.monotonic(), "vote": list(outcome.vote.values), "cast": list(outcome.vote.cast),
         })  # fmt: skip
         del self._records[:-KEPT_RECORDS]
 

@@ -55,6 +55,7 @@ class NodeAgent:
         self._lock = threading.RLock()
         self._coordinator: dict[str, Any] = {}
         self._echoed_at = self._beat_at = 0.0
+        self._stopped_since: float | None = None
 
     # ------------------------------------------------------------ what the coordinator calls through Ray
 
@@ -96,16 +97,18 @@ class NodeAgent:
 
     def _turn(self) -> None:
         line = self._line
-        ready = [self._exits.fileno()] + ([line.sock.fileno()] if line is not None else [])
-        readable, _, _ = select.select(ready, [], [], PERIOD_S)
+        ready = [self._exits.fileno()] + ([line.fileno()] if line is not None else [])
+        readable, _, _ = select.select([fd for fd in ready if fd >= 0], [], [], PERIOD_S)
         with self._lock:
             for notice in self._exits.wait(0):
                 if notice.key != COORDINATOR:
                     self._tell_death(notice)
-            if line is not None and line is self._line and line.sock.fileno() in readable:
+            # A line that `attach` has replaced meanwhile is closed, and its number may be another's.
+            if line is not None and line is self._line and line.fileno() in readable:
                 self._listen(line)
             self._look_for_hangs()
             self._beat()
+            self._check_coordinator()
 
     def _listen(self, line: Line) -> None:
         messages = line.receive()
@@ -131,11 +134,23 @@ class NodeAgent:
             return
         self._beat_at = now
         self._line.send({"kind": "beat"})
+
+    def _check_coordinator(self) -> None:
+        """Kill a coordinator of this node that is stopped or silent. Slowness alone must not cost its life:
+        training goes on without it, so the limit on silence is a long one."""
+        if self._line is None or self._coordinator.get("node") != self._node:
+            return
+        now, pid = time.monotonic(), self._coordinator["pid"]
+        reading = self._proc.read(pid)
+        stopped = reading is not None and reading.state in ("T", "t")
+        self._stopped_since = (self._stopped_since or now) if stopped else None
+        stopped_s = now - self._stopped_since if self._stopped_since is not None else 0.0
         silent_s = now - self._echoed_at
-        if self._coordinator.get("node") == self._node and silent_s > self._timeouts.coordinator_silent_s:
-            log.error("the coordinator has been silent for %.1f s: killing pid %d", silent_s, self._coordinator["pid"])
+        if stopped_s > self._timeouts.stopped_s or silent_s > self._timeouts.coordinator_silent_s:
+            log.error("the coordinator (pid %d) is stopped for %.1f s, silent for %.1f s: killing it", pid, stopped_s,
+                      silent_s)  # fmt: skip
             self._exits.kill(COORDINATOR)
-            self._echoed_at = now
+            self._echoed_at, self._stopped_since = now, None
 
     # ------------------------------------------------------------ workers
 

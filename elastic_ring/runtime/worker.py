@@ -78,20 +78,28 @@ class Worker:
         self._member: Member | None = None
         self._stamps = StampWriter(card.stamp_path)
         self._causes = 0
+        self._starting = threading.Lock()
 
     # ------------------------------------------------------------ what the coordinator calls
 
     def start(self, coordinator: Any) -> dict[str, Any]:
-        """Become a warm spare: data opened, threads up, kernels tried. Returns who and where this is."""
+        """Become a warm spare: data opened, threads up, kernels tried. Returns who and where this is; asked
+        again (by a coordinator that has started anew), it only answers."""
+        with self._starting:
+            if self._member is None:
+                self._warm_up(coordinator)
+        return self.describe()
+
+    def _warm_up(self, coordinator: Any) -> None:
         torch.set_num_threads(self.card.scaling.num_threads)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._coordinator = coordinator
         self._stamps.open()
-        self._member = Member(self.card, self._stamps, self._injector(), self._publish)
-        self._member.warm_up()
+        member = Member(self.card, self._stamps, self._injector(), self._publish)
+        member.warm_up()
+        self._member = member
         for target, name in ((self._beat, "heart"), (self._control, "control"), (self._train, "training")):
             threading.Thread(target=target, name=name, daemon=True).start()
-        return self.describe()
 
     def command(self, data: dict[str, Any], extra: dict[str, Any]) -> None:
         """Take one command; carried out by the control thread, in order of arrival."""
@@ -133,7 +141,7 @@ class Worker:
         self._seen = stamp
         match command:
             case Release():
-                self._leave()
+                log.info("released")  # the coordinator has Ray end this process
             case Hello():
                 self._answer(Status(self._cause(), self.card.worker, *self._seen, self._activity))
             case Stop(mode="boundary"):
@@ -174,12 +182,6 @@ class Worker:
         if self._parked.wait(self.card.run.timeouts.park_s):
             self._member.stand()
             self._activity = "spare"
-
-    def _leave(self) -> None:
-        log.info("released")
-        self._stamps.close()
-        logging.shutdown()
-        os._exit(0)  # other threads may sit in native code; nothing here needs their end
 
     # ------------------------------------------------------------ training thread
 

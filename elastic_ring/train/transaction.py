@@ -55,12 +55,14 @@ class Watch(Protocol):
 class Gradient:
     """The gradient of this rank's slices: one flat fp32 buffer with a view per parameter.
 
-    `step` is the step that it is complete for: summed over the ring (FSDP2) and over the rings.
+    `step` is the step that it is complete for: summed over the ring (FSDP2) and over the rings, by the members
+    of the generation `cast` (term, generation). A vote fits only the gradient of the same members.
     """
 
     flat: Tensor
     views: dict[str, Tensor]
     step: int | None = None
+    cast: tuple[int, int] = (0, 0)
 
     @classmethod
     def like(cls, params: Mapping[str, Tensor]) -> Gradient:
@@ -97,6 +99,7 @@ class Transaction:
         self._order, self._watch = order, watch
         self._gradient: Gradient | None = None
         self._wires: Wires | None = None
+        self._cast = (0, 0)
         self.model: nn.Module | None = None
 
     # ------------------------------------------------------------ what a report says
@@ -114,11 +117,15 @@ class Transaction:
     def has_gradient(self) -> bool:
         return self._gradient is not None and self._gradient.step == self.applied
 
+    @property
+    def gradient_cast(self) -> tuple[int, int]:
+        return self._gradient.cast if self._gradient is not None else (0, 0)
+
     # ------------------------------------------------------------ a generation begins
 
-    def enter(self, wires: Wires, *, keep: bool) -> None:
-        """Wrap a fresh module in the new groups; `keep` the shard's values, else start with empty ones."""
-        self._wires = wires
+    def enter(self, wires: Wires, cast: tuple[int, int], *, keep: bool) -> None:
+        """Begin generation `cast` (term, generation). Wrap a fresh module in the new groups; `keep` the shard's values, else start with empty ones."""
+        self._wires, self._cast = wires, cast
         seat = self._seat
         model = self._maker.wrap(wires.device_mesh)
         params = local_params(model)
@@ -197,7 +204,7 @@ class Transaction:
             for bucket in gradient.flat.split(BUCKET_ELEMENTS):
                 if bucket.numel():
                     self._wires.replica.allreduce([bucket]).wait()
-        gradient.step = step
+        gradient.step, gradient.cast = step, self._cast
 
     def vote(self, step: int, local: Local, *, boundary: bool) -> Outcome:
         """Agree on the step's result. Once this returns on any rank, the step is committed."""
@@ -209,7 +216,7 @@ class Transaction:
         work, rows = start_vote(self._wires.world, ballot)
         self._watch("vote", step)
         work.wait()
-        self.held = count(step, rows, self._mesh)
+        self.held = count(step, rows, self._mesh, self._cast)
         return self.held
 
     def apply(self, outcome: Outcome) -> None:

@@ -91,8 +91,8 @@ def start_vote(group: Any, ballot: Ballot) -> tuple[Any, list[torch.Tensor]]:
     return group.allgather([rows], [ballot.row()]), rows
 
 
-def count(step: int, rows: list[torch.Tensor], mesh: Mesh) -> Outcome:
-    """Reduce the table in rank order. Raises ReplicasDiverged when replicas of a shard disagree."""
+def count(step: int, rows: list[torch.Tensor], mesh: Mesh, cast: tuple[int, int]) -> Outcome:
+    """Reduce the table in rank order; `cast` is the (term, generation) of the voters. Raises ReplicasDiverged when replicas of a shard disagree."""
     table = [row.tolist() for row in rows]
     _check_replicas(step, table, mesh)
     totals = []
@@ -103,7 +103,7 @@ def count(step: int, rows: list[torch.Tensor], mesh: Mesh) -> Outcome:
         for rank in ranks:
             total += table[rank][column]
         totals.append(total)
-    return Outcome(Vote(step, tuple(totals)))
+    return Outcome(Vote(step, tuple(totals), cast))
 
 
 def _check_replicas(step: int, table: list[list[float]], mesh: Mesh) -> None:

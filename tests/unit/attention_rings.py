@@ -31,13 +31,13 @@ class ThreadRings:
         self._groups: dict[int, list[dist.ProcessGroup]] = {}
         self._names = itertools.count()
 
-    def groups(self, cp: int, *, fresh: bool = False, timeout: timedelta = TIMEOUT) -> list[Any]:
+    def groups(self, cp: int, *, fresh: bool = False) -> list[Any]:
         if fresh or cp not in self._groups:
             prefix = f"ring{next(self._names)}"
 
             def connect(cp_rank: int) -> dist.ProcessGroup:
                 store = dist.PrefixStore(prefix, self._store)
-                return dist.ProcessGroupGloo(store, cp_rank, cp, timeout)
+                return dist.ProcessGroupGloo(store, cp_rank, cp, TIMEOUT)
 
             made = in_threads(cp, connect)
             if fresh:
@@ -97,9 +97,7 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads)
         shapes = [(self.batch, self.seq_len, num, self.head_dim) for num in heads]
-        return [
-            torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype) for shape in shapes
-        ]
+        return [torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype) for shape in shapes]
 
     def visible(self) -> torch.Tensor:
         """The (seq_len, seq_len) mask, straight from the definition."""
@@ -116,14 +114,8 @@ class Outcome:
     tensors: list[torch.Tensor]
     ledgers: list[HopLedger]
 
-    @property
-    def out(self) -> torch.Tensor:
-        return self.tensors[0]
 
-
-def run_ring(
-    case: Case, groups: list[Any], tensors: list[torch.Tensor] | None = None, **options: Any
-) -> Outcome:
+def run_ring(case: Case, groups: list[Any], tensors: list[torch.Tensor] | None = None, **options: Any) -> Outcome:
     """Forward and backward of `case` on a thread for each rank."""
     tensors = case.tensors() if tensors is None else tensors
     layout, schedule = case.layout, case.schedule

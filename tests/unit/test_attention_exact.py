@@ -88,9 +88,7 @@ def test_bf16_error_is_at_most_a_quarter_above_that_of_the_single_kernel(
     case = Case(cp=cp, seq_len=515, causal=causal, head_dim=32, dtype=torch.bfloat16)
     found = run_ring(case, rings.groups(cp)).tensors
     single = _single_bf16_kernel(case)
-    for name, got, one, want in zip(
-        ("out", "dq", "dk", "dv"), found, single, whole_attention(case), strict=True
-    ):
+    for name, got, one, want in zip(("out", "dq", "dk", "dv"), found, single, whole_attention(case), strict=True):
         assert got.dtype == torch.bfloat16
         assert relative_error(got, want) <= 1.25 * relative_error(one, want), name
 
@@ -115,9 +113,7 @@ def test_equal_calls_give_equal_bits(rings: ThreadRings, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_runs_the_hops_again_and_gives_the_same_bits(
-    rings: ThreadRings, reentrant: bool
-) -> None:
+def test_checkpointing_runs_the_hops_again_and_gives_the_same_bits(rings: ThreadRings, reentrant: bool) -> None:
     case = Case(cp=3, seq_len=50)
     layers = 2
 
@@ -128,9 +124,7 @@ def test_checkpointing_runs_the_hops_again_and_gives_the_same_bits(
 
         def work(cp_rank: int) -> torch.Tensor:
             seen = hops[cp_rank]
-            ring = RingAttention(
-                case.schedule, cp_rank, groups[cp_rank], observer=lambda *stamp: seen.append(stamp)
-            )
+            ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], observer=lambda *stamp: seen.append(stamp))
             q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in tensors)
             leaf = q.requires_grad_()
             x = leaf

@@ -101,9 +101,7 @@ def test_the_bytes_of_a_hop_are_those_of_its_ranges(schedule: Schedule, itemsize
             served = sum(stop - start for start, stop in schedule.requested(cp_rank, index))
             shape = (cp_rank, index, 5, 16, itemsize)
             assert schedule.hop_bytes(*shape, "forward", batch=3) == per_token * pulled * itemsize
-            assert (
-                schedule.hop_bytes(*shape, "forward", batch=3, side="sent") == per_token * served * itemsize
-            )
+            assert schedule.hop_bytes(*shape, "forward", batch=3, side="sent") == per_token * served * itemsize
             assert schedule.hop_bytes(*shape, "backward", batch=3) == per_token * (
                 pulled * itemsize + served * partial_size
             )

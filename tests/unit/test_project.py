@@ -65,7 +65,7 @@ def prints(module: ast.Module) -> Iterator[int]:
     for node in ast.walk(module):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
             yield node.lineno
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in {"sys.stdout", "sys.stderr"}:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"sys.stdout.write", "sys.stderr.write"}:
             yield node.lineno
 
 

@@ -18,9 +18,7 @@ def forward(
     Computed and returned in fp32 (fp64 for fp64 inputs), so that bf16 is rounded once, after the merge.
     """
     group = q.size(2) // k.size(2)
-    out, lse = _forward(
-        _heads_first(q, 1), _heads_first(k, group), _heads_first(v, group), 0.0, causal, scale=scale
-    )
+    out, lse = _forward(_heads_first(q, 1), _heads_first(k, group), _heads_first(v, group), 0.0, causal, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 

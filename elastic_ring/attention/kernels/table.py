@@ -157,10 +157,7 @@ def _two_tiles(forward: Forward, backward: Backward, *inputs: torch.Tensor) -> l
     for keys, causal in tiles:
         total.add((0, q.size(1)), *forward(q, k[:, keys], v[:, keys], causal=causal, scale=scale))
     out, lse = total.out.to(q.dtype), lse_for_backward(total.lse)
-    shares = [
-        backward(dout, q, k[:, keys], v[:, keys], out, lse, causal=causal, scale=scale)
-        for keys, causal in tiles
-    ]
+    shares = [backward(dout, q, k[:, keys], v[:, keys], out, lse, causal=causal, scale=scale) for keys, causal in tiles]
     dq = sum((share[0].to(total.out.dtype) for share in shares), torch.zeros_like(total.out))
     dk, dv = (torch.cat([share[i].to(total.out.dtype) for share in shares], dim=1) for i in (1, 2))
     return [out, lse, dq, dk, dv]

@@ -1,0 +1,56 @@
+"""One embedded Ray per module, small models, and runs that are compared bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
+from elastic_ring.data.source import StdlibText
+from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.init import Initialiser
+from elastic_ring.model.transformer import Transformer
+from elastic_ring.runtime.cluster import NAMESPACE, left_behind
+
+TINY = ModelConfig(257, 2, 32, 4, 2, 8, 64)
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """A Ray of this test module's own, with as many CPUs as the largest mesh asks for."""
+    ray.init(
+        address="local", num_cpus=32, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False,
+        logging_level="ERROR",
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+
+
+def tiny_trainer(folder: Path, name: str, *, faults: str = "", steps: int = 12, **scaling: Any) -> ElasticRingTrainer:
+    """A run of a small decoder on the standard library's sources."""
+    options = {"dp": 2, "cp": 2, "spares": 1, **scaling}
+    step = StepConfig(steps=steps, global_batch=options.pop("global_batch", 6), context_tokens=96)
+    run = RunConfig(name=name, run_dir=str(folder / name), faults=faults, progress=False)  # type: ignore[arg-type]
+    return ElasticRingTrainer(
+        partial(Transformer, TINY), StdlibText(96), step=step,
+        optim=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=steps),
+        scaling=ScalingConfig(**options), run=run, initial=Initialiser(0, TINY.num_layers),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def train(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Runs to the end and returns the summary; nothing of the run may be left in the cluster."""
+
+    def go(name: str, **options: Any) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("runs")
+        result = tiny_trainer(folder, name, **options).fit()
+        assert left_behind(name) == []
+        return result.summary
+
+    return go

@@ -1,0 +1,120 @@
+"""Bugs for the tests to plant into the core or the simulated workers; each must be noticed by an invariant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic_ring.control import coordination, policy, pool, quorum, recovery
+from elastic_ring.control.messages import Report
+from elastic_ring.forecast.sim_worker import Shard, SimWorker
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def _accept_stale(patch: pytest.MonkeyPatch) -> None:
+    honest = coordination.stale_because
+
+    def credulous(state: Any, event: Any) -> str:
+        return "" if isinstance(event, Report) else honest(state, event)
+
+    patch.setattr(coordination, "stale_because", credulous)
+
+
+def _skip_roll_forward(patch: pytest.MonkeyPatch) -> None:
+    honest = quorum.decide
+
+    def forgetful(reports: Any, known: Any, committed: int, *rest: Any) -> quorum.Quorum:
+        bare = {name: replace(report, vote=None, last_vote=None) for name, report in reports.items()}
+        return honest(bare, None, 0, *rest)
+
+    patch.setattr(quorum, "decide", forgetful)
+
+
+def _step_back(patch: pytest.MonkeyPatch) -> None:
+    honest = quorum.decide
+
+    def timid(reports: Any, *rest: Any) -> quorum.Quorum:
+        decided = honest(reports, *rest)
+        lowest = min((report.applied for report in reports.values() if report.shard is not None), default=0)
+        holders = {name: report.shard for name, report in reports.items() if report.shard is not None}
+        return replace(decided, step=min(lowest, decided.step), roll_forward=None, holders=holders)
+
+    patch.setattr(quorum, "decide", timid)
+
+
+def _unverified_donor(patch: pytest.MonkeyPatch) -> None:
+    honest = policy.plan
+
+    def trusting(situation: policy.Situation) -> Any:
+        ranks = {worker: rank % situation.mesh.cp for rank, worker in enumerate(situation.seats)}
+        claimed = {worker: ranks.get(worker, 0) for worker in situation.empty}
+        return honest(replace(situation, holders={**claimed, **situation.holders}, empty=()))
+
+    patch.setattr(policy, "plan", trusting)
+
+
+def _same_generation(patch: pytest.MonkeyPatch) -> None:
+    honest = recovery.begin_closing
+
+    def lazy(turn: Any, crew: Any, incident: Any, why: str) -> None:
+        honest(turn, crew, incident, why)
+        turn.set(generation=turn.state.generation - 1)
+
+    patch.setattr(recovery, "begin_closing", lazy)
+
+
+def _crowd(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(policy._Seating, "_cost", lambda self, rank, node: (0, 0))
+    patch.setattr(policy._Seating, "_swap_apart", lambda self, gaps: None)
+
+
+def _forget_deadlines(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pool, "expire", lambda turn: ())
+    patch.setattr(coordination.phases, "expire_closing", lambda turn: None)
+    patch.setattr(coordination, "next_deadline", lambda state: None)
+
+
+def _heal_stale_state(patch: pytest.MonkeyPatch) -> None:
+    honest = SimWorker._healing
+
+    def hasty(self: SimWorker, group: Any) -> None:
+        honest(self, group)
+        if self.doing == "resuming" and self.shard is not None and self.shard.history:
+            old = replace(self.shard.history[-1], values=(0.0,))
+            self.shard = Shard(self.shard.cp_rank, (*self.shard.history[:-1], old))
+
+    patch.setattr(SimWorker, "_healing", hasty)
+
+
+def _apply_twice(patch: pytest.MonkeyPatch) -> None:
+    honest = SimWorker._rolling
+
+    def eager(self: SimWorker, group: Any) -> None:
+        vote = group.order.roll_forward
+        if vote is not None and self.shard is not None and self.applied == vote.step + 1:
+            self.shard = Shard(self.shard.cp_rank, (*self.shard.history, vote))
+        honest(self, group)
+
+    patch.setattr(SimWorker, "_rolling", eager)
+
+
+def _follow_with_old_gradient(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(quorum, "_can_follow", lambda report, forward: forward is not None)
+
+
+PLANTED: dict[str, Plant] = {
+    "stale reports are accepted": _accept_stale,
+    "votes do not travel": _skip_roll_forward,
+    "everyone steps back to the slowest": _step_back,
+    "a donor without a verified shard": _unverified_donor,
+    "reports are collected under the old generation": _same_generation,
+    "replicas crowd on one node": _crowd,
+    "no deadline is ever looked at": _forget_deadlines,
+    "a newcomer gets older state": _heal_stale_state,
+    "a vote is applied twice": _apply_twice,
+    "followers need no gradient": _follow_with_old_gradient,
+}
