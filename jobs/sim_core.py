@@ -31,7 +31,7 @@ from elastic_ring.control.messages import (
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import State, members, phase_name
 from elastic_ring.errors import ElasticRingError
-from elastic_ring.forecast import simulate
+from elastic_ring.forecast import faults, simulate
 
 
 def main() -> int:
@@ -69,7 +69,7 @@ def run_many(first: int, num_schedules: int) -> int:
 
 
 def show(seed: int) -> int:
-    for name, value in simulate.describe_seed(seed).items():
+    for name, value in faults.describe_seed(seed).items():
         print(f"{name}: {value}")
 
     def listen(now: float, term: int, event: Event, decision: coordination.Decision) -> None:
@@ -119,8 +119,7 @@ def _story(num_members: int, cp: int) -> Generator[Event, State, None]:
         state = yield NodeJoined("b", f"n{node}", 8)
     for worker in list(state.workers.values()):
         state = yield WorkerReady("b", worker.worker, worker.node, 1)
-    step = 0
-    for lost in ("rank", "node", "trouble"):
+    for step, lost in enumerate(("rank", "node", "trouble")):
         crew = members(state)
         for name in crew:
             state = yield Resumed("b", name, 1, state.generation, step)
@@ -133,11 +132,10 @@ def _story(num_members: int, cp: int) -> Generator[Event, State, None]:
             state = yield NodeLost("b", state.workers[crew[9]].node)
         else:
             state = yield Trouble("b", crew[3], 1, state.generation, "peer", step)
-        step += 1
         for rank, name in enumerate(crew):
             if name in state.workers:
-                vote = Vote(step - 1, (1.0,), cast)
-                state = yield Report("b", name, 1, state.generation, "aborted", step, None, rank % cp, False,
+                vote = Vote(step, (1.0,), cast)
+                state = yield Report("b", name, 1, state.generation, "aborted", step + 1, None, rank % cp, False,
                                      last_vote=vote)
 
 

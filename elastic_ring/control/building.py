@@ -52,7 +52,8 @@ def complete_if_all(turn: Turn) -> None:
     if len(phase.resumed) < len(phase.crew.seats):
         return
     change = turn.state.last_change
-    assert change is not None and change.generation == phase.crew.generation
+    assert change is not None
+    assert change.generation == phase.crew.generation
     weaker = turn.state.promise if change.promise == "bit-exact" else change.promise
     turn.set(last_change=replace(change, resumed_at=turn.now), promise=weaker, fruitless_builds=0,
              pool_changed_at=turn.now)

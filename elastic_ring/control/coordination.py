@@ -12,8 +12,24 @@ from typing import Any
 
 from elastic_ring.control import building, phases, pool, reconnect, recovery
 from elastic_ring.control.messages import (
-    BuildFailed, Command, CoordinatorStarted, DrainRequested, Event, Finalized, NodeDraining, NodeJoined, NodeLost,
-    Published, Report, Resumed, Status, StopRequested, Tick, Trouble, WorkerLost, WorkerReady,
+    BuildFailed,
+    Command,
+    CoordinatorStarted,
+    DrainRequested,
+    Event,
+    Finalized,
+    NodeDraining,
+    NodeJoined,
+    NodeLost,
+    Published,
+    Report,
+    Resumed,
+    Status,
+    StopRequested,
+    Tick,
+    Trouble,
+    WorkerLost,
+    WorkerReady,
 )
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import (
@@ -62,10 +78,10 @@ def advance(state: State, event: Event, now: float) -> Decision:
         return Decision(state, (), f"stale: {stale}")
     handler = TABLE.get((type(state.phase), type(event)))
     if handler is None:
-        story = "\n".join(f"  {name}: {reason}" for name, reason in state.story)
+        told = "\n".join(f"  {name}: {reason}" for name, reason in state.story)
         raise IllegalTransition(
             f"{type(event).__name__} while {type(state.phase).__name__} (term {state.term}, generation "
-            f"{state.generation}): {event}\nThe story so far:\n{story}",
+            f"{state.generation}): {event}\nThe story so far:\n{told}",
             event=type(event).__name__, phase=type(state.phase).__name__,
         )
     turn = Turn(state, event, now)

@@ -12,7 +12,17 @@ from dataclasses import replace
 
 from elastic_ring.control.coordination import Decision
 from elastic_ring.control.messages import (
-    Build, BuildFailed, EndRun, Event, Finalized, KillWorker, Report, Resumed, StartWorker, Stop, Trouble,
+    Build,
+    BuildFailed,
+    EndRun,
+    Event,
+    Finalized,
+    KillWorker,
+    Report,
+    Resumed,
+    StartWorker,
+    Stop,
+    Trouble,
 )
 from elastic_ring.control.state import Building, Closing, Ended, Reconnecting, Running, State, spares
 

@@ -366,7 +366,8 @@ def to_json(message: Event | Command) -> dict[str, Any]:
 def from_json(data: dict[str, Any]) -> Event | Command:
     """Raises: KeyError for an unknown type, TypeError for unknown or missing fields."""
     fields = dict(data)
-    return _decode(_KINDS[fields.pop("type")], fields)
+    message: Event | Command = _decode(_KINDS[fields.pop("type")], fields)
+    return message
 
 
 def _decode(kind: Any, value: Any) -> Any:

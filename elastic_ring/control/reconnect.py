@@ -129,8 +129,8 @@ def _conclude(turn: Turn, phase: Reconnecting) -> None:
         turn.say(f"all members train on in generation {crew.generation}, undisturbed")
         return
     why = f"coordinator restarted; {odd or ', '.join(loss.worker for loss in phase.lost) or 'nothing trained'}"
-    unfinished = isinstance(before, Building | Closing)
-    incident = before.incident if unfinished else recovery.open_incident(turn, crew, why)
+    known = before.incident if isinstance(before, Building | Closing) else None
+    incident = known or recovery.open_incident(turn, crew, why)
     recovery.begin_closing(turn, crew, recovery.add_losses(incident, phase.lost), why)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_ring.control.messages import Command, EndRun, Event, KillWorker, Release, Stop
+from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import Ended, Phase, State, Worker, crew_of
 
 
@@ -22,7 +23,7 @@ class Turn:
         self.reasons: list[str] = []
 
     @property
-    def options(self) -> Any:
+    def options(self) -> ControlOptions:
         return self.state.options
 
     @property
@@ -88,7 +89,7 @@ class Turn:
     def end(self, error: str, message: str, **facts: object) -> None:
         """Everyone is let go and the run is over; `error` is a class name of `elastic_ring.errors`, or empty."""
         crew = crew_of(self.state)
-        told = {"committed_steps": self.state.committed, "generation": self.state.generation}
+        told: dict[str, object] = {"committed_steps": self.state.committed, "generation": self.state.generation}
         if crew is not None:
             told["mesh"] = str(crew.mesh)
         pairs = tuple((name, str(value)) for name, value in {**told, **facts}.items())

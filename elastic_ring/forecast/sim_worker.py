@@ -11,8 +11,22 @@ from typing import TYPE_CHECKING
 
 from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import (
-    Build, BuildFailed, Command, Finalize, Finalized, Hello, Published, Release, Report, Resumed, Stand, Status, Stop,
-    Trouble, Vote, WorkerReady,
+    Build,
+    BuildFailed,
+    Command,
+    Finalize,
+    Finalized,
+    Hello,
+    Published,
+    Release,
+    Report,
+    Resumed,
+    Stand,
+    Status,
+    Stop,
+    Trouble,
+    Vote,
+    WorkerReady,
 )
 
 if TYPE_CHECKING:

@@ -11,41 +11,35 @@ import itertools
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from elastic_ring.control import coordination, invariants, replay
 from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import (
-    Build, Command, CoordinatorStarted, DrainRequested, EndRun, Event, KillWorker, NodeDraining, NodeJoined, NodeLost,
-    StartWorker, StopRequested, Tick, Vote, WorkerLost,
+    Build,
+    Command,
+    CoordinatorStarted,
+    DrainRequested,
+    EndRun,
+    Event,
+    KillWorker,
+    NodeDraining,
+    NodeJoined,
+    NodeLost,
+    StartWorker,
+    StopRequested,
+    Tick,
+    Vote,
+    WorkerLost,
 )
-from elastic_ring.control.options import ControlOptions
-from elastic_ring.control.state import Closing, Ended, State, crew_of
+from elastic_ring.control.state import State
+from elastic_ring.forecast import sim_truth
+from elastic_ring.forecast.faults import Schedule, random_schedule
 from elastic_ring.forecast.sim_worker import Group, SimWorker
-
-FAULTS = {
-    "kill": 10, "freeze": 3, "glitch": 2, "raise": 1, "apply": 2, "poison": 2, "corrupt": 1, "drain": 3,
-    "kill-node": 2, "drain-node": 1, "join": 3, "restart": 3, "split": 2, "stop": 0.1, "bad-start": 1, "echo": 3,
-    "kill-in-vote": 8, "kill-in-build": 5, "kill-in-heal": 3,
-}
-"""Fault → weight in the random schedule."""
 
 
 class NotFinished(AssertionError):
     """Faults have ceased and there is capacity, but the run does not end."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What happens in one simulated run. Rates are shares of messages; times are seconds of virtual time."""
-
-    options: ControlOptions
-    nodes: tuple[int, ...]
-    faults: tuple[tuple[float, str], ...]
-    lost: float
-    doubled: float
-    faults_end_s: float
 
 
 @dataclass
@@ -67,33 +61,6 @@ class Outcome:
     num_generations: int
     virtual_s: float
     facts: dict[str, int]
-
-
-def random_schedule(seed: int) -> Schedule:
-    rng = random.Random(seed)
-    dp, cp = rng.choice([(1, 1), (1, 2), (2, 1), (2, 2), (2, 2), (2, 3), (3, 2), (3, 3), (4, 2)])
-    spares_wanted = rng.choice([0, 1, 1, 2, 3])
-    total = dp * cp + spares_wanted
-    num_nodes = rng.randint(1, 4)
-    slots = [0] * num_nodes
-    for index in range(total + rng.choice([0, 0, 1, 3])):
-        slots[index % num_nodes] += 1
-    options = ControlOptions(
-        run="simulated", dp=dp, cp=cp, total_steps=rng.randint(3, 40), spares=spares_wanted,
-        min_dp=rng.choice([1, 1, dp]), max_dp=rng.choice([None, dp + 1, dp + 2]), report_s=1.0, build_s=6.0,
-        start_s=5.0, hello_s=1.0, boundary_s=6.0, finalize_s=4.0, spare_grace_s=0.5, grow_delay_s=0.5, backoff_s=3.0,
-        crash_loop_limit=rng.choice([3, 50]), build_failure_limit=100,
-    )
-    kinds = rng.choices(list(FAULTS), weights=list(FAULTS.values()), k=rng.randint(0, 12))
-    horizon = rng.choice([3.0, 8.0])
-    clustered = rng.random() < 0.3
-    moment = rng.uniform(0.5, horizon)
-    faults = sorted(
-        (moment + rng.uniform(0, 0.4) if clustered else rng.uniform(0.3, horizon), kind) for kind in kinds
-    )
-    lossy = rng.random() < 0.4
-    return Schedule(options, tuple(slots), tuple(faults), rng.choice([0.02, 0.1]) if lossy else 0.0,
-                    0.1 if rng.random() < 0.5 else 0.0, horizon + 1.0)
 
 
 Listener = Callable[[float, int, Event, coordination.Decision], None]
@@ -131,7 +98,7 @@ class World:
         self.armed: list[str] = []
         self.seen: list[Event] = []
         self.facts: dict[str, int] = {}
-        self.parked_at_end: set[str] = set()
+        self.healthy_reports: set[str] = set()
 
     def begin(self) -> None:
         """The first coordinator, the nodes and the schedule's faults."""
@@ -158,7 +125,7 @@ class World:
         if self.end is None:
             story = "\n".join(f"  {name}: {reason}" for name, reason in state.story)
             raise NotFinished(f"seed {self.seed}: still {type(state.phase).__name__} at {self.now:g} s\n{story}")
-        self._check_end(self.end)
+        sim_truth.check_end(self, self.end)
         return Outcome(self.seed, self.end, self.num_events, state.generation, self.now, self.facts)
 
     # ------------------------------------------------------------ clock and network
@@ -208,9 +175,7 @@ class World:
         invariants.check(before, event, decision)
         newest = coordinator is self.coordinators[-1]
         if newest:
-            self._check_truth(before, decision.state, decision.commands)
-        if isinstance(before.phase, Closing):
-            self.parked_at_end = {name for name, report in before.phase.reports.items() if report.healthy}
+            sim_truth.check_decision(self, before, decision.state, decision.commands)
         coordinator.state = decision.state
         if decision.state is not before or decision.commands:
             coordinator.journal.append(json.dumps(replay.journal_line(event, decision, self.now)))
@@ -350,87 +315,16 @@ class World:
         elif kind == "drain":
             self.tell(DrainRequested("u", victim.name), reliable=True)
 
+    def cease(self) -> None:
+        """No fault from now on, whatever the schedule says."""
+        if self.now < self.schedule.faults_end_s:
+            self.schedule = replace(self.schedule, faults_end_s=self.now)
+            self.relieve()
+
     def relieve(self) -> None:
         """Faults cease; a node comes with room for everything that is wanted."""
         for worker in self.workers.values():
             worker.poisoned = worker.raises = worker.breaks_apply = False
         self.armed.clear()
         self._join(self.options.num_workers_wanted)
-
-    # ------------------------------------------------------------ the truth
-
-    def _check_truth(self, before: State, after: State, commands: tuple[Command, ...]) -> None:
-        """Invariants 3, 4 and 5 against what the workers really hold."""
-        if after.newest_vote is not None and after.newest_vote is not before.newest_vote:
-            known = self.published.setdefault(after.newest_vote.step, after.newest_vote)
-            require(known == after.newest_vote, 3, f"step {known.step} was committed twice, by different votes")
-        order = next((command for command in commands if isinstance(command, Build)), None)
-        crew = crew_of(before)
-        if order is None or (order.term, order.generation) in self.groups:
-            return
-        for name in crew.everyone if crew is not None else ():
-            record = after.workers.get(name)
-            if record is not None and record.life == "ready":
-                reached = self._reached(self.workers[name], crew.cast if crew else (0, 0))
-                require(reached <= order.step, 3, f"{name} has {reached} steps, but step {order.step} is ordered")
-        for heal in order.heals:
-            donor = self.workers[heal.donor]
-            if donor.alive:
-                require(donor.shard is not None and donor.shard.cp_rank == heal.cp_rank, 5, "donor holds no such shard")
-                can_follow = donor.gradient is not None and donor.gradient[0] == order.step - 1
-                require(donor.applied == order.step or can_follow, 5, f"{donor.name} donates an older shard")
-
-    @staticmethod
-    def _reached(worker: SimWorker, cast: tuple[int, int]) -> int:
-        """Steps whose result this survivor holds, as far as they were not given up before the last build."""
-        if not worker.alive:
-            return 0
-        held = worker.vote
-        voted = held.step + 1 if held is not None and held.cast == cast else 0
-        return max(voted, worker.applied)
-
-    def _check_end(self, end: EndRun) -> None:
-        state = self.coordinators[-1].state
-        require(isinstance(state.phase, Ended), 1, "the run ended, but not for its coordinator")
-        if end.error == "" and end.message == "all steps committed":
-            self._check_committed()
-        elif end.error == "ShardLost":
-            self._check_lost(end, state)
-        elif end.error == "CrashLoop":
-            require(state.crashes.count >= self.options.crash_loop_limit, 3, "a crash loop that was none")
-        elif end.error == "UserCodeFailed":
-            require(self.facts.get("raise", 0) >= 2 or self.schedule.doubled or self.schedule.lost, 3, "user code is fine")
-        else:
-            require(end.error == "" and self.facts.get("stop"), 3, f"{end.error}: {end.message}")
-
-    def _check_committed(self) -> None:
-        total = self.options.total_steps
-        complete = [w for w in self.workers.values() if w.shard is not None and w.applied == total]
-        require(complete, 3, "nobody holds the end of the run")
-        newest = max((w for w in complete if w.last_vote), key=lambda w: w.generation, default=complete[0])
-        assert newest.shard is not None
-        history = newest.shard.history
-        require([vote.step for vote in history] == list(range(total)), 4, "a step twice or never")
-        for step, vote in self.published.items():
-            require(history[step] == vote, 3, f"step {step} was published and is not in the weights")
-
-    def _check_lost(self, end: EndRun, state: State) -> None:
-        facts = dict(end.facts)
-        lost, step = {int(rank) for rank in facts["cp_ranks"].split(",")}, int(facts["step"])
-        for name, worker in self.workers.items():
-            record = state.workers.get(name)
-            # At the end everyone is let go; who had been killed or written off before is known by no report.
-            reported = record is not None and name in self.parked_at_end
-            if worker.alive and reported and worker.shard is not None and worker.shard.cp_rank in lost:
-                require(worker.applied != step, 3, f"{name} holds the shard that was given up")
-
-
-def describe_seed(seed: int) -> dict[str, Any]:
-    """The schedule of a seed in words, for whoever replays it."""
-    schedule = random_schedule(seed)
-    return {
-        "seed": seed, "options": schedule.options, "nodes": schedule.nodes, "faults": schedule.faults,
-        "lost": schedule.lost, "doubled": schedule.doubled,
-    }
-
 

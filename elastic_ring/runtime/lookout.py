@@ -135,17 +135,20 @@ class Lookout:
                 log.error("agent of node %s did not attach: %s", node.node, error)
                 self._agents.pop(node.node, None)
 
-        agent.start.remote()
         watch_ref(agent.attach.remote(ray_self), attached)
 
     def _confirm(self, node: str, why: str) -> None:
-        """The second source: does any worker of the node still answer?"""
+        """The second source: does any worker of the node, or the agent through Ray, still answer?
+
+        A node without workers is left to Ray's own table: nothing is in a hurry there.
+        """
         handles = [e["handle"] for e in self._workers.values() if e["node"] == node and e["handle"] is not None]
-        answered, _ = ray.wait([h.ping.remote() for h in handles], timeout=CONFIRM_S) if handles else ([], [])
-        alive = [ref for ref in answered if not failed(ref)]
-        if alive:
-            log.warning("node %s: %s, but its workers answer; a new agent is started", node, why)
+        asked = [handle.ping.remote() for handle in (*handles, self._agents.get(node)) if handle is not None]
+        answered, _ = ray.wait(asked, num_returns=1, timeout=CONFIRM_S) if asked else ([], [])
+        if any(not failed(ref) for ref in answered) or not handles:
+            log.warning("node %s: %s; it is asked to attach again", node, why)
             self._agents.pop(node, None)
+            self._beats[node] = time.monotonic()
             return
         self._lose(node, why)
 

@@ -56,18 +56,14 @@ class NodeAgent:
         self._coordinator: dict[str, Any] = {}
         self._echoed_at = self._beat_at = 0.0
         self._stopped_since: float | None = None
+        self._started = False
 
     # ------------------------------------------------------------ what the coordinator calls through Ray
 
-    def start(self) -> int:
-        """Begin to watch; returns the pid."""
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        self._exits.open()
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
-        return os.getpid()
-
     def attach(self, coordinator: dict[str, Any]) -> None:
         """Dial a (new) coordinator: host, port, key, pid, node. Tells it again of every death seen so far."""
+        with self._lock:
+            self._start()
         line = dial(coordinator["host"], coordinator["port"], self._timeouts.hello_s)
         line.send({"kind": "hello", "node": self._node, "key": coordinator["key"], "pid": os.getpid()})
         with self._lock:
@@ -82,7 +78,17 @@ class NodeAgent:
                 line.send(notice)
 
     def ping(self) -> str:
+        """Alive, as Ray sees it."""
         return self._node
+
+    def _start(self) -> None:
+        """Begin to watch, once."""
+        if self._started:
+            return
+        self._started = True
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._exits.open()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     # ------------------------------------------------------------ the loop
 

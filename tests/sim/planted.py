@@ -68,7 +68,10 @@ def _same_generation(patch: pytest.MonkeyPatch) -> None:
 
 
 def _crowd(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(policy._Seating, "_cost", lambda self, rank, node: (0, 0))
+    def most_crowded(self: Any, rank: int, shelf: Any, *_: Any) -> str:
+        return max(shelf, key=lambda node: self.holders_on[rank % self.mesh.cp, node])
+
+    patch.setattr(policy._Seating, "_best_node", most_crowded)
     patch.setattr(policy._Seating, "_swap_apart", lambda self, gaps: None)
 
 
@@ -102,10 +105,6 @@ def _apply_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimWorker, "_rolling", eager)
 
 
-def _follow_with_old_gradient(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(quorum, "_can_follow", lambda report, forward: forward is not None)
-
-
 PLANTED: dict[str, Plant] = {
     "stale reports are accepted": _accept_stale,
     "votes do not travel": _skip_roll_forward,
@@ -116,5 +115,4 @@ PLANTED: dict[str, Plant] = {
     "no deadline is ever looked at": _forget_deadlines,
     "a newcomer gets older state": _heal_stale_state,
     "a vote is applied twice": _apply_twice,
-    "followers need no gradient": _follow_with_old_gradient,
 }

@@ -1,0 +1,66 @@
+"""Random schedules of what goes wrong, by seed. Data only: `simulate` makes it happen."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ring.control.options import ControlOptions
+
+FAULTS = {
+    "kill": 10, "freeze": 3, "glitch": 2, "raise": 1, "apply": 2, "poison": 2, "corrupt": 1, "drain": 3,
+    "kill-node": 2, "drain-node": 1, "join": 3, "restart": 3, "split": 2, "stop": 0.1, "bad-start": 1, "echo": 3,
+    "kill-in-vote": 8, "kill-in-build": 5, "kill-in-heal": 3,
+}
+"""Fault → weight in the random schedule."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What happens in one simulated run. Rates are shares of messages; times are seconds of virtual time."""
+
+    options: ControlOptions
+    nodes: tuple[int, ...]
+    faults: tuple[tuple[float, str], ...]
+    lost: float
+    doubled: float
+    faults_end_s: float
+
+
+def random_schedule(seed: int) -> Schedule:
+    rng = random.Random(seed)
+    dp, cp = rng.choice([(1, 1), (1, 2), (2, 1), (2, 2), (2, 2), (2, 3), (3, 2), (3, 3), (4, 2)])
+    spares_wanted = rng.choice([0, 1, 1, 2, 3])
+    total = dp * cp + spares_wanted
+    num_nodes = rng.randint(1, 4)
+    slots = [0] * num_nodes
+    for index in range(total + rng.choice([0, 0, 1, 3])):
+        slots[index % num_nodes] += 1
+    options = ControlOptions(
+        run="simulated", dp=dp, cp=cp, total_steps=rng.randint(3, 40), spares=spares_wanted,
+        min_dp=rng.choice([1, 1, dp]), max_dp=rng.choice([None, dp + 1, dp + 2]), report_s=1.0, build_s=6.0,
+        start_s=5.0, hello_s=1.0, boundary_s=6.0, finalize_s=4.0, spare_grace_s=0.5, grow_delay_s=0.5, backoff_s=3.0,
+        crash_loop_limit=rng.choice([3, 50]), build_failure_limit=100,
+    )
+    kinds = rng.choices(list(FAULTS), weights=list(FAULTS.values()), k=rng.randint(0, 12))
+    horizon = rng.choice([3.0, 8.0])
+    clustered = rng.random() < 0.3
+    moment = rng.uniform(0.5, horizon)
+    faults = sorted(
+        (moment + rng.uniform(0, 0.4) if clustered else rng.uniform(0.3, horizon), kind) for kind in kinds
+    )
+    lossy = rng.random() < 0.4
+    return Schedule(options, tuple(slots), tuple(faults), rng.choice([0.02, 0.1]) if lossy else 0.0,
+                    0.1 if rng.random() < 0.5 else 0.0, horizon + 1.0)
+
+
+def describe_seed(seed: int) -> dict[str, Any]:
+    """The schedule of a seed in words, for whoever replays it."""
+    schedule = random_schedule(seed)
+    return {
+        "seed": seed, "options": schedule.options, "nodes": schedule.nodes, "faults": schedule.faults,
+        "lost": schedule.lost, "doubled": schedule.doubled,
+    }
+
+

@@ -1,0 +1,91 @@
+"""What the simulated workers really hold against what the control core decides: invariants 3, 4 and 5.
+
+Sees everything, changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic_ring.control.invariants import require
+from elastic_ring.control.messages import Build, Command, EndRun
+from elastic_ring.control.state import Closing, Ended, State, crew_of
+from elastic_ring.forecast.sim_worker import SimWorker
+
+if TYPE_CHECKING:
+    from elastic_ring.forecast.simulate import World
+
+
+def check_decision(world: World, before: State, after: State, commands: tuple[Command, ...]) -> None:
+    """No survivor holds more steps than are ordered, no donor less; a step is committed by one vote only."""
+    vote = after.newest_vote
+    if vote is not None and vote is not before.newest_vote:
+        known = world.published.setdefault(vote.step, vote)
+        require(known == vote, 3, f"step {vote.step} was committed twice, by different votes")
+    if isinstance(before.phase, Closing):
+        world.healthy_reports = {name for name, report in before.phase.reports.items() if report.healthy}
+    order = next((command for command in commands if isinstance(command, Build)), None)
+    if order is None or (order.term, order.generation) in world.groups:
+        return
+    crew = crew_of(before)
+    for name in crew.everyone if crew is not None else ():
+        record = after.workers.get(name)
+        if crew is not None and record is not None and record.life == "ready":
+            reached = _reached(world.workers[name], crew.cast)
+            require(reached <= order.step, 3, f"{name} has {reached} steps, but step {order.step} is ordered")
+    for heal in order.heals:
+        donor = world.workers[heal.donor]
+        if donor.alive:
+            holds = donor.shard is not None and donor.shard.cp_rank == heal.cp_rank
+            require(holds, 5, f"{heal.donor} shall donate cp_rank {heal.cp_rank} and has no such shard")
+            can_follow = donor.gradient is not None and donor.gradient[0] == order.step - 1
+            require(donor.applied == order.step or can_follow, 5, f"{donor.name} shall donate an older shard")
+
+
+def _reached(worker: SimWorker, cast: tuple[int, int]) -> int:
+    """Steps whose result this survivor holds, as far as they were not given up before the last build."""
+    if not worker.alive:
+        return 0
+    held = worker.vote
+    voted = held.step + 1 if held is not None and held.cast == cast else 0
+    return max(voted, worker.applied)
+
+
+def check_end(world: World, end: EndRun) -> None:
+    """A run ends with every step committed once, or for a reason that is true."""
+    state = world.coordinators[-1].state
+    require(isinstance(state.phase, Ended), 1, "the run ended, but not for its coordinator")
+    if end.error == "" and end.message == "all steps committed":
+        _check_committed(world)
+    elif end.error == "ShardLost":
+        _check_lost(world, end, state)
+    elif end.error == "CrashLoop":
+        require(state.crashes.count >= world.options.crash_loop_limit, 3, "a crash loop that was none")
+    elif end.error == "UserCodeFailed":
+        require(world.facts.get("raise", 0) >= 2, 3, "user code raised once")
+    else:
+        require(end.error == "" and world.facts.get("stop"), 3, f"{end.error}: {end.message}")
+
+
+def _check_committed(world: World) -> None:
+    last = world.groups[max(world.groups)].order
+    total = world.options.total_steps
+    histories = set()
+    for name in last.seats:
+        shard = world.workers[name].shard
+        if shard is not None and world.workers[name].alive:
+            histories.add(shard.history)
+    require(len(histories) == 1, 3, f"the members end with {len(histories)} different histories")
+    (history,) = histories
+    require([vote.step for vote in history] == list(range(total)), 4, "a step twice or never")
+    for step, vote in world.published.items():
+        require(history[step] == vote, 3, f"step {step} was published and is not in the weights")
+
+
+def _check_lost(world: World, end: EndRun, state: State) -> None:
+    facts = dict(end.facts)
+    lost, step = {int(rank) for rank in facts["cp_ranks"].split(",")}, int(facts["step"])
+    for name in world.healthy_reports & set(state.workers):
+        worker = world.workers[name]
+        if worker.alive and worker.shard is not None and worker.shard.cp_rank in lost:
+            require(worker.applied != step, 3, f"{name} holds the shard that was given up")

@@ -1,0 +1,67 @@
+"""The control core under random faults on a virtual clock: promises kept, runs finished, bugs noticed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from elastic_ring.control.invariants import InvariantBroken
+from elastic_ring.errors import IllegalTransition
+from elastic_ring.forecast.faults import FAULTS, random_schedule
+from elastic_ring.forecast.simulate import NotFinished, World, simulate
+from tests.sim.planted import PLANTED
+
+
+@pytest.mark.parametrize("first", range(0, 500, 100))
+def test_every_random_schedule_keeps_the_invariants_and_ends(first: int) -> None:
+    ends = [simulate(seed).end for seed in range(first, first + 100)]
+    finished = [end for end in ends if end.message == "all steps committed"]
+    assert len(finished) >= 60, "most schedules leave capacity enough to finish"
+
+
+def test_a_seed_replays_exactly() -> None:
+    assert simulate(17) == simulate(17)
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED[bug](monkeypatch)
+    with pytest.raises((InvariantBroken, NotFinished, IllegalTransition)):
+        _run_seeds(300)
+
+
+def _run_seeds(num_seeds: int) -> None:
+    for seed in range(num_seeds):
+        simulate(seed, limit_s=200.0)
+
+
+class Upheaval(RuleBasedStateMachine):
+    """Faults at moments that hypothesis chooses and shrinks; every invariant is checked after every event."""
+
+    @initialize(seed=st.integers(0, 10_000))
+    def start(self, seed: int) -> None:
+        planned = random_schedule(seed)
+        schedule = type(planned)(planned.options, planned.nodes, (), planned.lost, planned.doubled, 1e9)
+        self.world = World(seed, schedule)
+        self.world.begin()
+
+    @rule(kind=st.sampled_from(sorted(FAULTS)))
+    def fault(self, kind: str) -> None:
+        self.world.fault(kind)
+
+    @rule(duration_s=st.sampled_from([0.02, 0.1, 0.5, 2.0]))
+    def time_passes(self, duration_s: float) -> None:
+        self.world.run_for(duration_s)
+
+    def teardown(self) -> None:
+        self.world.cease()
+        self.world.finish(600.0)
+
+
+TestUpheaval = Upheaval.TestCase
+TestUpheaval.settings = settings(
+    max_examples=300, stateful_step_count=25, deadline=None, derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)

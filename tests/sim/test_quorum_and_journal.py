@@ -1,0 +1,103 @@
+"""The decision about the next step from reports alone, and the journal that gives the same commands again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from elastic_ring.control import messages
+from elastic_ring.control.messages import Build, Heal, Published, Report, Vote, from_json, to_json
+from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.quorum import decide
+from elastic_ring.control.replay import replay
+from elastic_ring.control.state import members
+from elastic_ring.errors import JournalDamaged
+from elastic_ring.forecast.simulate import World, random_schedule
+from elastic_ring.mesh import Mesh
+from tests.sim.bench import Bench
+
+OLD, NEW = (1, 4), (1, 5)
+
+
+def _report(applied: int, shard: int | None = 0, cast: tuple[int, int] = NEW, **more: object) -> Report:
+    fields = {"vote": None, "has_gradient": True, "gradient_cast": cast, **more}
+    return Report("w", "x", 1, 6, "aborted", applied, shard=shard, **fields)  # type: ignore[arg-type]
+
+
+def test_nobody_holds_the_vote_so_the_step_runs_again() -> None:
+    decided = decide({"a": _report(7), "b": _report(7, 1)}, None, 7, 5, NEW)
+    assert (decided.step, decided.roll_forward, decided.holders) == (7, None, {"a": 0, "b": 1})
+
+
+def test_a_gradient_that_other_members_reduced_does_not_fit_the_vote() -> None:
+    ahead = _report(8, last_vote=Vote(7, (1.0,), NEW))
+    decided = decide({"a": ahead, "b": _report(7, 1, cast=OLD), "c": _report(7, 1)}, None, 7, 7, NEW)
+    assert decided.holders == {"a": 0, "c": 1}
+
+
+def test_whoever_has_no_gradient_any_more_cannot_follow() -> None:
+    ahead = _report(8, last_vote=Vote(7, (1.0,), NEW))
+    assert decide({"a": ahead, "b": _report(7, 1, has_gradient=False)}, None, 7, 7, NEW).holders == {"a": 0}
+
+
+def test_a_vote_that_was_given_up_before_the_last_build_does_not_count() -> None:
+    assert decide({"a": _report(7, vote=Vote(7, (1.0,), OLD))}, None, 7, 7, NEW).step == 7
+    assert decide({"a": _report(7, vote=Vote(7, (1.0,), NEW))}, None, 7, 7, NEW).step == 8
+
+
+def test_a_report_without_a_shard_moves_nothing_but_its_vote_counts() -> None:
+    decided = decide({"a": _report(7), "b": _report(99, None, vote=Vote(7, (1.0,), NEW))}, None, 7, 5, NEW)
+    assert (decided.step, decided.holders) == (8, {"a": 0})
+
+
+def test_every_message_survives_json() -> None:
+    build = Build("c", "w", 1, 2, Mesh(1, 2), ("a", "b"), 3, Vote(2, (0.1, float("inf")), (1, 2)),
+                  (Heal(0, "a", ("b",)),), False)
+    for message in (build, _report(3, vote=Vote(3, (1e-17,), NEW)), messages.EndRun("c", "", "m", (("a", "b"),))):
+        assert from_json(json.loads(json.dumps(to_json(message)))) == message
+
+
+def _recovered() -> Bench:
+    run = Bench({"a": 3, "b": 3}).form()
+    run.say(Published("w", Vote(3, (float("nan"),), (1, 1))))
+    run.lose(3)
+    run.report_all(applied=4)
+    run.resume_all()
+    return run
+
+
+def test_a_journal_replays_to_the_same_state() -> None:
+    run = _recovered()
+    state = replay(run.options, run.journal)
+    assert (state.generation, state.committed, members(state)) == (2, 4, members(run.state))
+    assert (state.workers, state.story) == (run.state.workers, run.state.story)
+
+
+def test_other_commands_than_recorded_are_damage_and_the_line_is_named() -> None:
+    run = _recovered()
+    with pytest.raises(JournalDamaged, match="line 2"):
+        replay(ControlOptions("scripted", dp=1, cp=1, total_steps=100), run.journal)
+    with pytest.raises(JournalDamaged, match="line 4"):
+        replay(run.options, [*run.journal[:3], run.journal[3][:-9], *run.journal[4:]])
+
+
+def test_a_line_that_was_cut_off_by_the_crash_never_led_to_a_command() -> None:
+    run = _recovered()
+    assert replay(run.options, [*run.journal[:-1], run.journal[-1][:-5]]) == replay(run.options, run.journal[:-1])
+
+
+def test_lines_of_a_coordinator_that_was_replaced_are_passed_over() -> None:
+    run = _recovered()
+    ghost = run.journal[-1]
+    run.say(messages.CoordinatorStarted("c", 2))
+    assert replay(run.options, [*run.journal, ghost]) == replay(run.options, run.journal)
+
+
+@pytest.mark.parametrize("seed", [3, 8, 21, 34])
+def test_the_journal_of_a_turbulent_run_replays(seed: int) -> None:
+    world = World(seed, random_schedule(seed))
+    world.begin()
+    world.finish(600.0)
+    newest = world.coordinators[-1]
+    assert replay(world.options, newest.journal) == newest.state

@@ -1,0 +1,419 @@
+"""Each row of the design page's table "when the world changes", as a scripted run."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ring.control.messages import (
+    CoordinatorStarted,
+    DrainRequested,
+    Finalize,
+    Finalized,
+    Hello,
+    KillWorker,
+    NodeDraining,
+    NodeJoined,
+    NodeLost,
+    Published,
+    Release,
+    Report,
+    Resumed,
+    Stand,
+    StartWorker,
+    Status,
+    Stop,
+    StopRequested,
+    Trouble,
+    WorkerLost,
+    WorkerReady,
+)
+from elastic_ring.control.state import members, mesh_of, spares
+from elastic_ring.errors import IllegalTransition
+from elastic_ring.mesh import Mesh
+from tests.sim.bench import Bench, build_in, end_in, only
+
+TWO_NODES = {"a": 3, "b": 3}
+
+
+def test_a_spare_takes_the_same_place_and_nobody_else_moves() -> None:
+    run = Bench(TWO_NODES).form()
+    before, (spare,) = members(run.state), spares(run.state)
+    stops = only(Stop, run.lose(3))
+    assert {stop.worker for stop in stops} == set(before[:3])
+    assert {(stop.mode, stop.generation) for stop in stops} == {("abort", 2)}
+    order = build_in(run.report_all(applied=7))
+    assert order.seats == (*before[:3], spare)
+    assert (order.step, order.roll_forward, order.fresh) == (7, None, False)
+    (heal,) = order.heals
+    assert (heal.cp_rank, heal.donor, heal.newcomers) == (1, before[1], (spare,))
+    run.resume_all()
+    assert run.phase == "running"
+    assert (run.change.action, run.change.promise) == ("spare took its place", "bit-exact")
+    assert (run.change.step_rerun, run.change.rolled_forward) == (7, None)
+    assert [(loss.global_rank, loss.reason) for loss in run.change.lost] == [(3, "died")]
+    assert run.change.survivors == before[:3]
+
+
+def test_a_vote_that_one_survivor_holds_travels_to_all() -> None:
+    run = Bench(TWO_NODES).form()
+    run.lose(3)
+    vote = run.vote(7)
+    run.report(0, 8)
+    run.report(1, 7)
+    order = build_in(run.report(2, 7))
+    assert (order.step, order.roll_forward) == (8, vote)
+    run.resume_all()
+    assert (run.change.rolled_forward, run.change.step_rerun) == (7, None)
+
+
+def test_a_vote_that_was_received_but_not_applied_counts() -> None:
+    run = Bench(TWO_NODES).form()
+    run.lose(3)
+    vote = run.vote(7)
+    run.report(0, 7)
+    run.report(1, 7, vote=vote)
+    assert build_in(run.report(2, 7)).roll_forward == vote
+
+
+def test_a_vote_that_only_the_coordinator_has_seen_counts() -> None:
+    run = Bench(TWO_NODES).form()
+    run.commit(7)
+    vote = run.vote(7)
+    run.lose(0)
+    order = build_in(run.report_all(applied=7))
+    assert (order.step, order.roll_forward) == (8, vote)
+
+
+def test_a_vote_of_a_generation_whose_step_was_given_up_counts_no_more() -> None:
+    run = Bench(TWO_NODES).form()
+    late = run.vote(7)
+    run.lose(3)
+    run.report_all(applied=7)
+    run.resume_all()
+    run.say(Published("w", late))
+    assert run.state.committed == 7
+    assert run.reason.startswith("stale")
+
+
+def test_without_a_spare_the_mesh_loses_a_ring_and_leftovers_become_spares() -> None:
+    run = Bench({"a": 2, "b": 2}, spares=0).form()
+    before = members(run.state)
+    run.lose(2)
+    order = build_in(run.report_all(applied=5))
+    assert order.mesh == Mesh(1, 2)
+    assert order.seats == before[:2]
+    said = run.resume_all()
+    assert [stand.worker for stand in only(Stand, said)] == [before[3]], "after the build, not before"
+    assert spares(run.state) == (before[3],)
+    assert (run.change.action, run.change.promise, run.state.promise) == ("mesh shrank", *["sample-exact"] * 2)
+
+
+def test_two_losses_that_leave_no_ring_whole_make_one_of_the_halves() -> None:
+    run = Bench({"a": 2, "b": 2}, spares=0).form()
+    before = members(run.state)
+    run.lose(0, 3)
+    order = build_in(run.report_all(applied=5))
+    assert sorted(order.seats) == sorted([before[1], before[2]])
+    assert order.seats == (before[2], before[1])
+    assert order.heals == ()
+
+
+def test_a_leftover_that_may_still_hold_state_is_asked_when_the_build_fails() -> None:
+    run = Bench({"a": 2, "b": 2}, spares=0).form()
+    before = members(run.state)
+    run.lose(2)
+    run.report_all(applied=5)
+    stops = only(Stop, run.lose(1))
+    assert {stop.worker for stop in stops} == {before[0], before[3]}
+    run.report(0, 5, shard=0, gradient_cast=(1, 1), last_vote=None)
+    leftover = Report("w", before[3], 1, run.state.generation, "aborted", 5, None, 1, True)
+    order = build_in(run.say(leftover))
+    assert order.seats == (before[0], before[3])
+
+
+def test_a_shard_without_a_holder_ends_the_run_and_says_which_and_what_to_do() -> None:
+    run = Bench({"a": 3}, dp=1).form()
+    run.commit(4)
+    run.lose(1)
+    end = end_in(run.report(0, 5))
+    assert end.error == "ShardLost"
+    assert "cp_rank 1" in end.message
+    assert "step 4" in end.message
+    assert "more rings" in end.message
+    assert run.phase == "ended"
+
+
+def test_before_the_first_commit_a_lost_shard_means_a_fresh_start() -> None:
+    run = Bench({"a": 3}, dp=1).form()
+    run.lose(1)
+    run.report(0, 0)
+    assert run.phase == "forming"
+    order = build_in(run.all_ready() + run.wait(10.0))
+    assert (order.fresh, order.step) == (True, 0)
+
+
+def test_a_drained_worker_donates_its_own_place_and_leaves_after_the_handover() -> None:
+    run = Bench({"a": 3}, dp=1).form()
+    before, (spare,) = members(run.state), spares(run.state)
+    stops = only(Stop, run.say(DrainRequested("u", before[1])))
+    assert {(stop.worker, stop.mode) for stop in stops} == {(worker, "boundary") for worker in before}
+    said = run.report_all(applied=6, kind="boundary")
+    order = build_in(said)
+    assert (order.seats, order.step) == ((before[0], spare), 6)
+    assert [(heal.donor, heal.newcomers) for heal in order.heals] == [(before[1], (spare,))]
+    assert not only(Release, said)
+    said = run.resume_all()
+    assert [release.worker for release in only(Release, said)] == [before[1]]
+    assert (run.change.action, run.change.promise, run.change.step_rerun) == ("drained", "bit-exact", None)
+
+
+def test_a_draining_node_without_spares_shrinks_the_mesh_at_a_boundary() -> None:
+    run = Bench({"a": 2, "b": 2}, spares=0).form()
+    before = members(run.state)
+    run.say(NodeDraining("n", "b"))
+    order = build_in(run.report_all(applied=3, kind="boundary"))
+    assert (order.mesh, order.seats) == (Mesh(1, 2), before[:2])
+    assert {release.worker for release in only(Release, run.resume_all())} == set(before[2:])
+    assert not only(StartWorker, run.wait(1.0)), "nothing starts on a node that leaves"
+
+
+def test_a_drain_that_nothing_can_replace_waits() -> None:
+    run = Bench({"a": 2}, dp=1, spares=0).form()
+    assert not only(Stop, run.say(DrainRequested("u", members(run.state)[0])))
+    said = run.say(NodeJoined("n", "b", 2)) + run.all_ready()
+    assert {stop.mode for stop in only(Stop, said)} == {"boundary"}
+
+
+def test_a_new_coordinator_leaves_a_training_mesh_alone() -> None:
+    run = Bench(TWO_NODES).form()
+    asked = only(Hello, run.say(CoordinatorStarted("c", 2)))
+    ready = [name for name, worker in run.state.workers.items() if worker.life == "ready"]
+    assert {hello.worker for hello in asked} >= set(ready)
+    said = ()
+    for name in ready:
+        activity = "running" if name in members(run.state) else "spare"
+        said += run.say(Status("w", name, 2, 1, activity))
+    assert run.phase == "running"
+    assert (run.state.generation, only(Stop, said)) == (1, [])
+    run.say(Trouble("w", members(run.state)[0], 1, 1, "peer", 3))
+    assert run.reason.startswith("stale"), "the old term is over"
+
+
+def test_a_new_coordinator_collects_reports_anew_when_somebody_parked() -> None:
+    run = Bench(TWO_NODES).form()
+    run.say(CoordinatorStarted("c", 2))
+    said = ()
+    for name in [name for name, worker in run.state.workers.items() if worker.life == "ready"]:
+        said += run.say(Status("w", name, 2, 1, "parked" if name in members(run.state) else "spare"))
+    assert {(stop.term, stop.generation, stop.mode) for stop in only(Stop, said)} == {(2, 2, "abort")}
+    assert build_in(run.report_all(applied=9)).step == 9
+
+
+def test_a_worker_that_a_new_coordinator_does_not_hear_is_killed_and_replaced() -> None:
+    run = Bench(TWO_NODES).form()
+    crew = members(run.state)
+    run.say(CoordinatorStarted("c", 2))
+    for name in [name for name, worker in run.state.workers.items() if worker.life == "ready" and name != crew[2]]:
+        run.say(Status("w", name, 2, 1, "running" if name in crew else "spare"))
+    run.wait(run.options.hello_s / 2)
+    said = run.wait(run.options.hello_s)
+    assert [kill.worker for kill in only(KillWorker, said)] == [crew[2]]
+    run.lose(2)
+    assert run.phase == "closing"
+    assert crew[2] not in build_in(run.report_all(applied=9)).seats
+
+
+def test_capacity_that_comes_back_makes_spares_first_then_one_change_to_whole_rings() -> None:
+    run = Bench({"a": 2, "b": 2}, spares=1, grow_delay_s=2.0).form()
+    run.lose(2)
+    run.report_all(applied=5)
+    run.resume_all()
+    assert mesh_of(run.state) == Mesh(1, 2)
+    run.all_ready()
+    assert len(spares(run.state)) == 2
+    assert not only(Stop, run.wait(60.0)), "one spare is wanted, so one more is no ring"
+    run.say(NodeJoined("n", "c", 1))
+    assert not only(Stop, run.all_ready()), "not before it is quiet"
+    stops = only(Stop, run.wait(2.0))
+    assert {stop.mode for stop in stops} == {"boundary"}
+    order = build_in(run.report_all(applied=9, kind="boundary"))
+    assert (order.mesh, order.step) == (Mesh(2, 2), 9)
+    run.resume_all()
+    assert (run.change.action, run.change.promise, len(spares(run.state))) == ("grew", "sample-exact", 1)
+
+
+def test_a_bigger_cluster_makes_more_rings_than_asked_up_to_the_limit() -> None:
+    run = Bench({"a": 2, "b": 2}, spares=0, max_dp=3).form()
+    run.say(NodeJoined("n", "c", 8))
+    run.all_ready()
+    run.wait(run.options.grow_delay_s)
+    assert build_in(run.report_all(applied=1, kind="boundary")).mesh == Mesh(3, 2)
+
+
+def test_the_third_recovery_at_the_same_step_ends_the_run_with_the_signal() -> None:
+    run = Bench({"a": 4, "b": 4}, spares=3).form()
+    for _ in range(2):
+        run.lose(3)
+        run.report_all(applied=7)
+        run.resume_all()
+    run.lose(3)
+    end = end_in(run.report_all(applied=7))
+    assert end.error == "CrashLoop"
+    assert "step 7" in end.message
+    assert "signal 9" in end.message
+
+
+def test_deaths_at_different_steps_are_no_crash_loop() -> None:
+    run = Bench({"a": 4, "b": 4}, spares=3).form()
+    for step in (7, 8, 7 + 2, 10):
+        run.lose(3)
+        run.all_ready()
+        run.report_all(applied=step)
+        run.resume_all()
+    assert run.phase == "running"
+
+
+def test_user_code_that_raises_twice_in_one_step_ends_the_run_traceback_first() -> None:
+    run = Bench(TWO_NODES).form()
+    first = members(run.state)
+    run.say(Trouble("w", first[1], 1, 1, "user", 7, "Traceback: boom"))
+    order = build_in(run.report_all(applied=7))
+    assert order.seats == first, "nobody is to blame, so everyone stays"
+    run.resume_all()
+    end = end_in(run.say(Trouble("w", first[2], 1, 2, "user", 7, "Traceback: boom")))
+    assert end.error == "UserCodeFailed"
+    assert end.message.startswith("Traceback: boom")
+
+
+@pytest.mark.parametrize(("kind", "error"), [("skipped", "TooManySkipped"), ("check", "RunFailed")])
+def test_what_would_only_happen_again_ends_the_run(kind: str, error: str) -> None:
+    run = Bench(TWO_NODES).form()
+    assert end_in(run.say(Trouble("w", members(run.state)[0], 1, 1, kind, 3, "why"))).error == error
+
+
+def test_the_end_is_written_by_ring_0_and_releases_everyone() -> None:
+    run = Bench(TWO_NODES, total_steps=5).form()
+    crew, idle = members(run.state), spares(run.state)
+    said = run.report_all(applied=5, kind="finished")
+    assert [order.worker for order in only(Finalize, said)] == list(crew[:2])
+    said = run.say(Finalized("w", crew[0], 1, 1, "abc"))
+    end = end_in(said)
+    assert (end.error, dict(end.facts)["weights_sha256"]) == ("", "abc")
+    assert {release.worker for release in only(Release, said)} == {*crew, *idle}
+
+
+def test_a_death_while_finishing_builds_once_more_at_the_last_step() -> None:
+    run = Bench(TWO_NODES, total_steps=5).form()
+    run.report_all(applied=5, kind="finished")
+    run.lose(0)
+    assert build_in(run.report_all(applied=5)).step == 5
+    run.resume_all()
+    assert only(Finalize, run.report_all(applied=5, kind="finished"))
+
+
+def test_stop_ends_at_the_boundary_or_by_force() -> None:
+    for polite in (True, False):
+        run = Bench(TWO_NODES).form()
+        run.say(StopRequested("u", "ctrl-c"))
+        assert run.phase == "running"
+        said = run.report_all(4, "boundary") if polite else run.wait(run.options.boundary_s)
+        assert "stopped: ctrl-c" in end_in(said).message
+        assert end_in(said).error == ""
+
+
+def test_stop_ends_at_once_when_nothing_runs() -> None:
+    run = Bench(TWO_NODES)
+    assert "stopped" in end_in(run.say(StopRequested("u", "ctrl-c"))).message
+
+
+def test_a_lost_node_is_one_incident_whatever_it_takes_along() -> None:
+    run = Bench({"a": 2, "b": 2, "c": 2}, spares=2).form()
+    run.say(NodeLost("n", "b"))
+    order = build_in(run.report_all(applied=3))
+    run.resume_all()
+    assert order.mesh == Mesh(2, 2)
+    assert (len(run.change.lost), run.change.action, run.state.crashes.count) == (2, "spares took their places", 1)
+
+
+def test_too_few_for_min_dp_waits_parked_until_capacity_comes() -> None:
+    run = Bench({"a": 2, "b": 2}, spares=0, min_dp=2).form()
+    run.lose(3)
+    run.report_all(applied=3)
+    assert run.phase == "waiting"
+    order = build_in(run.all_ready())
+    assert (order.mesh, order.step, len(order.heals)) == (Mesh(2, 2), 3, 1)
+
+
+def test_a_silent_member_is_asked_again_then_killed_then_replaced() -> None:
+    run = Bench(TWO_NODES).form()
+    crew = members(run.state)
+    run.say(Trouble("w", crew[0], 1, 1, "peer", 3))
+    for rank in (0, 1, 2):
+        run.report(rank, 3)
+    assert [stop.worker for stop in only(Stop, run.wait(run.options.report_s / 2))] == [crew[3]]
+    assert [kill.worker for kill in only(KillWorker, run.wait(run.options.report_s / 2))] == [crew[3]]
+    order = build_in(run.wait(run.options.report_s))
+    assert crew[3] not in order.seats
+
+
+def test_a_ring_that_does_not_close_accuses_nobody_while_state_hangs_on_them() -> None:
+    run = Bench(TWO_NODES)
+    run.all_ready()
+    run.wait(run.options.spare_grace_s)
+    run.wait(run.options.build_s / 2)
+    said = run.wait(run.options.build_s / 2)
+    assert not only(KillWorker, said)
+    assert len(only(Stop, said)) == 4
+
+
+def test_a_poisoned_device_is_killed_and_healed_elsewhere_but_its_vote_counts() -> None:
+    run = Bench(TWO_NODES).form()
+    crew, vote = members(run.state), run.vote(3)
+    run.say(Trouble("w", crew[0], 1, 1, "peer", 3))
+    assert only(KillWorker, run.report(0, 4, healthy=False))
+    run.report(1, 3)
+    run.report(2, 3)
+    order = build_in(run.report(3, 3))
+    assert crew[0] not in order.seats
+    assert order.roll_forward == vote
+
+
+def test_a_member_that_failed_inside_apply_is_healed_in_its_place() -> None:
+    run = Bench(TWO_NODES).form()
+    crew = members(run.state)
+    run.say(Trouble("w", crew[0], 1, 1, "peer", 3))
+    run.report(0, 0, shard=None)
+    for rank in (1, 2):
+        run.report(rank, 4)
+    order = build_in(run.report(3, 4))
+    assert order.seats == crew
+    assert [(heal.donor, heal.newcomers) for heal in order.heals] == [(crew[2], (crew[0],))]
+
+
+def test_a_node_on_which_nothing_starts_is_left_alone_for_a_while() -> None:
+    run = Bench({"a": 1}, dp=1, cp=1, spares=0, backoff_s=20.0)
+    for again in (True, True, False):
+        (starting,) = run.state.workers
+        said = run.say(WorkerLost("a", starting, "start-failed", "no such module"))
+        assert bool(only(StartWorker, said)) is again, "not after the third failure in a row"
+    assert "no start there for 20 s" in run.reason
+    assert only(StartWorker, run.wait(20.0))
+
+
+def test_a_worker_of_another_coordinator_is_fenced() -> None:
+    run = Bench(TWO_NODES).form()
+    (kill,) = only(KillWorker, run.say(WorkerReady("w", "w9.t0", "a", 1)))
+    assert kill.worker == "w9.t0"
+
+
+def test_an_event_without_a_row_raises_with_the_story() -> None:
+    run = Bench(TWO_NODES).form()
+    with pytest.raises(IllegalTransition, match="generation 1 runs"):
+        run.say(Finalized("w", members(run.state)[0], 1, 1, "x"))
+
+
+def test_duplicates_change_nothing() -> None:
+    run = Bench(TWO_NODES).form()
+    state = run.state
+    run.say(Resumed("w", members(state)[0], 1, 1, 0))
+    assert run.state is state
