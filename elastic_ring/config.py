@@ -186,7 +186,8 @@ def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault
             raise ValueError(f"fault {fault}: step={fault.step} never comes in a run of steps={step.steps}")
         if fault.rank is not None and fault.rank >= scaling.most_rings * scaling.cp:
             raise ValueError(
-                f"fault {fault}: rank={fault.rank} is not in the mesh {scaling.mesh} (ranks 0 to {scaling.mesh.size - 1})"
+                f"fault {fault}: rank={fault.rank} is not in the mesh {scaling.mesh} "
+                f"(ranks 0 to {scaling.mesh.size - 1})"
             )
 
 

@@ -263,7 +263,9 @@ class Hello:
 
 @dataclass(frozen=True)
 class Stop:
-    """mode `abort`: abort every group, park, probe, answer `Report`.
+    """mode `abort`: abort every group, park, probe, answer `Report`. Sent before the `Build` of the same
+    generation, so a worker that has that `Build` already ignores it: it is a late copy. Asked twice, it
+    answers twice.
 
     mode `boundary`: put a boundary request into the next vote and go on; all members park after that step.
     """

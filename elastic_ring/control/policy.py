@@ -288,8 +288,8 @@ def _action(situation: Situation, mesh: Mesh, newcomers: tuple[str, ...], seated
         return "mesh shrank" if mesh.dp < situation.mesh.dp else "grew"
     if any(worker in situation.draining and worker not in seated for worker in situation.seats):
         return "drained"
-    spares = set(situation.spares)
-    num_spares = sum(worker in spares for worker in newcomers)
+    # Whoever was healed in an attempt that failed afterwards is no newcomer any more, but still a spare.
+    num_spares = len(seated - set(situation.seats))
     if num_spares:
         return "spare took its place" if num_spares == 1 else "spares took their places"
     return "healed in place" if newcomers else "rebuilt in place"

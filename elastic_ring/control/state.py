@@ -135,7 +135,7 @@ class Forming:
 
 @dataclass(frozen=True)
 class Building:
-    """`order` is sent to everyone (its `worker` is empty). `parked` are reports of members that were faster than the news of the others."""
+    """`order` is sent to everyone (its `worker` is empty). `parked`: who was faster than the others' news."""
 
     crew: Crew
     order: Build
@@ -158,7 +158,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Closing:
-    """`Stop` is sent under a new generation; `crew` is the last one. `waiting`: reports are in, capacity is not."""
+    """`Stop` is sent under a new generation; `crew` is the last one. `waiting`: for which capacity."""
 
     crew: Crew
     incident: Incident

@@ -58,7 +58,10 @@ class Turn:
     def pending_deaths(self, workers: Iterable[str]) -> list[str]:
         """Those that were told to go and are still waited for."""
         known = self.state.workers
-        return [name for name in workers if name in known and known[name].life == "dying" and not known[name].written_off]
+        return [
+            name for name in workers
+            if name in known and known[name].life == "dying" and not known[name].written_off
+        ]
 
     def fence(self, names: Iterable[str], why: str, written_off: bool = False) -> None:
         """Kill; the slot stays taken until the death is confirmed. `written_off`: and nobody waits for it."""

@@ -114,6 +114,8 @@ class SimWorker:
             return
         self.generation = command.generation
         if isinstance(command, Stop):
+            if self.group is not None and self.group.order.generation == command.generation:
+                return  # The build that this stop made room for is here already: it comes late.
             if not known or self.doing != "parked":
                 self._abort("parked")
             self._report("aborted")

@@ -123,7 +123,8 @@ class Chronicle:
             return
         struck = min(self.fired[i] for i in self._open_faults)
         self._add_recovery({
-            "step": state.committed, "faults": [str(self._run.faults[i]) for i in sorted(self._take_faults())], "cause": "the coordinator died",
+            "step": state.committed, "cause": "the coordinator died",
+            "faults": [str(self._run.faults[i]) for i in sorted(self._take_faults())],
             "action": "coordinator restarted from its journal", "detect_s": 0.0, "close_s": now - struck, "heal_s": 0.0,
             "rerun_s": 0.0, "total_s": now - struck, "steps_undone": 0, "steps_rerun": 0,
             "survivor_pids_kept": True, "exact": True,

@@ -255,8 +255,9 @@ class Coordinator:
         self._steps += [record for record in records if record["step"] > known]
         del self._steps[:-256]
         if self.chronicle.metrics.last_step > known:
-            if not isinstance(self.state.phase, Running):
-                self._decide(Published(self._cause(), self.chronicle.last_vote))
+            newest = self.chronicle.last_vote
+            if newest is not None and not isinstance(self.state.phase, Running):
+                self._decide(Published(self._cause(), newest))
             self._refresh()
 
     def _decide(self, event: Event) -> None:
@@ -300,7 +301,8 @@ class Coordinator:
             end = self._conclude(end)
         except Exception as error:
             log.exception("the last records could not be written")
-            end = {"error": "RunFailed", "message": f"{end['message']}; then {type(error).__name__}: {error}", "facts": {}}
+            message = f"{end['message']}; then {type(error).__name__}: {error}"
+            end = {"error": "RunFailed", "message": message, "facts": {}}
         self.lookout.close()
         self.dispatch.kill_everyone()
         keep = actor_name(self.charter.run.name, "coordinator")

@@ -64,6 +64,7 @@ class Connector:
     aborted: bool = False
     _device_ports: set[tuple[str, int]] = field(default_factory=set)
     _own_port: int = 0
+    _device: ProcessGroupGloo.Device | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def connect(self, mesh: Mesh, global_rank: int) -> Groups:
@@ -86,7 +87,7 @@ class Connector:
             self_test(groups)
             return groups
 
-    def link(self, name: str, workers: Sequence[str], worker: str) -> dist.ProcessGroup:
+    def link(self, name: str, workers: Sequence[str], worker: str) -> ProcessGroupGloo:
         """A group of a donor (first) and its newcomers, by worker id; the donor may have no seat."""
         with translated(self):
             store = self._open_store()
@@ -118,15 +119,15 @@ class Connector:
         return TCPStore(self.where.host, self.where.port, is_master=False, timeout=timeout, wait_for_workers=False)
 
     def _listen(self) -> ProcessGroupGloo.Device:
-        if self._own_port:
+        if self._device is not None:
             return self._device
         with _listen_lock:
             before = {port for port, _ in _listening()}
-            self._device = ProcessGroupGloo.create_device(hostname=self.where.address)
+            device = ProcessGroupGloo.create_device(hostname=self.where.address)
             opened = [port for port, address in _listening() if port not in before and address == self.where.address]
         assert len(opened) == 1, f"expected one new listening socket, saw {opened}"
-        self._own_port = opened[0]
-        return self._device
+        self._own_port, self._device = opened[0], device
+        return device
 
     def _exchange_ports(self, store: TCPStore, mesh: Mesh, global_rank: int) -> None:
         self._publish_port(PrefixStore(self.where.prefix, store), global_rank, range(mesh.size))
@@ -150,20 +151,20 @@ class Connector:
         group = dist.ProcessGroup(prefixed, rank, len(ranks))
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        group._set_group_name(full_name)
+        group._set_group_name(full_name)  # type: ignore[arg-type]
         world = c10d._world
         world.pg_map[group] = ("gloo", prefixed)
-        world.pg_names[group] = full_name
+        world.pg_names[group] = full_name  # type: ignore[assignment]
         world.pg_group_ranks[group] = {peer: i for i, peer in enumerate(ranks)}
         world.pg_backend_config[group] = "cpu:gloo"
-        c10d._register_process_group(full_name, group)
+        c10d._register_process_group(full_name, group)  # type: ignore[arg-type]
         return group
 
     def _gloo(
         self, store: PrefixStore, device: ProcessGroupGloo.Device, rank: int, size: int
     ) -> ProcessGroupGloo:
         self._raise_if_aborted()
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [device]
         options._timeout = timedelta(seconds=self.where.timeout_s)
         backend = ProcessGroupGloo(store, rank, size, options)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from elastic_ring.attention.kernels.table import select
 from elastic_ring.control.messages import Build, Finalized, Heal, Report, Resumed
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.order import Order
@@ -25,6 +24,7 @@ from elastic_ring.train.check import check_model
 from elastic_ring.train.optim import learning_rate
 from elastic_ring.train.transaction import Local, Transaction
 from elastic_ring.train.vote import Outcome
+from elastic_ring.train.warm import warm_up
 from elastic_ring.train.weights import gather_weights
 
 log = logging.getLogger(__name__)
@@ -50,9 +50,7 @@ class Member:
         self._published = -1
 
     def warm_up(self) -> None:
-        """Open the data and try the kernels, so that taking a place costs neither."""
-        import torch
-
+        """Open the data and do once, on something tiny, what is slow the first time."""
         task, step = self._card.task, self._card.task.step
         source = open_source(task.data)
         self.fingerprint = source.fingerprint
@@ -61,7 +59,7 @@ class Member:
         self._val_loader = Loader(validation)
         order = Order(step.seed, step.global_batch, training.num_sequences)
         self._transaction = Transaction(task, Loader(training), order, self._watch)
-        select(torch.device("cpu"), torch.float32, 64, deterministic=True)
+        warm_up(task)
 
     # ------------------------------------------------------------ control thread
 
@@ -136,7 +134,8 @@ class Member:
         if command.roll_forward is not None and not receives and state.valid:
             state.roll_forward(command.roll_forward)
         rolled = time.monotonic()
-        num_bytes = sum(self._heal(heal, connector) for heal in command.heals if worker in (heal.donor, *heal.newcomers))
+        mine = [heal for heal in command.heals if worker in (heal.donor, *heal.newcomers)]
+        num_bytes = sum(self._heal(heal, connector) for heal in mine)
         healed = time.monotonic()
         assert not self.seated or (state.valid and state.applied == command.step), (state.applied, command.step)
         if self._groups is not None and command.fresh and self._card.task.step.check_model:
@@ -165,7 +164,8 @@ class Member:
 
         with translated(connector):
             if role == "donor":
-                assert state.shard is not None and state.valid
+                assert state.shard is not None
+                assert state.valid
                 return send_shard(state.shard, link, after_chunk=after_chunk)
             assert state.shard is not None
             state.applying = True  # half healed is as lost as half applied
@@ -183,7 +183,9 @@ class Member:
 
     def train(self) -> str:
         """Step until a boundary or the end; returns `boundary` or `finished`. Raises what breaks a step off."""
-        assert self._command is not None and self._groups is not None and self._connector is not None
+        assert self._command is not None
+        assert self._groups is not None
+        assert self._connector is not None
         state, step_config = self._transaction, self._card.task.step
         with translated(self._connector):
             while state.applied < step_config.steps:
@@ -201,7 +203,8 @@ class Member:
 
     def finalize(self, cause: str, worker: str, term: int, generation: int) -> Finalized | None:
         """Ring 0 gathers the weights; its first rank writes and digests them."""
-        assert self._groups is not None and self._connector is not None
+        assert self._groups is not None
+        assert self._connector is not None
         self._stamps.stamp(self.applied, Phase.FINALIZE)
         with translated(self._connector):
             digest = gather_weights(self._transaction, self._groups, self._card.run.folder / "weights.safetensors")
@@ -218,7 +221,8 @@ class Member:
             record["val_loss"] = loss
 
     def _record(self, outcome: Outcome, local: Local, step_s: float) -> None:
-        assert self._groups is not None and self._command is not None
+        assert self._groups is not None
+        assert self._command is not None
         mesh, step = self._groups.mesh, outcome.vote.step
         self._records.append({
             "step": step, "loss": outcome.loss, "grad_norm": outcome.grad_norm,
@@ -226,7 +230,8 @@ class Member:
             "samples": list(outcome.samples), "skipped": outcome.skip, "step_s": step_s,
             "generation": self._command.generation, "dp": mesh.dp, "cp": mesh.cp,
             "hop_bytes": local.num_hop_bytes, "hop_wait_s": local.hop_wait_s,
-            "committed_monotonic_s": time.monotonic(), "vote": list(outcome.vote.values), "cast": list(outcome.vote.cast),
+            "committed_monotonic_s": time.monotonic(),
+            "vote": list(outcome.vote.values), "cast": list(outcome.vote.cast),
         })  # fmt: skip
         del self._records[:-KEPT_RECORDS]
 

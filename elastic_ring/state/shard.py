@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-
 @dataclass(frozen=True)
 class Counters:
     """`applied`: steps whose result is in the shard, i.e. the next step to run. Skips are results too."""
@@ -112,7 +111,7 @@ def raw_bytes(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
     """The bytes of each tensor, without a copy where it is contiguous and in host memory."""
     for tensor in tensors:
         flat = tensor.detach().contiguous().cpu().reshape(-1)
-        yield memoryview(flat.view(torch.uint8).numpy())
+        yield flat.view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,10 @@ class Transaction:
     # ------------------------------------------------------------ a generation begins
 
     def enter(self, wires: Wires, cast: tuple[int, int], *, keep: bool) -> None:
-        """Begin generation `cast` (term, generation). Wrap a fresh module in the new groups; `keep` the shard's values, else start with empty ones."""
+        """Begin generation `cast` (term, generation) with a fresh module, wrapped in the new groups.
+
+        `keep` moves the shard's values into it; otherwise it starts with empty ones.
+        """
         self._wires, self._cast = wires, cast
         seat = self._seat
         model = self._maker.wrap(wires.device_mesh)
@@ -141,7 +144,8 @@ class Transaction:
 
     def initialise(self) -> None:
         """First values from the seed, the same on every mesh."""
-        assert self.model is not None and self.shard is not None
+        assert self.model is not None
+        assert self.shard is not None
         with torch.no_grad():
             self._maker.first_values(self.model, self._seat.cp_rank, self._mesh.cp)
         self.shard.counters = Counters()
@@ -190,7 +194,9 @@ class Transaction:
 
     def reduce(self, step: int) -> None:
         """fp32 sum over the rings, once, in the pinned order of the replica group."""
-        assert self.model is not None and self._gradient is not None and self._wires is not None
+        assert self.model is not None
+        assert self._gradient is not None
+        assert self._wires is not None
         gradient = self._gradient
         gradient.step = None
         for name, param in self.model.named_parameters():
@@ -208,7 +214,8 @@ class Transaction:
 
     def vote(self, step: int, local: Local, *, boundary: bool) -> Outcome:
         """Agree on the step's result. Once this returns on any rank, the step is committed."""
-        assert self._gradient is not None and self._wires is not None
+        assert self._gradient is not None
+        assert self._wires is not None
         flat = self._gradient.flat
         num_nonfinite = int(flat.numel() - torch.isfinite(flat).sum())
         norm_sq = float(torch.linalg.vector_norm(flat, dtype=torch.float64).square()) if flat.numel() else 0.0
@@ -224,9 +231,10 @@ class Transaction:
 
         Raises TooManySkipped, after the skip is counted.
         """
-        assert self.shard is not None and self._gradient is not None
+        assert self.shard is not None
+        assert self._gradient is not None
         step, optim = outcome.vote.step, self.task.optim
-        assert step == self.applied and self.has_gradient, (step, self.applied, self._gradient.step)
+        assert step == self.applied == self._gradient.step, (step, self.applied, self._gradient.step)
         self.held, self.applying = outcome, True
         self._watch("apply", step)
         if not outcome.skip:
@@ -253,7 +261,8 @@ class Transaction:
     @torch.no_grad()
     def validate(self, loader: Loader, num_sequences: int) -> float:
         """Mean loss over held-out sequences, each ring taking its share; all ranks return the same bits."""
-        assert self.model is not None and self._wires is not None
+        assert self.model is not None
+        assert self._wires is not None
         sums = torch.zeros(2, dtype=torch.float64)
         self.model.eval()
         for index, sample_id in share(range(num_sequences), self._seat.dp_rank, self._mesh.dp):

@@ -92,7 +92,10 @@ def start_vote(group: Any, ballot: Ballot) -> tuple[Any, list[torch.Tensor]]:
 
 
 def count(step: int, rows: list[torch.Tensor], mesh: Mesh, cast: tuple[int, int]) -> Outcome:
-    """Reduce the table in rank order; `cast` is the (term, generation) of the voters. Raises ReplicasDiverged when replicas of a shard disagree."""
+    """Reduce the table in rank order; `cast` is the (term, generation) of the voters.
+
+    Raises ReplicasDiverged when replicas of a shard disagree.
+    """
     table = [row.tolist() for row in rows]
     _check_replicas(step, table, mesh)
     totals = []
@@ -110,7 +113,8 @@ def _check_replicas(step: int, table: list[list[float]], mesh: Mesh) -> None:
     for cp_rank in range(mesh.cp):
         norms = [table[rank][0] for rank in mesh.replicas(cp_rank)]
         if any(norm != norms[0] and not (math.isnan(norm) and math.isnan(norms[0])) for norm in norms):
-            shown = ", ".join(f"rank {rank}: {norm!r}" for rank, norm in zip(mesh.replicas(cp_rank), norms, strict=True))
+            ranks = mesh.replicas(cp_rank)
+            shown = ", ".join(f"rank {rank}: {norm!r}" for rank, norm in zip(ranks, norms, strict=True))
             raise ReplicasDiverged(
                 f"step {step}: the replicas of cp_rank {cp_rank} hold different gradients ({shown}); one of these "
                 "hosts computes or remembers wrongly",

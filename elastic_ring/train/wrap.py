@@ -98,7 +98,7 @@ def slice_rows(shape: Sequence[int], cp_rank: int, cp: int) -> tuple[int, int]:
 
 def largest_list(model: nn.Module) -> Sequence[nn.Module]:
     """The items of the `ModuleList` with the most parameters: in a transformer, its blocks."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    lists: list[nn.ModuleList] = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         return ()
     return list(max(lists, key=lambda group: sum(p.numel() for p in group.parameters())))

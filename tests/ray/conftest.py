@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConf
 from elastic_ring.data.source import StdlibText
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser
+from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.cluster import NAMESPACE, left_behind
 
@@ -31,7 +33,15 @@ def local_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-def tiny_trainer(folder: Path, name: str, *, faults: str = "", steps: int = 12, **scaling: Any) -> ElasticRingTrainer:
+def slow_loss(seconds: float, model: Any, batch: Any) -> tuple[Any, int]:
+    """The usual loss, some time later: gives a restarted worker the time to come back before the run ends."""
+    time.sleep(seconds)
+    return language_model_loss(model, batch)
+
+
+def tiny_trainer(
+    folder: Path, name: str, *, faults: str = "", steps: int = 12, slow_s: float = 0.0, **scaling: Any
+) -> ElasticRingTrainer:
     """A run of a small decoder on the standard library's sources."""
     options = {"dp": 2, "cp": 2, "spares": 1, **scaling}
     step = StepConfig(steps=steps, global_batch=options.pop("global_batch", 6), context_tokens=96)
@@ -39,6 +49,7 @@ def tiny_trainer(folder: Path, name: str, *, faults: str = "", steps: int = 12, 
     return ElasticRingTrainer(
         partial(Transformer, TINY), StdlibText(96), step=step,
         optim=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=steps),
+        loss=partial(slow_loss, slow_s) if slow_s else language_model_loss,
         scaling=ScalingConfig(**options), run=run, initial=Initialiser(0, TINY.num_layers),
     )  # fmt: skip
 

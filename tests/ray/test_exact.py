@@ -12,8 +12,19 @@ Summary = dict[str, Any]
 
 EVERY_PHASE = (
     "kill@step=1,phase=forward,hop=1,rank=0; kill@step=2,phase=backward,rank=1; kill@step=3,phase=reduce,rank=2;"
-    "kill@step=4,phase=vote,rank=3; kill@step=5,phase=apply,rank=0; kill@step=6,phase=idle,rank=1"
+    "kill@step=4,phase=vote,rank=3; kill@step=5,phase=apply,rank=0; kill@step=8,phase=idle,rank=1"
 )
+# Ranks 1 and 2 of 2 x 2 hold different shards. A newcomer dies while it heals, so does one more later on.
+AT_ONCE_AND_IN_HEAL = (
+    "kill@step=2,phase=backward,rank=1; kill@step=2,phase=backward,rank=2;"
+    "kill@step=5,phase=forward,rank=3; kill@step=5,phase=heal,role=spare"
+)
+# With three rings a donor may die in the middle of healing and leave another donor.
+THREE_RINGS = (
+    "kill@step=1,phase=backward,rank=4; kill@step=3,phase=reduce,rank=8; kill@step=3,phase=heal,role=donor;"
+    "kill@step=6,phase=vote,rank=0; kill@step=8,phase=forward,hop=2,rank=5; kill@step=8,phase=forward,hop=1,rank=6"
+)
+OTHER_WAYS_TO_GO = "freeze@step=2,phase=backward,rank=2; gil@step=4,rank=1; exit@step=6,phase=forward,rank=3"
 
 
 @pytest.fixture(scope="module")
@@ -22,18 +33,25 @@ def undisturbed() -> dict[tuple[int, int], Summary]:
     return {}
 
 
+def fault_free(train: Train, known: dict[tuple[int, int], Summary], dp: int, cp: int) -> Summary:
+    if (dp, cp) not in known:
+        known[dp, cp] = train(f"calm-{dp}x{cp}", dp=dp, cp=cp, spares=0)
+        assert known[dp, cp]["recoveries"] == []
+    return known[dp, cp]
+
+
 def assert_same_bits(summary: Summary, reference: Summary) -> None:
     assert summary["losses"] == reference["losses"]
     assert summary["weights_sha256"] == reference["weights_sha256"]
     assert summary["samples_sha256"] == reference["samples_sha256"]
     assert summary["exact"]
+    assert all(recovery["exact"] and recovery["survivor_pids_kept"] for recovery in summary["recoveries"])
+    assert all(recovery["steps_undone"] == 0 for recovery in summary["recoveries"])
 
 
-def fault_free(train: Train, known: dict[tuple[int, int], Summary], dp: int, cp: int) -> Summary:
-    if (dp, cp) not in known:
-        known[dp, cp] = train(f"calm-{dp}x{cp}", dp=dp, cp=cp)
-        assert known[dp, cp]["recoveries"] == []
-    return known[dp, cp]
+def faults_of(summary: Summary) -> list[int]:
+    """How many faults struck in each recovery."""
+    return [len(recovery["faults"]) for recovery in summary["recoveries"]]
 
 
 def test_a_kill_in_each_phase_and_of_each_rank_changes_no_bit(
@@ -42,6 +60,64 @@ def test_a_kill_in_each_phase_and_of_each_rank_changes_no_bit(
     reference = fault_free(train, undisturbed, 2, 2)
     summary = train("every-phase", spares=6, faults=EVERY_PHASE)
     assert_same_bits(summary, reference)
-    assert len(summary["recoveries"]) == 6
-    assert [recovery["steps_undone"] for recovery in summary["recoveries"]] == [0] * 6
-    assert all(recovery["survivor_pids_kept"] and recovery["exact"] for recovery in summary["recoveries"])
+    assert faults_of(summary) == [1] * 6
+
+
+def test_two_kills_at_once_and_a_newcomer_that_dies_while_it_heals_change_no_bit(
+    train: Train, undisturbed: dict[tuple[int, int], Summary]
+) -> None:
+    reference = fault_free(train, undisturbed, 2, 2)
+    summary = train("at-once", spares=4, faults=AT_ONCE_AND_IN_HEAL)
+    assert_same_bits(summary, reference)
+    assert faults_of(summary) == [2, 2]
+
+
+def test_three_rings_of_three_survive_a_donor_that_dies_in_a_heal(
+    train: Train, undisturbed: dict[tuple[int, int], Summary]
+) -> None:
+    reference = fault_free(train, undisturbed, 3, 3)
+    summary = train("three-rings", dp=3, cp=3, spares=6, faults=THREE_RINGS)
+    assert_same_bits(summary, reference)
+    assert faults_of(summary) == [1, 2, 1, 2]
+
+
+def test_a_frozen_a_stuck_and_a_leaving_process_are_replaced_without_changing_a_bit(
+    train: Train, undisturbed: dict[tuple[int, int], Summary]
+) -> None:
+    reference = fault_free(train, undisturbed, 2, 2)
+    summary = train("other-ways", spares=3, faults=OTHER_WAYS_TO_GO)
+    assert_same_bits(summary, reference)
+    causes = [recovery["cause"] for recovery in summary["recoveries"]]
+    assert "was stopped" in causes[0]
+    assert "made no progress" in causes[1]
+    assert "exit code 3" in causes[2]
+
+
+def test_an_exception_in_one_step_is_survived_in_place(
+    train: Train, undisturbed: dict[tuple[int, int], Summary]
+) -> None:
+    reference = fault_free(train, undisturbed, 2, 2)
+    summary = train("raise", spares=0, faults="raise@step=3,phase=backward,rank=2")
+    assert_same_bits(summary, reference)
+    assert summary["recoveries"][0]["action"] == "rebuilt in place"
+
+
+def test_a_drained_rank_hands_its_place_over_without_a_lost_step(
+    train: Train, undisturbed: dict[tuple[int, int], Summary]
+) -> None:
+    reference = fault_free(train, undisturbed, 2, 2)
+    summary = train("drain", spares=1, faults="drain@step=3,rank=1")
+    assert_same_bits(summary, reference)
+    assert summary["recoveries"][0]["action"] == "drained"
+    assert summary["recoveries"][0]["steps_rerun"] == 0
+
+
+@pytest.mark.parametrize("kind", ["kill", "freeze"])
+def test_training_goes_on_while_the_coordinator_is_gone(
+    train: Train, undisturbed: dict[tuple[int, int], Summary], kind: str
+) -> None:
+    reference = fault_free(train, undisturbed, 2, 2)
+    summary = train(f"{kind}-coordinator", spares=0, faults=f"{kind}-coordinator@step=4")
+    assert_same_bits(summary, reference)
+    assert summary["generations"][-1]["generation"] == 1
+    assert [recovery["action"] for recovery in summary["recoveries"]] == ["coordinator restarted from its journal"]

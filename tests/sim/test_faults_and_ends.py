@@ -1,0 +1,195 @@
+"""What ends a run, and faults that are no clean death: silence, poison, user code, failed starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ring.control.messages import (
+    Finalize,
+    Finalized,
+    KillWorker,
+    NodeLost,
+    Release,
+    Resumed,
+    StartWorker,
+    Stop,
+    StopRequested,
+    Trouble,
+    WorkerLost,
+    WorkerReady,
+)
+from elastic_ring.control.state import members, spares
+from elastic_ring.errors import IllegalTransition
+from elastic_ring.mesh import Mesh
+from tests.sim.bench import Bench, build_in, end_in, only
+
+TWO_NODES = {"a": 3, "b": 3}
+
+
+def test_the_third_recovery_at_the_same_step_ends_the_run_with_the_signal() -> None:
+    run = Bench({"a": 4, "b": 4}, spares=3).form()
+    for _ in range(2):
+        run.lose(3)
+        run.report_all(applied=7)
+        run.resume_all()
+    run.lose(3)
+    end = end_in(run.report_all(applied=7))
+    assert end.error == "CrashLoop"
+    assert "step 7" in end.message
+    assert "signal 9" in end.message
+
+
+def test_deaths_at_different_steps_are_no_crash_loop() -> None:
+    run = Bench({"a": 4, "b": 4}, spares=3).form()
+    for step in (7, 8, 7 + 2, 10):
+        run.lose(3)
+        run.all_ready()
+        run.report_all(applied=step)
+        run.resume_all()
+    assert run.phase == "running"
+
+
+def test_user_code_that_raises_twice_in_one_step_ends_the_run_traceback_first() -> None:
+    run = Bench(TWO_NODES).form()
+    first = members(run.state)
+    run.say(Trouble("w", first[1], 1, 1, "user", 7, "Traceback: boom"))
+    order = build_in(run.report_all(applied=7))
+    assert order.seats == first, "nobody is to blame, so everyone stays"
+    run.resume_all()
+    end = end_in(run.say(Trouble("w", first[2], 1, 2, "user", 7, "Traceback: boom")))
+    assert end.error == "UserCodeFailed"
+    assert end.message.startswith("Traceback: boom")
+
+
+@pytest.mark.parametrize(("kind", "error"), [("skipped", "TooManySkipped"), ("check", "RunFailed")])
+def test_what_would_only_happen_again_ends_the_run(kind: str, error: str) -> None:
+    run = Bench(TWO_NODES).form()
+    assert end_in(run.say(Trouble("w", members(run.state)[0], 1, 1, kind, 3, "why"))).error == error
+
+
+def test_the_end_is_written_by_ring_0_and_releases_everyone() -> None:
+    run = Bench(TWO_NODES, total_steps=5).form()
+    crew, idle = members(run.state), spares(run.state)
+    said = run.report_all(applied=5, kind="finished")
+    assert [order.worker for order in only(Finalize, said)] == list(crew[:2])
+    said = run.say(Finalized("w", crew[0], 1, 1, "abc"))
+    end = end_in(said)
+    assert (end.error, dict(end.facts)["weights_sha256"]) == ("", "abc")
+    assert {release.worker for release in only(Release, said)} == {*crew, *idle}
+
+
+def test_a_death_while_finishing_builds_once_more_at_the_last_step() -> None:
+    run = Bench(TWO_NODES, total_steps=5).form()
+    run.report_all(applied=5, kind="finished")
+    run.lose(0)
+    assert build_in(run.report_all(applied=5)).step == 5
+    run.resume_all()
+    assert only(Finalize, run.report_all(applied=5, kind="finished"))
+
+
+def test_stop_ends_at_the_boundary_or_by_force() -> None:
+    for polite in (True, False):
+        run = Bench(TWO_NODES).form()
+        run.say(StopRequested("u", "ctrl-c"))
+        assert run.phase == "running"
+        said = run.report_all(4, "boundary") if polite else run.wait(run.options.boundary_s)
+        assert "stopped: ctrl-c" in end_in(said).message
+        assert end_in(said).error == ""
+
+
+def test_stop_ends_at_once_when_nothing_runs() -> None:
+    run = Bench(TWO_NODES)
+    assert "stopped" in end_in(run.say(StopRequested("u", "ctrl-c"))).message
+
+
+def test_a_lost_node_is_one_incident_whatever_it_takes_along() -> None:
+    run = Bench({"a": 2, "b": 2, "c": 2}, spares=2).form()
+    run.say(NodeLost("n", "b"))
+    order = build_in(run.report_all(applied=3))
+    run.resume_all()
+    assert order.mesh == Mesh(2, 2)
+    assert (len(run.change.lost), run.change.action, run.state.crashes.count) == (2, "spares took their places", 1)
+
+
+def test_too_few_for_min_dp_waits_parked_until_capacity_comes() -> None:
+    run = Bench({"a": 2, "b": 2}, spares=0, min_dp=2).form()
+    run.lose(3)
+    run.report_all(applied=3)
+    assert run.phase == "waiting"
+    order = build_in(run.all_ready())
+    assert (order.mesh, order.step, len(order.heals)) == (Mesh(2, 2), 3, 1)
+
+
+def test_a_silent_member_is_asked_again_then_killed_then_replaced() -> None:
+    run = Bench(TWO_NODES).form()
+    crew = members(run.state)
+    run.say(Trouble("w", crew[0], 1, 1, "peer", 3))
+    for rank in (0, 1, 2):
+        run.report(rank, 3)
+    assert [stop.worker for stop in only(Stop, run.wait(run.options.report_s / 2))] == [crew[3]]
+    assert [kill.worker for kill in only(KillWorker, run.wait(run.options.report_s / 2))] == [crew[3]]
+    order = build_in(run.wait(run.options.report_s))
+    assert crew[3] not in order.seats
+
+
+def test_a_ring_that_does_not_close_accuses_nobody_while_state_hangs_on_them() -> None:
+    run = Bench(TWO_NODES)
+    run.all_ready()
+    run.wait(run.options.spare_grace_s)
+    run.wait(run.options.build_s / 2)
+    said = run.wait(run.options.build_s / 2)
+    assert not only(KillWorker, said)
+    assert len(only(Stop, said)) == 4
+
+
+def test_a_poisoned_device_is_killed_and_healed_elsewhere_but_its_vote_counts() -> None:
+    run = Bench(TWO_NODES).form()
+    crew, vote = members(run.state), run.vote(3)
+    run.say(Trouble("w", crew[0], 1, 1, "peer", 3))
+    assert only(KillWorker, run.report(0, 4, healthy=False))
+    run.report(1, 3)
+    run.report(2, 3)
+    order = build_in(run.report(3, 3))
+    assert crew[0] not in order.seats
+    assert order.roll_forward == vote
+
+
+def test_a_member_that_failed_inside_apply_is_healed_in_its_place() -> None:
+    run = Bench(TWO_NODES).form()
+    crew = members(run.state)
+    run.say(Trouble("w", crew[0], 1, 1, "peer", 3))
+    run.report(0, 0, shard=None)
+    for rank in (1, 2):
+        run.report(rank, 4)
+    order = build_in(run.report(3, 4))
+    assert order.seats == crew
+    assert [(heal.donor, heal.newcomers) for heal in order.heals] == [(crew[2], (crew[0],))]
+
+
+def test_a_node_on_which_nothing_starts_is_left_alone_for_a_while() -> None:
+    run = Bench({"a": 1}, dp=1, cp=1, spares=0, backoff_s=20.0)
+    for again in (True, True, False):
+        (starting,) = run.state.workers
+        said = run.say(WorkerLost("a", starting, "start-failed", "no such module"))
+        assert bool(only(StartWorker, said)) is again, "not after the third failure in a row"
+    assert "no start there for 20 s" in run.reason
+    assert only(StartWorker, run.wait(20.0))
+
+
+def test_a_worker_of_another_coordinator_is_fenced() -> None:
+    run = Bench(TWO_NODES).form()
+    (kill,) = only(KillWorker, run.say(WorkerReady("w", "w9.t0", "a", 1)))
+    assert kill.worker == "w9.t0"
+
+
+def test_an_event_without_a_row_raises_with_the_story() -> None:
+    run = Bench(TWO_NODES).form()
+    with pytest.raises(IllegalTransition, match="generation 1 runs"):
+        run.say(Finalized("w", members(run.state)[0], 1, 1, "x"))
+
+
+def test_duplicates_change_nothing() -> None:
+    run = Bench(TWO_NODES).form()
+    state = run.state
+    run.say(Resumed("w", members(state)[0], 1, 1, 0))
+    assert run.state is state
