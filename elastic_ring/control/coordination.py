@@ -243,8 +243,15 @@ def _settle(turn: Turn) -> None:
         recovery.try_close(turn)
     if isinstance(turn.phase, Forming):
         recovery.try_form(turn)
-    if not isinstance(turn.phase, Ended):
+    if _may_start_workers(turn.phase):
         pool.fill_slots(turn)
+
+
+def _may_start_workers(phase: Phase) -> bool:
+    """Not while the ring closes: a process that starts takes CPU and disk from the recovery that it follows."""
+    if isinstance(phase, Closing):
+        return bool(phase.waiting)
+    return not isinstance(phase, Ended | Building)
 
 
 def next_deadline(state: State) -> float | None:

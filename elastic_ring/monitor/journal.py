@@ -110,6 +110,14 @@ def claim_term(directory: str | os.PathLike[str]) -> int:
         return term
 
 
+def newest_term(directory: str | os.PathLike[str], known: int) -> int:
+    """The newest term that was claimed; cheap when that is still `known`, the caller's own."""
+    folder = Path(directory) / "terms"
+    while (folder / f"{known + 1:06d}").exists():
+        known += 1
+    return known
+
+
 def sync_directory(folder: str | os.PathLike[str]) -> None:
     """Make a new or renamed name in `folder` survive a power cut."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

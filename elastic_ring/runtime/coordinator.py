@@ -41,7 +41,8 @@ from elastic_ring.control.messages import (
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.replay import journal_line, replay
 from elastic_ring.control.state import Ended, Reconnecting, Running, State
-from elastic_ring.monitor.journal import Journal, claim_term, read
+from elastic_ring.monitor.journal import Journal, claim_term, newest_term, read
+from elastic_ring.errors import StaleMessage
 from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.runtime.chronicle import Chronicle
 from elastic_ring.runtime.cluster import NAMESPACE, Cluster, actor_name, clear
@@ -143,6 +144,9 @@ class Coordinator:
             self._ready.set()
             while self._ended is None:
                 self._take()
+        except StaleMessage as error:
+            log.warning("%s", error)
+            os._exit(1)  # its successor decides now; nothing may be cleared behind its back
         except BaseException as error:
             log.exception("the coordinator fails")
             self._failed = f"{type(error).__name__}: {error}"
@@ -153,6 +157,7 @@ class Coordinator:
         folder.mkdir(parents=True, exist_ok=True)
         options = control_options(charter)
         path = folder / JOURNAL_NAME
+        term = claim_term(folder)  # before the journal is read: whoever spoke before writes nothing that counts
         lines = list(read(path)) if path.exists() else []
         begins = [line for line in lines if line.get("note") == "begin"]
         restart = bool(begins) and begins[-1]["attempt"] == charter.attempt
@@ -160,7 +165,7 @@ class Coordinator:
             set_aside(folder)
             lines, begins = [], []
         self.journal = Journal(path, durable=True).open()
-        term = claim_term(folder)
+        self._term = term
         self.chronicle = Chronicle(charter.run, self._note, self.clock)
         if not restart:
             begins = [{"note": "begin", "attempt": charter.attempt, "now": self.clock(), "run": charter.run.name}]
@@ -230,12 +235,11 @@ class Coordinator:
 
     def _on_death(self, death: Mapping[str, Any]) -> None:
         worker = death["worker"]
-        if worker in self.chronicle.deaths:
-            return
-        self.chronicle.deaths[worker] = dict(death)
+        if worker not in self.chronicle.deaths:
+            self.chronicle.deaths[worker] = dict(death)
+            for line in death["log_lines"]:
+                log.warning("last words of %s: %s", worker, line)
         detail = f"{death['how']} in {death['phase']} of step {death['step']}"
-        for line in death["log_lines"]:
-            log.warning("last words of %s: %s", worker, line)
         self._on_event(
             WorkerLost(self._cause(), worker, death["reason"], "\n".join([detail, *death["log_lines"]])), {}
         )
@@ -276,6 +280,8 @@ class Coordinator:
         if not isinstance(event, Tick) or decision.commands:
             self.journal.append(journal_line(event, decision, now))
             log.info("%s %s -> %s", event.cause, type(event).__name__, decision.reason)
+        if decision.commands and (newest := newest_term(self.charter.run.folder, self._term)) > self._term:
+            raise StaleMessage(f"another coordinator speaks term {newest}: this one ends")
         self._act(decision.commands)
         if isinstance(before.phase, Reconnecting) and isinstance(self.state.phase, Running):
             self.chronicle.coordinator_back(self.state, now)

@@ -171,6 +171,11 @@ class NodeAgent:
         log.warning("killing %s: %s", worker, reason)
         if worker in self._watched:
             self._exits.kill(worker)
+        elif self._line is not None:  # the coordinator waits for the news of its death
+            known = [notice for notice in self._notices if notice["worker"] == worker]
+            gone = {"kind": "death", "worker": worker, "pid": 0, "reason": "died", "how": "it was gone already",
+                    "step": -1, "phase": "unknown", "log_lines": [], "monotonic_s": time.monotonic()}  # fmt: skip
+            self._line.send(known[-1] if known else gone)
 
     def _forget(self, worker: str) -> None:
         watched = self._watched.pop(worker, None)

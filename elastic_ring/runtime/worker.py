@@ -73,7 +73,7 @@ class Worker:
         self._orders: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._parked = threading.Event()
         self._parked.set()
-        self._seen = (0, 0)
+        self._seen = self._built = (0, 0)
         self._activity = "spare"
         self._member: Member | None = None
         self._stamps = StampWriter(card.stamp_path)
@@ -135,8 +135,10 @@ class Worker:
     def _obey(self, command: Any, extra: dict[str, Any]) -> None:
         # Hello and Release speak for a term as a whole, not for a generation.
         stamp = (command.term, getattr(command, "generation", self._seen[1]))
-        if stamp < self._seen:
-            log.info("ignored %s of %s: seen %s", type(command).__name__, stamp, self._seen)
+        # What is older than the newest seen, and whatever would disturb the generation that is built already.
+        late = stamp == self._built and (isinstance(command, Build) or getattr(command, "mode", "") == "abort")
+        if stamp < self._seen or late:
+            log.info("ignored %s of %s: seen %s, built %s", type(command).__name__, stamp, self._seen, self._built)
             return
         self._seen = stamp
         match command:
@@ -173,6 +175,7 @@ class Worker:
         if not self._parked.wait(self.card.run.timeouts.park_s):
             log.error("training thread busy; cannot build %s", self._seen)
             return
+        self._built = self._seen
         connector = self._member.prepare(command, extra)  # from here on an abort reaches this build
         self._order("building", lambda: self._build_and_train(command, connector))
 

@@ -98,10 +98,11 @@ def slice_rows(shape: Sequence[int], cp_rank: int, cp: int) -> tuple[int, int]:
 
 def largest_list(model: nn.Module) -> Sequence[nn.Module]:
     """The items of the `ModuleList` with the most parameters: in a transformer, its blocks."""
-    lists: list[nn.ModuleList] = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         return ()
-    return list(max(lists, key=lambda group: sum(p.numel() for p in group.parameters())))
+    largest = max(lists, key=lambda group: sum(p.numel() for p in group.parameters()))
+    return list(largest)
 
 
 def _check_parameters(model: nn.Module) -> None:

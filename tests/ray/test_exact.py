@@ -117,7 +117,7 @@ def test_training_goes_on_while_the_coordinator_is_gone(
     train: Train, undisturbed: dict[tuple[int, int], Summary], kind: str
 ) -> None:
     reference = fault_free(train, undisturbed, 2, 2)
-    summary = train(f"{kind}-coordinator", spares=0, faults=f"{kind}-coordinator@step=4")
+    summary = train(f"{kind}-coordinator", spares=0, faults=f"{kind}-coordinator@step=2", slow_s=0.4)
     assert_same_bits(summary, reference)
     assert summary["generations"][-1]["generation"] == 1
     assert [recovery["action"] for recovery in summary["recoveries"]] == ["coordinator restarted from its journal"]

@@ -136,9 +136,7 @@ def test_a_shard_without_a_holder_ends_the_run_and_says_which_and_what_to_do() -
 def test_before_the_first_commit_a_lost_shard_means_a_fresh_start() -> None:
     run = Bench({"a": 3}, dp=1).form()
     run.lose(1)
-    run.report(0, 0)
-    assert run.phase == "forming"
-    order = build_in(run.all_ready() + run.wait(10.0))
+    order = build_in(run.report(0, 0))
     assert (order.fresh, order.step) == (True, 0)
 
 
