@@ -117,13 +117,13 @@ class Chronicle:
         if change.previous_mesh is not None and (not change.planned or change.drained):
             self._begin_recovery(change)
 
-    def coordinator_back(self, state: State, now: float) -> None:
+    def coordinator_back(self, now: float) -> None:
         """A new coordinator found the mesh at work: nothing of the training was lost."""
         if not self._open_faults:
             return
         struck = min(self.fired[i] for i in self._open_faults)
         self._add_recovery({
-            "step": state.committed, "cause": "the coordinator died",
+            "step": self.metrics.last_step + 1, "cause": "the coordinator died",
             "faults": [str(self._run.faults[i]) for i in sorted(self._take_faults())],
             "action": "coordinator restarted from its journal", "detect_s": 0.0, "close_s": now - struck, "heal_s": 0.0,
             "rerun_s": 0.0, "total_s": now - struck, "steps_undone": 0, "steps_rerun": 0,

@@ -284,7 +284,7 @@ class Coordinator:
             raise StaleMessage(f"another coordinator speaks term {newest}: this one ends")
         self._act(decision.commands)
         if isinstance(before.phase, Reconnecting) and isinstance(self.state.phase, Running):
-            self.chronicle.coordinator_back(self.state, now)
+            self.chronicle.coordinator_back(now)
         self.chronicle.look(self.state)
         self._refresh()
         if isinstance(self.state.phase, Ended) and self._ended is None:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ from elastic_ring.errors import GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
 
 _ACCEPTS = 1
+_ABORT_AGAIN_S = 0.02
 _listen_lock = threading.Lock()
 
 
@@ -64,6 +67,8 @@ class Connector:
     aborted: bool = False
     _device_ports: set[tuple[str, int]] = field(default_factory=set)
     _own_port: int = 0
+    _num_pairs: int = 0
+    _connecting: bool = False
     _device: ProcessGroupGloo.Device | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -102,11 +107,36 @@ class Connector:
         with self._lock:
             self.aborted = True
             ports = set(self._device_ports)
+            waiting = range(self._num_pairs) if self._connecting else range(0)
         for sock in _tcp_sockets():
             with sock, suppress(OSError):
                 local, (host, port) = sock.getsockname()[1], sock.getpeername()[:2]
                 if local == self._own_port or (host.removeprefix("::ffff:"), port) in ports:
                     sock.shutdown(socket.SHUT_RDWR)
+        for pair in waiting:
+            self._knock(pair)
+
+    def _knock(self, pair: int) -> None:
+        """Connect to this process's own device as the peer of `pair` would, and hang up.
+
+        A pair that waits for its peer to call has no socket yet which could be shut down. A caller names the
+        pair by its number on the device.
+        """
+        with suppress(OSError), socket.create_connection((self.where.address, self._own_port), timeout=1.0) as caller:
+            caller.sendall(pair.to_bytes(8, sys.byteorder))
+
+    def abort_until(self, parked: threading.Event, timeout_s: float) -> bool:
+        """Abort until the training thread is `parked`; whether it was in time.
+
+        Once is not enough: a group that connects just then opens sockets that the abort has not seen.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.abort()
+        while not parked.wait(_ABORT_AGAIN_S):
+            if time.monotonic() > deadline:
+                return False
+            self.abort()
+        return True
 
     # ------------------------------------------------------------ parts, in the order of `connect`
 
@@ -116,7 +146,9 @@ class Connector:
             self._device_ports.add((socket.gethostbyname(self.where.host), self.where.port))
         self._raise_if_aborted()
         timeout = timedelta(seconds=self.where.timeout_s)
-        return TCPStore(self.where.host, self.where.port, is_master=False, timeout=timeout, wait_for_workers=False)
+        store = TCPStore(self.where.host, self.where.port, is_master=False, timeout=timeout, wait_for_workers=False)
+        self._raise_if_aborted()  # a client whose first connection was shut down has connected again
+        return store
 
     def _listen(self) -> ProcessGroupGloo.Device:
         if self._device is not None:
@@ -167,7 +199,14 @@ class Connector:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [device]
         options._timeout = timedelta(seconds=self.where.timeout_s)
-        backend = ProcessGroupGloo(store, rank, size, options)
+        with self._lock:
+            self._num_pairs += size
+            self._connecting = True
+        try:
+            backend = ProcessGroupGloo(store, rank, size, options)
+        finally:
+            self._connecting = False
+        self._raise_if_aborted()
         backend._set_default_timeout(timedelta(seconds=self.where.collective_s))
         return backend
 

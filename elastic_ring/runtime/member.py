@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -79,10 +80,11 @@ class Member:
         self._published = max(self._published, int(extra.get("published", -1)))
         return self._connector
 
-    def abort(self) -> None:
-        """Release the training thread from whatever it waits for."""
-        if self._connector is not None:
-            self._connector.abort()
+    def abort(self, parked: threading.Event, timeout_s: float) -> bool:
+        """Release the training thread from whatever it waits for; whether it is `parked` in time."""
+        if self._connector is None:
+            return parked.wait(timeout_s)
+        return self._connector.abort_until(parked, timeout_s)
 
     def report(self, cause: str, term: int, generation: int, kind: str) -> Report:
         """What this worker holds; call it only while the training thread is parked."""
@@ -101,6 +103,10 @@ class Member:
     def records_after(self, step: int) -> list[dict[str, Any]]:
         """This worker's own records of committed steps newer than `step`."""
         return [record for record in self._records if record["step"] > step]
+
+    def rewind(self, published: int) -> None:
+        """A new coordinator knows the steps up to `published` only."""
+        self._published = published
 
     def unsent(self) -> list[dict[str, Any]]:
         """What global rank 0 has not published yet; the other ranks' records are only for emergencies."""

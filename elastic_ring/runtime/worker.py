@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from elastic_ring.control.messages import (
     Build,
     BuildFailed,
     DrainRequested,
-    Event,
     Finalize,
     Hello,
     Release,
@@ -145,6 +144,9 @@ class Worker:
             case Release():
                 log.info("released")  # the coordinator has Ray end this process
             case Hello():
+                assert self._member is not None
+                # What the old coordinator had been sent but had not written down is sent again.
+                self._member.rewind(int(extra.get("published", -1)))
                 self._answer(Status(self._cause(), self.card.worker, *self._seen, self._activity))
             case Stop(mode="boundary"):
                 assert self._member is not None
@@ -161,8 +163,7 @@ class Worker:
     def _abort_and_report(self, extra: dict[str, Any]) -> None:
         assert self._member is not None
         started = time.monotonic()
-        self._member.abort()
-        if not self._parked.wait(self.card.run.timeouts.park_s):
+        if not self._member.abort(self._parked, self.card.run.timeouts.park_s):
             log.error("training thread did not return within %.1f s of the abort", self.card.run.timeouts.park_s)
             return
         self._activity = "parked"
@@ -171,8 +172,8 @@ class Worker:
 
     def _build(self, command: Build, extra: dict[str, Any]) -> None:
         assert self._member is not None
-        self._member.abort()  # a boundary leaves the old groups up
-        if not self._parked.wait(self.card.run.timeouts.park_s):
+        # A boundary leaves the old groups up.
+        if not self._member.abort(self._parked, self.card.run.timeouts.park_s):
             log.error("training thread busy; cannot build %s", self._seen)
             return
         self._built = self._seen
@@ -181,8 +182,7 @@ class Worker:
 
     def _stand(self) -> None:
         assert self._member is not None
-        self._member.abort()
-        if self._parked.wait(self.card.run.timeouts.park_s):
+        if self._member.abort(self._parked, self.card.run.timeouts.park_s):
             self._member.stand()
             self._activity = "spare"
 
@@ -264,7 +264,10 @@ class Worker:
         records = self._member.records_after(published) if kind == "aborted" else self._member.unsent()
         self._answer(self._member.report(self._cause(), *identity, kind), {"records": records})
 
-    def _answer(self, event: Event, extra: dict[str, Any] | None = None) -> None:
+    def _answer(self, event: Any, extra: dict[str, Any] | None = None) -> None:
+        """Tell the coordinator that speaks now: a generation may outlive the term that built it."""
+        if hasattr(event, "term"):
+            event = replace(event, term=self._seen[0])
         self._coordinator.notify.remote(to_json(event), extra or {})
 
     def _publish(self, records: list[dict[str, Any]]) -> None:
