@@ -3,6 +3,8 @@
     python examples/own_model.py --steps 20 --run-dir runs/own-model
 """
 
+from __future__ import annotations
+
 import argparse
 
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 
 from elastic_ring import Batch, ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.data.source import StdlibText
+from elastic_ring.faults import parse_faults
 
 CONTEXT, WIDTH, HEADS = 256, 64, 4
 
@@ -59,6 +62,6 @@ if __name__ == "__main__":
         step=StepConfig(steps=args.steps, global_batch=4, context_tokens=CONTEXT),
         optim=OptimConfig(peak_lr=3e-3, total_steps=args.steps),
         scaling=ScalingConfig(dp=2, cp=2, spares=1, resources_per_worker={"CPU": 0.25}),
-        run=RunConfig("own-model", args.run_dir, faults="kill@step=1,phase=backward,rank=3"),
+        run=RunConfig("own-model", args.run_dir, faults=parse_faults("kill@step=1,phase=backward,rank=3")),
     ).fit()
-    print(f"loss {result.metrics['loss']:.3f}, weights in {result.weights}")
+    print(f"{result.summary['steps']} steps, {len(result.summary['recoveries'])} recovery, weights in {result.weights}")

@@ -3,6 +3,8 @@
     torchrun --nproc-per-node 2 examples/ring_attention_alone.py
 """
 
+from __future__ import annotations
+
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
@@ -28,6 +30,7 @@ whole_q, whole_k, whole_v = (tensor.transpose(1, 2).requires_grad_() for tensor 
 expected = F.scaled_dot_product_attention(whole_q, whole_k, whole_v, is_causal=True, enable_gqa=True)
 expected.square().sum().backward()
 for name, ours, theirs in (("out", out, expected), ("dk", k.grad, whole_k.grad), ("dv", v.grad, whole_v.grad)):
+    assert ours is not None and theirs is not None  # noqa: PT018
     mine = layout.scatter(theirs.transpose(1, 2), cp_rank, dim=1)
     torch.testing.assert_close(ours, mine, rtol=1e-4, atol=1e-4)
     print(f"rank {cp_rank} of {cp}: {name} {tuple(ours.shape)} differs by {(ours - mine).abs().max():.1e} at most")

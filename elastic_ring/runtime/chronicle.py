@@ -51,6 +51,8 @@ class Chronicle:
         self.last_vote: Vote | None = None
         self._open_faults: list[int] = []
         self._open: dict[str, Any] | None = None
+        self._troubles: dict[str, str] = {}
+        self._troubles_of: dict[str, str] = {}
         self._timings: dict[str, dict[str, Any]] = {}
         self._seen_change: tuple[int, int, bool] | None = None
         self._last_commit_s: float | None = None
@@ -110,12 +112,17 @@ class Chronicle:
             return
         generation = {
             "term": change.term, "generation": change.generation,
-            "mesh": {"dp": change.mesh.dp, "cp": change.mesh.cp}, "reason": f"{change.action}: {change.reason}",
+            "mesh": {"dp": change.mesh.dp, "cp": change.mesh.cp}, "reason": change.reason,
         }  # fmt: skip
         self.generations.append(generation)
         self._note({"note": "generation", **generation})
         if change.previous_mesh is not None and (not change.planned or change.drained):
             self._begin_recovery(change)
+
+    def trouble(self, worker: str, kind: str, step: int, detail: str) -> None:
+        """A member's step broke off: what to say of it if nobody turns out to be dead."""
+        what = (detail.strip().splitlines() or [""])[-1]
+        self._troubles[worker] = f"{'raised' if kind == 'user' else 'lost a peer'} in step {step} ({what})"
 
     def coordinator_back(self, now: float) -> None:
         """A new coordinator found the mesh at work: nothing of the training was lost."""
@@ -139,6 +146,8 @@ class Chronicle:
         heal_s = max([self._timings.get(w, {}).get("heal_s", 0.0) for w in change.newcomers], default=0.0)
         texts = [str(self._run.faults[i]) for i in sorted(faults)]
         kept = all(self._timings.get(w, {}).get("pid", self.pids.get(w)) == self.pids.get(w) for w in change.survivors)
+        earlier, self._troubles_of = self._open, dict(self._troubles)
+        self._troubles.clear()
         self._open = {
             "step": change.step_rerun if change.step_rerun is not None else change.step,
             "faults": texts,
@@ -155,6 +164,8 @@ class Chronicle:
             "_resumed": change.resumed_at,
             "_step": change.step,
         }
+        if earlier is not None:
+            self._open = merged(earlier, self._open)
 
     def _close_recovery(self, step: int, now: float) -> None:
         """The first step that commits after a recovery ends it."""
@@ -185,6 +196,7 @@ class Chronicle:
             where = f" in {death['phase']} of step {death['step']}" if death else ""
             parts.append(f"{who} {loss.reason}{where} ({death.get('how', loss.detail)})")
         parts += [f"{worker} drained" for worker in change.drained]
+        parts += [] if parts else [f"{worker} {text}" for worker, text in self._troubles_of.items()]
         return "; ".join(parts) or change.reason
 
     def _take_faults(self) -> list[int]:
@@ -252,6 +264,23 @@ class Chronicle:
             case "recovery":
                 self.recoveries.append(note["recovery"])
                 self._open_faults.clear()
+
+
+def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """One recovery of two, the second of which struck before a step had committed after the first."""
+    return {
+        **second,
+        "faults": first["faults"] + second["faults"],
+        "cause": f"{first['cause']}; {second['cause']}",
+        "detect_s": first["detect_s"] + second["detect_s"],
+        "close_s": first["close_s"] + second["close_s"],
+        "heal_s": first["heal_s"] + second["heal_s"],
+        "steps_undone": max(first["steps_undone"], second["steps_undone"]),
+        "steps_rerun": max(first["steps_rerun"], second["steps_rerun"]),
+        "survivor_pids_kept": first["survivor_pids_kept"] and second["survivor_pids_kept"],
+        "exact": first["exact"] and second["exact"],
+        "_struck": first["_struck"],
+    }
 
 
 def samples_text(limbs: Sequence[float]) -> str:

@@ -34,6 +34,7 @@ from elastic_ring.control.messages import (
     Resumed,
     StopRequested,
     Tick,
+    Trouble,
     WorkerLost,
     WorkerReady,
     from_json,
@@ -220,6 +221,8 @@ class Coordinator:
                 self._on_death(body)
 
     def _on_event(self, event: Any, extra: dict[str, Any]) -> None:
+        if isinstance(event, Trouble):
+            self.chronicle.trouble(event.worker, event.kind, event.step, event.detail)
         if isinstance(event, Resumed):
             self.chronicle.resumed(event.worker, extra)
         if isinstance(event, WorkerReady):

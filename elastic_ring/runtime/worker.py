@@ -35,7 +35,7 @@ from elastic_ring.control.messages import (
     from_json,
     to_json,
 )
-from elastic_ring.errors import ElasticRingError, TooManySkipped
+from elastic_ring.errors import DigestMismatch, ElasticRingError, TooManySkipped
 from elastic_ring.monitor.stamps import StampWriter
 from elastic_ring.runtime.groups import is_transport_error
 from elastic_ring.runtime.injection import Injector
@@ -212,7 +212,11 @@ class Worker:
         except Exception as error:
             log.warning("build of %s failed: %s", identity[1:], error, exc_info=not is_transport_error(error))
             self._park()
-            self._answer(BuildFailed(self._cause(), *identity, f"{type(error).__name__}: {error}"))
+            kind = trouble_kind(error)
+            if kind == "peer":
+                self._answer(BuildFailed(self._cause(), *identity, f"{type(error).__name__}: {error}"))
+            else:  # no fault of the ring's: building again would not help
+                self._answer(Trouble(self._cause(), *identity, kind, member.applied, trouble_text(error)))
             return
         self._activity = "running"
         self._answer(resumed, extra)
@@ -303,6 +307,8 @@ def trouble_kind(error: BaseException) -> str:
     """Which kind of `Trouble` an exception of the step loop is."""
     if isinstance(error, TooManySkipped):
         return "skipped"
+    if isinstance(error, DigestMismatch):
+        return "peer"  # what arrived is not used; the next build sends it again
     if isinstance(error, (ModelRefused, ReplicasDiverged)):
         return "check"
     return "peer" if is_transport_error(error) else "user"

@@ -21,7 +21,7 @@ from elastic_ring.errors import ElasticRingError
 from elastic_ring.train.task import Batch, TrainingTask
 
 TOKENS_PER_RANK = 24
-TOLERANCE = {"float32": 2e-3, "bfloat16": 5e-2}
+TOLERANCE = {"float32": 5e-3, "bfloat16": 0.3}
 
 
 class ModelRefused(ElasticRingError):
@@ -38,12 +38,24 @@ def check_model(task: TrainingTask, wires: Any, state: Any) -> None:
     if wires.mesh.cp > 1:
         ring, ring_gradient = _pass(task, model, sample, wires, cp=wires.mesh.cp)
         wires.shard.allreduce([ring]).wait()
-        # On one rank every member of the ring computed the whole sequence, and FSDP2 added them up.
-        alone_gradient /= wires.mesh.cp
-        parts = torch.stack([(ring_gradient - alone_gradient).square().sum(), alone_gradient.square().sum()])
+        # At cp = 1 every member of the ring computed the whole sequence, and FSDP2 added their gradients up.
+        parts = torch.stack([
+            torch.stack([(g - a / wires.mesh.cp).square().sum(), (a / wires.mesh.cp).square().sum()])
+            for g, a in zip(ring_gradient, alone_gradient, strict=True)
+        ])  # fmt: skip
         wires.shard.allreduce([parts]).wait()
-        _compare(task, alone, ring, float((parts[0] / parts[1].clamp_min(1e-30)).sqrt()))
+        _compare(task, alone, ring, _worst(parts))
     model.train()
+
+
+def _worst(parts: Tensor) -> float:
+    """The largest relative error of any parameter's gradient; parts: (parameters, [error², norm²]).
+
+    Parameter by parameter, because attention's own are a small part of the whole at the start.
+    """
+    error, norm = parts[:, 0].sqrt(), parts[:, 1].sqrt()
+    counted = norm > 1e-6 * norm.max().clamp_min(1e-30)
+    return float((error[counted] / norm[counted]).max()) if bool(counted.any()) else 0.0
 
 
 def _compare(task: TrainingTask, alone: Tensor, ring: Tensor, gradient_error: float) -> None:
@@ -62,20 +74,20 @@ def _compare(task: TrainingTask, alone: Tensor, ring: Tensor, gradient_error: fl
         )
 
 
-def _pass(task: TrainingTask, model: nn.Module, sample: Sample, wires: Any, *, cp: int) -> tuple[Tensor, Tensor]:
-    """((loss sum, number of targets), flat local gradient) of one forward and backward."""
+def _pass(task: TrainingTask, model: nn.Module, sample: Sample, wires: Any, *, cp: int) -> tuple[Tensor, list[Tensor]]:
+    """((loss sum, number of targets), local gradient of each parameter) of one forward and backward."""
     for param in model.parameters():
         param.grad = None
     batch = _batch(task, sample, wires, cp)
     loss, num_targets = _checked(task.loss(model, batch))
     loss.backward()
-    flat = [
+    gradients = [
         (p.grad if p.grad is not None else torch.zeros_like(p))._local_tensor.reshape(-1).double()  # type: ignore[attr-defined]
         for p in model.parameters()
     ]
     for param in model.parameters():
         param.grad = None
-    return torch.tensor([float(loss.detach()), float(num_targets)], dtype=torch.float64), torch.cat(flat)
+    return torch.tensor([float(loss.detach()), float(num_targets)], dtype=torch.float64), gradients
 
 
 def _checked(result: Any) -> tuple[Tensor, int]:

@@ -1,0 +1,129 @@
+"""Bad input and the user's own errors: refused or stopped with words that help, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
+from elastic_ring.data.source import StdlibText, TextFiles
+from elastic_ring.errors import CrashLoop, FaultNeverFired, RunFailed, TooManySkipped, UserCodeFailed
+from elastic_ring.model.init import Initialiser
+from elastic_ring.model.loss import language_model_loss
+from elastic_ring.model.transformer import Transformer
+from elastic_ring.runtime.cluster import left_behind
+
+from tests.ray.conftest import TINY, tiny_trainer
+
+Train = Callable[..., dict[str, Any]]
+
+
+class FailingLoss:
+    """A mistake of the user's that shows after a few sequences, and then every time."""
+
+    def __init__(self, num_good: int) -> None:
+        self.num_left = num_good
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise KeyError("no such feature: colour")
+        return language_model_loss(model, batch)
+
+
+def nan_loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    loss, num_tokens = language_model_loss(model, batch)
+    return loss * float("nan"), num_tokens
+
+
+class PlainAttention(nn.Module):
+    """A model that forgets the ring: each rank attends to its own slice only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Transformer(TINY)
+
+    def forward(self, tokens: Any, **options: Any) -> Any:
+        options["attention"] = self.slice_only
+        return self.inner(tokens, **options)
+
+    @staticmethod
+    def slice_only(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+def trainer(folder: Path, name: str, **changes: Any) -> ElasticRingTrainer:
+    options: dict[str, Any] = {
+        "model": partial(Transformer, TINY), "data": StdlibText(96), "initial": Initialiser(0, 2),
+        "step": StepConfig(steps=6, global_batch=4, context_tokens=96, check_model=False),
+        "optim": OptimConfig(total_steps=6, max_skipped=2),
+        "scaling": ScalingConfig(dp=2, cp=2, spares=0),
+        "run": RunConfig(name=name, run_dir=str(folder / name), progress=False),
+        **changes,
+    }  # fmt: skip
+    return ElasticRingTrainer(options.pop("model"), options.pop("data"), **options)
+
+
+def test_a_mesh_larger_than_the_cluster_says_what_is_there_and_what_is_missing(
+    local_ray: None, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"mesh dp=9 x cp=5 needs 45 workers .* has CPU: 32 .* 13 missing"):
+        trainer(tmp_path, "large", scaling=ScalingConfig(dp=9, cp=5), step=StepConfig(
+            steps=6, global_batch=9, context_tokens=96)).fit()  # fmt: skip
+    assert left_behind("large") == []
+
+
+def test_data_that_cannot_be_read_is_refused_before_anything_starts(local_ray: None, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        trainer(tmp_path, "unread", data=TextFiles(96, (str(tmp_path / "nowhere" / "*.txt"),))).fit()
+    assert not (tmp_path / "unread").exists()
+
+
+def test_an_exception_of_the_users_stops_the_run_the_second_time_with_their_traceback_first(
+    local_ray: None, tmp_path: Path
+) -> None:
+    with pytest.raises(UserCodeFailed, match="no such feature: colour") as caught:
+        trainer(tmp_path, "mistake", loss=FailingLoss(4)).fit()
+    assert str(caught.value).startswith("Traceback")
+    assert "__call__" in str(caught.value)
+    assert left_behind("mistake") == []
+
+
+def test_too_many_skipped_steps_stop_the_run(local_ray: None, tmp_path: Path) -> None:
+    with pytest.raises(TooManySkipped, match="3 steps in a row"):
+        trainer(tmp_path, "nan", loss=nan_loss).fit()
+
+
+def test_a_model_that_attends_to_its_own_slice_is_refused_at_the_start(local_ray: None, tmp_path: Path) -> None:
+    step = StepConfig(steps=6, global_batch=4, context_tokens=96)
+    with pytest.raises(RunFailed, match=r"it must attend through batch\.attention"):
+        trainer(tmp_path, "plain", model=PlainAttention, initial=None, step=step).fit()
+
+
+def test_a_step_that_kills_members_three_times_stops_the_run_and_names_it(local_ray: None, tmp_path: Path) -> None:
+    faults = ";".join(f"kill@step=2,phase=backward,rank={rank}" for rank in (0, 0, 0))
+    # One after the other: each strikes whoever has taken the place of rank 0.
+    with pytest.raises(CrashLoop, match="step 2"):
+        tiny_trainer(tmp_path, "loop", faults=faults, spares=3).fit()
+    assert left_behind("loop") == []
+
+
+def test_a_fault_that_never_fired_fails_the_run(local_ray: None, tmp_path: Path) -> None:
+    with pytest.raises(FaultNeverFired, match="hop=7"):
+        tiny_trainer(tmp_path, "unfired", faults="kill@step=2,phase=forward,hop=7,rank=0", steps=4).fit()
+
+
+def test_a_finished_name_says_so_and_another_config_is_refused(local_ray: None, tmp_path: Path) -> None:
+    first = tiny_trainer(tmp_path, "done", steps=3).fit()
+    again = tiny_trainer(tmp_path, "done", steps=3).fit()
+    assert again.summary == first.summary
+    with pytest.raises(ValueError, match="run name 'done' is taken by a run with other settings"):
+        tiny_trainer(tmp_path, "done", steps=4).fit()
