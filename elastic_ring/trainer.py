@@ -12,6 +12,7 @@ import logging
 import secrets
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -260,7 +261,8 @@ def _interruptible(coordinator: Any) -> Iterator[None]:
     def on_term(number: int, frame: object) -> None:
         raise KeyboardInterrupt(f"signal {number}")
 
-    before = signal.signal(signal.SIGTERM, on_term)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, on_term) if in_main_thread else None
     try:
         yield
     except KeyboardInterrupt:
@@ -268,7 +270,8 @@ def _interruptible(coordinator: Any) -> Iterator[None]:
         _await_clear(coordinator)
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _await_clear(coordinator: Any) -> None:

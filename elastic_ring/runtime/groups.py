@@ -112,7 +112,7 @@ class Connector:
             with sock, suppress(OSError):
                 local, (host, port) = sock.getsockname()[1], sock.getpeername()[:2]
                 if local == self._own_port or (host.removeprefix("::ffff:"), port) in ports:
-                    sock.shutdown(socket.SHUT_RDWR)
+                    sock.shutdown(socket.SHUT_RD)
         for pair in waiting:
             self._knock(pair)
 

@@ -1,0 +1,125 @@
+"""The job script against a real local head: submitted, submitted again, its driver killed, stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.runtime.cluster import NAMESPACE, left_behind
+
+ROOT = Path(__file__).parents[2]
+GCS_PORT, DASHBOARD_PORT = 7391, 9291
+
+
+def cli(*words: str, timeout_s: float = 240.0, check: bool = True) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": f"http://127.0.0.1:{DASHBOARD_PORT}",
+        "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "ray.scripts.scripts", *words], env=environment, cwd=ROOT, timeout=timeout_s,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[None]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where `python` is ours
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PATH": path}
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={GCS_PORT}", "--num-cpus=4",
+             f"--dashboard-port={DASHBOARD_PORT}", "--block"]  # fmt: skip
+    process = subprocess.Popen(start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: "No cluster status" not in cli("job", "list", check=False).stdout, lambda: job_server_is_up())
+    ray.init(address=f"127.0.0.1:{GCS_PORT}", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+
+
+def job_server_is_up() -> bool:
+    return cli("job", "list", check=False).returncode == 0
+
+
+def wait_for(*conditions: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    for condition in conditions:
+        while not condition():
+            assert time.monotonic() < deadline, "waited too long"
+            time.sleep(0.1)
+
+
+def submit(name: str, folder: Path, *options: str, steps: int = 6, wait: bool = True) -> str:
+    """Submit the job script; returns what it printed, or the submission id when nobody waits."""
+    job_id = f"{name}-{time.monotonic_ns()}"
+    words = ["job", "submit", "--submission-id", job_id, "--working-dir", str(ROOT)]
+    words += [] if wait else ["--no-wait"]
+    command = ["python", "jobs/train_1t.py", "--context", "256", "--steps", str(steps), "--run-name", name,
+               "--run-dir", str(folder / name), "--faults", "none", *options]  # fmt: skip
+    done = cli(*words, "--", *command, check=False)
+    return f"exit {done.returncode}\n{done.stdout}{done.stderr}" if wait else job_id
+
+
+def num_steps(folder: Path) -> int:
+    return len(read_metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def driver_of(name: str) -> psutil.Process:
+    """The process of the job script with this run name."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "jobs/train_1t.py" in words and name in words and "submit" not in words:
+            return process
+    raise AssertionError(f"no driver of {name}")
+
+
+def test_a_job_ends_well_says_so_when_submitted_again_and_refuses_other_settings(head: None, tmp_path: Path) -> None:
+    first = submit("plain", tmp_path)
+    assert first.startswith("exit 0"), first[-2000:]
+    summary = json.loads((tmp_path / "plain" / "summary.json").read_text())
+    assert summary["steps"] == 6
+    again = submit("plain", tmp_path)
+    assert again.startswith("exit 0"), again[-2000:]
+    assert "finished already" in again
+    other = submit("plain", tmp_path, "--seed", "5")
+    assert other.startswith("exit 1"), other[-2000:]
+    assert "taken by a run with other settings" in other
+    assert left_behind("plain") == []
+
+
+def test_a_job_whose_driver_was_killed_goes_on_when_submitted_again(head: None, tmp_path: Path) -> None:
+    submit("orphan", tmp_path, steps=60, wait=False)
+    folder = tmp_path / "orphan"
+    wait_for(lambda: num_steps(folder) >= 2)
+    driver_of("orphan").send_signal(signal.SIGKILL)
+    seen = num_steps(folder)
+    again = submit("orphan", tmp_path, steps=60)
+    assert again.startswith("exit 0"), again[-2000:]
+    assert num_steps(folder) == 60
+    assert seen < 60
+    generations = json.loads((folder / "summary.json").read_text())["generations"]
+    assert [(g["term"], g["generation"]) for g in generations] == [(1, 1)]
+    assert not list(folder.glob("attempt-*"))
+
+
+def test_stopping_a_job_leaves_nothing_behind(head: None, tmp_path: Path) -> None:
+    job_id = submit("stopped", tmp_path, steps=500, wait=False)
+    folder = tmp_path / "stopped"
+    wait_for(lambda: num_steps(folder) >= 2)
+    pids = [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
+    cli("job", "stop", job_id)
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), lambda: left_behind("stopped") == [])
+    assert num_steps(folder) < 500
