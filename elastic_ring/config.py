@@ -159,6 +159,8 @@ class RunConfig:
             raise ValueError(
                 f"name={self.name!r}: use up to 80 letters, digits, '.', '_' and '-', beginning with a letter or digit"
             )
+        # Resolved where the user wrote it: other processes have other working directories.
+        object.__setattr__(self, "run_dir", str(Path(self.run_dir).expanduser().absolute()))
         if isinstance(self.faults, str):
             object.__setattr__(self, "faults", parse_faults(self.faults))
         _integer("crash_loop_limit", self.crash_loop_limit, 1)
@@ -166,7 +168,7 @@ class RunConfig:
 
     @property
     def folder(self) -> Path:
-        return Path(self.run_dir).expanduser().absolute()
+        return Path(self.run_dir)
 
 
 def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault, ...]) -> None:

@@ -7,6 +7,7 @@ same run name within the lease and goes on following.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import secrets
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,8 @@ class ElasticRingTrainer:
             log.info("run %s is finished already; its summary is in %s", self.run.name, self.run.folder)
             return done
         check_data(self.task)
+        if self.scaling.dp == 1:
+            log.warning("dp=1: no other ring holds the state, so the next loss of a worker ends the run; dp=2 heals it")
         with _ray_session(self.scaling):
             coordinator = self._coordinator()
             with _interruptible(coordinator):
@@ -123,8 +127,7 @@ class ElasticRingTrainer:
         path = self.run.folder / SUMMARY_NAME
         if not path.exists():
             return None
-        summary = json.loads(path.read_text())
-        return Result(summary, self.run.folder, self.run.folder / "weights.safetensors")
+        return self._good(json.loads(path.read_text()))
 
     def _refuse_other(self, found: str, where: str) -> None:
         if found != self._digest:
@@ -136,7 +139,9 @@ class ElasticRingTrainer:
     @property
     def _digest(self) -> str:
         task = self.task
-        return digest(self.scaling, task.step, task.optim, repr(task.data), [str(f) for f in self.run.faults])
+        faults = [str(fault) for fault in self.run.faults]
+        code = [described(part) for part in (task.model, task.loss, task.optimizer, task.initial, task.units)]
+        return digest(self.scaling, task.step, task.optim, repr(task.data), faults, code)
 
     def _coordinator(self) -> Any:
         """The run's coordinator, found or made. Raises ValueError when the cluster cannot hold the mesh."""
@@ -153,8 +158,7 @@ class ElasticRingTrainer:
         room(self.scaling, self.run.timeouts)
         self._write_config()
         context = ray.get_runtime_context()
-        address = ray.util.get_node_ip_address()
-        charter = Charter(self.run, self.scaling, self.task, secrets.token_hex(8), address, self._digest)
+        charter = Charter(self.run, self.scaling, self.task, secrets.token_hex(8), self._digest)
         return (
             ray.remote(Coordinator)
             .options(
@@ -212,9 +216,21 @@ class ElasticRingTrainer:
             raise kind(end["message"], **end["facts"])
         if "summary" not in end:
             raise errors.RunFailed(f"the run ended before its last step: {end['message']}")
-        summary = end["summary"]
-        last = float.fromhex(summary["losses"][-1])
-        return Result(summary, self.run.folder, self.run.folder / "weights.safetensors", {"loss": last})
+        return self._good(end["summary"])
+
+    def _good(self, summary: dict[str, Any]) -> Result:
+        last = {"loss": float.fromhex(summary["losses"][-1])}
+        return Result(summary, self.run.folder, self.run.folder / "weights.safetensors", last)
+
+
+def described(part: Any) -> str:
+    """What names a user's callable or object in the digest of a run: its place in the code and its arguments."""
+    if isinstance(part, partial):
+        return f"{described(part.func)}({part.args!r}, {part.keywords!r})"
+    if part is None or dataclasses.is_dataclass(part):
+        return repr(part)
+    owner = part if hasattr(part, "__qualname__") else type(part)
+    return f"{owner.__module__}.{owner.__qualname__}"
 
 
 def check_data(task: TrainingTask) -> None:

@@ -122,7 +122,8 @@ def main(argv: list[str]) -> int:
     summary = result.summary
     first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))
     print(
-        f"{summary['steps']} steps, loss {first:.3f} -> {last:.3f}, {len(summary['recoveries'])} recoveries, "
+        f"{summary['steps']} steps, loss {first:.3f} -> {last:.3f}, {len(summary['recoveries'])} "
+        f"{'recovery' if len(summary['recoveries']) == 1 else 'recoveries'}, "
         f"goodput {summary['goodput']:.0%}, {'bit-exact' if summary['exact'] else 'sample-exact'}\n"
         f"weights {summary['weights_sha256'][:16]}, samples {summary['samples_sha256'][:16]}; all of it in "
         f"{Path(result.run_dir)}"

@@ -243,14 +243,18 @@ def _settle(turn: Turn) -> None:
         recovery.try_close(turn)
     if isinstance(turn.phase, Forming):
         recovery.try_form(turn)
-    if _may_start_workers(turn.phase):
+    if _may_start_workers(turn):
         pool.fill_slots(turn)
 
 
-def _may_start_workers(phase: Phase) -> bool:
-    """Not while the ring closes: a process that starts takes CPU and disk from the recovery that it follows."""
+def _may_start_workers(turn: Turn) -> bool:
+    """Not while the ring closes nor in the first moments after: a process that starts takes CPU and disk
+    from the recovery that it follows."""
+    phase, change = turn.phase, turn.state.last_change
     if isinstance(phase, Closing):
         return bool(phase.waiting)
+    if isinstance(phase, Running) and change is not None and change.resumed_at is not None:
+        return turn.now >= change.resumed_at + turn.options.restart_delay_s
     return not isinstance(phase, Ended | Building)
 
 

@@ -16,7 +16,8 @@ class ControlOptions:
     `build_s` to close the ring, `start_s` for a worker to be warm, `hello_s` to answer a new coordinator,
     `boundary_s` from a boundary request until every member has parked, `finalize_s` to write the weights,
     `spare_grace_s` that the first formation waits for spares, `grow_delay_s` of quiet before the mesh grows,
-    `backoff_s` for a node whose workers do not start.
+    `backoff_s` for a node whose workers do not start, `restart_delay_s` from a closed ring to the start of
+    whoever replaces the lost.
 
     Raises: ValueError naming the setting, its value and what is allowed.
     """
@@ -37,6 +38,7 @@ class ControlOptions:
     spare_grace_s: float = 5.0
     grow_delay_s: float = 3.0
     backoff_s: float = 30.0
+    restart_delay_s: float = 1.0
     crash_loop_limit: int = 3
     user_error_limit: int = 2
     start_failure_limit: int = 3
@@ -54,7 +56,7 @@ class ControlOptions:
         for name in ("report_s", "build_s", "start_s", "hello_s", "boundary_s", "finalize_s", "backoff_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be a positive number of seconds")
-        for name in ("spare_grace_s", "grow_delay_s"):
+        for name in ("spare_grace_s", "grow_delay_s", "restart_delay_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
         if self.min_dp > self.dp:

@@ -40,7 +40,8 @@ class StepMetrics:
     """One committed step. `loss` is the mean over its tokens, `step_s` from one commit to the next,
     `hop_bytes` what was received in K/V hops, `exposed_hop_wait_s` the time spent waiting for hops with
     nothing to compute. A step with a non-finite gradient is `skipped`; its loss may be nan. `samples` is the
-    digest of what was consumed, `val_loss` that of the held-out sequences where they were looked at."""
+    digest of what was consumed, `val_loss` that of the held-out sequences where they were looked at,
+    `committed_monotonic_s` when it was applied, on the monotonic clock of the publishing rank's host."""
 
     step: int
     loss: float
@@ -57,6 +58,7 @@ class StepMetrics:
     exposed_hop_wait_s: float = 0.0
     samples: str = ""
     val_loss: float | None = None
+    committed_monotonic_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Valid JSON for any reader: a float that is not finite is null, except in `loss_hex`."""

@@ -95,6 +95,7 @@ class Chronicle:
                     step_s=now - since, skipped=record["skipped"], generation=record["generation"], mesh=mesh,
                     num_members=mesh.size, hop_bytes=record["hop_bytes"], exposed_hop_wait_s=record["hop_wait_s"],
                     samples=samples_text(record["samples"]), val_loss=record.get("val_loss"),
+                    committed_monotonic_s=record["committed_monotonic_s"],
                 )
             )  # fmt: skip
             self._goodput.committed(record["step"], record["step_s"])

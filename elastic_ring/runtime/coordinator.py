@@ -65,7 +65,6 @@ class Charter:
     scaling: ScalingConfig
     task: TrainingTask
     attempt: str
-    address: str
     digest: str
 
 
@@ -87,6 +86,7 @@ class Coordinator:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self.charter = charter
         self.clock = Clock()
+        self.address = ray.util.get_node_ip_address()
         self._queue: queue.Queue[tuple[str, Any, dict[str, Any]]] = queue.Queue()
         self._lease_at = time.monotonic()
         self._ended: dict[str, Any] | None = None
@@ -180,9 +180,9 @@ class Coordinator:
         self._outline: dict[str, Any] = {}
         self.me = ray.get_actor(actor_name(charter.run.name, "coordinator"), namespace=NAMESPACE)
         self.cluster = Cluster(charter.run, charter.scaling, charter.task)
-        self.lookout = Lookout(charter, self._put, secrets.token_hex(16))
+        self.lookout = Lookout(charter, self.address, self._put, secrets.token_hex(16))
         self.lookout.open()
-        self.dispatch = Dispatcher(charter, self.cluster, self.lookout, self.me, self._put, self.chronicle)
+        self.dispatch = Dispatcher(charter, self.address, self.cluster, self.lookout, self.me, self._put, self.chronicle)
         self.dispatch.open()
         self.dispatch.recall(self.state)
         self._decide(CoordinatorStarted(self._cause(), term))
@@ -303,8 +303,10 @@ class Coordinator:
         """Write the last records, clear everything, and let the driver know."""
         if self._ended is not None:
             return
-        if not self._ready.is_set():  # it never got so far as to start anything
-            self._ended = {**end, "left_behind": []}
+        keep = actor_name(self.charter.run.name, "coordinator")
+        if not self._ready.is_set():  # it may be a restart, so there may be workers
+            left = clear(self.charter.run.name, keep=keep, timeout_s=self.charter.run.timeouts.clear_s)
+            self._ended = {**end, "left_behind": left}
             return
         try:
             end = self._conclude(end)
@@ -314,7 +316,6 @@ class Coordinator:
             end = {"error": "RunFailed", "message": message, "facts": {}}
         self.lookout.close()
         self.dispatch.kill_everyone()
-        keep = actor_name(self.charter.run.name, "coordinator")
         end["left_behind"] = clear(self.charter.run.name, keep=keep, timeout_s=self.charter.run.timeouts.clear_s)
         self._ended = end
         log.info("ended: %s", end)
@@ -322,12 +323,12 @@ class Coordinator:
 
     def _conclude(self, end: dict[str, Any]) -> dict[str, Any]:
         if not end["error"] and self.chronicle.metrics.last_step + 1 == self._steps_wanted:
-            summary = self.chronicle.write_summary(self.dispatch.weights_sha256)
             unfired = self.chronicle.unfired()
             if unfired:
                 text = "; ".join(str(fault) for fault in unfired)
                 end = {"error": "FaultNeverFired", "message": f"planned faults that never fired: {text}", "facts": {}}
-            end["summary"] = summary
+            else:
+                end["summary"] = self.chronicle.write_summary(self.dispatch.weights_sha256)
         self.chronicle.write_status(self.state, force=True, error=end["error"] and end["message"], ended=True)
         return end
 

@@ -42,9 +42,9 @@ class Dispatcher:
     old generation's stragglers find nobody and a store never lives in a member."""
 
     def __init__(
-        self, charter: Any, cluster: Cluster, lookout: Any, me: Any, put: Any, chronicle: Any
+        self, charter: Any, address: str, cluster: Cluster, lookout: Any, me: Any, put: Any, chronicle: Any
     ) -> None:
-        self._charter, self._cluster, self._lookout = charter, cluster, lookout
+        self._address, self._cluster, self._lookout = address, cluster, lookout
         self._me, self._put, self._chronicle = me, put, chronicle
         self._handles: dict[str, Any] = {}
         self._store: TCPStore | None = None
@@ -157,9 +157,9 @@ class Dispatcher:
     def _rendezvous(self, command: Build) -> dict[str, Any]:
         identity = (command.term, command.generation)
         if self._store is None or self._store_of != identity:
-            self._store = TCPStore(self._charter.address, 0, is_master=True, wait_for_workers=False)
+            self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
             self._store_of = identity
-        return {"store_host": self._charter.address, "store_port": self._store.port}
+        return {"store_host": self._address, "store_port": self._store.port}
 
     def _cause(self) -> str:
         self._causes += 1

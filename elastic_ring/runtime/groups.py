@@ -69,6 +69,7 @@ class Connector:
     _own_port: int = 0
     _num_pairs: int = 0
     _connecting: bool = False
+    _kept_open: dict[tuple[object, object], socket.socket] = field(default_factory=dict)
     _device: ProcessGroupGloo.Device | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -98,23 +99,34 @@ class Connector:
             store = self._open_store()
             device = self._listen()
             index = list(workers).index(worker)
-            prefixed = PrefixStore(f"link/{name}", store)
+            prefixed = PrefixStore(f"{self.where.prefix}/link/{name}", store)
             self._publish_port(prefixed, index, range(len(workers)))
             return self._gloo(prefixed, device, index, len(workers))
 
     def abort(self) -> None:
-        """Fail every operation of this generation, blocked or to come, here and at the peers."""
+        """Fail every operation of this generation, blocked or to come; the peers see it once `close` is called.
+
+        Only reading is shut down, and the connections stay open until `close`: gloo forgets a message that it
+        is writing when the other end goes away, and whoever waits for that one would wait until its timeout.
+        """
         with self._lock:
             self.aborted = True
             ports = set(self._device_ports)
             waiting = range(self._num_pairs) if self._connecting else range(0)
         for sock in _tcp_sockets():
             with sock, suppress(OSError):
-                local, (host, port) = sock.getsockname()[1], sock.getpeername()[:2]
-                if local == self._own_port or (host.removeprefix("::ffff:"), port) in ports:
+                near, (host, port) = sock.getsockname()[:2], sock.getpeername()[:2]
+                if near[1] == self._own_port or (host.removeprefix("::ffff:"), port) in ports:
                     sock.shutdown(socket.SHUT_RD)
+                    if (near, (host, port)) not in self._kept_open:
+                        self._kept_open[near, (host, port)] = sock.dup()
         for pair in waiting:
             self._knock(pair)
+
+    def close(self) -> None:
+        """Let go of the connections of an aborted generation, once nobody waits for them any more."""
+        while self._kept_open:
+            self._kept_open.popitem()[1].close()
 
     def _knock(self, pair: int) -> None:
         """Connect to this process's own device as the peer of `pair` would, and hang up.

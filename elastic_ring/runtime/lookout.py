@@ -30,8 +30,8 @@ Put = Callable[..., None]
 class Lookout:
     """Watches nodes and agents for one coordinator. `put(kind, body, extra)` is the coordinator's queue."""
 
-    def __init__(self, charter: Any, put: Put, key: str) -> None:
-        self._charter, self._put, self._key = charter, put, key
+    def __init__(self, charter: Any, address: str, put: Put, key: str) -> None:
+        self._charter, self._address, self._put, self._key = charter, address, put, key
         self._timeouts = charter.run.timeouts
         self._board = Switchboard(key, self._hear)
         self._cluster = Cluster(charter.run, charter.scaling, charter.task)
@@ -48,7 +48,7 @@ class Lookout:
         self._closed = True
 
     def open(self) -> None:
-        self._board.open(self._charter.address)
+        self._board.open(self._address)
         threading.Thread(target=self._patrol, name="lookout", daemon=True).start()
 
     # ------------------------------------------------------------ for the coordinator
@@ -127,7 +127,7 @@ class Lookout:
 
     def _hire(self, node: NodeInfo) -> None:
         agent = self._agents[node.node] = self._cluster.start_agent(node)
-        ray_self = {"host": self._charter.address, "port": self._board.port, "key": self._key, "pid": os.getpid(),
+        ray_self = {"host": self._address, "port": self._board.port, "key": self._key, "pid": os.getpid(),
                     "node": ray.get_runtime_context().get_node_id()}  # fmt: skip
 
         def attached(_: Any, error: BaseException | None) -> None:

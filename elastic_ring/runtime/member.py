@@ -76,6 +76,7 @@ class Member:
             prefix=f"{command.term}/{command.generation}", address=self._card.address,
             timeout_s=timeouts.build_s, collective_s=timeouts.collective_s,
         )  # fmt: skip
+        self._let_go()
         self._connector = Connector(where)
         self._published = max(self._published, int(extra.get("published", -1)))
         return self._connector
@@ -181,9 +182,16 @@ class Member:
 
     def stand(self) -> None:
         """Become a spare without state."""
-        self._command, self._connector, self._groups = None, None, None
+        self._command, self._groups = None, None
         self._transaction.drop()
         forget_groups()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Every member of the old generation is parked or gone by now: nobody waits on its connections."""
+        if self._connector is not None:
+            self._connector.close()
+        self._connector = None
 
     # ------------------------------------------------------------ stepping
 

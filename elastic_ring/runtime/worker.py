@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,6 +92,8 @@ class Worker:
 
     def _warm_up(self, coordinator: Any) -> None:
         torch.set_num_threads(self.card.scaling.num_threads)
+        # FSDP2 warns of views once per wrapped module; it would fill the last words of every death.
+        warnings.filterwarnings("ignore", message=".*returned a view.*", category=UserWarning)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._coordinator = coordinator
         self._stamps.open()

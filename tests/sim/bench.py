@@ -29,7 +29,7 @@ C = TypeVar("C")
 
 class Bench:
     def __init__(self, nodes: dict[str, int], **options: Any) -> None:
-        wanted: dict[str, Any] = {"run": "scripted", "dp": 2, "cp": 2, "total_steps": 100, **options}
+        wanted: dict[str, Any] = {"run": "scripted", "dp": 2, "cp": 2, "total_steps": 100, "restart_delay_s": 0.0, **options}
         self.options = ControlOptions(**wanted)
         self.state = coordination.initial(self.options)
         self.now, self.sent, self.reason = 0.0, (), ""

@@ -165,6 +165,15 @@ def test_a_draining_node_without_spares_shrinks_the_mesh_at_a_boundary() -> None
     assert not only(StartWorker, run.wait(1.0)), "nothing starts on a node that leaves"
 
 
+def test_a_replacement_starts_once_the_ring_is_closed_and_has_had_a_moment() -> None:
+    run = Bench(TWO_NODES, spares=1, restart_delay_s=1.0).form()
+    run.wait(2.0)
+    said = run.lose(3) + run.report_all(applied=5) + run.resume_all()
+    assert not only(StartWorker, said)
+    assert not only(StartWorker, run.wait(0.5))
+    assert len(only(StartWorker, run.wait(0.6))) == 1
+
+
 def test_a_drain_that_nothing_can_replace_waits() -> None:
     run = Bench({"a": 2}, dp=1, spares=0).form()
     assert not only(Stop, run.say(DrainRequested("u", members(run.state)[0])))

@@ -122,9 +122,18 @@ def crew(size: int) -> Iterator[Crew]:
 
 def connect(me: Any, where: Rendezvous, mesh: Mesh) -> None:
     """Join a generation as the rank of this process; leaves the one before."""
-    forget_groups()
-    me.groups, me.connector = None, Connector(where)
+    leave(me)
+    me.connector = Connector(where)
     me.groups = me.connector.connect(mesh, me.rank)
+
+
+def leave(me: Any) -> None:
+    """Give up the generation, as a parked worker does."""
+    forget_groups()
+    me.groups = None
+    if getattr(me, "connector", None) is not None:
+        me.connector.close()
+    me.connector = None
 
 
 def abort(me: Any) -> None:

@@ -2,7 +2,7 @@ import random, time, threading, os
 from tests.unit.crew import *
 from tests.unit.test_groups import outcome_of_connecting, PAIR
 def race(me, where, delay):
-    forget_groups(); me.groups=None; me.connector=Connector(where)
+    leave(me); me.connector=Connector(where)
     parked=threading.Event()
     t=threading.Timer(delay, lambda: me.connector.abort_until(parked, 30)); t.start()
     b=time.monotonic()

@@ -1,0 +1,223 @@
+"""What a healthy step pays for being recoverable: elastic_ring against the same loop with nothing around it.
+
+    python jobs/bench_overhead.py --blocks 12 --save
+
+One Ray cluster, two sets of four processes with the same model, data and mesh, in alternating blocks:
+
+  product   `fit()` with everything on: coordinator, node agent, spare, stamps, votes, digests, publishing, the
+            hooks of planned faults, the driver that follows
+  plain     `jobs/plain_loop.py`: stock static groups, the same FSDP2, ring attention, all-reduce, clip and AdamW
+
+How they take turns, and why so. A set that pauses must stand between two steps and cost its rival nothing.
+The product pauses in the user's loss function, which waits on a socket before the first sequence of a block;
+so nothing of the product knows of the bench. While the plain loop has its turn, the product's standing
+processes (agent, coordinator, workers, spare) are stopped by SIGSTOP once they stand at the gate, the agent
+first, and continued in the opposite order: their background work would otherwise slow the plain loop down and
+hide a part of the overhead. The waiting limits between coordinator and agent are raised so that these stops
+mean nothing to them. The order of the two turns swaps with each pair of blocks, against drift.
+
+A step's time is from one commit to the next on rank 0, on one clock (the product's from its own metrics); the
+first step of a block holds the pause and is left out, the first block of each set is too. The upper bound is
+the 95th percentile of the ratio of medians when pairs of blocks are drawn with replacement. The losses of both
+are compared, so that both are known to do the same work.
+
+Exits 1 when the upper bound is above 5 %, or the losses differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run from a checkout, where jobs is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import ray
+from torch.distributed import TCPStore
+
+from elastic_ring import ElasticRingTrainer, RunConfig
+from elastic_ring.config import Timeouts
+from jobs import drills, train_1t
+from jobs.peers import common
+from jobs.plain_loop import Gate, GatedLoss, PlainWorker
+
+LIMIT = 0.05
+LOSS_TOLERANCE = 1e-3
+NEVER = 1_000_000
+SETTLE_S = 0.2
+NUM_DRAWS = 4000
+SIDES = ("product", "plain")
+PATIENT = Timeouts(node_silent_s=300.0, coordinator_silent_s=300.0, lease_s=600.0, hello_s=120.0)
+
+
+class Turns:
+    """Whose turn it is: the other end of both sides' gates."""
+
+    def __init__(self) -> None:
+        self.key = secrets.token_bytes(16)
+        self._listener = Listener(("127.0.0.1", 0), backlog=16, authkey=self.key)
+        self._lines: dict[str, list[Connection[Any, Any]]] = {side: [] for side in SIDES}
+
+    def gate(self, side: str) -> Gate:
+        address = self._listener.address
+        assert isinstance(address, tuple)
+        return Gate(address, self.key, side)
+
+    def gather(self) -> None:
+        """Wait until all ranks of both sides stand at their gates for the first time."""
+        while any(len(lines) < common.NUM_WORKERS for lines in self._lines.values()):
+            line = self._listener.accept()
+            self._lines[line.recv()].append(line)
+
+    def take(self, side: str) -> None:
+        """Let one side train a block; returns when all its ranks stand at the gate again."""
+        for line in self._lines[side]:
+            line.send("go")
+        for line in self._lines[side]:
+            line.recv()
+
+    def release(self, side: str) -> None:
+        for line in self._lines[side]:
+            line.send("go")
+
+
+@contextmanager
+def standing_still() -> Iterator[None]:
+    """No process of the product runs inside. The agent must not see the others stopped."""
+    pids = [pid for kind in ("NodeAgent", "Coordinator", "Worker") for pid in drills.actor_pids(kind)]
+    stopped = []
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+            stopped.append(pid)
+        yield
+    finally:
+        for pid in reversed(stopped):
+            os.kill(pid, signal.SIGCONT)
+
+
+def trainer_of(model: str, folder: Path) -> ElasticRingTrainer:
+    """The product's run, its loss not gated yet."""
+    if model == "small":
+        return drills.small_trainer(folder, "bench-overhead", steps=NEVER, check_model=False, timeouts=PATIENT)
+    options = ["--preset", "laptop", "--faults", "none", "--steps", str(NEVER), "--run-dir", str(folder / "run")]
+    trainer = train_1t.build(train_1t.parse(options))
+    trainer.run = RunConfig("bench-overhead", str(folder / "run"), timeouts=PATIENT, progress=False)
+    trainer.task = _with(trainer.task, step=_with(trainer.task.step, check_model=False))
+    return trainer
+
+
+def _with(config: Any, **changes: Any) -> Any:
+    return type(config)(**{**vars(config), **changes})
+
+
+def alternate(
+    turns: Turns, workers: list[Any], num_blocks: int, block_steps: int, run: drills.Watcher
+) -> tuple[list[list[tuple[float, float]]], list[list[tuple[float, float]]]]:
+    """(product, plain): for each block the (commit time, loss) of its steps."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    plain = [worker.run.remote(store.port, num_blocks, block_steps) for worker in workers]
+    turns.gather()
+    run.whole(1)
+    for block in range(num_blocks):
+        for side in SIDES if block % 2 else SIDES[::-1]:
+            time.sleep(SETTLE_S)
+            if side == "product":
+                turns.take(side)
+                continue
+            with standing_still():
+                time.sleep(SETTLE_S)
+                turns.take(side)
+        drills.show(f"  block {block + 1} of {num_blocks}")
+    turns.release("plain")
+    rows = ray.get(plain[0])
+    num_steps = num_blocks * block_steps
+    run.until("the last step's record", lambda: True if len(run.steps()) >= num_steps else None)
+    ours = [(line["committed_monotonic_s"], line["loss"]) for line in run.steps()[:num_steps]]
+    return _blocks(ours, block_steps), _blocks(rows, block_steps)
+
+
+def _blocks(rows: list[tuple[float, float]], size: int) -> list[list[tuple[float, float]]]:
+    return [rows[at : at + size] for at in range(0, len(rows), size)]
+
+
+def step_times(blocks: list[list[tuple[float, float]]]) -> np.ndarray:
+    """(blocks, steps): commit to commit, without each block's first step and the first block."""
+    return np.array([np.diff([at_s for at_s, _ in block]) for block in blocks[1:]])
+
+
+def upper_bound(product: np.ndarray, plain: np.ndarray) -> float:
+    """95th percentile of the ratio of medians under drawing pairs of blocks with replacement."""
+    draws = np.random.default_rng(0).integers(len(plain), size=(NUM_DRAWS, len(plain)))
+    ratios = [np.median(product[draw]) / np.median(plain[draw]) for draw in draws]
+    return float(np.percentile(ratios, 95))
+
+
+def measure(model: str, num_blocks: int, block_steps: int) -> dict[str, Any]:
+    with drills.scratch() as folder, drills.local_ray():
+        turns, trainer = Turns(), trainer_of(model, folder)
+        task, mesh = trainer.task, trainer.scaling.mesh
+        calls_per_block = block_steps * task.step.global_batch // mesh.dp
+        trainer.task = _with(task, loss=GatedLoss(task.loss, turns.gate("product"), calls_per_block))
+        actor = ray.remote(PlainWorker).options(num_cpus=0)
+        workers = [actor.remote(task, mesh, rank, turns.gate("plain")) for rank in range(mesh.size)]
+        ours, theirs = drills.train_while(trainer, partial(alternate, turns, workers, num_blocks, block_steps))
+    product, plain = step_times(ours), step_times(theirs)
+    pairs = zip([x for block in ours for _, x in block], [x for block in theirs for _, x in block], strict=True)
+    return {
+        "model": model, "blocks": num_blocks, "steps_per_block": block_steps,
+        "product_s": product.tolist(), "plain_s": plain.tolist(),
+        "median_product_s": float(np.median(product)), "median_plain_s": float(np.median(plain)),
+        "mean_product_s": float(product.mean()), "mean_plain_s": float(plain.mean()),
+        "ratio": float(np.median(product) / np.median(plain)), "upper_bound": upper_bound(product, plain),
+        "worst_loss_error": max(abs(a - b) / abs(b) for a, b in pairs),
+    }  # fmt: skip
+
+
+def report(figures: dict[str, Any]) -> tuple[str, list[str]]:
+    rows = [[side, *(1e3 * figures[f"{what}_{side}_s"] for what in ("median", "mean"))] for side in SIDES]
+    over = [f"{100 * (x - 1):+.2f} %" for x in (figures["ratio"], figures["upper_bound"])]
+    mean = 100 * (figures["mean_product_s"] / figures["mean_plain_s"] - 1)
+    text = (
+        f"{figures['model']} model, {figures['blocks'] - 1} pairs of blocks of {figures['steps_per_block']} steps\n"
+        + drills.table(["step", "median ms", "mean ms"], rows)
+        + f"\noverhead {over[0]}, 95 % upper bound {over[1]} (limit {100 * LIMIT:.0f} %); of the means {mean:+.2f} %"
+        + f"\nlosses agree to {figures['worst_loss_error']:.1e} relative"
+    )
+    missed = []
+    if figures["upper_bound"] - 1 > LIMIT:
+        missed.append(f"the upper bound is {over[1]}, more than {100 * LIMIT:.0f} %")
+    if figures["worst_loss_error"] > LOSS_TOLERANCE:
+        missed.append(f"the losses differ by {figures['worst_loss_error']:.1e}: not the same work was compared")
+    return text, missed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=12, help="pairs of blocks, the first of which is left out")
+    parser.add_argument("--block-steps", type=int, default=20)
+    parser.add_argument("--model", choices=["laptop", "small"], default="laptop")
+    parser.add_argument("--save", action="store_true", help="write the table and a JSON into benchmarks/")
+    arguments = parser.parse_args()
+    figures = measure(arguments.model, arguments.blocks, arguments.block_steps)
+    text, missed = report(figures)
+    text += "\n" + ("\n".join(f"MISSED: {line}" for line in missed) or "all bounds hold")
+    drills.show("\n" + text)
+    if arguments.save:
+        drills.save("bench_overhead", text, {**figures, "missed": missed})
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
