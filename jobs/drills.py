@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from elastic_ring import Batch, ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.config import Timeouts
 from elastic_ring.data.packing import Sample
-from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
 from elastic_ring.train.task import LossFunction
 from jobs.peers import common
 
@@ -266,6 +266,11 @@ def train_while(trainer: ElasticRingTrainer, action: Callable[[Watcher], T], *, 
     if problems:
         raise problems[0]
     return answers[0]
+
+
+def summary_of(trainer: ElasticRingTrainer) -> dict[str, Any]:
+    """What a run that trained to its end left as its summary."""
+    return dict(json.loads((trainer.run.folder / SUMMARY_NAME).read_text()))
 
 
 # ------------------------------------------------------------ showing and keeping

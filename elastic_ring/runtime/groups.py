@@ -31,6 +31,7 @@ from elastic_ring.mesh import Mesh
 
 _ACCEPTS = 1
 _ABORT_AGAIN_S = 0.02
+_STORE_TRY_S = 1.0
 _listen_lock = threading.Lock()
 
 
@@ -153,13 +154,24 @@ class Connector:
     # ------------------------------------------------------------ parts, in the order of `connect`
 
     def _open_store(self) -> TCPStore:
-        # The address is known before the socket exists, so that an abort can find a client that waits.
+        """In short tries, between which an abort is noticed: a client that is connecting cannot be cancelled."""
+        deadline = time.monotonic() + self.where.timeout_s
+        while True:
+            self._raise_if_aborted()
+            left = max(0.001, deadline - time.monotonic())
+            try:
+                store = TCPStore(
+                    self.where.host, self.where.port, is_master=False, wait_for_workers=False,
+                    timeout=timedelta(seconds=min(_STORE_TRY_S, left)),
+                )  # fmt: skip
+                break
+            except dist.DistNetworkError:
+                if time.monotonic() >= deadline:
+                    raise
+        store.set_timeout(timedelta(seconds=self.where.timeout_s))
         with self._lock:
             self._device_ports.add((socket.gethostbyname(self.where.host), self.where.port))
-        self._raise_if_aborted()
-        timeout = timedelta(seconds=self.where.timeout_s)
-        store = TCPStore(self.where.host, self.where.port, is_master=False, timeout=timeout, wait_for_workers=False)
-        self._raise_if_aborted()  # a client whose first connection was shut down has connected again
+        self._raise_if_aborted()  # by an abort that did not know of this socket yet
         return store
 
     def _listen(self) -> ProcessGroupGloo.Device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,14 +11,23 @@ from typing import Any
 
 import pytest
 import ray
+from safetensors.torch import load_file
 
-from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
+from elastic_ring import ElasticRingTrainer, OptimConfig, Result, RunConfig, ScalingConfig, StepConfig
+from elastic_ring.control import invariants
+from elastic_ring.control.coordination import advance, initial
+from elastic_ring.control.messages import from_json
+from elastic_ring.control.replay import replay
+from elastic_ring.control.state import Ended
 from elastic_ring.data.source import StdlibText
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
+from elastic_ring.monitor.journal import read
+from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.runtime.cluster import NAMESPACE, left_behind
+from elastic_ring.runtime.coordinator import Charter, control_options
 
 TINY = ModelConfig(257, 2, 32, 4, 2, 8, 64)
 
@@ -60,8 +70,30 @@ def train(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
     def go(name: str, **options: Any) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("runs")
-        result = tiny_trainer(folder, name, **options).fit()
+        trainer = tiny_trainer(folder, name, **options)
+        result = trainer.fit()
         assert left_behind(name) == []
+        check_records(trainer, result)
         return result.summary
 
     return go
+
+
+def check_records(trainer: ElasticRingTrainer, result: Result) -> None:
+    """The journal replays to the same commands, no decision in it broke an invariant, the weights' file has
+    the digest of the summary."""
+    charter = Charter(trainer.run, trainer.scaling, trainer.task, "", "")
+    options = control_options(charter)
+    lines = [line for line in read(result.run_dir / JOURNAL_NAME) if "event" in line]
+    assert isinstance(replay(options, lines).phase, Ended)
+    state = initial(options)
+    for line in lines:
+        event: Any = from_json(line["event"])
+        decision = advance(state, event, line["now"])
+        invariants.check(state, event, decision)
+        state = decision.state
+    weights = load_file(result.weights)
+    total = hashlib.sha256()
+    for name in sorted(weights):
+        total.update(weights[name].numpy().tobytes())
+    assert total.hexdigest() == result.summary["weights_sha256"]

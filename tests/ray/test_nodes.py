@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.cluster import NAMESPACE, left_behind
 
-from tests.ray.conftest import tiny_trainer
+from tests.ray.conftest import check_records, tiny_trainer
 
 
 @pytest.fixture
@@ -57,7 +57,10 @@ def kill_after_step(folder: Path, step: int, node: Any, killed: list[int]) -> th
 
 def test_a_node_that_dies_with_a_whole_ring_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:
     calm = tiny_trainer(tmp_path, "calm-nodes", spares=0).fit().summary
-    planned = tiny_trainer(tmp_path, "node", spares=2, faults="kill-node@step=4,phase=backward,rank=1").fit().summary
+    trainer = tiny_trainer(tmp_path, "node", spares=2, faults="kill-node@step=4,phase=backward,rank=1")
+    result = trainer.fit()
+    check_records(trainer, result)
+    planned = result.summary
     assert planned["weights_sha256"] == calm["weights_sha256"]
     assert planned["losses"] == calm["losses"]
     assert planned["samples_sha256"] == calm["samples_sha256"]
@@ -77,7 +80,9 @@ def test_a_node_that_dies_at_a_random_moment_is_replaced_by_one_that_joins(clust
         run = pool.submit(trainer.fit)
         thread.join()
         cluster.add_node(num_cpus=2)
-        summary = run.result().summary
+        result = run.result()
+    check_records(trainer, result)
+    summary = result.summary
     assert len(killed) == 1
     assert killed[0] < 20
     assert summary["samples_sha256"] == calm["samples_sha256"]

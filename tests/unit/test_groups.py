@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import ProcessGroupGloo, TCPStore
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.groups import Connector, Rendezvous, forget_groups, translated
-from tests.unit.crew import HOST, Crew, abort, connect, crew
+from elastic_ring.runtime.groups import Connector, Rendezvous, translated
+from tests.unit.crew import HOST, Crew, abort, connect, crew, leave
 
 PAIR = Mesh(1, 2)
 
@@ -40,7 +41,7 @@ def mark_started(me: Any) -> None:
 
 
 def prepare(me: Any) -> None:
-    me.started = threading.Event()
+    me.started, me.parked = threading.Event(), threading.Event()
 
 
 def await_started(me: Any) -> None:
@@ -72,18 +73,78 @@ def total(me: Any) -> float:
     return probe.item()
 
 
+def exchange_until_aborted(me: Any, operation: str, num_exchanges: int) -> str:
+    """One small exchange after another; after some of them the control thread may strike."""
+    world, peer, done = me.groups.world, 1 - me.rank, 0
+    try:
+        with translated(me.connector):
+            while True:
+                probe, other = torch.ones(64), torch.empty(64)
+                if operation == "send and recv":
+                    for work in [world.send([probe], peer, 3), world.recv([other], peer, 3)]:
+                        work.wait()
+                elif operation == "all-reduce":
+                    world.allreduce([probe]).wait()
+                else:
+                    world.allgather([[other, torch.empty(64)]], [probe]).wait()
+                done += 1
+                if done == num_exchanges:
+                    mark_started(me)
+    except ElasticRingError as error:
+        return type(error).__name__
+    finally:
+        me.parked.set()
+
+
+def abort_when_started(me: Any) -> bool:
+    await_started(me)
+    return abort_until_parked(me)
+
+
+def abort_until_parked(me: Any) -> bool:
+    return me.connector.abort_until(me.parked, 20.0)
+
+
 def outcome_of_connecting(me: Any, where: Rendezvous, mesh: Mesh) -> str:
     try:
         connect(me, where, mesh)
     except ElasticRingError as error:
         return type(error).__name__
+    finally:
+        me.parked.set()
+    return "connected"
+
+
+class Unanswering(dist.Store):
+    """A store that gives this rank's addresses to the others and none of theirs to this one."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def set(self, key: str, value: bytes) -> None:
+        self._inner.set(key, value)
+
+    def wait(self, *args: Any) -> None:
+        raise RuntimeError("Gloo connects no further")
+
+
+def never_call(me: Any, where: Rendezvous, mesh: Mesh) -> str:
+    """Tell the others where to find this rank's end of the first group, and do not connect it."""
+    only_publish(me, where, mesh)
+    store = PrefixStore(f"{where.prefix}/world", me.store)
+    me.store.wait([f"{where.prefix}/port/0"])
+    try:
+        me.connector._gloo(Unanswering(store), me.connector._device, me.rank, mesh.size)
+    except RuntimeError:
+        return "stopped"
     return "connected"
 
 
 def only_publish(me: Any, where: Rendezvous, mesh: Mesh) -> None:
     """Come to the meeting, say where this rank listens, and do nothing more: a peer that died there."""
-    forget_groups()
-    me.groups, me.connector = None, Connector(where)
+    leave(me)
+    me.connector = Connector(where)
     me.store = me.connector._open_store()
     me.connector._listen()
     me.connector._exchange_ports(me.store, mesh, me.rank)
@@ -101,8 +162,7 @@ def live_and_die(me: Any, meetings: list[Rendezvous]) -> int:
         connect(me, where, PAIR)
         assert total(me) == 3.0
         me.connector.abort()
-    forget_groups()
-    me.groups = me.connector = None
+    leave(me)
     return len(meetings)
 
 
@@ -119,13 +179,26 @@ def test_an_abort_from_another_thread_releases_a_blocked_operation(pair: Crew, o
     assert pair.result(0) == "GroupAborted"
 
 
-def test_an_abort_fails_what_the_live_peer_waits_for_too(pair: Crew) -> None:
+def test_what_a_live_peer_waits_for_fails_once_the_aborted_generation_is_let_go(pair: Crew) -> None:
     pair.all(connect, pair.meeting(), PAIR)
     pair.call(1, prepare)
     pair.start(1, outcome, "all-reduce")
     pair.now(1, await_started)
     pair.now(0, abort)
+    pair.call(0, leave)
     assert pair.result(1) == "PeerFailed"
+
+
+@pytest.mark.parametrize("operation", ["send and recv", "all-reduce", "all-gather"])
+def test_aborts_in_the_midst_of_exchanges_leave_nobody_waiting(pair: Crew, operation: str) -> None:
+    """Gloo loses a message that is being written when its connection breaks: whoever waited for it stayed."""
+    for num_exchanges in range(1, 31):
+        pair.all(connect, pair.meeting(), PAIR)
+        pair.all(prepare)
+        for rank in (0, 1):
+            pair.start(rank, exchange_until_aborted, operation, num_exchanges)
+        assert [pair.now(rank, abort_when_started) for rank in (0, 1)] == [True, True]
+        assert [pair.result(rank) for rank in (0, 1)] == ["GroupAborted", "GroupAborted"]
 
 
 def test_operations_that_begin_after_an_abort_fail_and_a_second_abort_is_harmless(pair: Crew) -> None:
@@ -138,6 +211,7 @@ def test_operations_that_begin_after_an_abort_fail_and_a_second_abort_is_harmles
 
 def test_an_abort_releases_a_meeting_to_which_a_peer_never_comes(pair: Crew) -> None:
     where = pair.meeting()
+    pair.all(prepare)
     pair.start(0, outcome_of_connecting, where, PAIR)
     pair.store.wait([f"{where.prefix}/port/0"])
     pair.now(0, abort)
@@ -146,14 +220,26 @@ def test_an_abort_releases_a_meeting_to_which_a_peer_never_comes(pair: Crew) -> 
 
 def test_an_abort_releases_a_group_that_waits_for_a_peer_which_came_and_stopped(pair: Crew) -> None:
     where = pair.meeting()
+    pair.all(prepare)
     before = pair.store.num_keys()
     pair.start(1, only_publish, where, PAIR)
     pair.start(0, outcome_of_connecting, where, PAIR)
     pair.result(1)
-    while pair.store.num_keys() <= before + 2:  # rank 0 has written into its first group's part of the store
-        pair.store.wait([f"{where.prefix}/port/0"])
+    while pair.store.num_keys() <= before + 2:  # until rank 0 has written of its first group
+        pass
     pair.now(0, abort)
     assert pair.result(0) == "GroupAborted"
+
+
+def test_an_abort_releases_a_pair_whose_peer_never_calls(pair: Crew) -> None:
+    """Which end of a pair calls depends on the ports: in several meetings both roles occur."""
+    for _ in range(8):
+        where = pair.meeting()
+        pair.all(prepare)
+        pair.start(0, outcome_of_connecting, where, PAIR)
+        assert pair.call(1, never_call, where, PAIR) == "stopped"
+        assert pair.now(0, abort_until_parked)
+        assert pair.result(0) == "GroupAborted"
 
 
 def test_a_connector_that_was_aborted_before_it_connects_does_not_connect() -> None:
