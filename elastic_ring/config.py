@@ -39,7 +39,7 @@ class Timeouts:
     start_s: float = 120.0  # for a worker's process to become a warm spare
     boundary_s: float = 600.0  # from a boundary request to the boundary
     finalize_s: float = 600.0  # gathering and writing the weights
-    collective_s: float = 1800.0  # one exchange; hangs are found long before by the stamps
+    collective_s: float = 900.0  # one exchange; a training thread that is stuck with the GIL free shows only here
     lease_s: float = 60.0  # how long a run outlives its driver
     clear_s: float = 30.0  # for actors and placement groups to be gone at the end
 

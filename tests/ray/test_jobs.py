@@ -123,3 +123,20 @@ def test_stopping_a_job_leaves_nothing_behind(head: None, tmp_path: Path) -> Non
     cli("job", "stop", job_id)
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), lambda: left_behind("stopped") == [])
     assert num_steps(folder) < 500
+
+
+def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path) -> None:
+    folder = tmp_path / "interrupted"
+    command = [sys.executable, "jobs/train_1t.py", "--context", "256", "--steps", "500", "--faults", "none",
+               "--run-name", "interrupted", "--run-dir", str(folder)]  # fmt: skip
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+    environment.pop("RAY_ADDRESS", None)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: num_steps(folder) >= 2)
+    pids = [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said[-2000:]
+    assert "nothing is left running" in said
+    assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -192,7 +192,7 @@ def test_what_a_live_peer_waits_for_fails_once_the_aborted_generation_is_let_go(
 @pytest.mark.parametrize("operation", ["send and recv", "all-reduce", "all-gather"])
 def test_aborts_in_the_midst_of_exchanges_leave_nobody_waiting(pair: Crew, operation: str) -> None:
     """Gloo loses a message that is being written when its connection breaks: whoever waited for it stayed."""
-    for num_exchanges in range(1, 31):
+    for num_exchanges in range(1, 13):
         pair.all(connect, pair.meeting(), PAIR)
         pair.all(prepare)
         for rank in (0, 1):
