@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ class Timeouts:
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
-            if not isinstance(value, (int, float)) or value <= 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ValueError(f"timeouts.{spec.name}={value!r}: must be a positive number of seconds")
         ordered = (
             ("stopped_s", "heart_floor_s"),
@@ -90,9 +91,11 @@ class ScalingConfig:
             _integer(name, getattr(self, name), least)
         if self.min_dp > self.dp:
             raise ValueError(f"min_dp={self.min_dp} is more than dp={self.dp}: lower min_dp or raise dp")
+        if self.max_dp is not None:
+            _integer("max_dp", self.max_dp, 1)
         if self.max_dp is not None and self.max_dp < self.dp:
             raise ValueError(f"max_dp={self.max_dp} is less than dp={self.dp}: raise max_dp or leave it out")
-        if not self.resources_per_worker or any(v < 0 for v in self.resources_per_worker.values()):
+        if not self.resources_per_worker or any(not v >= 0 for v in self.resources_per_worker.values()):
             raise ValueError(
                 f"resources_per_worker={dict(self.resources_per_worker)}: name at least one resource, "
                 "for example {'CPU': 1} or {'GPU': 1}, with an amount that is not negative"
@@ -185,11 +188,19 @@ def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault
         )
     for fault in faults:
         if fault.step is not None and fault.step >= step.steps:
-            raise ValueError(f"fault {fault}: step={fault.step} never comes in a run of steps={step.steps}")
-        if fault.rank is not None and fault.rank >= scaling.most_rings * scaling.cp:
             raise ValueError(
-                f"fault {fault}: rank={fault.rank} is not in the mesh {scaling.mesh} "
-                f"(ranks 0 to {scaling.mesh.size - 1})"
+                f"fault {fault}: step={fault.step} never comes in a run of steps={step.steps}; "
+                f"name one of 0 to {step.steps - 1} or raise steps"
+            )
+        largest = Mesh(scaling.most_rings, scaling.cp)
+        if fault.rank is not None and fault.rank >= largest.size:
+            raise ValueError(
+                f"fault {fault}: rank={fault.rank} is not in the mesh {largest}; name one of 0 to {largest.size - 1}"
+            )
+        if fault.hop is not None and fault.hop >= scaling.cp:
+            raise ValueError(
+                f"fault {fault}: hop={fault.hop} never comes on rings of cp={scaling.cp}; "
+                f"name one of 0 to {scaling.cp - 1}"
             )
 
 

@@ -82,6 +82,6 @@ def _parse(part: str) -> Fault:
 def _number(fields: dict[str, str], key: str, part: str) -> int | None:
     if key not in fields:
         return None
-    if not fields[key].isdigit():
+    if not fields[key].isdecimal():
         raise ValueError(f"faults: {key}={fields[key]!r} in {part!r} must be a whole number of at least 0")
     return int(fields[key])

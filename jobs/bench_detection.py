@@ -125,7 +125,8 @@ def healthy(minutes: float) -> tuple[str, list[str], dict[str, object]]:
         row = drills.train_while(trainer, partial(watch_healthy, minutes))
     missed = []
     if (row["alarms"], row["generations"], row["terms"]) != (0, 1, 1):
-        missed.append(f"{row['alarms']} alarms, {row['generations']} generations, {row['terms']} terms in a healthy run")
+        counts = ", ".join(f"{row[name]} {name}" for name in ("alarms", "generations", "terms"))
+        missed.append(f"{counts} in a healthy run")
     return drills.table(list(row), [list(row.values())]), missed, {"healthy": row}
 
 

@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -64,8 +65,7 @@ def _kill_once(run: drills.Watcher, number: int) -> dict[str, float]:
     wall_less_monotonic_s = time.time() - time.monotonic()
     struck_s = drills.strike(pid, signal.SIGKILL)
     step = run.first_step_of(status["generation"])
-    num_recoveries = number + 1
-    recovery = run.until("its record", lambda: (run.recoveries()[num_recoveries - 1 :] or [None])[0])
+    recovery = run.until("its record", lambda: run.recoveries()[number] if len(run.recoveries()) > number else None)
     before = [line for line in run.steps() if line["generation"] == status["generation"]]
     phases = _phases(run, struck_s + wall_less_monotonic_s, step, recovery["heal_s"], wall_less_monotonic_s)
     row = {
@@ -92,7 +92,7 @@ def _phases(
 def _step_s(lines: list[dict[str, Any]], before_s: float) -> float:
     ends_s = [line["committed_monotonic_s"] for line in lines if line["committed_monotonic_s"] < before_s]
     ends_s = ends_s[-common.STEPS_BETWEEN_KILLS - 1 :]
-    return median(later - earlier for earlier, later in zip(ends_s, ends_s[1:], strict=False))
+    return median(later - earlier for earlier, later in pairwise(ends_s))
 
 
 def measure_restart(num_kills: int) -> Rows:

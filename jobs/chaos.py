@@ -54,6 +54,7 @@ MOST_STEPS_BETWEEN = 12
 WARM = 3
 GROWTH = {"rss_mib": 48.0, "fds": 8.0, "threads": 4.0}
 RECOVERED_WITHIN_S = 120.0
+ENDED_WITHIN_S = 10.0
 RUN = "chaos"
 SHARES = {"member": 70, "two members": 10, "spare": 12, "coordinator": 8}
 
@@ -217,6 +218,12 @@ def compare(calm: dict[str, Any], found: dict[str, Any]) -> list[str]:
     return missed
 
 
+def outliving(pids: list[int]) -> list[int]:
+    """Which of these are still there when Ray has had the time to end what it was told to."""
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return [process.pid for process in psutil.wait_procs(processes, timeout=ENDED_WITHIN_S)[1]]
+
+
 def run_all(model: str, num_kills: int, seed: int) -> tuple[str, list[str], dict[str, Any]]:
     steps = STEPS_PER_KILL * num_kills + STEPS_MORE
     with drills.scratch() as folder, drills.local_ray():
@@ -234,7 +241,7 @@ def run_all(model: str, num_kills: int, seed: int) -> tuple[str, list[str], dict
         drills.train_while(trainer, soak.soak, to_the_end=True)
         found = drills.summary_of(trainer)
         left = left_behind(RUN)
-        alive = [pid for pid, p in soak.processes.items() if p.role != "driver" and psutil.pid_exists(pid)]
+        alive = outliving([pid for pid, process in soak.processes.items() if process.role != "driver"])
     text, missed = growth(soak)
     missed += compare(calm, found)
     missed += [f"left behind: {name}" for name in left] + [f"pid {pid} outlived the run" for pid in alive]

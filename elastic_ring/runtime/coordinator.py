@@ -42,8 +42,8 @@ from elastic_ring.control.messages import (
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.replay import journal_line, replay
 from elastic_ring.control.state import Ended, Reconnecting, Running, State
-from elastic_ring.monitor.journal import Journal, claim_term, newest_term, read
 from elastic_ring.errors import StaleMessage
+from elastic_ring.monitor.journal import Journal, claim_term, newest_term, read
 from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.runtime.chronicle import Chronicle
 from elastic_ring.runtime.cluster import NAMESPACE, Cluster, actor_name, clear
@@ -182,7 +182,9 @@ class Coordinator:
         self.cluster = Cluster(charter.run, charter.scaling, charter.task)
         self.lookout = Lookout(charter, self.address, self._put, secrets.token_hex(16))
         self.lookout.open()
-        self.dispatch = Dispatcher(charter, self.address, self.cluster, self.lookout, self.me, self._put, self.chronicle)
+        self.dispatch = Dispatcher(
+            charter, self.address, self.cluster, self.lookout, self.me, self._put, self.chronicle
+        )
         self.dispatch.open()
         self.dispatch.recall(self.state)
         self._decide(CoordinatorStarted(self._cause(), term))

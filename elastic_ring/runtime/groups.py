@@ -10,6 +10,7 @@ generation, and the ranks exchange their devices' ports before they connect.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -251,9 +252,13 @@ def self_test(groups: Groups) -> None:
 
 
 def forget_groups() -> None:
-    """Take the old generation's groups out of torch's tables; frees their threads and sockets."""
+    """Take the old generation's groups out of torch's tables; frees their threads and sockets.
+
+    Drop the module first: FSDP2's are reference cycles, which hold shards and groups until they are collected.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()
 
 
 class translated:

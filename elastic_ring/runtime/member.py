@@ -6,6 +6,7 @@ holds. It runs in the training thread; `abort`, `report` and `prepare` belong to
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -61,6 +62,9 @@ class Member:
         order = Order(step.seed, step.global_batch, training.num_sequences)
         self._transaction = Transaction(task, Loader(training), order, self._watch)
         warm_up(task)
+        # What is here now stays: `forget_groups` has only what came later to look through, in milliseconds.
+        gc.collect()
+        gc.freeze()
 
     # ------------------------------------------------------------ control thread
 

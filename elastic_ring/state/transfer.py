@@ -6,6 +6,7 @@ left. The link is any process group with the donor at rank 0.
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from elastic_ring.errors import DigestMismatch
 from elastic_ring.state.shard import Shard, digest_of
 
 CHUNK_BYTES = 64 << 20
+DIGEST_BYTES = 32
 DONOR = 0
 
 
@@ -24,7 +26,7 @@ def send_shard(shard: Shard, link: Any, *, after_chunk: Callable[[], None] = lam
     """Send to every other rank of `link`; returns the bytes sent to each. `after_chunk` is called between chunks."""
     header, tensors = shard.pack()
     receivers = [rank for rank in range(link.size()) if rank != DONOR]
-    head = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    head = torch.frombuffer(bytearray(hashlib.sha256(header).digest() + header), dtype=torch.uint8)
     num_bytes = 0
     for piece in (torch.tensor([head.numel()]), head, *_chunks(tensors)):
         works = [link.send([piece], receiver, 0) for receiver in receivers]
@@ -41,7 +43,10 @@ def receive_shard(shard: Shard, link: Any, *, after_chunk: Callable[[], None] = 
     link.recv([length], DONOR, 0).wait()
     head = torch.empty(int(length), dtype=torch.uint8)
     link.recv([head], DONOR, 0).wait()
-    header = pickle.loads(bytes(head.tolist()))
+    raw = head.numpy().tobytes()
+    if hashlib.sha256(raw[DIGEST_BYTES:]).digest() != raw[:DIGEST_BYTES]:
+        raise DigestMismatch("the description of a healed shard arrived damaged")
+    header = pickle.loads(raw[DIGEST_BYTES:])
     tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in header["layout"]]
     num_bytes = length.element_size() + head.numel()
     for chunk in _chunks(tensors):

@@ -107,7 +107,7 @@ def largest_list(model: nn.Module) -> Sequence[nn.Module]:
 
 def _check_parameters(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if param.dtype not in (torch.float32, torch.float64):
+        if param.dtype != torch.float32:  # gradients are reduced in float32, whatever the model computes in
             raise ValueError(
                 f"parameter {name} is {param.dtype}: build the model in float32 (the master shards) and set "
                 "param_dtype='bfloat16' to compute in a smaller type"

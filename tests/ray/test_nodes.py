@@ -17,7 +17,6 @@ from ray.cluster_utils import Cluster
 
 from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.cluster import NAMESPACE, left_behind
-
 from tests.ray.conftest import check_records, tiny_trainer
 
 

@@ -18,7 +18,6 @@ from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.cluster import left_behind
-
 from tests.ray.conftest import TINY, tiny_trainer
 
 Train = Callable[..., dict[str, Any]]
@@ -117,8 +116,8 @@ def test_a_step_that_kills_members_three_times_stops_the_run_and_names_it(local_
 
 
 def test_a_fault_that_never_fired_fails_the_run(local_ray: None, tmp_path: Path) -> None:
-    with pytest.raises(FaultNeverFired, match="hop=7"):
-        tiny_trainer(tmp_path, "unfired", faults="kill@step=2,phase=forward,hop=7,rank=0", steps=4).fit()
+    with pytest.raises(FaultNeverFired, match="role=spare"):
+        tiny_trainer(tmp_path, "unfired", faults="kill@step=2,phase=heal,role=spare", steps=4).fit()
 
 
 def test_a_finished_name_says_so_and_another_config_is_refused(local_ray: None, tmp_path: Path) -> None:

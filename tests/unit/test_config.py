@@ -1,0 +1,179 @@
+"""Every refused setting is a ValueError that names the setting, its value and the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from typing import Any
+
+import pytest
+
+from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, Timeouts, check_together, digest
+from elastic_ring.faults import Fault, parse_faults
+from elastic_ring.mesh import Mesh
+
+# (class, setting, refused value, a piece of the way out)
+REFUSED = [
+    (ScalingConfig, "dp", 0, "at least 1"),
+    (ScalingConfig, "dp", 2.0, "a whole number"),
+    (ScalingConfig, "dp", True, "a whole number"),
+    (ScalingConfig, "cp", 0, "at least 1"),
+    (ScalingConfig, "cp", "2", "a whole number"),
+    (ScalingConfig, "spares", -1, "at least 0"),
+    (ScalingConfig, "min_dp", 0, "at least 1"),
+    (ScalingConfig, "min_dp", 3, "lower min_dp or raise dp"),
+    (ScalingConfig, "max_dp", 1, "raise max_dp or leave it out"),
+    (ScalingConfig, "max_dp", 2.5, "a whole number"),
+    (ScalingConfig, "num_threads", 0, "at least 1"),
+    (ScalingConfig, "resources_per_worker", {}, "name at least one resource"),
+    (ScalingConfig, "resources_per_worker", {"CPU": -1.0}, "not negative"),
+    (ScalingConfig, "resources_per_worker", {"CPU": math.nan}, "not negative"),
+    (StepConfig, "steps", 0, "at least 1"),
+    (StepConfig, "global_batch", 0, "at least 1"),
+    (StepConfig, "context_tokens", 0, "at least 1"),
+    (StepConfig, "seed", -1, "at least 0"),
+    (StepConfig, "val_every_steps", -1, "at least 0"),
+    (StepConfig, "num_val_sequences", 0, "at least 1"),
+    (StepConfig, "layout", "spiral", "contiguous, zigzag"),
+    (StepConfig, "param_dtype", "float16", "float32, bfloat16"),
+    (RunConfig, "name", "", "letters, digits"),
+    (RunConfig, "name", "a run", "letters, digits"),
+    (RunConfig, "name", "../up", "beginning with a letter or digit"),
+    (RunConfig, "name", "x" * 81, "up to 80"),
+    (RunConfig, "crash_loop_limit", 0, "at least 1"),
+    (RunConfig, "user_error_limit", 0, "at least 1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "setting", "value", "way_out"), REFUSED, ids=lambda x: getattr(x, "__name__", str(x))[:20]
+)
+def test_a_wrong_setting_is_refused_by_name_and_value(
+    config: type, setting: str, value: Any, way_out: str
+) -> None:
+    with pytest.raises(ValueError, match=way_out) as caught:
+        config(**{setting: value})
+    assert f"{setting}={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "1", True, None])
+@pytest.mark.parametrize("setting", [spec.name for spec in dataclasses.fields(Timeouts)])
+def test_no_timeout_is_anything_but_a_positive_number(setting: str, value: Any) -> None:
+    with pytest.raises(ValueError, match="must be a positive number of seconds") as caught:
+        Timeouts(**{setting: value})
+    assert f"timeouts.{setting}={value!r}" in str(caught.value)
+
+
+# What waits for something else must outlast it.
+ORDERED = [
+    ("stopped_s", "heart_floor_s"),
+    ("heart_floor_s", "heart_cap_s"),
+    ("heart_cap_s", "report_s"),
+    ("park_s", "report_s"),
+    ("report_s", "build_s"),
+    ("beat_s", "node_silent_s"),
+    ("beat_s", "coordinator_silent_s"),
+    ("build_s", "boundary_s"),
+    ("heart_cap_s", "collective_s"),
+    ("build_s", "collective_s"),
+]
+
+
+@pytest.mark.parametrize(("inner", "outer"), ORDERED)
+def test_a_timeout_outlasts_those_it_contains(inner: str, outer: str) -> None:
+    given = getattr(Timeouts(), outer)
+    with pytest.raises(ValueError, match=r"must be less than .*: raise the second or lower the first"):
+        Timeouts(**{inner: given})
+
+
+def test_the_names_of_both_timeouts_are_in_the_refusal() -> None:
+    with pytest.raises(ValueError, match=r"timeouts\.park_s=30\.0 must be less than timeouts\.report_s=30\.0"):
+        Timeouts(park_s=30.0)
+
+
+def together(faults: str = "", **settings: Any) -> None:
+    scaling = {spec.name for spec in dataclasses.fields(ScalingConfig)}
+    check_together(
+        ScalingConfig(**{k: v for k, v in settings.items() if k in scaling}),
+        StepConfig(**{k: v for k, v in settings.items() if k not in scaling}),
+        parse_faults(faults),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"global_batch": 2, "dp": 3}, "global_batch=2 is less than dp=3: .* raise global_batch or lower dp"),
+        ({"global_batch": 2, "dp": 2, "max_dp": 4}, r"global_batch=2 is less than dp=4: .* \(max_dp\)"),
+        (
+            {"context_tokens": 3, "cp": 4},
+            "context_tokens=3 is less than cp=4: .* raise context_tokens or lower cp",
+        ),
+        (
+            {"steps": 5, "faults": "kill@step=5"},
+            r"kill@step=5,.*: step=5 never comes in a run of steps=5; name one of 0 to 4",
+        ),
+        (
+            {"faults": "kill@step=1,rank=4"},
+            r"rank=4 is not in the mesh dp=2 x cp=2; name one of 0 to 3",
+        ),
+        (
+            {"max_dp": 3, "faults": "kill@step=1,rank=6"},
+            r"rank=6 is not in the mesh dp=3 x cp=2; name one of 0 to 5",
+        ),
+        (
+            {"faults": "kill@step=1,phase=forward,hop=2"},
+            r"hop=2 never comes on rings of cp=2; name one of 0 to 1",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        together(**settings)
+
+
+def test_the_outermost_settings_that_go_together_are_accepted() -> None:
+    together("kill@step=4,rank=5; kill@step=0,phase=forward,hop=1", steps=5, max_dp=3, global_batch=3)
+    together(context_tokens=4, cp=4)
+    ScalingConfig(dp=2, min_dp=2, max_dp=2, spares=0)
+    Timeouts(lease_s=1)
+
+
+def test_a_run_takes_its_faults_as_text_or_as_a_tuple() -> None:
+    faults = (Fault("kill", 3, "idle", 1),)
+    assert RunConfig(faults="kill@step=3,rank=1").faults == faults  # type: ignore[arg-type]
+    assert RunConfig(faults=faults).faults == faults
+    with pytest.raises(ValueError, match="unknown fault 'burn'"):
+        RunConfig(faults="burn@step=3")  # type: ignore[arg-type]
+
+
+def test_the_mesh_is_derived_and_spares_are_not_in_it() -> None:
+    scaling = ScalingConfig(dp=3, cp=2, spares=2, max_dp=5)
+    assert (scaling.mesh, scaling.most_rings, scaling.num_workers) == (Mesh(3, 2), 5, 8)
+    assert ScalingConfig(dp=3).most_rings == 3
+
+
+def test_equal_settings_give_equal_digests_and_any_other_another() -> None:
+    assert digest(StepConfig(), ScalingConfig()) == digest(StepConfig(), ScalingConfig())
+    changed = [
+        digest(dataclasses.replace(StepConfig(), **{name: value}), ScalingConfig())
+        for name, value in (("steps", 41), ("seed", 1), ("layout", "contiguous"))
+    ]
+    assert len({digest(StepConfig(), ScalingConfig()), *changed}) == 4
+
+
+def test_settings_survive_the_way_to_another_process_and_cannot_be_changed_there() -> None:
+    for config in (Timeouts(), ScalingConfig(), StepConfig(), RunConfig()):
+        assert pickle.loads(pickle.dumps(config)) == config
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, dataclasses.fields(config)[0].name, 1)
+
+
+def test_seats_and_ranks_of_a_mesh_are_one_to_one() -> None:
+    mesh = Mesh(3, 4)
+    assert [mesh.global_rank(mesh.seat(rank)) for rank in range(mesh.size)] == list(range(12))
+    assert [mesh.ring(dp_rank) for dp_rank in range(3)] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
+    assert mesh.replicas(1) == (1, 5, 9)
+    with pytest.raises(ValueError, match="mesh dp=0 x cp=4: both must be at least 1"):
+        Mesh(0, 4)
