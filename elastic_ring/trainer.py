@@ -107,7 +107,7 @@ class ElasticRingTrainer:
         if done is not None:
             log.info("run %s is finished already; its summary is in %s", self.run.name, self.run.folder)
             return done
-        check_data(self.task)
+        training_order(self.task)
         if self.scaling.dp == 1:
             log.warning("dp=1: no other ring holds the state, so the next loss of a worker ends the run; dp=2 heals it")
         with _ray_session(self.scaling):
@@ -213,6 +213,10 @@ class ElasticRingTrainer:
             log.error("left behind: %s", name)
         if end["error"]:
             kind = getattr(errors, end["error"], errors.RunFailed)
+            if kind is errors.CrashLoop:
+                ids = training_order(self.task).sample_ids(int(end["facts"]["step"]))
+                end["facts"]["samples"] = ids
+                end["message"] += f"\nThe batch of that step is sequences {', '.join(map(str, ids))} of {self.task.data}"
             raise kind(end["message"], **end["facts"])
         if "summary" not in end:
             raise errors.RunFailed(f"the run ended before its last step: {end['message']}")
@@ -233,11 +237,11 @@ def described(part: Any) -> str:
     return f"{owner.__module__}.{owner.__qualname__}"
 
 
-def check_data(task: TrainingTask) -> None:
-    """Refuse a corpus that cannot be read or is smaller than a batch. Raises ValueError."""
+def training_order(task: TrainingTask) -> Order:
+    """Which sequences each step uses. Raises ValueError for a corpus that cannot be read or is less than a batch."""
     held = task.step.num_val_sequences if task.step.val_every_steps else 0
     training, _ = hold_out(open_source(task.data), num_sequences=held)
-    Order(task.step.seed, task.step.global_batch, training.num_sequences)
+    return Order(task.step.seed, task.step.global_batch, training.num_sequences)
 
 
 def _shown(record: dict[str, Any]) -> StepMetrics:

@@ -36,6 +36,8 @@ from elastic_ring.runtime.cluster import Cluster, watch_ref
 
 log = logging.getLogger(__name__)
 
+AGENT_FIRST_S = 0.5
+
 
 class Dispatcher:
     """Sends for one coordinator. It hosts the rendezvous store, a fresh one for each generation, so that an
@@ -150,7 +152,9 @@ class Dispatcher:
 
         def sent(_: Any, error: BaseException | None) -> None:
             if isinstance(error, ActorDiedError):
-                self._put("event", WorkerLost(self._cause(), command.worker, "died", "Ray: the actor is dead"))
+                # The agent's notice has the signal and the last log lines; this one is for when it has none to give.
+                lost = WorkerLost(self._cause(), command.worker, "died", "Ray: the actor is dead")
+                threading.Timer(AGENT_FIRST_S, self._put, args=("event", lost)).start()
 
         watch_ref(handle.command.remote(to_json(command), extra), sent)
 
