@@ -216,7 +216,8 @@ class ElasticRingTrainer:
             if kind is errors.CrashLoop:
                 ids = training_order(self.task).sample_ids(int(end["facts"]["step"]))
                 end["facts"]["samples"] = ids
-                end["message"] += f"\nThe batch of that step is sequences {', '.join(map(str, ids))} of {self.task.data}"
+                named = ", ".join(map(str, ids))
+                end["message"] += f"\nThe batch of that step is sequences {named} of {self.task.data}"
             raise kind(end["message"], **end["facts"])
         if "summary" not in end:
             raise errors.RunFailed(f"the run ended before its last step: {end['message']}")

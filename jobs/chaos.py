@@ -88,23 +88,21 @@ class Soak:
         status = run.whole(SPARES)
         run.more_steps(3)
         self.untouched_pid = status["members"][1]["pid"]
-        self._read_all(run.whole(SPARES))
         while self.num_struck < self.num_kills:
-            self._strike_once(run)
-            self._hold_until_whole(run)
+            self._strike_once(run, self._hold_until_whole(run))
         self._read_all(run.whole(SPARES))
         drills.show(f"  all {self.num_struck} strikes done at step {len(run.steps())}")
 
-    def _strike_once(self, run: drills.Watcher) -> None:
+    def _strike_once(self, run: drills.Watcher, status: dict[str, Any]) -> None:
         run.more_steps(self.rng.randint(1, MOST_STEPS_BETWEEN))
-        status = run.whole(1)
         time.sleep(self.rng.uniform(0.0, run.steps()[-1]["step_s"]))
         kind = self._kind(status)
         number = signal.SIGSTOP if self.rng.random() < 0.2 else signal.SIGKILL
         begun_s = time.monotonic()
         generation, term = status["generation"], status["term"]
-        for pid in self._victims(kind, status):
-            drills.strike(pid, number)
+        victims = [psutil.Process(pid) for pid in self._victims(kind, status)]
+        for victim in victims:
+            drills.strike(victim.pid, number)
             self.num_struck += 1
             if kind == "two members":
                 time.sleep(self.rng.choice([0.0, self.rng.uniform(0.0, 1.0)]))
@@ -115,6 +113,8 @@ class Soak:
             run.until("a new coordinator", lambda: True if run.status()["term"] > term else None, RECOVERED_WITHIN_S)
             run.more_steps(1)
         took_s = time.monotonic() - begun_s
+        if psutil.wait_procs(victims, timeout=RECOVERED_WITHIN_S)[1]:  # a stopped spare must be found out too
+            raise drills.DrillFailed(f"{kind} was struck by {number.name} and still lives")
         self.strikes.append({"kind": kind, "signal": number.name, "step": len(run.steps()), "back_s": round(took_s, 3)})
         drills.show(f"  {self.num_struck:3d}/{self.num_kills} {number.name} {kind}: on again after {took_s:.2f} s, "
                     f"step {len(run.steps())}")  # fmt: skip
@@ -140,7 +140,7 @@ class Soak:
         others = [m for m in members if (m["global_rank"] - first["global_rank"]) % drills.CP]
         return [first["pid"], self.rng.choice(others)["pid"]]
 
-    def _hold_until_whole(self, run: drills.Watcher) -> None:
+    def _hold_until_whole(self, run: drills.Watcher) -> dict[str, Any]:
         """Hold the steps until the spares are back; mostly all of them, sometimes one is enough."""
         enough = 1 if self.rng.random() < 1 / 8 else SPARES
         self.hold.touch()
@@ -148,6 +148,7 @@ class Soak:
             status = run.whole(enough)
             if enough == SPARES:
                 self._read_all(status)
+            return status
         finally:
             self.hold.unlink()
 

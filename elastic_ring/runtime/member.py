@@ -50,6 +50,7 @@ class Member:
         self._command: Build | None = None
         self._records: list[dict[str, Any]] = []
         self._published = -1
+        self._left_behind: list[tuple[Any, ...]] = []
 
     def warm_up(self) -> None:
         """Open the data and do once, on something tiny, what is slow the first time."""
@@ -90,6 +91,11 @@ class Member:
         if self._connector is None:
             return parked.wait(timeout_s)
         return self._connector.abort_until(parked, timeout_s)
+
+    def leave_behind(self) -> None:
+        """Give the present groups to a thread that waits in them for ever: freeing them would wait for it."""
+        self._left_behind.append((self._groups, self._connector, self._transaction.model))
+        self._transaction.leave()
 
     def report(self, cause: str, term: int, generation: int, kind: str) -> Report:
         """What this worker holds; call it only while the training thread is parked."""

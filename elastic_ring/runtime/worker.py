@@ -41,6 +41,7 @@ from elastic_ring.monitor.stamps import StampWriter
 from elastic_ring.runtime.groups import is_transport_error
 from elastic_ring.runtime.injection import Injector
 from elastic_ring.runtime.member import Member
+from elastic_ring.runtime.training_thread import TrainingThread
 from elastic_ring.train.check import ModelRefused
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.vote import ReplicasDiverged
@@ -70,9 +71,8 @@ class Worker:
         self.card = card
         self._coordinator: Any = None
         self._commands: queue.Queue[tuple[Any, dict[str, Any]]] = queue.Queue()
-        self._orders: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._parked = threading.Event()
-        self._parked.set()
+        self._training = TrainingThread("training")
+        self._num_left_behind = 0
         self._seen = self._built = (0, 0)
         self._activity = "spare"
         self._member: Member | None = None
@@ -100,7 +100,8 @@ class Worker:
         member = Member(self.card, self._stamps, self._injector(), self._publish)
         member.warm_up()
         self._member = member
-        for target, name in ((self._beat, "heart"), (self._control, "control"), (self._train, "training")):
+        self._training.start()
+        for target, name in ((self._beat, "heart"), (self._control, "control")):
             threading.Thread(target=target, name=name, daemon=True).start()
 
     def command(self, data: dict[str, Any], extra: dict[str, Any]) -> None:
@@ -166,7 +167,7 @@ class Worker:
     def _abort_and_report(self, extra: dict[str, Any]) -> None:
         assert self._member is not None
         started = time.monotonic()
-        if not self._member.abort(self._parked, self.card.run.timeouts.park_s):
+        if not self._release_training():
             log.error("training thread did not return within %.1f s of the abort", self.card.run.timeouts.park_s)
             return
         self._activity = "parked"
@@ -176,7 +177,7 @@ class Worker:
     def _build(self, command: Build, extra: dict[str, Any]) -> None:
         assert self._member is not None
         # A boundary leaves the old groups up.
-        if not self._member.abort(self._parked, self.card.run.timeouts.park_s):
+        if not self._release_training():
             log.error("training thread busy; cannot build %s", self._seen)
             return
         self._built = self._seen
@@ -185,7 +186,7 @@ class Worker:
 
     def _stand(self) -> None:
         assert self._member is not None
-        if self._member.abort(self._parked, self.card.run.timeouts.park_s):
+        if self._release_training():
             self._member.stand()
             self._activity = "spare"
 
@@ -193,19 +194,19 @@ class Worker:
 
     def _order(self, activity: str, work: Callable[[], None]) -> None:
         self._activity = activity
-        self._parked.clear()
-        self._orders.put(work)
+        self._training.give(work)
 
-    def _train(self) -> None:
-        while True:
-            work = self._orders.get()
-            assert work is not None
-            try:
-                work()
-            except Exception:
-                log.exception("order failed")
-            finally:
-                self._parked.set()
+    def _release_training(self) -> bool:
+        """Have the training thread return; one that is stuck for good is left behind. False: it is busy."""
+        assert self._member is not None
+        outcome = self._training.release(self._member.abort, self.card.run.timeouts.park_s)
+        if outcome == "stuck":
+            log.error("the training thread waits for a message that died with its peer: it is left behind")
+            self._member.leave_behind()
+            self._num_left_behind += 1
+            self._training = TrainingThread(f"training-{self._num_left_behind}")
+            self._training.start()
+        return outcome != "busy"
 
     def _build_and_train(self, command: Build, connector: Any) -> None:
         assert self._member is not None
@@ -213,6 +214,8 @@ class Worker:
         try:
             resumed, extra = member.build(command, connector, self._cause())
         except Exception as error:
+            if not self._training.is_this:
+                return  # left behind: another thread has gone on from here
             log.warning("build of %s failed: %s", identity[1:], error, exc_info=not is_transport_error(error))
             self._park()
             kind = trouble_kind(error)
@@ -232,6 +235,8 @@ class Worker:
         try:
             kind = member.train()
         except Exception as error:
+            if not self._training.is_this:
+                return
             self._park()
             trouble = Trouble(
                 self._cause(), self.card.worker, *identity, trouble_kind(error), member.applied, trouble_text(error)
@@ -240,7 +245,7 @@ class Worker:
             self._answer(trouble)
             return
         self._activity = "finished" if kind == "finished" else "parked"
-        self._parked.set()
+        self._training.parked.set()
         self._report(kind, identity, -1)
 
     def _finalize(self, command: Finalize) -> None:
@@ -249,19 +254,21 @@ class Worker:
         try:
             finalized = self._member.finalize(self._cause(), *identity)
         except Exception as error:
+            if not self._training.is_this:
+                return
             log.warning("writing the weights broke off: %s", error)
             self._park()
             kind = "peer" if is_transport_error(error) else "check"
             self._answer(Trouble(self._cause(), *identity, kind, self._member.applied, trouble_text(error)))
             return
-        self._parked.set()
+        self._training.parked.set()
         if finalized is not None:
             self._answer(finalized)
 
     def _park(self) -> None:
         """Parked before anyone is told, so that the answer never waits for this thread."""
         self._activity = "parked"
-        self._parked.set()
+        self._training.parked.set()
 
     # ------------------------------------------------------------ mail and heart
 

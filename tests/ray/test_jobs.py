@@ -40,7 +40,8 @@ def head() -> Iterator[None]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where `python` is ours
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PATH": path}
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={GCS_PORT}", "--num-cpus=4",
-             f"--dashboard-port={DASHBOARD_PORT}", f"--dashboard-agent-listen-port={AGENT_PORT}", "--block"]  # fmt: skip
+             f"--dashboard-port={DASHBOARD_PORT}", f"--dashboard-agent-listen-port={AGENT_PORT}",
+             "--block"]  # fmt: skip
     process = subprocess.Popen(start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: "No cluster status" not in cli("job", "list", check=False).stdout, lambda: job_server_is_up())
     ray.init(address=f"127.0.0.1:{GCS_PORT}", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")

@@ -29,8 +29,8 @@ C = TypeVar("C")
 
 class Bench:
     def __init__(self, nodes: dict[str, int], **options: Any) -> None:
-        wanted: dict[str, Any] = {"run": "scripted", "dp": 2, "cp": 2, "total_steps": 100, "restart_delay_s": 0.0, **options}
-        self.options = ControlOptions(**wanted)
+        wanted: dict[str, Any] = {"run": "scripted", "dp": 2, "cp": 2, "total_steps": 100, "restart_delay_s": 0.0}
+        self.options = ControlOptions(**{**wanted, **options})
         self.state = coordination.initial(self.options)
         self.now, self.sent, self.reason = 0.0, (), ""
         self.sent: tuple[Command, ...]
