@@ -187,6 +187,8 @@ def growth(soak: Soak) -> tuple[str, list[str]]:
         ]  # fmt: skip
     before, after = soak.counts[0], soak.counts[-1]
     text = drills.table(["process", "pid", "recoveries", *GROWTH], rows)
+    if not rows:
+        text = f"no process lived through more than {WARM} recoveries: its growth is not judged"
     text += f"\nactors {before[0]} -> {after[0]}, placement groups {before[1]} -> {after[1]}"
     if before != after:
         missed.append(f"(actors, placement groups) went from {before} to {after}")

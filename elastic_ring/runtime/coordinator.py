@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -318,6 +319,7 @@ class Coordinator:
             end = {"error": "RunFailed", "message": message, "facts": {}}
         self.lookout.close()
         self.dispatch.kill_everyone()
+        shutil.rmtree(self.dispatch.stamp_dir, ignore_errors=True)  # other nodes' agents remove their own
         end["left_behind"] = clear(self.charter.run.name, keep=keep, timeout_s=self.charter.run.timeouts.clear_s)
         self._ended = end
         log.info("ended: %s", end)

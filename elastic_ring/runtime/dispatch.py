@@ -55,7 +55,7 @@ class Dispatcher:
         self._fingerprint = ""
         self.weights_sha256 = ""
         self._chores: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._stamp_dir = f"/dev/shm/elastic_ring-{charter.run.name}-{charter.attempt[:8]}"
+        self.stamp_dir = f"/dev/shm/elastic_ring-{charter.run.name}-{charter.attempt[:8]}"
 
     def open(self) -> None:
         """Ray's slow calls (starting, removing) have a thread of their own: deciding never waits for them."""
@@ -121,7 +121,7 @@ class Dispatcher:
         self._chores.put(partial(self._start_on, command.worker, node))
 
     def _start_on(self, worker: str, node: Any) -> None:
-        self._handles[worker] = self._cluster.start_worker(worker, node, self._me, self._stamp_dir, self._started)
+        self._handles[worker] = self._cluster.start_worker(worker, node, self._me, self.stamp_dir, self._started)
 
     def _started(self, worker: str, card: dict[str, Any] | None, error: BaseException | None) -> None:
         if error is not None or card is None:

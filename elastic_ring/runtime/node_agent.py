@@ -12,6 +12,7 @@ import os
 import select
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,6 +185,13 @@ class NodeAgent:
             watched.stamps.close()
         self._notices = [notice for notice in self._notices if notice["worker"] != worker]
 
+    def _drop_stamps(self, watched: Watched) -> None:
+        """A dead worker's stamps, and the run's folder of them with the last one."""
+        watched.stamps.close()
+        watched.stamps.path.unlink(missing_ok=True)
+        with suppress(OSError):  # other workers' stamps are still in it
+            watched.stamps.path.parent.rmdir()
+
     def _look_for_hangs(self) -> None:
         observations = []
         for watched in self._watched.values():
@@ -200,7 +208,7 @@ class NodeAgent:
         if watched is None:
             return
         stamp = watched.stamps.read() or watched.last
-        watched.stamps.close()
+        self._drop_stamps(watched)
         how = describe_exit(notice)
         reason = "hung" if watched.hang else "exited" if notice.exit_code is not None else "died"
         message = {
