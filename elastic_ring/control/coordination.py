@@ -188,6 +188,7 @@ _BY_PHASE: dict[type, dict[type, Handler]] = {
         Published: phases.running_published,
         Trouble: phases.running_trouble,
         Resumed: _ignore,
+        BuildFailed: _ignore,  # of a donor without a seat, which was told to stand by
     },
     Closing: {**_EVERYWHERE, Report: phases.closing_report, Published: phases.running_published},
     Finishing: {

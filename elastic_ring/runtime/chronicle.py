@@ -51,6 +51,7 @@ class Chronicle:
         self.last_vote: Vote | None = None
         self._open_faults: list[int] = []
         self._open: dict[str, Any] | None = None
+        self._waiting: dict[int, Mapping[str, Any]] = {}
         self._troubles: dict[str, str] = {}
         self._troubles_of: dict[str, str] = {}
         self._timings: dict[str, dict[str, Any]] = {}
@@ -81,9 +82,11 @@ class Chronicle:
 
     def publish(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Committed steps, in order; those that are known already change nothing."""
-        for record in records:
-            if record["step"] != self.metrics.last_step + 1:
-                continue
+        # Calls of one worker may overtake each other on their way.
+        self._waiting.update({record["step"]: record for record in records})
+        for step in [step for step in self._waiting if step <= self.metrics.last_step]:
+            del self._waiting[step]
+        while (record := self._waiting.pop(self.metrics.last_step + 1, None)) is not None:
             now = self._clock()
             since = self._last_commit_s if self._last_commit_s is not None else now - record["step_s"]
             mesh = Mesh(record["dp"], record["cp"])
@@ -226,7 +229,8 @@ class Chronicle:
             "story": describe(state)["story"],
         })  # fmt: skip
 
-    def write_summary(self, weights_sha256: str) -> dict[str, Any]:
+    def write_summary(self, weights_sha256: str, exact: bool) -> dict[str, Any]:
+        """`exact`: whether every change of the mesh so far kept its promise of the same bits."""
         if self._open is not None:
             self._finish_recovery(self._clock())
         summary = build_summary(
@@ -234,7 +238,7 @@ class Chronicle:
             weights_sha256=weights_sha256,
             samples_sha256=samples_digest(self.folder),
             goodput=self._goodput.ratio(self._clock()),
-            exact=all(recovery["exact"] for recovery in self.recoveries),
+            exact=exact and all(recovery["exact"] for recovery in self.recoveries),
             generations=self.generations,
             recoveries=self.recoveries,
         )

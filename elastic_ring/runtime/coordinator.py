@@ -8,6 +8,7 @@ commands. A new process reads the journal back, claims a higher term and asks ro
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import secrets
@@ -30,6 +31,7 @@ from elastic_ring.control.messages import (
     Finalized,
     NodeDraining,
     NodeJoined,
+    NodeLost,
     Published,
     Report,
     Resumed,
@@ -93,6 +95,7 @@ class Coordinator:
         self._ended: dict[str, Any] | None = None
         self._failed = ""
         self._causes = 0
+        self._ticked_at = 0.0
         self._steps_wanted = charter.task.step.steps
         self._ready = threading.Event()
         threading.Thread(target=self._main, name="decide", daemon=True).start()
@@ -191,13 +194,15 @@ class Coordinator:
         self._decide(CoordinatorStarted(self._cause(), term))
 
     def _take(self) -> None:
+        """One turn. The clock has its turn however full the queue is, and the queue however many deadlines are due."""
         now = self.clock()
-        deadline = next_deadline(self.state)
-        wait_s = TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - now))
-        try:
-            kind, body, extra = self._queue.get(timeout=wait_s + 1e-3)
-        except queue.Empty:
+        due = min(self._ticked_at + TICK_S, next_deadline(self.state) or math.inf)
+        if now >= due:
+            self._ticked_at = now
             self._on_time()
+        try:
+            kind, body, extra = self._queue.get(timeout=max(0.0, due - now) + 1e-3)
+        except queue.Empty:
             return
         self._handle(kind, body, extra)
 
@@ -235,6 +240,9 @@ class Coordinator:
             self._publish(extra.get("records", []))
         if isinstance(event, WorkerLost):
             self.dispatch.lost(event.worker)
+        if isinstance(event, NodeLost):
+            for worker in [w.worker for w in self.state.workers.values() if w.node == event.node]:
+                self.dispatch.lost(worker)
         if isinstance(event, Finalized):
             self.dispatch.weights_sha256 = event.weights_sha256
         self._decide(event)
@@ -332,7 +340,9 @@ class Coordinator:
                 text = "; ".join(str(fault) for fault in unfired)
                 end = {"error": "FaultNeverFired", "message": f"planned faults that never fired: {text}", "facts": {}}
             else:
-                end["summary"] = self.chronicle.write_summary(self.dispatch.weights_sha256)
+                # The core's own fact survives a coordinator that dies after the weights were written.
+                weights_sha256 = end["facts"].get("weights_sha256") or self.dispatch.weights_sha256
+                end["summary"] = self.chronicle.write_summary(weights_sha256, self.state.promise == "bit-exact")
         self.chronicle.write_status(self.state, force=True, error=end["error"] and end["message"], ended=True)
         return end
 

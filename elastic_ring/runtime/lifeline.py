@@ -101,10 +101,16 @@ class Switchboard:
     def _serve(self) -> None:
         while True:
             for key, _ in self._selector.select():
-                if key.data is None:
-                    self._accept()
-                else:
-                    self._read(key.data)
+                try:
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._read(key.data)
+                except Exception:
+                    # One bad caller must not blind the coordinator to all others.
+                    log.exception("a connection is dropped")
+                    if key.data is not None:
+                        self._drop(*key.data)
 
     def _accept(self) -> None:
         sock, _ = self._server.accept()

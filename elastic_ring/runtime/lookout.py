@@ -85,7 +85,7 @@ class Lookout:
             case "beat":
                 self._put("beat", node)
             case "hello":
-                for entry in [e for e in self._workers.values() if e["node"] == node]:
+                for entry in [e for e in list(self._workers.values()) if e["node"] == node]:
                     self._tell(entry)
             case "death":
                 self._put("death", message)
@@ -142,10 +142,9 @@ class Lookout:
 
         A node without workers is left to Ray's own table: nothing is in a hurry there.
         """
-        handles = [e["handle"] for e in self._workers.values() if e["node"] == node and e["handle"] is not None]
+        handles = [e["handle"] for e in list(self._workers.values()) if e["node"] == node and e["handle"] is not None]
         asked = [handle.ping.remote() for handle in (*handles, self._agents.get(node)) if handle is not None]
-        answered, _ = ray.wait(asked, num_returns=1, timeout=CONFIRM_S) if asked else ([], [])
-        if any(not failed(ref) for ref in answered) or not handles:
+        if answers(asked) or not handles:
             log.warning("node %s: %s; it is asked to attach again", node, why)
             self._agents.pop(node, None)
             self._beats[node] = time.monotonic()
@@ -168,6 +167,16 @@ class Lookout:
     def _cause(self) -> str:
         self._causes += 1
         return f"lookout{os.getpid()}.{self._causes}"
+
+
+def answers(asked: list[Any]) -> bool:
+    """Whether any of these calls comes back well within CONFIRM_S; one that failed is no answer."""
+    deadline, pending = time.monotonic() + CONFIRM_S, asked
+    while pending and (left_s := deadline - time.monotonic()) > 0:
+        done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
+        if any(not failed(ref) for ref in done):
+            return True
+    return False
 
 
 def failed(ref: Any) -> bool:

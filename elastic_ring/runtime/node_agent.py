@@ -12,7 +12,6 @@ import os
 import select
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,11 +185,9 @@ class NodeAgent:
         self._notices = [notice for notice in self._notices if notice["worker"] != worker]
 
     def _drop_stamps(self, watched: Watched) -> None:
-        """A dead worker's stamps, and the run's folder of them with the last one."""
+        """The stamps of a worker that is gone; the run's folder of them stays for those that start."""
         watched.stamps.close()
         watched.stamps.path.unlink(missing_ok=True)
-        with suppress(OSError):  # other workers' stamps are still in it
-            watched.stamps.path.parent.rmdir()
 
     def _look_for_hangs(self) -> None:
         observations = []

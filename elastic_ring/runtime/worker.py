@@ -213,7 +213,7 @@ class Worker:
         member, identity = self._member, (self.card.worker, command.term, command.generation)
         try:
             resumed, extra = member.build(command, connector, self._cause())
-        except Exception as error:
+        except BaseException as error:  # a sys.exit in the user's code is an answer too
             if not self._training.is_this:
                 return  # left behind: another thread has gone on from here
             log.warning("build of %s failed: %s", identity[1:], error, exc_info=not is_transport_error(error))
@@ -234,7 +234,7 @@ class Worker:
         member, identity = self._member, (command.term, command.generation)
         try:
             kind = member.train()
-        except Exception as error:
+        except BaseException as error:  # a sys.exit in the user's code is an answer too
             if not self._training.is_this:
                 return
             self._park()
@@ -253,7 +253,7 @@ class Worker:
         identity = (self.card.worker, command.term, command.generation)
         try:
             finalized = self._member.finalize(self._cause(), *identity)
-        except Exception as error:
+        except BaseException as error:  # a sys.exit in the user's code is an answer too
             if not self._training.is_this:
                 return
             log.warning("writing the weights broke off: %s", error)

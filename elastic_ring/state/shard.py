@@ -91,6 +91,10 @@ class Shard:
             for name, value in state["params"].items():
                 self.params[name].copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])
+        # load_state_dict casts state to its parameter's type; what was verified must arrive as it was.
+        order = [param for group in self.optimizer.param_groups for param in group["params"]]
+        for index, value in state["optimizer"]["state"].items():
+            self.optimizer.state[order[index]] = value
         self.cp_rank, self.counters = header["cp_rank"], header["counters"]
 
     def digest(self) -> str:

@@ -309,7 +309,8 @@ class Transaction:
             param.grad = None
 
     def _make_optimizer(self, model: nn.Module, params: dict[str, Tensor]) -> torch.optim.Optimizer:
-        named = list(params.items())
+        trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        named = [(name, tensor) for name, tensor in params.items() if name in trained]
         if self.task.optimizer is not None:
             return self.task.optimizer(named)
         ndims = {name: len(shape) for name, shape in full_shapes(model).items()}
