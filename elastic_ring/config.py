@@ -36,7 +36,7 @@ class Timeouts:
     beat_s: float = 0.5  # node agents' beat
     node_silent_s: float = 4.0  # no beat for this long (and a second source): the node is lost
     coordinator_silent_s: float = 15.0  # no answer to beats for this long: its process is killed and starts anew
-    hello_s: float = 20.0  # for workers to answer a new coordinator
+    hello_s: float = 30.0  # for workers to answer a new coordinator
     start_s: float = 120.0  # for a worker's process to become a warm spare
     boundary_s: float = 600.0  # from a boundary request to the boundary
     finalize_s: float = 600.0  # gathering and writing the weights
@@ -54,6 +54,7 @@ class Timeouts:
             ("heart_floor_s", "heart_cap_s"),
             ("heart_cap_s", "report_s"),
             ("park_s", "report_s"),
+            ("park_s", "hello_s"),
             ("report_s", "build_s"),
             ("beat_s", "node_silent_s"),
             ("beat_s", "coordinator_silent_s"),

@@ -34,14 +34,17 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.monitor.metrics import SUMMARY_NAME, StepMetrics, write_json
 from elastic_ring.monitor.progress import ProgressLine
+from elastic_ring.runtime import attach
 from elastic_ring.runtime.cluster import NAMESPACE, actor_name, room
 from elastic_ring.runtime.coordinator import Charter, Coordinator
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory
 from elastic_ring.train.task import Initial, LossFunction, TrainingTask
+from elastic_ring.train.wrap import check_buildable
 
 log = logging.getLogger(__name__)
 
-FOLLOW_S = 0.2
+FOLLOW_S = 0.4
+ASK_S = 2.0
 CONFIG_NAME = "config.json"
 
 
@@ -108,11 +111,13 @@ class ElasticRingTrainer:
             log.info("run %s is finished already; its summary is in %s", self.run.name, self.run.folder)
             return done
         training_order(self.task)
+        check_buildable(self.task)
+        check_portable(self.task)
         if self.scaling.dp == 1:
             log.warning("dp=1: no other ring holds the state, so the next loss of a worker ends the run; dp=2 heals it")
         with _ray_session(self.scaling):
             coordinator = self._coordinator()
-            with _interruptible(coordinator):
+            with _interruptible(coordinator, self.run.timeouts.clear_s):
                 end = self._follow(coordinator)
             ray.kill(coordinator, no_restart=True)
         return self._result(end)
@@ -123,18 +128,17 @@ class ElasticRingTrainer:
         """The result of an earlier submission that ended well; refuses the same name with other settings."""
         recorded = self.run.folder / CONFIG_NAME
         if recorded.exists():
-            self._refuse_other(json.loads(recorded.read_text())["digest"], f"its folder {self.run.folder}")
+            config = json.loads(recorded.read_text())
+            if config["run"]["name"] != self.run.name:
+                raise ValueError(
+                    f"run_dir={self.run.run_dir!r} holds run {config['run']['name']!r}, not {self.run.name!r}: choose "
+                    "another run_dir, or submit it under its own name to go on"
+                )
+            attach.refuse_other_settings(self.run, config["digest"], self._digest, f"its folder {self.run.folder}")
         path = self.run.folder / SUMMARY_NAME
         if not path.exists():
             return None
         return self._good(json.loads(path.read_text()))
-
-    def _refuse_other(self, found: str, where: str) -> None:
-        if found != self._digest:
-            raise ValueError(
-                f"run name {self.run.name!r} is taken by a run with other settings ({where}): choose another "
-                "name and run_dir, or submit the same settings to attach to it"
-            )
 
     @property
     def _digest(self) -> str:
@@ -145,24 +149,19 @@ class ElasticRingTrainer:
 
     def _coordinator(self) -> Any:
         """The run's coordinator, found or made. Raises ValueError when the cluster cannot hold the mesh."""
-        name = actor_name(self.run.name, "coordinator")
-        try:
-            found = ray.get_actor(name, namespace=NAMESPACE)
-        except ValueError:
-            found = None
+        found = attach.running_coordinator(self.run, self._digest)
         if found is not None:
-            identity = ray.get(found.identity.remote(), timeout=self.run.timeouts.hello_s)
-            self._refuse_other(identity["digest"], "it is running now")
-            log.info("attached to run %s", self.run.name)
             return found
+        attach.refuse_if_written_to(self.run)
         room(self.scaling, self.run.timeouts)
         self._write_config()
         context = ray.get_runtime_context()
-        charter = Charter(self.run, self.scaling, self.task, secrets.token_hex(8), self._digest)
+        charter = Charter(self.run, self.scaling, self.task, secrets.token_hex(8), self._digest, time.time())
         return (
             ray.remote(Coordinator)
             .options(
-                name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, max_restarts=-1,
+                name=actor_name(self.run.name, "coordinator"), namespace=NAMESPACE, lifetime="detached",
+                get_if_exists=True, max_restarts=-1,
                 max_task_retries=-1, max_concurrency=64, num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True),
             )
@@ -189,6 +188,8 @@ class ElasticRingTrainer:
                         coordinator.follow.remote(last_step, num_lines), timeout=self.run.timeouts.hello_s
                     )
                     lost_since = None
+                except ray.exceptions.ActorDiedError as error:
+                    raise errors.CoordinatorLost(f"the coordinator of run {self.run.name} is gone: {error}") from error
                 except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError) as error:
                     # A coordinator that was killed or froze comes back by itself.
                     lost_since = lost_since or time.monotonic()
@@ -238,6 +239,17 @@ def described(part: Any) -> str:
     return f"{owner.__module__}.{owner.__qualname__}"
 
 
+def check_portable(task: TrainingTask) -> None:
+    """Raises ValueError for a task that cannot be sent to workers."""
+    try:
+        ray.cloudpickle.dumps(task)
+    except Exception as error:
+        raise ValueError(
+            f"the model, loss, optimizer, data or initial cannot be sent to workers ({type(error).__name__}: {error}): "
+            "give functions and classes of a module, or plain objects, without open files, locks or threads in them"
+        ) from error
+
+
 def training_order(task: TrainingTask) -> Order:
     """Which sequences each step uses. Raises ValueError for a corpus that cannot be read or is less than a batch."""
     held = task.step.num_val_sequences if task.step.val_every_steps else 0
@@ -276,7 +288,7 @@ def _ray_session(scaling: ScalingConfig) -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible(coordinator: Any) -> Iterator[None]:
+def _interruptible(coordinator: Any, clear_s: float) -> Iterator[None]:
     """Ctrl-C and SIGTERM (`ray job stop`) clear the run before they end this process."""
 
     def on_term(number: int, frame: object) -> None:
@@ -288,23 +300,30 @@ def _interruptible(coordinator: Any) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         coordinator.abandon.remote("stopped by the user")
-        _await_clear(coordinator)
+        _await_clear(coordinator, clear_s)
         raise
     finally:
         if in_main_thread:
             signal.signal(signal.SIGTERM, before)
 
 
-def _await_clear(coordinator: Any) -> None:
+def _await_clear(coordinator: Any, clear_s: float) -> None:
     """Wait until the coordinator has cleared everything; it goes on by itself if this process is killed."""
-    deadline = time.monotonic() + 10.0
-    while time.monotonic() < deadline:
+    deadline, ended = time.monotonic() + clear_s + ASK_S, None
+    while ended is None and time.monotonic() < deadline:
         try:
-            ended = ray.get(coordinator.follow.remote(1 << 60, 1 << 30), timeout=2.0)["ended"]
-        except ray.exceptions.RayError as error:
-            log.warning("the coordinator does not answer while it clears the run: %s", error)
+            ended = ray.get(coordinator.follow.remote(1 << 60, 1 << 30), timeout=ASK_S)["ended"]
+        except ray.exceptions.ActorDiedError:
+            log.error("the coordinator died while it cleared the run: look with `ray list actors` for what is left")
             return
-        if ended is not None:
-            ray.kill(coordinator, no_restart=True)
-            return
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError) as error:
+            log.warning("the coordinator does not answer while it clears the run, asked again: %s", error)
         time.sleep(0.05)
+    if ended is None:
+        log.error("the coordinator did not say within %.0f s that all is cleared; it goes on by itself", clear_s)
+        return
+    ray.kill(coordinator, no_restart=True)
+    for name in ended["left_behind"]:
+        log.error("left behind: %s", name)
+    if not ended["left_behind"]:
+        log.info("stopped: no actor and no placement group is left")

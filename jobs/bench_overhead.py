@@ -19,7 +19,8 @@ mean nothing to them. The order of the two turns swaps with each pair of blocks,
 A step's time is from one commit to the next on rank 0, on one clock (the product's from its own metrics); the
 first step of a block holds the pause and is left out, the first block of each set is too. The upper bound is
 the 95th percentile of the ratio of medians when pairs of blocks are drawn with replacement. The losses of both
-are compared, so that both are known to do the same work.
+are compared over the first block, so that both are known to do the same work; later the two drift apart, because
+they add the gradient's norm up in another order and training amplifies the last bit.
 
 Exits 1 when the upper bound is above 5 %, or the losses differ.
 """
@@ -174,7 +175,7 @@ def measure(model: str, num_blocks: int, block_steps: int) -> dict[str, Any]:
         workers = [actor.remote(task, mesh, rank, turns.gate("plain")) for rank in range(mesh.size)]
         ours, theirs = drills.train_while(trainer, partial(alternate, turns, workers, num_blocks, block_steps))
     product, plain = step_times(ours), step_times(theirs)
-    pairs = zip([x for block in ours for _, x in block], [x for block in theirs for _, x in block], strict=True)
+    pairs = zip([x for _, x in ours[0]], [x for _, x in theirs[0]], strict=True)
     return {
         "model": model, "blocks": num_blocks, "steps_per_block": block_steps,
         "product_s": product.tolist(), "plain_s": plain.tolist(),
@@ -193,7 +194,7 @@ def report(figures: dict[str, Any]) -> tuple[str, list[str]]:
         f"{figures['model']} model, {figures['blocks'] - 1} pairs of blocks of {figures['steps_per_block']} steps\n"
         + drills.table(["step", "median ms", "mean ms"], rows)
         + f"\noverhead {over[0]}, 95 % upper bound {over[1]} (limit {100 * LIMIT:.0f} %); of the means {mean:+.2f} %"
-        + f"\nlosses agree to {figures['worst_loss_error']:.1e} relative"
+        + f"\nlosses of the first block agree to {figures['worst_loss_error']:.1e} relative"
     )
     missed = []
     if figures["upper_bound"] - 1 > LIMIT:

@@ -244,6 +244,8 @@ def _settle(turn: Turn) -> None:
         recovery.try_close(turn)
     if isinstance(turn.phase, Forming):
         recovery.try_form(turn)
+    if isinstance(turn.phase, Forming) and turn.state.last_change is None:
+        pool.refuse_if_nobody_starts(turn)
     if _may_start_workers(turn):
         pool.fill_slots(turn)
 

@@ -87,7 +87,7 @@ def lose(turn: Turn, names: Sequence[str], reason: str, detail: str) -> tuple[Lo
         if worker is None:
             turn.say(f"{name} was already gone")
         elif worker.life == "starting":
-            failed_starts.append(worker)
+            failed_starts.append((worker.node, f"{reason}: {detail}"))
             turn.say(f"{name} did not start on {worker.node}: {reason}")
         elif not worker.written_off:
             losses.append(Loss(name, worker.node, None, reason, detail))
@@ -96,8 +96,8 @@ def lose(turn: Turn, names: Sequence[str], reason: str, detail: str) -> tuple[Lo
             turn.say(f"{name} is gone, as it should be")
     if len(workers) != len(turn.state.workers):
         turn.set(workers=workers, pool_changed_at=turn.now)
-    for worker in failed_starts:
-        _count_failed_start(turn, worker.node)
+    for node, why in failed_starts:
+        _count_failed_start(turn, node, why)
     return tuple(losses)
 
 
@@ -119,7 +119,7 @@ def expire(turn: Turn) -> tuple[Loss, ...]:
         if worker.life == "starting":
             turn.fence([worker.worker], f"not warm after {turn.options.start_s} s", written_off=True)
             turn.say(f"{worker.worker} took longer than {turn.options.start_s} s to start")
-            _count_failed_start(turn, worker.node)
+            _count_failed_start(turn, worker.node, f"not warm after {turn.options.start_s} s")
         else:
             turn.fence([worker.worker], "still there after it was told to go", written_off=True)
             if not worker.written_off:
@@ -128,7 +128,7 @@ def expire(turn: Turn) -> tuple[Loss, ...]:
     return tuple(losses)
 
 
-def _count_failed_start(turn: Turn, name: str) -> None:
+def _count_failed_start(turn: Turn, name: str, why: str) -> None:
     node = turn.state.nodes.get(name)
     if node is None:
         return
@@ -139,7 +139,23 @@ def _count_failed_start(turn: Turn, name: str) -> None:
         wait_s = turn.options.backoff_s * 2 ** min(over, 4)
         until = turn.now + wait_s
         turn.say(f"{failures} starts in a row failed on {name}: no start there for {wait_s:g} s")
-    turn.set(nodes={**turn.state.nodes, name: replace(node, start_failures=failures, backoff_until=until)})
+    node = replace(node, start_failures=failures, backoff_until=until, last_failure=why)
+    turn.set(nodes={**turn.state.nodes, name: node})
+
+
+def refuse_if_nobody_starts(turn: Turn) -> None:
+    """A run that never had a member, on nodes that all fail to start one, is told so instead of trying for ever."""
+    limit = turn.options.start_failure_limit
+    nodes = [node for node in turn.state.nodes.values() if node.num_slots and not node.draining]
+    if not nodes or any(worker.life != "dying" for worker in turn.state.workers.values()):
+        return
+    if all(node.start_failures >= limit for node in nodes):
+        worst = nodes[-1]
+        turn.end(
+            "RunFailed",
+            f"no worker starts: {limit} or more failed in a row on each of {len(nodes)} node(s). The last, on "
+            f"{worst.node}: {worst.last_failure}",
+        )
 
 
 def fill_slots(turn: Turn) -> None:

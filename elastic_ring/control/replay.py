@@ -27,6 +27,24 @@ def journal_line(event: Event, decision: Decision, now: float) -> dict[str, Any]
     }
 
 
+def term_note(term: int, num_lines: int) -> dict[str, Any]:
+    """What a coordinator of `term` writes first: how many lines it has read. See `standing`."""
+    return {"note": "term", "term": term, "num_lines": num_lines}
+
+
+def standing(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lines that count: without those which an older coordinator wrote behind the back of its successor.
+
+    It may not know yet that it was replaced; its commands did not leave, because it looks before it sends.
+    """
+    kept: list[tuple[int, Mapping[str, Any]]] = []
+    for number, line in enumerate(lines):
+        if line.get("note") == "term":
+            kept = [(at, known) for at, known in kept if at < line["num_lines"]]
+        kept.append((number, line))
+    return [line for _, line in kept]
+
+
 def replay(options: ControlOptions, lines: Iterable[str | Mapping[str, Any]]) -> State:
     """The state after all lines. Lines are JSON texts or already read mappings.
 

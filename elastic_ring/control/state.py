@@ -32,13 +32,14 @@ class Worker:
 
 @dataclass(frozen=True)
 class Node:
-    """`start_failures` counts in a row; no worker is started here before `backoff_until`."""
+    """`start_failures` counts in a row, `last_failure` says why; no worker is started here before `backoff_until`."""
 
     node: str
     num_slots: int
     draining: bool = False
     start_failures: int = 0
     backoff_until: float = 0.0
+    last_failure: str = ""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ class Chronicle:
         self._open_faults: list[int] = []
         self._open: dict[str, Any] | None = None
         self._waiting: dict[int, Mapping[str, Any]] = {}
+        self._casts: list[tuple[int, tuple[int, int]]] = []
         self._troubles: dict[str, str] = {}
         self._troubles_of: dict[str, str] = {}
         self._timings: dict[str, dict[str, Any]] = {}
@@ -80,13 +81,26 @@ class Chronicle:
     def resumed(self, worker: str, timings: Mapping[str, Any]) -> None:
         self._timings[worker] = dict(timings)
 
-    def publish(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Committed steps, in order; those that are known already change nothing."""
+    def begun(self, step: int, cast: tuple[int, int]) -> None:
+        """The members of generation `cast` (term, generation) were told to begin at `step`."""
+        self._casts.append((step, cast))
+
+    def counts(self, record: Mapping[str, Any]) -> bool:
+        """Whether a step's record is of the members that committed it: the last that began at it or before.
+
+        Others gave the step up, and it ran, or will run, once more; their record may come late.
+        """
+        casts = [cast for first_step, cast in self._casts if first_step <= record["step"]]
+        return bool(casts) and tuple(record["cast"]) == casts[-1]
+
+    def publish(self, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Committed steps, in order; those that are known already change nothing. Returns what was new."""
         # Calls of one worker may overtake each other on their way.
-        self._waiting.update({record["step"]: record for record in records})
-        for step in [step for step in self._waiting if step <= self.metrics.last_step]:
-            del self._waiting[step]
-        while (record := self._waiting.pop(self.metrics.last_step + 1, None)) is not None:
+        self._waiting.update({record["step"]: record for record in records if self.counts(record)})
+        self._waiting = {step: r for step, r in self._waiting.items() if step > self.metrics.last_step}
+        new: list[Mapping[str, Any]] = []
+        while (record := self._waiting.pop(self.metrics.last_step + 1, None)) is not None and self.counts(record):
+            new.append(record)
             now = self._clock()
             since = self._last_commit_s if self._last_commit_s is not None else now - record["step_s"]
             mesh = Mesh(record["dp"], record["cp"])
@@ -105,6 +119,7 @@ class Chronicle:
             self._last_commit_s = now
             self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["cast"]))
             self._close_recovery(record["step"], now)
+        return new
 
     def look(self, state: State) -> None:
         """Take note of a new generation, and of a recovery when it is one."""
@@ -255,19 +270,21 @@ class Chronicle:
 
     # ------------------------------------------------------------ after a restart
 
-    def recall(self, note: Mapping[str, Any]) -> None:
-        """Take back what an earlier coordinator noted in the journal."""
-        match note["note"]:
+    def recall(self, line: Mapping[str, Any]) -> None:
+        """Take back what an earlier coordinator wrote in the journal."""
+        for order in [c for c in line.get("commands", ()) if c["type"] == "Build"][:1]:
+            self.begun(order["step"], (order["term"], order["generation"]))
+        match line.get("note"):
             case "fault":
-                self.fired[note["index"]] = note["now"]
-                self._open_faults.append(note["index"])
+                self.fired[line["index"]] = line["now"]
+                self._open_faults.append(line["index"])
             case "worker":
-                self.pids[note["worker"]] = note["pid"]
+                self.pids[line["worker"]] = line["pid"]
             case "generation":
-                self.generations.append({k: note[k] for k in ("term", "generation", "mesh", "reason")})
-                self._seen_change = (note["term"], note["generation"], True)
+                self.generations.append({k: line[k] for k in ("term", "generation", "mesh", "reason")})
+                self._seen_change = (line["term"], line["generation"], True)
             case "recovery":
-                self.recoveries.append(note["recovery"])
+                self.recoveries.append(line["recovery"])
                 self._open_faults.clear()
 
 

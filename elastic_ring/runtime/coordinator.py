@@ -15,16 +15,14 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
-from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.coordination import Decision, advance, initial, next_deadline
 from elastic_ring.control.messages import (
+    Build,
     Command,
     CoordinatorStarted,
     Event,
@@ -42,43 +40,21 @@ from elastic_ring.control.messages import (
     WorkerReady,
     from_json,
 )
-from elastic_ring.control.options import ControlOptions
-from elastic_ring.control.replay import journal_line, replay
+from elastic_ring.control.replay import journal_line, replay, standing, term_note
 from elastic_ring.control.state import Ended, Reconnecting, Running, State
-from elastic_ring.errors import StaleMessage
+from elastic_ring.errors import RunFailed, StaleMessage
 from elastic_ring.monitor.journal import Journal, claim_term, newest_term, read
 from elastic_ring.monitor.metrics import JOURNAL_NAME
+from elastic_ring.runtime.charter import Charter, Clock, control_options, set_aside
 from elastic_ring.runtime.chronicle import Chronicle
 from elastic_ring.runtime.cluster import NAMESPACE, Cluster, actor_name, clear
 from elastic_ring.runtime.dispatch import Dispatcher
 from elastic_ring.runtime.injection import strike_coordinator
 from elastic_ring.runtime.lookout import Lookout
-from elastic_ring.train.task import TrainingTask
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.2
-
-
-@dataclass(frozen=True)
-class Charter:
-    """What a coordinator is born with. `attempt` tells a restart of the same run from a new submission."""
-
-    run: RunConfig
-    scaling: ScalingConfig
-    task: TrainingTask
-    attempt: str
-    digest: str
-
-
-class Clock:
-    """Seconds that never run backwards in one process and go on across processes."""
-
-    def __init__(self) -> None:
-        self._offset_s = time.time() - time.monotonic()
-
-    def __call__(self) -> float:
-        return self._offset_s + time.monotonic()
+TICK_S = 0.5
 
 
 class Coordinator:
@@ -120,7 +96,9 @@ class Coordinator:
 
     def identity(self) -> dict[str, Any]:
         """Who this is, for a driver that found the name taken."""
-        return {"digest": self.charter.digest, "attempt": self.charter.attempt, "pid": os.getpid()}
+        charter = self.charter
+        return {"digest": charter.digest, "attempt": charter.attempt, "pid": os.getpid(),
+                "folder": charter.run.run_dir, "ended": self._ended}  # fmt: skip
 
     def follow(self, after_step: int, after_line: int) -> dict[str, Any]:
         """What is new for a driver, and a renewal of its lease."""
@@ -163,26 +141,27 @@ class Coordinator:
         options = control_options(charter)
         path = folder / JOURNAL_NAME
         term = claim_term(folder)  # before the journal is read: whoever spoke before writes nothing that counts
-        lines = list(read(path)) if path.exists() else []
+        written = list(read(path)) if path.exists() else []
+        lines = standing(written)
         begins = [line for line in lines if line.get("note") == "begin"]
         restart = bool(begins) and begins[-1]["attempt"] == charter.attempt
-        if lines and not restart:
-            set_aside(folder)
-            lines, begins = [], []
+        if not restart:
+            self._begin_anew(lines, begins)
+            written, lines, begins = [], [], []
         self.journal = Journal(path, durable=True).open()
         self._term = term
+        self._note(term_note(term, len(written)))
         self.chronicle = Chronicle(charter.run, self._note, self.clock)
         if not restart:
             begins = [{"note": "begin", "attempt": charter.attempt, "now": self.clock(), "run": charter.run.name}]
             self._note(begins[0])
         self.chronicle.open(begins[0]["now"])
         for line in lines:
-            if "note" in line and line["note"] != "begin":
-                self.chronicle.recall(line)
+            self.chronicle.recall(line)
         self.state: State = replay(options, [line for line in lines if "event" in line]) if lines else initial(options)
-        self._steps: list[dict[str, Any]] = []
+        self._steps: list[Mapping[str, Any]] = []
         self._outline: dict[str, Any] = {}
-        self.me = ray.get_actor(actor_name(charter.run.name, "coordinator"), namespace=NAMESPACE)
+        self.me = ray.get_actor(self._own_name, namespace=NAMESPACE)
         self.cluster = Cluster(charter.run, charter.scaling, charter.task)
         self.lookout = Lookout(charter, self.address, self._put, secrets.token_hex(16))
         self.lookout.open()
@@ -192,6 +171,27 @@ class Coordinator:
         self.dispatch.open()
         self.dispatch.recall(self.state)
         self._decide(CoordinatorStarted(self._cause(), term))
+
+    def _begin_anew(self, lines: Sequence[Mapping[str, Any]], begins: Sequence[Mapping[str, Any]]) -> None:
+        """Make room for a first coordinator. Raises RunFailed in a restarted one whose folder is another's now."""
+        charter = self.charter
+        again = ray.get_runtime_context().was_current_actor_reconstructed
+        if again and begins and begins[-1]["now"] > charter.submitted_unix_s:
+            raise RunFailed(f"another submission has taken {charter.run.folder}: this one ends", run=charter.run.name)
+        # What a coordinator left that is gone for good: it would hold the places that this run needs.
+        left = self._clear()
+        if left:
+            raise RunFailed(f"an earlier attempt's actors do not go: {', '.join(left)}", run=charter.run.name)
+        if lines:
+            set_aside(charter.run.folder)
+
+    def _clear(self) -> list[str]:
+        """Remove every actor and placement group of the run but this; the names of those that stay."""
+        return clear(self.charter.run.name, keep=self._own_name, timeout_s=self.charter.run.timeouts.clear_s)
+
+    @property
+    def _own_name(self) -> str:
+        return actor_name(self.charter.run.name, "coordinator")
 
     def _take(self) -> None:
         """One turn. The clock has its turn however full the queue is, and the queue however many deadlines are due."""
@@ -269,8 +269,7 @@ class Coordinator:
 
     def _publish(self, records: list[dict[str, Any]]) -> None:
         known = self.chronicle.metrics.last_step
-        self.chronicle.publish(records)
-        self._steps += [record for record in records if record["step"] > known]
+        self._steps += self.chronicle.publish(records)
         del self._steps[:-256]
         if self.chronicle.metrics.last_step > known:
             newest = self.chronicle.last_vote
@@ -296,6 +295,8 @@ class Coordinator:
             log.info("%s %s -> %s", event.cause, type(event).__name__, decision.reason)
         if decision.commands and (newest := newest_term(self.charter.run.folder, self._term)) > self._term:
             raise StaleMessage(f"another coordinator speaks term {newest}: this one ends")
+        for order in [command for command in decision.commands if isinstance(command, Build)][:1]:
+            self.chronicle.begun(order.step, (order.term, order.generation))
         self._act(decision.commands)
         if isinstance(before.phase, Reconnecting) and isinstance(self.state.phase, Running):
             self.chronicle.coordinator_back(now)
@@ -314,10 +315,8 @@ class Coordinator:
         """Write the last records, clear everything, and let the driver know."""
         if self._ended is not None:
             return
-        keep = actor_name(self.charter.run.name, "coordinator")
         if not self._ready.is_set():  # it may be a restart, so there may be workers
-            left = clear(self.charter.run.name, keep=keep, timeout_s=self.charter.run.timeouts.clear_s)
-            self._ended = {**end, "left_behind": left}
+            self._ended = {**end, "left_behind": self._clear()}
             return
         try:
             end = self._conclude(end)
@@ -327,8 +326,9 @@ class Coordinator:
             end = {"error": "RunFailed", "message": message, "facts": {}}
         self.lookout.close()
         self.dispatch.kill_everyone()
+        self.dispatch.close()  # nothing that was queued may start after the clearing
         shutil.rmtree(self.dispatch.stamp_dir, ignore_errors=True)  # other nodes' agents remove their own
-        end["left_behind"] = clear(self.charter.run.name, keep=keep, timeout_s=self.charter.run.timeouts.clear_s)
+        end["left_behind"] = self._clear()
         self._ended = end
         log.info("ended: %s", end)
         threading.Timer(self.charter.run.timeouts.lease_s, self._vanish).start()
@@ -354,8 +354,8 @@ class Coordinator:
     def _put(self, kind: str, body: Any, extra: dict[str, Any] | None = None) -> None:
         self._queue.put((kind, body, extra or {}))
 
-    def _note(self, note: dict[str, Any]) -> None:
-        self.journal.append(note)
+    def _note(self, note: Mapping[str, Any]) -> None:
+        self.journal.append(dict(note))
 
     def _cause(self) -> str:
         self._causes += 1
@@ -369,28 +369,6 @@ class Coordinator:
         }  # fmt: skip
 
 
-def control_options(charter: Charter) -> ControlOptions:
-    """The core's options from the user's settings."""
-    scaling, run, timeouts = charter.scaling, charter.run, charter.run.timeouts
-    return ControlOptions(
-        run=run.name, dp=scaling.dp, cp=scaling.cp, total_steps=charter.task.step.steps, spares=scaling.spares,
-        min_dp=scaling.min_dp, max_dp=scaling.max_dp, report_s=timeouts.report_s, build_s=timeouts.build_s,
-        start_s=timeouts.start_s, hello_s=timeouts.hello_s, boundary_s=timeouts.boundary_s,
-        finalize_s=timeouts.finalize_s, grow_delay_s=run.grow_delay_s, crash_loop_limit=run.crash_loop_limit,
-        user_error_limit=run.user_error_limit,
-    )  # fmt: skip
-
-
 def starts_closing(event: Event) -> bool:
     """Whether this event may lead to a quorum, which the newest published result must then be part of."""
     return not isinstance(event, Tick | Published | NodeJoined | NodeDraining | WorkerReady | Resumed)
-
-
-def set_aside(folder: Path) -> None:
-    """Move the records of an earlier attempt out of the way; they are kept."""
-    number = 1 + len(list(folder.glob("attempt-*")))
-    old = folder / f"attempt-{number:03d}"
-    old.mkdir()
-    for name in ("journal.jsonl", "metrics.jsonl", "status.json", "summary.json", "loss.png", "weights.safetensors"):
-        if (folder / name).exists():
-            (folder / name).rename(old / name)

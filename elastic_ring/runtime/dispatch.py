@@ -54,16 +54,23 @@ class Dispatcher:
         self._causes = 0
         self._fingerprint = ""
         self.weights_sha256 = ""
-        self._chores: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._chores: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._hand = threading.Thread(target=self._do_chores, name="chores", daemon=True)
         self.stamp_dir = f"/dev/shm/elastic_ring-{charter.run.name}-{charter.attempt[:8]}"
 
     def open(self) -> None:
         """Ray's slow calls (starting, removing) have a thread of their own: deciding never waits for them."""
-        threading.Thread(target=self._do_chores, name="chores", daemon=True).start()
+        self._hand.start()
+
+    def close(self) -> None:
+        """Do no more chores; those that wait are dropped. Returns once the one at hand is done."""
+        self._closed.set()
+        self._chores.put(None)
+        self._hand.join()
 
     def _do_chores(self) -> None:
-        while True:
-            chore = self._chores.get()
+        while (chore := self._chores.get()) is not None and not self._closed.is_set():
             try:
                 chore()
             except Exception:

@@ -32,7 +32,7 @@ from elastic_ring.mesh import Mesh
 
 _ACCEPTS = 1
 _ABORT_AGAIN_S = 0.02
-_STORE_TRY_S = 1.0
+_STORE_TRY_S = 0.3
 _listen_lock = threading.Lock()
 
 

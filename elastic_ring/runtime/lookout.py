@@ -42,14 +42,16 @@ class Lookout:
         self._told: dict[str, tuple[int, bool]] = {}
         self._causes = 0
         self._closed = False
+        self._watcher = threading.Thread(target=self._patrol, name="lookout", daemon=True)
 
     def close(self) -> None:
-        """Look no further: the run is over."""
+        """Look no further: the run is over. Returns once no agent is being started any more."""
         self._closed = True
+        self._watcher.join(timeout=self._timeouts.clear_s)
 
     def open(self) -> None:
         self._board.open(self._address)
-        threading.Thread(target=self._patrol, name="lookout", daemon=True).start()
+        self._watcher.start()
 
     # ------------------------------------------------------------ for the coordinator
 
@@ -110,7 +112,7 @@ class Lookout:
     def _look(self) -> None:
         seen = {node.node: node for node in live_nodes(self._charter.scaling.resources_per_worker)}
         for name, node in seen.items():
-            if name not in self._agents:
+            if name not in self._agents and not self._closed:
                 self._hire(node)
             known, self.nodes[name] = self._told.get(name), node
             if known != (node.num_slots, node.draining) and name in self._board.nodes:

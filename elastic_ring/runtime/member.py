@@ -18,6 +18,7 @@ from elastic_ring.control.messages import Build, Finalized, Heal, Report, Resume
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.order import Order
 from elastic_ring.data.source import hold_out, open_source
+from elastic_ring.errors import GroupAborted
 from elastic_ring.monitor.stamps import Phase, StampWriter
 from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups, translated
 from elastic_ring.runtime.injection import Injector
@@ -32,6 +33,7 @@ from elastic_ring.train.weights import gather_weights
 log = logging.getLogger(__name__)
 
 KEPT_RECORDS = 4096
+ABORTABLE = ("idle", "forward", "backward", "reduce")
 
 
 class Member:
@@ -50,6 +52,7 @@ class Member:
         self._command: Build | None = None
         self._records: list[dict[str, Any]] = []
         self._published = -1
+        self._mail = threading.Lock()  # `_published`: read and moved on by the training thread, set by the other
         self._left_behind: list[tuple[Any, ...]] = []
 
     def warm_up(self) -> None:
@@ -83,7 +86,8 @@ class Member:
         )  # fmt: skip
         self._let_go()
         self._connector = Connector(where)
-        self._published = max(self._published, int(extra.get("published", -1)))
+        with self._mail:
+            self._published = max(self._published, int(extra.get("published", -1)))
         return self._connector
 
     def abort(self, parked: threading.Event, timeout_s: float) -> bool:
@@ -117,7 +121,8 @@ class Member:
 
     def rewind(self, published: int) -> None:
         """A new coordinator knows the steps up to `published` only."""
-        self._published = published
+        with self._mail:
+            self._published = published
 
     def unsent(self) -> list[dict[str, Any]]:
         """What global rank 0 has not published yet; the other ranks' records are only for emergencies."""
@@ -262,14 +267,18 @@ class Member:
     def _send(self, through: int) -> None:
         if self._groups is None or self._groups.global_rank != 0:
             return
-        ready = [r for r in self._records if self._published < r["step"] <= through]
-        if ready:
-            self._publish(ready)
-            self._published = ready[-1]["step"]
+        with self._mail:
+            ready = [r for r in self._records if self._published < r["step"] <= through]
+            if ready:
+                self._publish(ready)
+                self._published = ready[-1]["step"]
 
     def _watch(self, phase: str, step: int, hop: int | None = None) -> None:
         """Stamp progress; give planned faults their moment. Backward's own faults strike at its first hop."""
         self._stamps.stamp(step, Phase[phase.upper()], -1 if hop is None else hop)
+        if phase in ABORTABLE and self._connector is not None and self._connector.aborted:
+            # Computing does not notice an abort by itself; without this a long step would look like a hang.
+            raise GroupAborted(f"step {step} was aborted in {phase}")
         if phase in ("forward", "backward") and hop is None:
             return
         rank = self._groups.global_rank if self._groups is not None else -1

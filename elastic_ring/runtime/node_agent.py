@@ -23,7 +23,7 @@ from elastic_ring.runtime.lifeline import Line, dial
 
 log = logging.getLogger(__name__)
 
-PERIOD_S = 0.05
+PERIOD_S = 0.1
 COORDINATOR = "coordinator"
 NUM_LOG_LINES = 12
 KEPT_NOTICES = 1000

@@ -15,10 +15,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch.distributed
+
+import elastic_ring
+
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.4
-_WAITING_IN = ("/torch/distributed/", "/elastic_ring/")
+LOOK_S = 0.4  # longer than any wait that ends by itself: one try of the store's client
+_WAITING_IN = tuple(f"{Path(package.__file__ or '').parent}/" for package in (torch.distributed, elastic_ring))
 
 
 class TrainingThread:
@@ -28,6 +32,7 @@ class TrainingThread:
         self.parked = threading.Event()
         self.parked.set()
         self._orders: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._left: threading.Event = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -41,6 +46,14 @@ class TrainingThread:
     def is_this(self) -> bool:
         """Whether the caller runs in this thread; false in one that was left behind."""
         return threading.current_thread() is self._thread
+
+    def leave(self) -> None:
+        """Give it up: should it ever come back from its wait, it ends, and does nothing on its way."""
+        self._left.set()
+
+    @property
+    def is_left(self) -> bool:
+        return self._left.is_set()
 
     def release(self, abort: Callable[[threading.Event, float], bool], timeout_s: float) -> str:
         """Have the thread return from its order: `parked`, `stuck` (in a wait that nothing ends) or `busy`.
@@ -63,10 +76,10 @@ class TrainingThread:
 
     def _cpu_ns(self) -> int:
         """Time on a CPU so far; a thread that computes is not stuck, however long it takes."""
-        return int(Path(f"/proc/self/task/{self._thread.native_id}/schedstat").read_text().split()[0])
+        return time.clock_gettime_ns(time.pthread_getcpuclockid(self._thread.ident or 0))
 
     def _run(self) -> None:
-        while True:
+        while not self._left.is_set():
             work = self._orders.get()
             try:
                 work()

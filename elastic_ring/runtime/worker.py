@@ -48,7 +48,7 @@ from elastic_ring.train.vote import ReplicasDiverged
 
 log = logging.getLogger(__name__)
 
-HEART_PERIOD_S = 0.05
+HEART_PERIOD_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,7 @@ class Worker:
         outcome = self._training.release(self._member.abort, self.card.run.timeouts.park_s)
         if outcome == "stuck":
             log.error("the training thread waits for a message that died with its peer: it is left behind")
+            self._training.leave()
             self._member.leave_behind()
             self._num_left_behind += 1
             self._training = TrainingThread(f"training-{self._num_left_behind}")
@@ -224,6 +225,8 @@ class Worker:
             else:  # no fault of the ring's: building again would not help
                 self._answer(Trouble(self._cause(), *identity, kind, member.applied, trouble_text(error)))
             return
+        if not self._training.is_this:
+            return
         self._activity = "running"
         self._answer(resumed, extra)
         if member.seated:
@@ -244,6 +247,8 @@ class Worker:
             log.warning("step %d broke off (%s): %s", member.applied, trouble.kind, error)
             self._answer(trouble)
             return
+        if not self._training.is_this:
+            return
         self._activity = "finished" if kind == "finished" else "parked"
         self._training.parked.set()
         self._report(kind, identity, -1)
@@ -260,6 +265,8 @@ class Worker:
             self._park()
             kind = "peer" if is_transport_error(error) else "check"
             self._answer(Trouble(self._cause(), *identity, kind, self._member.applied, trouble_text(error)))
+            return
+        if not self._training.is_this:
             return
         self._training.parked.set()
         if finalized is not None:

@@ -105,6 +105,19 @@ def largest_list(model: nn.Module) -> Sequence[nn.Module]:
     return list(largest)
 
 
+def check_buildable(task: TrainingTask) -> None:
+    """Build the model once without memory. Raises ValueError for a factory that fails or parameters of no use here."""
+    try:
+        with torch.device("meta"):
+            model = task.model()
+    except Exception as error:
+        raise ValueError(
+            f"model={task.model!r} cannot be built on the meta device: {type(error).__name__}: {error}. Build layers "
+            "only in the factory; give first values as `initial`, or let the layers' own initialisation do it"
+        ) from error
+    _check_parameters(model)
+
+
 def _check_parameters(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.dtype != torch.float32:  # gradients are reduced in float32, whatever the model computes in

@@ -17,7 +17,7 @@ from elastic_ring import ElasticRingTrainer, OptimConfig, Result, RunConfig, Sca
 from elastic_ring.control import invariants
 from elastic_ring.control.coordination import advance, initial
 from elastic_ring.control.messages import from_json
-from elastic_ring.control.replay import replay
+from elastic_ring.control.replay import replay, standing
 from elastic_ring.control.state import Ended
 from elastic_ring.data.source import StdlibText
 from elastic_ring.model.config import ModelConfig
@@ -26,8 +26,8 @@ from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import JOURNAL_NAME
+from elastic_ring.runtime.charter import Charter, control_options
 from elastic_ring.runtime.cluster import NAMESPACE, left_behind
-from elastic_ring.runtime.coordinator import Charter, control_options
 
 TINY = ModelConfig(257, 2, 32, 4, 2, 8, 64)
 
@@ -82,9 +82,9 @@ def train(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Callable
 def check_records(trainer: ElasticRingTrainer, result: Result) -> None:
     """The journal replays to the same commands, no decision in it broke an invariant, the weights' file has
     the digest of the summary."""
-    charter = Charter(trainer.run, trainer.scaling, trainer.task, "", "")
+    charter = Charter(trainer.run, trainer.scaling, trainer.task, "", "", 0.0)
     options = control_options(charter)
-    lines = [line for line in read(result.run_dir / JOURNAL_NAME) if "event" in line]
+    lines = [line for line in standing(read(result.run_dir / JOURNAL_NAME)) if "event" in line]
     assert isinstance(replay(options, lines).phase, Ended)
     state = initial(options)
     for line in lines:

@@ -167,13 +167,36 @@ def test_a_member_that_failed_inside_apply_is_healed_in_its_place() -> None:
 
 
 def test_a_node_on_which_nothing_starts_is_left_alone_for_a_while() -> None:
-    run = Bench({"a": 1}, dp=1, cp=1, spares=0, backoff_s=20.0)
+    run = Bench({"a": 1, "b": 1}, dp=1, cp=1, spares=1, backoff_s=20.0)
     for again in (True, True, False):
-        (starting,) = run.state.workers
+        (starting,) = [w.worker for w in run.state.workers.values() if w.node == "a"]
         said = run.say(WorkerLost("a", starting, "start-failed", "no such module"))
         assert bool(only(StartWorker, said)) is again, "not after the third failure in a row"
     assert "no start there for 20 s" in run.reason
     assert only(StartWorker, run.wait(20.0))
+
+
+def test_a_run_that_no_node_can_start_ends_with_the_last_reason() -> None:
+    run = Bench({"a": 2, "b": 2}, dp=2, cp=2, spares=0)
+    said: tuple[object, ...] = ()
+    for _ in range(12):
+        starting = [w.worker for w in run.state.workers.values() if w.life == "starting"]
+        if not starting:
+            break
+        said = run.say(WorkerLost("a", starting[0], "start-failed", "ModuleNotFoundError: no module named 'mine'"))
+    end = end_in(said)  # type: ignore[arg-type]
+    assert end.error == "RunFailed"
+    assert "no module named 'mine'" in end.message
+
+
+def test_one_node_that_starts_nothing_does_not_end_a_run_that_another_can_form() -> None:
+    run = Bench({"a": 2, "b": 2}, dp=1, cp=2, spares=2)
+    for _ in range(9):
+        for worker in [w.worker for w in run.state.workers.values() if w.node == "a" and w.life == "starting"]:
+            run.say(WorkerLost("a", worker, "start-failed", "broken image"))
+    assert run.phase == "forming"
+    run.form()
+    assert run.phase == "running"
 
 
 def test_a_worker_of_another_coordinator_is_fenced() -> None:

@@ -10,7 +10,7 @@ from elastic_ring.control import messages
 from elastic_ring.control.messages import Build, Heal, Published, Report, Vote, from_json, to_json
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.quorum import decide
-from elastic_ring.control.replay import replay
+from elastic_ring.control.replay import replay, standing, term_note
 from elastic_ring.control.state import members
 from elastic_ring.errors import JournalDamaged
 from elastic_ring.forecast.simulate import World, random_schedule
@@ -92,6 +92,13 @@ def test_lines_of_a_coordinator_that_was_replaced_are_passed_over() -> None:
     ghost = run.journal[-1]
     run.say(messages.CoordinatorStarted("c", 2))
     assert replay(run.options, [*run.journal, ghost]) == replay(run.options, run.journal)
+
+
+def test_what_an_old_coordinator_writes_behind_its_successors_back_does_not_stand() -> None:
+    lines = [{"event": 1}, {"event": 2}, {"event": "behind its back"}, term_note(2, 2), {"event": 3}]
+    assert standing(lines) == [{"event": 1}, {"event": 2}, term_note(2, 2), {"event": 3}]
+    later = [*lines, {"event": "again"}, term_note(3, 5)]
+    assert standing(later) == [{"event": 1}, {"event": 2}, term_note(2, 2), {"event": 3}, term_note(3, 5)]
 
 
 @pytest.mark.parametrize("seed", [3, 8, 21, 34])

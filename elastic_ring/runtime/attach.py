@@ -1,0 +1,121 @@
+"""Whether a run name and its folder are free, and the coordinator to follow when they are not.
+
+What a driver must know before it starts anything: the run may be going on in this Ray cluster, may have
+ended badly and wait for its lease, or may be written to from another cluster. Nothing is started here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+
+from elastic_ring.config import RunConfig
+from elastic_ring.errors import CoordinatorLost
+from elastic_ring.monitor.metrics import STATUS_NAME
+from elastic_ring.runtime.cluster import NAMESPACE, actor_name
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 4.0  # several times the period in which a live coordinator writes its status
+STALE_S = 60.0  # a status this old is nobody's; wide enough for clocks that differ
+ASK_AGAIN_S = 0.2
+
+
+def running_coordinator(run: RunConfig, digest: str) -> Any | None:
+    """The coordinator that has this run's name in this Ray cluster and may be followed; None when there is none.
+
+    One whose run has ended badly is only waiting for its lease: it is removed. Raises ValueError when the name
+    is taken by a run with other settings or another folder, CoordinatorLost when it does not answer.
+    """
+    found = _find(run)
+    identity = _identity(found, run) if found is not None else None
+    if found is None or identity is None:
+        return None
+    if identity["ended"] is not None and identity["ended"]["error"]:
+        log.info("an earlier attempt of run %s has ended (%s): starting anew", run.name, identity["ended"]["error"])
+        _remove(found, run)
+        return None
+    refuse_other_settings(run, identity["digest"], digest, "it is running now")
+    if identity["folder"] != run.run_dir:
+        raise ValueError(
+            f"run name {run.name!r} is running now with run_dir={identity['folder']!r}, not {run.run_dir!r}: choose "
+            "another name, or give the same run_dir to attach to it"
+        )
+    log.info("attached to run %s", run.name)
+    return found
+
+
+def refuse_other_settings(run: RunConfig, found: str, wanted: str, where: str) -> None:
+    """Raises ValueError when a run of this name has other settings: the digests differ."""
+    if found != wanted:
+        raise ValueError(
+            f"run name {run.name!r} is taken by a run with other settings ({where}): choose another "
+            "name and run_dir, or submit the same settings to attach to it"
+        )
+
+
+def refuse_if_written_to(run: RunConfig) -> None:
+    """Raises ValueError when a coordinator that this cluster does not know writes to the run's folder.
+
+    A live one writes its status every second, whatever else it does.
+    """
+    before = _status(run.folder)
+    if before is None or before["ended"] or time.time() - before["updated_unix_s"] > STALE_S:
+        return
+    deadline = time.monotonic() + LOOK_S
+    while time.monotonic() < deadline:
+        time.sleep(ASK_AGAIN_S)
+        now = _status(run.folder)
+        if now is not None and now["updated_unix_s"] != before["updated_unix_s"]:
+            raise ValueError(
+                f"run_dir={run.run_dir!r} is being written to by run {now['run']!r} on another Ray cluster: choose "
+                "another run_dir, or stop that run first"
+            )
+
+
+def _find(run: RunConfig) -> Any | None:
+    try:
+        return ray.get_actor(actor_name(run.name, "coordinator"), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _identity(coordinator: Any, run: RunConfig) -> dict[str, Any] | None:
+    """Who it is; None when it is gone for good. One that was killed or froze comes back within its lease."""
+    deadline = time.monotonic() + run.timeouts.lease_s
+    while True:
+        try:
+            answer: dict[str, Any] = ray.get(coordinator.identity.remote(), timeout=run.timeouts.hello_s)
+            return answer
+        except ActorDiedError:
+            return None
+        except (GetTimeoutError, ActorUnavailableError) as error:
+            if time.monotonic() > deadline:
+                raise CoordinatorLost(
+                    f"the coordinator of run {run.name} does not answer", lease_s=run.timeouts.lease_s
+                ) from error
+            time.sleep(ASK_AGAIN_S)
+
+
+def _remove(coordinator: Any, run: RunConfig) -> None:
+    """Kill it and wait until its name is free."""
+    ray.kill(coordinator, no_restart=True)
+    deadline = time.monotonic() + run.timeouts.clear_s
+    while _find(run) is not None:
+        if time.monotonic() > deadline:
+            raise CoordinatorLost(f"the ended coordinator of run {run.name} keeps its name")
+        time.sleep(ASK_AGAIN_S)
+
+
+def _status(folder: Path) -> dict[str, Any] | None:
+    with suppress(FileNotFoundError):
+        found: dict[str, Any] = json.loads((folder / STATUS_NAME).read_text())
+        return found
+    return None

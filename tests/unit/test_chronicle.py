@@ -1,0 +1,58 @@
+"""The run's records: only what the members that committed a step say of it counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ring.config import RunConfig
+from elastic_ring.runtime.chronicle import Chronicle
+
+
+@pytest.fixture
+def chronicle(tmp_path: Path) -> Chronicle:
+    made = Chronicle(RunConfig("records", str(tmp_path)), lambda note: None, lambda: 100.0)
+    made.open(0.0)
+    return made
+
+
+def record(step: int, cast: tuple[int, int], loss: float = 1.0) -> dict[str, Any]:
+    return {
+        "step": step, "loss": loss, "grad_norm": 1.0, "lr": 0.1, "num_tokens": 8, "samples": [1.0, 0.0, 2.0, 0.0],
+        "skipped": False, "step_s": 0.1, "generation": cast[1], "dp": 2, "cp": 2, "hop_bytes": 0, "hop_wait_s": 0.0,
+        "committed_monotonic_s": 1.0, "vote": [1.0], "cast": list(cast),
+    }  # fmt: skip
+
+
+def test_a_late_record_of_a_step_that_is_to_run_again_is_not_published(chronicle: Chronicle) -> None:
+    chronicle.begun(0, (1, 1))
+    assert [r["step"] for r in chronicle.publish([record(0, (1, 1)), record(1, (1, 1))])] == [0, 1]
+    chronicle.begun(2, (1, 3))  # nobody held the result of step 2
+    assert chronicle.publish([record(2, (1, 1), loss=9.0)]) == []
+    assert [r["loss"] for r in chronicle.publish([record(2, (1, 3), loss=2.0)])] == [2.0]
+    assert chronicle.metrics.last_step == 2
+
+
+def test_a_record_that_came_too_early_and_was_given_up_meanwhile_is_not_published(chronicle: Chronicle) -> None:
+    chronicle.begun(0, (1, 1))
+    assert chronicle.publish([record(1, (1, 1), loss=9.0)]) == [], "step 0 is on its way still"
+    chronicle.begun(1, (1, 3))
+    assert [r["step"] for r in chronicle.publish([record(0, (1, 1))])] == [0]
+    assert [r["loss"] for r in chronicle.publish([record(1, (1, 3), loss=2.0)])] == [2.0]
+
+
+def test_a_step_that_was_rolled_forward_keeps_the_record_of_those_that_cast_its_vote(chronicle: Chronicle) -> None:
+    chronicle.begun(0, (1, 1))
+    chronicle.publish([record(0, (1, 1))])
+    chronicle.begun(2, (1, 3))  # step 1's vote travelled
+    assert [r["step"] for r in chronicle.publish([record(1, (1, 1)), record(2, (1, 3))])] == [1, 2]
+
+
+def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path: Path) -> None:
+    again = Chronicle(RunConfig("records", str(tmp_path)), lambda note: None, lambda: 100.0)
+    again.open(0.0)
+    again.recall({"event": {}, "commands": [{"type": "Build", "step": 0, "term": 1, "generation": 1}]})
+    assert not again.counts(record(0, (1, 0)))
+    assert again.counts(record(0, (1, 1)))
