@@ -17,12 +17,11 @@ from pathlib import Path
 
 import torch.distributed
 
-import elastic_ring
-
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.4  # longer than any wait that ends by itself: one try of the store's client
-_WAITING_IN = tuple(f"{Path(package.__file__ or '').parent}/" for package in (torch.distributed, elastic_ring))
+_OWN_CODE = str(Path(__file__).parents[1])
+_WAITING_IN = (f"{Path(torch.distributed.__file__).parent}/", f"{_OWN_CODE}/")
 
 
 class TrainingThread:
@@ -72,7 +71,7 @@ class TrainingThread:
     def _waits_natively(self) -> bool:
         """Whether its innermost Python frame is one that waits for an exchange, not for data, Ray or a lock."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        return frame is not None and any(part in frame.f_code.co_filename for part in _WAITING_IN)
+        return frame is not None and frame.f_code.co_filename.startswith(_WAITING_IN)
 
     def _cpu_ns(self) -> int:
         """Time on a CPU so far; a thread that computes is not stuck, however long it takes."""
