@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.services import find_bootstrap_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 
@@ -104,7 +105,7 @@ class ElasticRingTrainer:
         """Train to the end, whatever dies on the way. Blocks.
 
         Raises: ValueError for settings that the data or the cluster refuses; a class of `elastic_ring.errors`
-        when the run fails; KeyboardInterrupt after Ctrl-C or SIGTERM, once everything is cleared.
+        when the run fails; KeyboardInterrupt after Ctrl-C or SIGTERM, once everything is cleared (it says so).
         """
         done = self._finished()
         if done is not None:
@@ -269,11 +270,13 @@ def _shown(record: dict[str, Any]) -> StepMetrics:
 
 @contextmanager
 def _ray_session(scaling: ScalingConfig) -> Iterator[None]:
-    """Attach to the cluster that is there; otherwise run an embedded one for as long as this lasts."""
+    """Attach to the cluster that is there (RAY_ADDRESS, or one that `ray start` began on this machine); otherwise
+    run an embedded one for as long as this lasts."""
     if ray.is_initialized():
         yield
         return
-    if environment().get("RAY_ADDRESS"):
+    address = environment().get("RAY_ADDRESS") or find_bootstrap_address(None)
+    if address and address != "local":
         ray.init(namespace=NAMESPACE, log_to_driver=False)
     else:
         need = scaling.resources_per_worker.get("CPU", 0.0) * (scaling.most_rings * scaling.cp + scaling.spares)
@@ -300,30 +303,29 @@ def _interruptible(coordinator: Any, clear_s: float) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         coordinator.abandon.remote("stopped by the user")
-        _await_clear(coordinator, clear_s)
-        raise
+        raise KeyboardInterrupt(_await_clear(coordinator, clear_s)) from None
     finally:
         if in_main_thread:
             signal.signal(signal.SIGTERM, before)
 
 
-def _await_clear(coordinator: Any, clear_s: float) -> None:
-    """Wait until the coordinator has cleared everything; it goes on by itself if this process is killed."""
+def _await_clear(coordinator: Any, clear_s: float) -> str:
+    """Wait until the coordinator has cleared everything, and say what became of it.
+
+    It goes on by itself if this process is killed.
+    """
     deadline, ended = time.monotonic() + clear_s + ASK_S, None
     while ended is None and time.monotonic() < deadline:
         try:
             ended = ray.get(coordinator.follow.remote(1 << 60, 1 << 30), timeout=ASK_S)["ended"]
         except ray.exceptions.ActorDiedError:
-            log.error("the coordinator died while it cleared the run: look with `ray list actors` for what is left")
-            return
+            return "stopped, but the coordinator died while it cleared the run: see `ray list actors` for what is left"
         except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError) as error:
             log.warning("the coordinator does not answer while it clears the run, asked again: %s", error)
         time.sleep(0.05)
     if ended is None:
-        log.error("the coordinator did not say within %.0f s that all is cleared; it goes on by itself", clear_s)
-        return
+        return f"stopped, but the coordinator has not cleared the run within {clear_s:.0f} s; it goes on by itself"
     ray.kill(coordinator, no_restart=True)
-    for name in ended["left_behind"]:
-        log.error("left behind: %s", name)
-    if not ended["left_behind"]:
-        log.info("stopped: no actor and no placement group is left")
+    if ended["left_behind"]:
+        return f"stopped; left behind: {', '.join(ended['left_behind'])}"
+    return "stopped; nothing is left running"

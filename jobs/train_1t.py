@@ -116,8 +116,8 @@ def main(argv: list[str]) -> int:
     except ElasticRingError as error:
         print(f"train_1t: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("train_1t: stopped; nothing is left running", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"train_1t: {interrupt or 'stopped before anything was started'}", file=sys.stderr)
         return 130
     summary = result.summary
     first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))

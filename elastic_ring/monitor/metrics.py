@@ -37,7 +37,7 @@ RECOVERY_KEYS = (
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One committed step. `loss` is the mean over its tokens, `step_s` from one commit to the next,
+    """One committed step. `loss` is the mean over its tokens, `step_s` its own time on global rank 0,
     `hop_bytes` what was received in K/V hops, `exposed_hop_wait_s` the time spent waiting for hops with
     nothing to compute. A step with a non-finite gradient is `skipped`; its loss may be nan. `samples` is the
     digest of what was consumed, `val_loss` that of the held-out sequences where they were looked at,

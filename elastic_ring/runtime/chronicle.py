@@ -7,6 +7,7 @@ read. It decides nothing. Facts that a restarted coordinator must know again go 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,7 @@ class Chronicle:
         self.generations: list[dict[str, Any]] = []
         self.recoveries: list[dict[str, Any]] = []
         self.fired: dict[int, float] = {}
+        self.fired_by: dict[int, str] = {}
         self.deaths: dict[str, dict[str, Any]] = {}
         self.pids: dict[str, int] = {}
         self.last_vote: Vote | None = None
@@ -57,26 +59,33 @@ class Chronicle:
         self._troubles_of: dict[str, str] = {}
         self._timings: dict[str, dict[str, Any]] = {}
         self._seen_change: tuple[int, int, bool] | None = None
-        self._last_commit_s: float | None = None
+        self._alive_at_s: float | None = None
+        self._environments: dict[str, Mapping[str, Any]] = {}
+        self.same_environment = True
         self._status_at = 0.0
         self.started_s = 0.0
         self._lines: list[str] = []
 
     def open(self, started_s: float) -> None:
         self.started_s = started_s
+        status = self.folder / STATUS_NAME
+        if status.exists():
+            self._alive_at_s = json.loads(status.read_text())["updated_unix_s"]
         self.metrics.open()
         self._goodput = Goodput(started_s, self.metrics.step_times_s())
 
     # ------------------------------------------------------------ what happens
 
-    def fault_fired(self, index: int, now: float) -> None:
-        self.fired[index] = now
+    def fault_fired(self, index: int, worker: str, now: float) -> None:
+        self.fired[index], self.fired_by[index] = now, worker
         self._open_faults.append(index)
-        self._note({"note": "fault", "index": index, "now": now})
+        self._note({"note": "fault", "index": index, "worker": worker, "now": now})
 
-    def worker_started(self, worker: str, pid: int) -> None:
+    def worker_started(self, worker: str, pid: int, environment: Mapping[str, Any]) -> None:
+        """`environment`: what the bits of a result depend on besides its inputs (`runtime.worker`)."""
         self.pids[worker] = pid
-        self._note({"note": "worker", "worker": worker, "pid": pid})
+        self._environments[worker] = dict(environment)
+        self._note({"note": "worker", "worker": worker, "pid": pid, "environment": dict(environment)})
 
     def resumed(self, worker: str, timings: Mapping[str, Any]) -> None:
         self._timings[worker] = dict(timings)
@@ -102,21 +111,19 @@ class Chronicle:
         while (record := self._waiting.pop(self.metrics.last_step + 1, None)) is not None and self.counts(record):
             new.append(record)
             now = self._clock()
-            since = self._last_commit_s if self._last_commit_s is not None else now - record["step_s"]
             mesh = Mesh(record["dp"], record["cp"])
             step_s = max(record["step_s"], 1e-9)
             self.metrics.record(
                 StepMetrics(
                     step=record["step"], loss=record["loss"], grad_norm=record["grad_norm"], lr=record["lr"],
                     num_tokens=record["num_tokens"], tokens_per_s=record["num_tokens"] / step_s,
-                    step_s=now - since, skipped=record["skipped"], generation=record["generation"], mesh=mesh,
+                    step_s=step_s, skipped=record["skipped"], generation=record["generation"], mesh=mesh,
                     num_members=mesh.size, hop_bytes=record["hop_bytes"], exposed_hop_wait_s=record["hop_wait_s"],
                     samples=samples_text(record["samples"]), val_loss=record.get("val_loss"),
                     committed_monotonic_s=record["committed_monotonic_s"],
                 )
             )  # fmt: skip
             self._goodput.committed(record["step"], record["step_s"])
-            self._last_commit_s = now
             self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["cast"]))
             self._close_recovery(record["step"], now)
         return new
@@ -135,8 +142,22 @@ class Chronicle:
         }  # fmt: skip
         self.generations.append(generation)
         self._note({"note": "generation", **generation})
+        self._compare_environments(change.seats)
         if change.previous_mesh is not None and (not change.planned or change.drained):
             self._begin_recovery(change)
+
+    def _compare_environments(self, seats: Sequence[str]) -> None:
+        """Equal bits are promised among equal machines only; where they differ the run says so."""
+        known = {worker: self._environments[worker] for worker in seats if worker in self._environments}
+        first = next(iter(known.values()), {})
+        odd = {worker: found for worker, found in known.items() if found != first}
+        if odd and self.same_environment:
+            self.same_environment = False
+            worker, found = next(iter(odd.items()))
+            told = ", ".join(f"{key} {found.get(key)} instead of {first[key]}" for key in first
+                             if found.get(key) != first[key])  # fmt: skip
+            self._say(f"{worker} is another machine than the first member ({told}): from here on the run promises the "
+                      "same samples, not the same bits")  # fmt: skip
 
     def trouble(self, worker: str, kind: str, step: int, detail: str) -> None:
         """A member's step broke off: what to say of it if nobody turns out to be dead."""
@@ -144,10 +165,12 @@ class Chronicle:
         self._troubles[worker] = f"{'raised' if kind == 'user' else 'lost a peer'} in step {step} ({what})"
 
     def coordinator_back(self, now: float) -> None:
-        """A new coordinator found the mesh at work: nothing of the training was lost."""
-        if not self._open_faults:
-            return
-        struck = min(self.fired[i] for i in self._open_faults)
+        """A new coordinator found the mesh at work: nothing of the training was lost.
+
+        The old one died when a planned fault struck it, else some time after its last sign of life.
+        """
+        last_s = now if self._alive_at_s is None else self._alive_at_s
+        struck = min((self.fired[i] for i in self._open_faults), default=last_s)
         self._add_recovery({
             "step": self.metrics.last_step + 1, "cause": "the coordinator died",
             "faults": [str(self._run.faults[i]) for i in sorted(self._take_faults())],
@@ -178,13 +201,14 @@ class Chronicle:
             "steps_undone": max(0, self.metrics.last_step + 1 - change.step),
             "steps_rerun": 1 if change.step_rerun is not None else 0,
             "survivor_pids_kept": kept,
-            "exact": change.promise == "bit-exact",
+            "exact": change.promise == "bit-exact" and self.same_environment,
             "_struck": struck,
             "_resumed": change.resumed_at,
             "_step": change.step,
         }
         if earlier is not None:
             self._open = merged(earlier, self._open)
+        self._note({"note": "resumed", "recovery": self._open})
 
     def _close_recovery(self, step: int, now: float) -> None:
         """The first step that commits after a recovery ends it."""
@@ -203,7 +227,10 @@ class Chronicle:
     def _add_recovery(self, record: dict[str, Any]) -> None:
         self.recoveries.append(record)
         self._note({"note": "recovery", "recovery": record})
-        line = recovery_line(record)
+        self._say(recovery_line(record))
+
+    def _say(self, line: str) -> None:
+        """To the log and to whoever follows."""
         log.warning("%s", line)
         self._lines.append(line)
 
@@ -253,7 +280,7 @@ class Chronicle:
             weights_sha256=weights_sha256,
             samples_sha256=samples_digest(self.folder),
             goodput=self._goodput.ratio(self._clock()),
-            exact=exact and all(recovery["exact"] for recovery in self.recoveries),
+            exact=exact and self.same_environment and all(recovery["exact"] for recovery in self.recoveries),
             generations=self.generations,
             recoveries=self.recoveries,
         )
@@ -276,15 +303,21 @@ class Chronicle:
             self.begun(order["step"], (order["term"], order["generation"]))
         match line.get("note"):
             case "fault":
-                self.fired[line["index"]] = line["now"]
+                self.fired[line["index"]], self.fired_by[line["index"]] = line["now"], line["worker"]
                 self._open_faults.append(line["index"])
             case "worker":
                 self.pids[line["worker"]] = line["pid"]
+                self._environments[line["worker"]] = line["environment"]
             case "generation":
                 self.generations.append({k: line[k] for k in ("term", "generation", "mesh", "reason")})
                 self._seen_change = (line["term"], line["generation"], True)
             case "recovery":
                 self.recoveries.append(line["recovery"])
+                self._lines.append(recovery_line(line["recovery"]))
+                self._open_faults.clear()
+                self._open = None
+            case "resumed":
+                self._open = dict(line["recovery"])
                 self._open_faults.clear()
 
 

@@ -87,9 +87,9 @@ class Coordinator:
         self._queue.put(("publish", records, {"worker": worker}))
 
     def fault(self, index: int, worker: str) -> bool:
-        """Whether this planned fault may strike now; true once."""
+        """Whether this planned fault may strike now; true once, and again for a worker that had no answer."""
         answer: queue.Queue[bool] = queue.Queue()
-        self._queue.put(("fault", index, {"answer": answer}))
+        self._queue.put(("fault", index, {"answer": answer, "worker": worker}))
         return answer.get(timeout=self.charter.run.timeouts.hello_s)
 
     # ------------------------------------------------------------ called by drivers
@@ -218,7 +218,7 @@ class Coordinator:
             case "publish":
                 self._publish(body)
             case "fault":
-                self._on_fault(body, extra["answer"])
+                self._on_fault(body, extra["worker"], extra["answer"])
             case "beat":
                 self.lookout.echo(body)
             case "stop":
@@ -234,7 +234,7 @@ class Coordinator:
         if isinstance(event, Resumed):
             self.chronicle.resumed(event.worker, extra)
         if isinstance(event, WorkerReady):
-            self.chronicle.worker_started(event.worker, event.pid)
+            self.chronicle.worker_started(event.worker, event.pid, extra.get("environment", {}))
             self.lookout.watch_worker(event.worker, event.node, extra)
         if isinstance(event, Report):
             self._publish(extra.get("records", []))
@@ -258,14 +258,13 @@ class Coordinator:
             WorkerLost(self._cause(), worker, death["reason"], "\n".join([detail, *death["log_lines"]])), {}
         )
 
-    def _on_fault(self, index: int, answer: queue.Queue[bool]) -> None:
-        granted = index not in self.chronicle.fired
-        if granted:
-            self.chronicle.fault_fired(index, self.clock())
-        kind = self.charter.run.faults[index].kind
-        answer.put(granted)
-        if granted:
-            strike_coordinator(kind)
+    def _on_fault(self, index: int, worker: str, answer: queue.Queue[bool]) -> None:
+        new = index not in self.chronicle.fired
+        if new:
+            self.chronicle.fault_fired(index, worker, self.clock())
+        answer.put(new or self.chronicle.fired_by.get(index) == worker)
+        if new:  # this process's own faults strike once, or it would die of one at each start
+            strike_coordinator(self.charter.run.faults[index].kind)
 
     def _publish(self, records: list[dict[str, Any]]) -> None:
         known = self.chronicle.metrics.last_step

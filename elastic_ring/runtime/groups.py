@@ -182,7 +182,8 @@ class Connector:
             before = {port for port, _ in _listening()}
             device = ProcessGroupGloo.create_device(hostname=self.where.address)
             opened = [port for port, address in _listening() if port not in before and address == self.where.address]
-        assert len(opened) == 1, f"expected one new listening socket, saw {opened}"
+        if len(opened) != 1:
+            raise PeerFailed(f"this node's address {self.where.address} gave {len(opened)} listening sockets, not one")
         self._own_port, self._device = opened[0], device
         return device
 
@@ -296,7 +297,12 @@ def _tcp_sockets() -> Iterator[socket.socket]:
         with suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            sock = socket.socket(fileno=os.dup(int(name)))
+            copy = os.dup(int(name))
+            try:
+                sock = socket.socket(fileno=copy)
+            except OSError:  # the number was given to something else between the two calls
+                os.close(copy)
+                continue
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                 yield sock
             else:

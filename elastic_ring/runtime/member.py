@@ -65,6 +65,7 @@ class Member:
         self._val_loader = Loader(validation)
         order = Order(step.seed, step.global_batch, training.num_sequences)
         self._transaction = Transaction(task, Loader(training), order, self._watch)
+        self._transaction.warm_up()
         warm_up(task)
         # What is here now stays: `forget_groups` has only what came later to look through, in milliseconds.
         gc.collect()

@@ -181,7 +181,7 @@ class NodeAgent:
         watched = self._watched.pop(worker, None)
         if watched is not None:
             self._exits.unwatch(worker)
-            watched.stamps.close()
+            self._drop_stamps(watched)
         self._notices = [notice for notice in self._notices if notice["worker"] != worker]
 
     def _drop_stamps(self, watched: Watched) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import queue
 import threading
 import time
@@ -118,6 +119,7 @@ class Worker:
             "stamp_path": self.card.stamp_path,
             "log_path": _stderr_path(),
             "fingerprint": self._member.fingerprint,
+            "environment": environment_of_bits(self.card.scaling.num_threads),
         }
 
     def ping(self) -> str:
@@ -318,6 +320,14 @@ class Worker:
                 self._answer(DrainRequested(self._cause(), self.card.worker))
 
         return Injector(self.card.run.faults, ask, notify)
+
+
+def environment_of_bits(num_threads: int) -> dict[str, Any]:
+    """What the bits of a result depend on besides its inputs: equal on two machines, equal results."""
+    return {
+        "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "machine": platform.machine(),
+        "mkl": torch.backends.mkl.is_available(), "num_threads": num_threads,
+    }  # fmt: skip
 
 
 def trouble_kind(error: BaseException) -> str:

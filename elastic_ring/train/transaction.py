@@ -121,6 +121,10 @@ class Transaction:
     def gradient_cast(self) -> tuple[int, int]:
         return self._gradient.cast if self._gradient is not None else (0, 0)
 
+    def warm_up(self) -> None:
+        """What a spare can know before it has a place."""
+        self._maker.keep_buffers()
+
     # ------------------------------------------------------------ a generation begins
 
     def enter(self, wires: Wires, cast: tuple[int, int], *, keep: bool) -> None:

@@ -48,6 +48,13 @@ class ModuleMaker:
         model.train()
         return model
 
+    def keep_buffers(self) -> None:
+        """Compute the buffers' real values ahead of time; a newcomer would build the whole model in a recovery."""
+        with torch.device("meta"):
+            names = [name for name, _ in self._task.model().named_buffers()]
+        if names and self._buffers is None:
+            self._buffers = {name: value.clone() for name, value in self._real().named_buffers()}
+
     def first_values(self, model: nn.Module, cp_rank: int, cp: int) -> None:
         """Fill a wrapped module's slices from the seed; the values do not depend on the mesh."""
         own = None if self._task.initial is not None else dict(self._real().named_parameters())
@@ -70,12 +77,11 @@ class ModuleMaker:
             return self._task.model()
 
     def _fill_buffers(self, model: nn.Module) -> None:
-        names = [name for name, _ in model.named_buffers()]
-        if not names:
-            return
-        if self._buffers is None:
-            self._buffers = {name: value.clone() for name, value in self._real().named_buffers()}
-        for name, buffer in model.named_buffers():
+        buffers = dict(model.named_buffers())
+        if buffers and self._buffers is None:
+            self.keep_buffers()
+        for name, buffer in buffers.items():
+            assert self._buffers is not None
             buffer.copy_(self._buffers[name])
 
 

@@ -130,8 +130,7 @@ def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path
     folder = tmp_path / "interrupted"
     command = [sys.executable, "jobs/train_1t.py", "--context", "256", "--steps", "500", "--faults", "none",
                "--run-name", "interrupted", "--run-dir", str(folder)]  # fmt: skip
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
-    environment.pop("RAY_ADDRESS", None)
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: num_steps(folder) >= 2)
     pids = [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
