@@ -230,11 +230,11 @@ class Coordinator:
 
     def _on_event(self, event: Any, extra: dict[str, Any]) -> None:
         if isinstance(event, Trouble):
-            self.chronicle.trouble(event.worker, event.kind, event.step, event.detail)
+            self.chronicle.recoveries.trouble(event.worker, event.kind, event.step, event.detail)
         if isinstance(event, Resumed):
-            self.chronicle.resumed(event.worker, extra)
+            self.chronicle.recoveries.resumed(event.worker, extra)
         if isinstance(event, WorkerReady):
-            self.chronicle.worker_started(event.worker, event.pid, extra.get("environment", {}))
+            self.chronicle.recoveries.worker_started(event.worker, event.pid, extra.get("environment", {}))
             self.lookout.watch_worker(event.worker, event.node, extra)
         if isinstance(event, Report):
             self._publish(extra.get("records", []))
@@ -249,8 +249,8 @@ class Coordinator:
 
     def _on_death(self, death: Mapping[str, Any]) -> None:
         worker = death["worker"]
-        if worker not in self.chronicle.deaths:
-            self.chronicle.deaths[worker] = dict(death)
+        if worker not in self.chronicle.recoveries.deaths:
+            self.chronicle.recoveries.deaths[worker] = dict(death)
             for line in death["log_lines"]:
                 log.warning("last words of %s: %s", worker, line)
         detail = f"{death['how']} in {death['phase']} of step {death['step']}"
@@ -259,10 +259,10 @@ class Coordinator:
         )
 
     def _on_fault(self, index: int, worker: str, answer: queue.Queue[bool]) -> None:
-        new = index not in self.chronicle.fired
+        new = index not in self.chronicle.recoveries.fired
         if new:
-            self.chronicle.fault_fired(index, worker, self.clock())
-        answer.put(new or self.chronicle.fired_by.get(index) == worker)
+            self.chronicle.recoveries.fault_fired(index, worker, self.clock())
+        answer.put(new or self.chronicle.recoveries.fired_by.get(index) == worker)
         if new:  # this process's own faults strike once, or it would die of one at each start
             strike_coordinator(self.charter.run.faults[index].kind)
 
@@ -334,7 +334,7 @@ class Coordinator:
 
     def _conclude(self, end: dict[str, Any]) -> dict[str, Any]:
         if not end["error"] and self.chronicle.metrics.last_step + 1 == self._steps_wanted:
-            unfired = self.chronicle.unfired()
+            unfired = self.chronicle.recoveries.unfired()
             if unfired:
                 text = "; ".join(str(fault) for fault in unfired)
                 end = {"error": "FaultNeverFired", "message": f"planned faults that never fired: {text}", "facts": {}}
