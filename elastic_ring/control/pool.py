@@ -87,7 +87,7 @@ def lose(turn: Turn, names: Sequence[str], reason: str, detail: str) -> tuple[Lo
         if worker is None:
             turn.say(f"{name} was already gone")
         elif worker.life == "starting":
-            failed_starts.append((worker.node, f"{reason}: {detail}"))
+            failed_starts.append((worker.node, detail if reason == "start-failed" else ""))
             turn.say(f"{name} did not start on {worker.node}: {reason}")
         elif not worker.written_off:
             losses.append(Loss(name, worker.node, None, reason, detail))
@@ -119,7 +119,7 @@ def expire(turn: Turn) -> tuple[Loss, ...]:
         if worker.life == "starting":
             turn.fence([worker.worker], f"not warm after {turn.options.start_s} s", written_off=True)
             turn.say(f"{worker.worker} took longer than {turn.options.start_s} s to start")
-            _count_failed_start(turn, worker.node, f"not warm after {turn.options.start_s} s")
+            _count_failed_start(turn, worker.node, "")
         else:
             turn.fence([worker.worker], "still there after it was told to go", written_off=True)
             if not worker.written_off:
@@ -129,6 +129,7 @@ def expire(turn: Turn) -> tuple[Loss, ...]:
 
 
 def _count_failed_start(turn: Turn, name: str, why: str) -> None:
+    """`why`: the error that the worker itself answered with, empty if it gave none."""
     node = turn.state.nodes.get(name)
     if node is None:
         return
@@ -144,12 +145,15 @@ def _count_failed_start(turn: Turn, name: str, why: str) -> None:
 
 
 def refuse_if_nobody_starts(turn: Turn) -> None:
-    """A run that never had a member, on nodes that all fail to start one, is told so instead of trying for ever."""
+    """A run that never had a member, on nodes that all answer a start with an error, is told so at last.
+
+    A start that took too long or died proves nothing: it is tried again after a while.
+    """
     limit = turn.options.start_failure_limit
     nodes = [node for node in turn.state.nodes.values() if node.num_slots and not node.draining]
     if not nodes or any(worker.life != "dying" for worker in turn.state.workers.values()):
         return
-    if all(node.start_failures >= limit for node in nodes):
+    if all(node.start_failures >= limit and node.last_failure for node in nodes):
         worst = nodes[-1]
         turn.end(
             "RunFailed",

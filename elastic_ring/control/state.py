@@ -32,7 +32,8 @@ class Worker:
 
 @dataclass(frozen=True)
 class Node:
-    """`start_failures` counts in a row, `last_failure` says why; no worker is started here before `backoff_until`."""
+    """`start_failures` counts in a row, `last_failure` is what the last worker itself answered; no worker is started
+    here before `backoff_until`."""
 
     node: str
     num_slots: int

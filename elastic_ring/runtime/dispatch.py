@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayTaskError
 from torch.distributed import TCPStore
 
 from elastic_ring.control.messages import (
@@ -123,7 +123,7 @@ class Dispatcher:
     def _start(self, command: StartWorker) -> None:
         node = self._lookout.nodes.get(command.node)
         if node is None:
-            self._put("event", WorkerLost(command.cause, command.worker, "start-failed", "its node is gone"))
+            self._put("event", WorkerLost(command.cause, command.worker, "died", "its node is gone"))
             return
         self._chores.put(partial(self._start_on, command.worker, node))
 
@@ -132,7 +132,8 @@ class Dispatcher:
 
     def _started(self, worker: str, card: dict[str, Any] | None, error: BaseException | None) -> None:
         if error is not None or card is None:
-            self._put("event", WorkerLost(self._cause(), worker, "start-failed", f"{error}"))
+            reason = "start-failed" if isinstance(error, RayTaskError) else "died"  # its own error, or none
+            self._put("event", WorkerLost(self._cause(), worker, reason, f"{error}"))
             return
         self._fingerprint = self._fingerprint or card["fingerprint"]
         if card["fingerprint"] != self._fingerprint:

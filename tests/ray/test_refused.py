@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from torch import nn
 
@@ -17,6 +21,7 @@ from elastic_ring.errors import CrashLoop, FaultNeverFired, RunFailed, TooManySk
 from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
+from elastic_ring.monitor.metrics import write_json
 from elastic_ring.runtime.cluster import left_behind
 from tests.ray.conftest import TINY, tiny_trainer
 
@@ -84,6 +89,80 @@ def test_data_that_cannot_be_read_is_refused_before_anything_starts(local_ray: N
     with pytest.raises(ValueError, match="nowhere"):
         trainer(tmp_path, "unread", data=TextFiles(96, (str(tmp_path / "nowhere" / "*.txt"),))).fit()
     assert not (tmp_path / "unread").exists()
+
+
+class OnlyHere:
+    """A model factory that works in this process and nowhere else, as with a module that the nodes do not have."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    def __call__(self) -> nn.Module:
+        if os.getpid() != self.pid:
+            raise ModuleNotFoundError("No module named 'mine'")
+        return Transformer(TINY)
+
+
+def no_such_width() -> nn.Module:
+    return nn.Linear(-1, 4)
+
+
+def test_a_model_that_cannot_be_built_or_sent_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no_such_width.* cannot be built"):
+        trainer(tmp_path, "unbuilt", model=no_such_width).fit()
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"cannot be sent to workers .*lock"):
+        trainer(tmp_path, "unsent", loss=partial(language_model_loss, lock)).fit()
+    assert not (tmp_path / "unbuilt").exists()
+    assert not (tmp_path / "unsent").exists()
+
+
+def test_workers_that_all_fail_to_start_end_the_run_with_their_own_error(local_ray: None, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"no worker starts(.|\n)*No module named 'mine'"):
+        trainer(tmp_path, "nowhere-else", model=OnlyHere(), initial=None).fit()
+    assert left_behind("nowhere-else") == []
+
+
+def test_a_folder_belongs_to_one_run_name(local_ray: None, tmp_path: Path) -> None:
+    tiny_trainer(tmp_path, "first", steps=2).fit()
+    second = tiny_trainer(tmp_path, "second", steps=2)
+    second.run = RunConfig("second", str(tmp_path / "first"), progress=False)
+    with pytest.raises(ValueError, match="holds run 'first', not 'second'"):
+        second.fit()
+
+
+def test_a_folder_that_another_cluster_writes_to_is_refused(local_ray: None, tmp_path: Path) -> None:
+    elsewhere = tiny_trainer(tmp_path, "busy", steps=2)
+    elsewhere.run.folder.mkdir(parents=True)
+    over = threading.Event()
+
+    def write() -> None:  # as a coordinator does that this cluster does not know
+        while not over.wait(0.2):
+            status = {"run": "busy", "ended": False, "updated_unix_s": time.time()}
+            write_json(elsewhere.run.folder / "status.json", status)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        time.sleep(0.5)
+        with pytest.raises(ValueError, match="is being written to by run 'busy' on another Ray cluster"):
+            elsewhere.fit()
+    finally:
+        over.set()
+        writer.join()
+    assert left_behind("busy") == []
+
+
+def test_a_run_that_was_abandoned_starts_anew_when_submitted_again(local_ray: None, tmp_path: Path) -> None:
+    run = tiny_trainer(tmp_path, "again", steps=3)
+    corpse = run._coordinator()
+    corpse.abandon.remote("no driver")
+    while ray.get(corpse.follow.remote(-1, 0))["ended"] is None:
+        time.sleep(0.1)
+    result = run.fit()
+    assert result.summary["steps"] == 3
+    assert left_behind("again") == []
+    assert [path.name for path in run.run.folder.glob("attempt-*")] == ["attempt-001"]
 
 
 def test_an_exception_of_the_users_stops_the_run_the_second_time_with_their_traceback_first(
