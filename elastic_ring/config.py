@@ -96,10 +96,13 @@ class ScalingConfig:
             _integer("max_dp", self.max_dp, 1)
         if self.max_dp is not None and self.max_dp < self.dp:
             raise ValueError(f"max_dp={self.max_dp} is less than dp={self.dp}: raise max_dp or leave it out")
-        if not self.resources_per_worker or any(not v >= 0 for v in self.resources_per_worker.values()):
+        if not 0 <= self.wait_for_resources_s < math.inf:
+            raise ValueError(f"wait_for_resources_s={self.wait_for_resources_s!r}: must be 0 seconds or more")
+        amounts = self.resources_per_worker.values()
+        if any(not amount >= 0 for amount in amounts) or not any(amount > 0 for amount in amounts):
             raise ValueError(
                 f"resources_per_worker={dict(self.resources_per_worker)}: name at least one resource, "
-                "for example {'CPU': 1} or {'GPU': 1}, with an amount that is not negative"
+                "for example {'CPU': 1} or {'GPU': 1}, with an amount that is not negative, and one that is more than 0"
             )
 
     @property
@@ -169,6 +172,8 @@ class RunConfig:
             object.__setattr__(self, "faults", parse_faults(self.faults))
         _integer("crash_loop_limit", self.crash_loop_limit, 1)
         _integer("user_error_limit", self.user_error_limit, 1)
+        if not 0 <= self.grow_delay_s < math.inf:
+            raise ValueError(f"grow_delay_s={self.grow_delay_s!r}: must be 0 seconds or more")
 
     @property
     def folder(self) -> Path:

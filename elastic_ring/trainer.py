@@ -13,6 +13,7 @@ import logging
 import secrets
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.services import find_bootstrap_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 
@@ -111,15 +111,18 @@ class ElasticRingTrainer:
         if done is not None:
             log.info("run %s is finished already; its summary is in %s", self.run.name, self.run.folder)
             return done
+        fingerprint = open_source(self.task.data).fingerprint
         training_order(self.task)
+        check_writable(self.run.folder)
         check_buildable(self.task)
         check_portable(self.task)
         if self.scaling.dp == 1:
             log.warning("dp=1: no other ring holds the state, so the next loss of a worker ends the run; dp=2 heals it")
         with _ray_session(self.scaling):
-            coordinator = self._coordinator()
-            with _interruptible(coordinator, self.run.timeouts.clear_s):
-                end = self._follow(coordinator)
+            with _interruptible(self.run):
+                coordinator = self._coordinator(fingerprint)
+                with _lease(coordinator, self.run.timeouts.lease_s / 6):
+                    end = self._follow(coordinator)
             ray.kill(coordinator, no_restart=True)
         return self._result(end)
 
@@ -148,26 +151,30 @@ class ElasticRingTrainer:
         code = [described(part) for part in (task.model, task.loss, task.optimizer, task.initial, task.units)]
         return digest(self.scaling, task.step, task.optim, repr(task.data), faults, code)
 
-    def _coordinator(self) -> Any:
+    def _coordinator(self, fingerprint: str) -> Any:
         """The run's coordinator, found or made. Raises ValueError when the cluster cannot hold the mesh."""
         found = attach.running_coordinator(self.run, self._digest)
         if found is not None:
             return found
         attach.refuse_if_written_to(self.run)
-        room(self.scaling, self.run.timeouts)
-        self._write_config()
+        room(self.scaling)
         context = ray.get_runtime_context()
-        charter = Charter(self.run, self.scaling, self.task, secrets.token_hex(8), self._digest, time.time())
-        return (
+        attempt = secrets.token_hex(8)
+        charter = Charter(self.run, self.scaling, self.task, attempt, self._digest, time.time(), fingerprint)
+        made = (
             ray.remote(Coordinator)
             .options(
                 name=actor_name(self.run.name, "coordinator"), namespace=NAMESPACE, lifetime="detached",
-                get_if_exists=True, max_restarts=-1,
-                max_task_retries=-1, max_concurrency=64, num_cpus=0,
+                get_if_exists=True, max_restarts=-1, max_task_retries=-1, max_concurrency=64, num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True),
             )
             .remote(charter)
         )  # fmt: skip
+        if attach.attempt_of(made, self.run) == attempt:
+            self._write_config()
+            return made
+        # Another submission was quicker: it is followed if it asks for the same.
+        return attach.running_coordinator(self.run, self._digest) or self._coordinator(fingerprint)
 
     def _write_config(self) -> None:
         self.run.folder.mkdir(parents=True, exist_ok=True)
@@ -251,6 +258,16 @@ def check_portable(task: TrainingTask) -> None:
         ) from error
 
 
+def check_writable(folder: Path) -> None:
+    """Raises ValueError for a run folder in which nothing can be written."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder if folder.is_dir() else folder.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"run_dir={str(folder)!r} cannot be written to ({error}): give a folder that can") from error
+
+
 def training_order(task: TrainingTask) -> Order:
     """Which sequences each step uses. Raises ValueError for a corpus that cannot be read or is less than a batch."""
     held = task.step.num_val_sequences if task.step.val_every_steps else 0
@@ -275,9 +292,12 @@ def _ray_session(scaling: ScalingConfig) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    address = environment().get("RAY_ADDRESS") or find_bootstrap_address(None)
+    address = environment().get("RAY_ADDRESS") or attach.local_head()
     if address and address != "local":
-        ray.init(namespace=NAMESPACE, log_to_driver=False)
+        try:
+            ray.init(namespace=NAMESPACE, log_to_driver=False)
+        except ConnectionError as error:
+            raise ValueError(f"RAY_ADDRESS={address!r}: no Ray cluster answers there ({error})") from error
     else:
         need = scaling.resources_per_worker.get("CPU", 0.0) * (scaling.most_rings * scaling.cp + scaling.spares)
         ray.init(
@@ -291,7 +311,25 @@ def _ray_session(scaling: ScalingConfig) -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible(coordinator: Any, clear_s: float) -> Iterator[None]:
+def _lease(coordinator: Any, period_s: float) -> Iterator[None]:
+    """Renew the lease from a thread of its own: a terminal that takes no output must not cost the run."""
+    over = threading.Event()
+
+    def renew() -> None:
+        while not over.wait(period_s):
+            coordinator.renew.remote()
+
+    thread = threading.Thread(target=renew, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def _interruptible(run: RunConfig) -> Iterator[None]:
     """Ctrl-C and SIGTERM (`ray job stop`) clear the run before they end this process."""
 
     def on_term(number: int, frame: object) -> None:
@@ -302,8 +340,11 @@ def _interruptible(coordinator: Any, clear_s: float) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        coordinator = attach.find(run)
+        if coordinator is None:
+            raise
         coordinator.abandon.remote("stopped by the user")
-        raise KeyboardInterrupt(_await_clear(coordinator, clear_s)) from None
+        raise KeyboardInterrupt(_await_clear(coordinator, run.timeouts.clear_s)) from None
     finally:
         if in_main_thread:
             signal.signal(signal.SIGTERM, before)

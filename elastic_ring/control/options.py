@@ -43,12 +43,13 @@ class ControlOptions:
     user_error_limit: int = 2
     start_failure_limit: int = 3
     build_failure_limit: int = 10
+    round_limit: int = 25
     finalize_limit: int = 3
     rungs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "total_steps", "min_dp", "crash_loop_limit", "user_error_limit",
-                     "start_failure_limit", "build_failure_limit", "finalize_limit"):
+                     "start_failure_limit", "build_failure_limit", "round_limit", "finalize_limit"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.spares < 0:

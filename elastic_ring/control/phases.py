@@ -43,7 +43,7 @@ def is_fatal(turn: Turn, event: Trouble) -> bool:
         return True
     if event.kind == "user":
         errors = turn.state.user_errors.again(event.step)
-        turn.set(user_errors=errors)
+        turn.set(user_errors=errors, user_detail=event.detail)
         if errors.count >= turn.options.user_error_limit:
             turn.end(
                 "UserCodeFailed",

@@ -54,7 +54,11 @@ def _restart_clocks(turn: Turn) -> None:
         name: replace(n, backoff_until=turn.now + options.backoff_s if n.backoff_until else 0.0)
         for name, n in turn.state.nodes.items()
     }
-    turn.set(workers=workers, nodes=nodes, pool_changed_at=turn.now)
+    change = turn.state.last_change
+    if change is not None and change.resumed_at is not None:
+        # A wall clock that was set back meanwhile must not put off what waits for a time after this.
+        change = replace(change, resumed_at=min(change.resumed_at, turn.now))
+    turn.set(workers=workers, nodes=nodes, pool_changed_at=turn.now, last_change=change)
 
 
 def answered(turn: Turn, event: Status) -> None:

@@ -132,6 +132,10 @@ def _nobody_holds(turn: Turn, crew: Crew, incident: Incident, unheld: policy.Unh
             turn.send(Stand(turn.cause, worker, turn.state.term, turn.state.generation))
         turn.enter(Forming(turn.now))
         return
+    if not incident.lost and turn.state.user_errors.step == step:
+        turn.end("UserCodeFailed", f"{turn.state.user_detail}\nraised while step {step} was applied, on every holder",
+                 step=step)  # fmt: skip
+        return
     rung = policy.next_rung(turn.options.rungs)
     assert rung is None, f"rung {rung} is offered, but nothing here climbs down to it yet"
     ranks = ", ".join(str(rank) for rank in unheld.cp_ranks)
@@ -159,6 +163,11 @@ def order_build(
     turn: Turn, plan: policy.Plan, incident: Incident, step: int, roll_forward: Vote | None,
     situation: policy.Situation, fresh: bool,
 ) -> None:
+    rounds = turn.state.rounds.again(step)
+    turn.set(rounds=rounds)
+    if rounds.count > turn.options.round_limit:
+        turn.end("RunFailed", _why_no_commit(incident, rounds.count, step), step=step)
+        return
     state = turn.state
     donors = tuple((heal.donor, newcomer) for heal in plan.heals for newcomer in heal.newcomers)
     crew = Crew(state.term, state.generation, plan.mesh, plan.seats, step, plan.leaving, donors)
@@ -187,6 +196,14 @@ def order_build(
     turn.enter(Building(crew, order, incident, turn.now + state.options.build_s))
     how = f"; roll forward step {roll_forward.step}" if roll_forward else ""
     turn.say(f"generation {state.generation} at step {step}: {plan.reason} ({plan.promise}){how}")
+
+
+def _why_no_commit(incident: Incident, num_builds: int, step: int) -> str:
+    told = "; ".join(f"{loss.worker} on {loss.node}: {loss.reason} {loss.detail}".strip() for loss in incident.lost)
+    return (
+        f"the ring was built {num_builds} times at step {step} and no step was committed. The last cause: "
+        f"{incident.cause}. Lost: {told or 'nobody; look at the links between the nodes'}"
+    )
 
 
 def try_form(turn: Turn) -> None:

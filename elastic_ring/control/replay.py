@@ -38,10 +38,13 @@ def standing(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     It may not know yet that it was replaced; its commands did not leave, because it looks before it sends.
     """
     kept: list[tuple[int, Mapping[str, Any]]] = []
+    term = 0
     for number, line in enumerate(lines):
         if line.get("note") == "term":
             kept = [(at, known) for at, known in kept if at < line["num_lines"]]
-        kept.append((number, line))
+            term = line["term"]
+        if line.get("term", term) >= term:
+            kept.append((number, line))
     return [line for _, line in kept]
 
 

@@ -213,6 +213,7 @@ class Counted:
 class State:
     """`committed` steps are known to be committed; `newest_vote` is the newest result the core itself holds.
 
+    `rounds` counts builds in a row that no commit followed, `user_detail` is the last traceback of the user's code.
     `promise` is the weakest of all changes so far. `story` is the last (event, reason) pairs that mattered.
     """
 
@@ -227,6 +228,8 @@ class State:
     newest_vote: Vote | None = None
     crashes: Counted = field(default_factory=Counted)
     user_errors: Counted = field(default_factory=Counted)
+    user_detail: str = ""
+    rounds: Counted = field(default_factory=Counted)
     fruitless_builds: int = 0
     finalize_failures: int = 0
     pool_changed_at: float = 0.0
@@ -295,3 +298,16 @@ def describe(state: State) -> dict[str, Any]:
         "promise": state.promise,
         "story": [list(entry) for entry in state.story],
     }
+
+
+def waiting_for(state: State, now: float) -> str:
+    """What a run that does not train is short of, for its driver; empty while there is nothing to say."""
+    phase = state.phase
+    if isinstance(phase, Closing) and phase.waiting:
+        return f"waiting, with every shard held, for {phase.waiting}"
+    if not isinstance(phase, Forming) or now < phase.since + state.options.start_s / 4:
+        return ""
+    ready, wanted = len(spares(state)), state.options.dp * state.options.cp
+    failures = [f"{node.node}: {node.last_failure}" for node in state.nodes.values() if node.last_failure]
+    last = f"; last failed start on {failures[-1]}" if failures else ""
+    return f"waiting for workers: {ready} of {wanted} ready on {len(state.nodes)} node(s) with an agent{last}"

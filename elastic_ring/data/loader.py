@@ -5,8 +5,8 @@ The digest is over the tensors that went into a step, not over the plan: it is c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # The target of a position that has none: the next token belongs to another document.
 IGNORE = -100
+LOOK_S = 0.2
 
 DIGEST_LIMBS = 4
 _LANES = (0x243F6A8885A308D3, 0x13198A2E03707344)
@@ -93,10 +94,12 @@ class Loader:
     """Reads samples on one thread of its own, one ahead of the step. Close it, or use it in a `with`.
 
     All reads go through that thread, in order; a read that was foretold and not asked for is dropped.
+    `while_waiting` is called every LOOK_S of a wait; what it raises ends the wait.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, while_waiting: Callable[[], None] | None = None) -> None:
         self.source = source
+        self._while_waiting = while_waiting
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-ring-loader")
         self._ahead: tuple[int, Future[Sample]] | None = None
 
@@ -117,6 +120,9 @@ class Loader:
         self.prefetch(sample_id)
         assert self._ahead is not None
         future = self._ahead[1]
+        while not wait([future], timeout=LOOK_S).done:
+            if self._while_waiting is not None:
+                self._while_waiting()  # raises when nobody needs the sequence any more; the read goes on
         self._ahead = None
         sample = future.result()
         if next_id is not None:

@@ -88,17 +88,19 @@ class MetricsLog:
         self.path = Path(directory) / METRICS_NAME
         self._journal = Journal(self.path, durable=False)
         self._by_step: dict[int, tuple[str, float]] = {}  # step -> (loss_hex, step_s)
+        self._last_step = -1
 
     def open(self) -> MetricsLog:
         """Go on with what is there. Raises JournalDamaged."""
         self._journal.open()
         self._by_step = {line["step"]: (line["loss_hex"], line["step_s"]) for line in read(self.path)}
+        self._last_step = max(self._by_step, default=-1)
         return self
 
     @property
     def last_step(self) -> int:
         """The newest step that is written, -1 for none."""
-        return max(self._by_step, default=-1)
+        return self._last_step
 
     def record(self, metrics: StepMetrics) -> bool:
         """Write a step; False if it is there already (a new coordinator hears of the last ones again).
@@ -116,6 +118,7 @@ class MetricsLog:
             return False
         self._journal.append({**line, "unix_s": round(time.time(), 3)})
         self._by_step[metrics.step] = (line["loss_hex"], metrics.step_s)
+        self._last_step = max(self._last_step, metrics.step)
         return True
 
     def losses_hex(self) -> list[str]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.services import find_bootstrap_address
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
 from elastic_ring.config import RunConfig
@@ -34,7 +36,7 @@ def running_coordinator(run: RunConfig, digest: str) -> Any | None:
     One whose run has ended badly is only waiting for its lease: it is removed. Raises ValueError when the name
     is taken by a run with other settings or another folder, CoordinatorLost when it does not answer.
     """
-    found = _find(run)
+    found = find(run)
     identity = _identity(found, run) if found is not None else None
     if found is None or identity is None:
         return None
@@ -50,6 +52,26 @@ def running_coordinator(run: RunConfig, digest: str) -> Any | None:
         )
     log.info("attached to run %s", run.name)
     return found
+
+
+def attempt_of(coordinator: Any, run: RunConfig) -> str:
+    """Which submission made it; empty when it is gone."""
+    identity = _identity(coordinator, run)
+    return "" if identity is None else str(identity["attempt"])
+
+
+def local_head() -> str | None:
+    """The address of a cluster that `ray start` began on this machine and that still answers."""
+    address = find_bootstrap_address(None)
+    if not address:
+        return None
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except OSError:
+        log.warning("Ray remembers a cluster at %s that does not answer: a Ray of its own is started", address)
+        return None
+    return str(address)
 
 
 def refuse_other_settings(run: RunConfig, found: str, wanted: str, where: str) -> None:
@@ -80,7 +102,8 @@ def refuse_if_written_to(run: RunConfig) -> None:
             )
 
 
-def _find(run: RunConfig) -> Any | None:
+def find(run: RunConfig) -> Any | None:
+    """The coordinator that has this run's name, whatever state it is in."""
     try:
         return ray.get_actor(actor_name(run.name, "coordinator"), namespace=NAMESPACE)
     except ValueError:
@@ -108,7 +131,7 @@ def _remove(coordinator: Any, run: RunConfig) -> None:
     """Kill it and wait until its name is free."""
     ray.kill(coordinator, no_restart=True)
     deadline = time.monotonic() + run.timeouts.clear_s
-    while _find(run) is not None:
+    while find(run) is not None:
         if time.monotonic() > deadline:
             raise CoordinatorLost(f"the ended coordinator of run {run.name} keeps its name")
         time.sleep(ASK_AGAIN_S)

@@ -21,6 +21,7 @@ class Charter:
     attempt: str
     digest: str
     submitted_unix_s: float
+    fingerprint: str  # of the corpus as the driver reads it
 
 
 class Clock:

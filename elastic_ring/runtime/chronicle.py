@@ -19,6 +19,7 @@ from elastic_ring.control.state import State, describe, members, mesh_of, phase_
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.metrics import (
     STATUS_NAME,
+    SUMMARY_NAME,
     Goodput,
     MetricsLog,
     StepMetrics,
@@ -129,12 +130,19 @@ class Chronicle:
         if not force and now - self._status_at < STATUS_PERIOD_S:
             return
         self._status_at = now
+        try:
+            write_json(self.folder / STATUS_NAME, self._status(state, error, ended))
+        except OSError as error_:
+            # Training does not need it; the journal and the metrics tell by themselves when a disk is full.
+            log.warning("status.json could not be written: %s", error_)
+
+    def _status(self, state: State, error: str, ended: bool) -> dict[str, Any]:
         mesh, nodes = mesh_of(state), {w.worker: w.node for w in state.workers.values()}
 
         def person(worker: str) -> dict[str, Any]:
             return {"worker": worker, "node": nodes.get(worker, ""), "pid": self.recoveries.pids.get(worker, 0)}
 
-        write_json(self.folder / STATUS_NAME, {
+        return {
             "run": self._run.name, "phase": phase_name(state), "term": state.term, "generation": state.generation,
             "mesh": {"dp": mesh.dp, "cp": mesh.cp} if mesh else {"dp": 0, "cp": 0},
             "step": self.metrics.last_step + 1, "total_steps": state.options.total_steps,
@@ -142,10 +150,17 @@ class Chronicle:
             "spares": [person(w) for w in spares(state)],
             "recoveries": self.recoveries.records[-20:], "updated_unix_s": time.time(), "ended": ended, "error": error,
             "story": describe(state)["story"],
-        })  # fmt: skip
+        }  # fmt: skip
 
     def write_summary(self, weights_sha256: str, exact: bool) -> dict[str, Any]:
-        """`exact`: whether every change of the mesh so far kept its promise of the same bits."""
+        """`exact`: whether every change of the mesh so far kept its promise of the same bits.
+
+        One that is there was written by an earlier coordinator of this attempt, and stands.
+        """
+        path = self.folder / SUMMARY_NAME
+        if path.exists():
+            known: dict[str, Any] = json.loads(path.read_text())
+            return known
         self.recoveries.finish(self._clock())
         summary = build_summary(
             losses_hex=self.metrics.losses_hex(),

@@ -20,7 +20,7 @@ from ray.util import list_named_actors, placement_group, placement_group_table, 
 from ray.util.placement_group import PlacementGroup, get_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from elastic_ring.config import RunConfig, ScalingConfig, Timeouts
+from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.runtime.node_agent import NodeAgent
 from elastic_ring.runtime.worker import Worker, WorkerCard
 from elastic_ring.train.task import TrainingTask
@@ -176,9 +176,8 @@ def _groups(run: str) -> list[str]:
     )  # fmt: skip
 
 
-def room(scaling: ScalingConfig, timeouts: Timeouts) -> None:
+def room(scaling: ScalingConfig) -> None:
     """Wait for the cluster to hold the mesh. Raises ValueError saying what is there and what is missing."""
-    del timeouts
     deadline = time.monotonic() + scaling.wait_for_resources_s
     need = dict(scaling.resources_per_worker)
     wanted = scaling.mesh.size

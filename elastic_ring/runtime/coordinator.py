@@ -41,20 +41,23 @@ from elastic_ring.control.messages import (
     from_json,
 )
 from elastic_ring.control.replay import journal_line, replay, standing, term_note
-from elastic_ring.control.state import Ended, Reconnecting, Running, State
-from elastic_ring.errors import RunFailed, StaleMessage
+from elastic_ring.control.state import Ended, Reconnecting, Running, State, waiting_for
+from elastic_ring.errors import CoordinatorLost, IllegalTransition, JournalDamaged, RunFailed, StaleMessage
 from elastic_ring.monitor.journal import Journal, claim_term, newest_term, read
 from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.runtime.charter import Charter, Clock, control_options, set_aside
 from elastic_ring.runtime.chronicle import Chronicle
-from elastic_ring.runtime.cluster import NAMESPACE, Cluster, actor_name, clear
+from elastic_ring.runtime.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
 from elastic_ring.runtime.dispatch import Dispatcher
+from elastic_ring.runtime.ending import aside, conclude
 from elastic_ring.runtime.injection import strike_coordinator
 from elastic_ring.runtime.lookout import Lookout
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
+RESTART_PAUSE_S = 1.0
+FINAL = (JournalDamaged, IllegalTransition, RunFailed)  # starting once more would not help
 
 
 class Coordinator:
@@ -72,7 +75,8 @@ class Coordinator:
         self._failed = ""
         self._causes = 0
         self._ticked_at = 0.0
-        self._steps_wanted = charter.task.step.steps
+        self._told_waiting = ""
+        self._is_restart = ray.get_runtime_context().was_current_actor_reconstructed
         self._ready = threading.Event()
         threading.Thread(target=self._main, name="decide", daemon=True).start()
 
@@ -100,6 +104,10 @@ class Coordinator:
         return {"digest": charter.digest, "attempt": charter.attempt, "pid": os.getpid(),
                 "folder": charter.run.run_dir, "ended": self._ended}  # fmt: skip
 
+    def renew(self) -> None:
+        """The driver lives; its lease begins anew."""
+        self._lease_at = time.monotonic()
+
     def follow(self, after_step: int, after_line: int) -> dict[str, Any]:
         """What is new for a driver, and a renewal of its lease."""
         self._lease_at = time.monotonic()
@@ -125,6 +133,7 @@ class Coordinator:
         try:
             self._open()
             self._ready.set()
+            self._decide(CoordinatorStarted(self._cause(), self._term))
             while self._ended is None:
                 self._take()
         except StaleMessage as error:
@@ -132,6 +141,10 @@ class Coordinator:
             os._exit(1)  # its successor decides now; nothing may be cleared behind its back
         except BaseException as error:
             log.exception("the coordinator fails")
+            if self._is_restart and not self._ready.is_set() and not isinstance(error, FINAL):
+                # Training goes on without a coordinator: a storage that is away for a while must not end it.
+                time.sleep(RESTART_PAUSE_S)
+                os._exit(1)
             self._failed = f"{type(error).__name__}: {error}"
             self._finish({"error": "RunFailed", "message": self._failed, "facts": {}})
 
@@ -170,14 +183,18 @@ class Coordinator:
         )
         self.dispatch.open()
         self.dispatch.recall(self.state)
-        self._decide(CoordinatorStarted(self._cause(), term))
 
     def _begin_anew(self, lines: Sequence[Mapping[str, Any]], begins: Sequence[Mapping[str, Any]]) -> None:
-        """Make room for a first coordinator. Raises RunFailed in a restarted one whose folder is another's now."""
+        """Make room for a first coordinator.
+
+        Raises, in a process that Ray started again: RunFailed when the folder is another submission's now,
+        CoordinatorLost when workers of this run live whose journal is not to be seen from here.
+        """
         charter = self.charter
-        again = ray.get_runtime_context().was_current_actor_reconstructed
-        if again and begins and begins[-1]["now"] > charter.submitted_unix_s:
+        if self._is_restart and begins and begins[-1]["now"] > charter.submitted_unix_s:
             raise RunFailed(f"another submission has taken {charter.run.folder}: this one ends", run=charter.run.name)
+        if self._is_restart and left_behind(charter.run.name, keep=self._own_name):
+            raise CoordinatorLost(f"the run has workers, but its journal is not in {charter.run.folder} on this node")
         # What a coordinator left that is gone for good: it would hold the places that this run needs.
         left = self._clear()
         if left:
@@ -208,6 +225,10 @@ class Coordinator:
 
     def _on_time(self) -> None:
         self._decide(Tick(self._cause()))
+        told = waiting_for(self.state, self.clock())
+        if told and told != self._told_waiting:
+            self.chronicle.recoveries.say(told)
+        self._told_waiting = told
         if time.monotonic() - self._lease_at > self.charter.run.timeouts.lease_s:
             self._handle("abandon", f"no driver for {self.charter.run.timeouts.lease_s:.0f} s", {})
 
@@ -292,8 +313,8 @@ class Coordinator:
         if not isinstance(event, Tick) or decision.commands:
             self.journal.append(journal_line(event, decision, now))
             log.info("%s %s -> %s", event.cause, type(event).__name__, decision.reason)
-        if decision.commands and (newest := newest_term(self.charter.run.folder, self._term)) > self._term:
-            raise StaleMessage(f"another coordinator speaks term {newest}: this one ends")
+        if decision.commands:
+            self._refuse_if_replaced()
         for order in [command for command in decision.commands if isinstance(command, Build)][:1]:
             self.chronicle.begun(order.step, (order.term, order.generation))
         self._act(decision.commands)
@@ -304,6 +325,12 @@ class Coordinator:
         if isinstance(self.state.phase, Ended) and self._ended is None:
             end = self.state.phase.end
             self._finish({"error": end.error, "message": end.message, "facts": dict(end.facts)})
+
+    def _refuse_if_replaced(self) -> None:
+        """Raises StaleMessage when another coordinator has claimed a higher term."""
+        newest = newest_term(self.charter.run.folder, self._term)
+        if newest > self._term:
+            raise StaleMessage(f"another coordinator speaks term {newest}: this one ends")
 
     def _act(self, commands: tuple[Command, ...]) -> None:
         self.dispatch.send(commands, self.chronicle.metrics.last_step)
@@ -317,12 +344,9 @@ class Coordinator:
         if not self._ready.is_set():  # it may be a restart, so there may be workers
             self._ended = {**end, "left_behind": self._clear()}
             return
-        try:
-            end = self._conclude(end)
-        except Exception as error:
-            log.exception("the last records could not be written")
-            message = f"{end['message']}; then {type(error).__name__}: {error}"
-            end = {"error": "RunFailed", "message": message, "facts": {}}
+        self._refuse_if_replaced()
+        weights_sha256 = self.dispatch.weights_sha256
+        end = aside(lambda: conclude(end, self.chronicle, self.state, weights_sha256), self._queue, self.lookout.echo)
         self.lookout.close()
         self.dispatch.kill_everyone()
         self.dispatch.close()  # nothing that was queued may start after the clearing
@@ -331,19 +355,6 @@ class Coordinator:
         self._ended = end
         log.info("ended: %s", end)
         threading.Timer(self.charter.run.timeouts.lease_s, self._vanish).start()
-
-    def _conclude(self, end: dict[str, Any]) -> dict[str, Any]:
-        if not end["error"] and self.chronicle.metrics.last_step + 1 == self._steps_wanted:
-            unfired = self.chronicle.recoveries.unfired()
-            if unfired:
-                text = "; ".join(str(fault) for fault in unfired)
-                end = {"error": "FaultNeverFired", "message": f"planned faults that never fired: {text}", "facts": {}}
-            else:
-                # The core's own fact survives a coordinator that dies after the weights were written.
-                weights_sha256 = end["facts"].get("weights_sha256") or self.dispatch.weights_sha256
-                end["summary"] = self.chronicle.write_summary(weights_sha256, self.state.promise == "bit-exact")
-        self.chronicle.write_status(self.state, force=True, error=end["error"] and end["message"], ended=True)
-        return end
 
     def _vanish(self) -> None:
         ray.kill(self.me, no_restart=True)

@@ -48,11 +48,13 @@ class Dispatcher:
     ) -> None:
         self._address, self._cluster, self._lookout = address, cluster, lookout
         self._me, self._put, self._chronicle = me, put, chronicle
+        self._clear_s = charter.run.timeouts.clear_s
         self._handles: dict[str, Any] = {}
         self._store: TCPStore | None = None
         self._store_of: tuple[int, int] = (0, 0)
         self._causes = 0
-        self._fingerprint = ""
+        self._fingerprint = charter.fingerprint
+        self._killed: set[str] = set()
         self.weights_sha256 = ""
         self._chores: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -67,7 +69,7 @@ class Dispatcher:
         """Do no more chores; those that wait are dropped. Returns once the one at hand is done."""
         self._closed.set()
         self._chores.put(None)
-        self._hand.join()
+        self._hand.join(timeout=self._clear_s)
 
     def _do_chores(self) -> None:
         while (chore := self._chores.get()) is not None and not self._closed.is_set():
@@ -132,12 +134,11 @@ class Dispatcher:
 
     def _started(self, worker: str, card: dict[str, Any] | None, error: BaseException | None) -> None:
         if error is not None or card is None:
-            reason = "start-failed" if isinstance(error, RayTaskError) else "died"  # its own error, or none
+            reason = "start-failed" if is_own_error(error) else "died"
             self._put("event", WorkerLost(self._cause(), worker, reason, f"{error}"))
             return
-        self._fingerprint = self._fingerprint or card["fingerprint"]
         if card["fingerprint"] != self._fingerprint:
-            detail = f"it reads another corpus ({card['fingerprint'][:16]}) than the others ({self._fingerprint[:16]})"
+            detail = f"it reads another corpus ({card['fingerprint'][:16]}) than the driver ({self._fingerprint[:16]})"
             self._put("event", WorkerLost(self._cause(), worker, "start-failed", detail))
             return
         ready = WorkerReady(self._cause(), worker, card["node"], card["pid"])
@@ -148,7 +149,11 @@ class Dispatcher:
             self._lookout.watch_worker(card["worker"], card["node"], {**card, "handle": handle})
 
     def _kill(self, command: KillWorker) -> None:
-        if not self._lookout.kill(command.worker, command.reason):
+        told = self._lookout.kill(command.worker, command.reason)
+        if told and command.worker in self._killed:  # the agent was told before, and the worker is still there
+            self._chores.put(partial(self._cluster.remove_worker, command.worker))
+        self._killed.add(command.worker)
+        if not told:
             self._chores.put(partial(self._cluster.remove_worker, command.worker))
             self._put("event", WorkerLost(command.cause, command.worker, "unreachable", command.reason))
 
@@ -163,6 +168,8 @@ class Dispatcher:
                 # The agent's notice has the signal and the last log lines; this one is for when it has none to give.
                 lost = WorkerLost(self._cause(), command.worker, "died", "Ray: the actor is dead")
                 threading.Timer(AGENT_FIRST_S, self._put, args=("event", lost)).start()
+            elif error is not None:
+                log.warning("%s: %s to %s: %s", command.cause, type(command).__name__, command.worker, error)
 
         watch_ref(handle.command.remote(to_json(command), extra), sent)
 
@@ -176,3 +183,8 @@ class Dispatcher:
     def _cause(self) -> str:
         self._causes += 1
         return f"d{os.getpid()}.{self._causes}"
+
+
+def is_own_error(error: BaseException | None) -> bool:
+    """Whether a start failed by an error that the worker's own process raised, and would raise again."""
+    return isinstance(error, RayTaskError) or (isinstance(error, ActorDiedError) and "creation task" in str(error))

@@ -33,6 +33,7 @@ class Lookout:
     def __init__(self, charter: Any, address: str, put: Put, key: str) -> None:
         self._charter, self._address, self._put, self._key = charter, address, put, key
         self._timeouts = charter.run.timeouts
+        self._own_node = ray.get_runtime_context().get_node_id()
         self._board = Switchboard(key, self._hear)
         self._cluster = Cluster(charter.run, charter.scaling, charter.task)
         self.nodes: dict[str, NodeInfo] = {}
@@ -130,7 +131,7 @@ class Lookout:
     def _hire(self, node: NodeInfo) -> None:
         agent = self._agents[node.node] = self._cluster.start_agent(node)
         ray_self = {"host": self._address, "port": self._board.port, "key": self._key, "pid": os.getpid(),
-                    "node": ray.get_runtime_context().get_node_id()}  # fmt: skip
+                    "node": self._own_node}  # fmt: skip
 
         def attached(_: Any, error: BaseException | None) -> None:
             if error is not None:
@@ -142,16 +143,21 @@ class Lookout:
     def _confirm(self, node: str, why: str) -> None:
         """The second source: does any worker of the node, or the agent through Ray, still answer?
 
-        A node without workers is left to Ray's own table: nothing is in a hurry there.
+        A node without workers is left to Ray's own table: nothing is in a hurry there. The node of this very
+        process is there; an agent that does not answer while others do is stopped or stuck, and is replaced.
         """
+        agent = self._agents.get(node)
         handles = [e["handle"] for e in list(self._workers.values()) if e["node"] == node and e["handle"] is not None]
-        asked = [handle.ping.remote() for handle in (*handles, self._agents.get(node)) if handle is not None]
-        if answers(asked) or not handles:
-            log.warning("node %s: %s; it is asked to attach again", node, why)
-            self._agents.pop(node, None)
-            self._beats[node] = time.monotonic()
+        asked = [handle.ping.remote() for handle in (*handles, agent) if handle is not None]
+        if not answers(asked) and handles and node != self._own_node:
+            self._lose(node, why)
             return
-        self._lose(node, why)
+        agent_answers = agent is not None and answers(asked[-1:])
+        log.warning("node %s: %s; its agent is %s", node, why, "asked to attach again" if agent_answers else "replaced")
+        if agent is not None and not agent_answers:
+            ray.kill(agent, no_restart=True)
+        self._agents.pop(node, None)
+        self._beats[node] = time.monotonic()
 
     def _lose(self, node: str, why: str) -> None:
         if node not in self.nodes and node not in self._told:

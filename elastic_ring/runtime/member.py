@@ -32,7 +32,7 @@ from elastic_ring.train.weights import gather_weights
 
 log = logging.getLogger(__name__)
 
-KEPT_RECORDS = 4096
+KEPT_RECORDS = 16384
 ABORTABLE = ("idle", "forward", "backward", "reduce")
 
 
@@ -64,7 +64,7 @@ class Member:
         training, validation = hold_out(source, num_sequences=held)
         self._val_loader = Loader(validation)
         order = Order(step.seed, step.global_batch, training.num_sequences)
-        self._transaction = Transaction(task, Loader(training), order, self._watch)
+        self._transaction = Transaction(task, Loader(training, self._raise_if_aborted), order, self._watch)
         self._transaction.warm_up()
         warm_up(task)
         # What is here now stays: `forget_groups` has only what came later to look through, in milliseconds.
@@ -76,6 +76,11 @@ class Member:
     @property
     def applied(self) -> int:
         return self._transaction.applied
+
+    @property
+    def applying(self) -> bool:
+        """Whether an apply or a heal is under way: the shard is not whole."""
+        return self._transaction.applying
 
     def prepare(self, command: Build, extra: dict[str, Any]) -> Connector:
         """A connector for this build, known before the training thread starts so that it can be cancelled."""
@@ -277,10 +282,14 @@ class Member:
     def _watch(self, phase: str, step: int, hop: int | None = None) -> None:
         """Stamp progress; give planned faults their moment. Backward's own faults strike at its first hop."""
         self._stamps.stamp(step, Phase[phase.upper()], -1 if hop is None else hop)
-        if phase in ABORTABLE and self._connector is not None and self._connector.aborted:
-            # Computing does not notice an abort by itself; without this a long step would look like a hang.
-            raise GroupAborted(f"step {step} was aborted in {phase}")
+        if phase in ABORTABLE:
+            self._raise_if_aborted()
         if phase in ("forward", "backward") and hop is None:
             return
         rank = self._groups.global_rank if self._groups is not None else -1
         self._injector.check(phase=phase, step=step, rank=rank, hop=hop)
+
+    def _raise_if_aborted(self) -> None:
+        """Computing and reading do not notice an abort by themselves; a long one would look like a hang."""
+        if self._connector is not None and self._connector.aborted:
+            raise GroupAborted("aborted between two exchanges")

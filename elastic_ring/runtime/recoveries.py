@@ -75,10 +75,11 @@ class Recoveries:
         if not odd or not self.same_environment:
             return
         self.same_environment = False
+        self._note({"note": "unequal"})
         worker, found = next(iter(odd.items()))
         pairs = [f"{key} {found.get(key)} instead of {reference[key]}" for key in reference
                  if found.get(key) != reference[key]]  # fmt: skip
-        self._say(
+        self.say(
             f"{worker} is another machine than the first member ({', '.join(pairs)}): from here on the run promises "
             "the same samples, not the same bits"
         )
@@ -125,7 +126,7 @@ class Recoveries:
         record["rerun_s"] = now - self._open["_resumed"]
         record["total_s"] = now - self._open["_struck"]
         self._open = None
-        self._add(record)
+        self._add(record, closes=True)
 
     def coordinator_back(self, now: float, step: int, alive_at_s: float | None) -> None:
         """A new coordinator found the mesh at work: nothing of the training was lost.
@@ -140,7 +141,7 @@ class Recoveries:
             "action": "coordinator restarted from its journal", "detect_s": 0.0, "close_s": now - struck, "heal_s": 0.0,
             "rerun_s": 0.0, "total_s": now - struck, "steps_undone": 0, "steps_rerun": 0,
             "survivor_pids_kept": True, "exact": True,
-        })  # fmt: skip
+        }, closes=False)  # fmt: skip
 
     def recall(self, line: Mapping[str, Any]) -> None:
         """Take back what an earlier coordinator noted in the journal."""
@@ -153,6 +154,8 @@ class Recoveries:
                 self._environments[line["worker"]] = line["environment"]
             case "environment":
                 self._reference = line["environment"]
+            case "unequal":
+                self.same_environment = False
             case "resumed":
                 self._open = dict(line["recovery"])
                 self._open_faults.clear()
@@ -160,16 +163,18 @@ class Recoveries:
                 self.records.append(line["recovery"])
                 self.lines.append(recovery_line(line["recovery"]))
                 self._open_faults.clear()
-                self._open = None
+                if line["closes"]:
+                    self._open = None
 
     # ------------------------------------------------------------ parts
 
-    def _add(self, record: dict[str, Any]) -> None:
+    def _add(self, record: dict[str, Any], *, closes: bool) -> None:
+        """`closes`: this is the end of the recovery that was open."""
         self.records.append(record)
-        self._note({"note": "recovery", "recovery": record})
-        self._say(recovery_line(record))
+        self._note({"note": "recovery", "recovery": record, "closes": closes})
+        self.say(recovery_line(record))
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
         """To the log and to whoever follows."""
         log.warning("%s", line)
         self.lines.append(line)

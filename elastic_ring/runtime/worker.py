@@ -201,7 +201,8 @@ class Worker:
     def _release_training(self) -> bool:
         """Have the training thread return; one that is stuck for good is left behind. False: it is busy."""
         assert self._member is not None
-        outcome = self._training.release(self._member.abort, self.card.run.timeouts.park_s)
+        member = self._member
+        outcome = self._training.release(member.abort, lambda: not member.applying, self.card.run.timeouts.park_s)
         if outcome == "stuck":
             log.error("the training thread waits for a message that died with its peer: it is left behind")
             self._training.leave()
@@ -252,7 +253,7 @@ class Worker:
         if not self._training.is_this:
             return
         self._activity = "finished" if kind == "finished" else "parked"
-        self._training.parked.set()
+        self._training.park()
         self._report(kind, identity, -1)
 
     def _finalize(self, command: Finalize) -> None:
@@ -270,14 +271,14 @@ class Worker:
             return
         if not self._training.is_this:
             return
-        self._training.parked.set()
+        self._training.park()
         if finalized is not None:
             self._answer(finalized)
 
     def _park(self) -> None:
         """Parked before anyone is told, so that the answer never waits for this thread."""
         self._activity = "parked"
-        self._training.parked.set()
+        self._training.park()
 
     # ------------------------------------------------------------ mail and heart
 

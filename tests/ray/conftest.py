@@ -82,7 +82,7 @@ def train(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Callable
 def check_records(trainer: ElasticRingTrainer, result: Result) -> None:
     """The journal replays to the same commands, no decision in it broke an invariant, the weights' file has
     the digest of the summary."""
-    charter = Charter(trainer.run, trainer.scaling, trainer.task, "", "", 0.0)
+    charter = Charter(trainer.run, trainer.scaling, trainer.task, "", "", 0.0, "")
     options = control_options(charter)
     lines = [line for line in standing(read(result.run_dir / JOURNAL_NAME)) if "event" in line]
     assert isinstance(replay(options, lines).phase, Ended)

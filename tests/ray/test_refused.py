@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
-from elastic_ring.data.source import StdlibText, TextFiles
+from elastic_ring.data.source import StdlibText, TextFiles, open_source
 from elastic_ring.errors import CrashLoop, FaultNeverFired, RunFailed, TooManySkipped, UserCodeFailed
 from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
@@ -155,7 +155,7 @@ def test_a_folder_that_another_cluster_writes_to_is_refused(local_ray: None, tmp
 
 def test_a_run_that_was_abandoned_starts_anew_when_submitted_again(local_ray: None, tmp_path: Path) -> None:
     run = tiny_trainer(tmp_path, "again", steps=3)
-    corpse = run._coordinator()
+    corpse = run._coordinator(open_source(run.task.data).fingerprint)
     corpse.abandon.remote("no driver")
     while ray.get(corpse.follow.remote(-1, 0))["ended"] is None:
         time.sleep(0.1)

@@ -1,0 +1,64 @@
+"""The end of a run: its last records, written while the agents go on hearing that the coordinator lives.
+
+Clearing what the run started is the coordinator's own work; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from elastic_ring.control.state import State
+from elastic_ring.runtime.chronicle import Chronicle
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.05
+
+End = dict[str, Any]
+"""How a run ended: `error` (a class name of `elastic_ring.errors`, or empty), `message`, `facts`, and `summary`."""
+
+
+def conclude(end: End, chronicle: Chronicle, state: State, weights_sha256: str) -> End:
+    """Write summary, picture and status. An end that could not be recorded is a failure, and says so."""
+    try:
+        return _last_records(end, chronicle, state, weights_sha256)
+    except Exception as error:
+        log.exception("the last records could not be written")
+        message = f"{end['message']}; then {type(error).__name__}: {error}"
+        return {"error": "RunFailed", "message": message, "facts": {}}
+
+
+def _last_records(end: End, chronicle: Chronicle, state: State, weights_sha256: str) -> End:
+    if not end["error"] and chronicle.metrics.last_step + 1 == state.options.total_steps:
+        unfired = chronicle.recoveries.unfired()
+        if unfired:
+            text = "; ".join(str(fault) for fault in unfired)
+            end = {"error": "FaultNeverFired", "message": f"planned faults that never fired: {text}", "facts": {}}
+        else:
+            # The core's own fact survives a coordinator that dies after the weights were written.
+            known = end["facts"].get("weights_sha256") or weights_sha256
+            end["summary"] = chronicle.write_summary(known, state.promise == "bit-exact")
+    chronicle.write_status(state, force=True, error=end["error"] and end["message"], ended=True)
+    return end
+
+
+Mail = queue.Queue[tuple[str, Any, dict[str, Any]]]
+
+
+def aside(work: Callable[[], End], mail: Mail, echo: Callable[[str], None]) -> End:
+    """Do long work beside the deciding thread, whose silence would otherwise look like a hang to the agents."""
+    done: queue.Queue[End] = queue.Queue()
+    threading.Thread(target=lambda: done.put(work()), name="conclude", daemon=True).start()
+    while done.empty():
+        with suppress(queue.Empty):
+            kind, body, extra = mail.get(timeout=LOOK_S)
+            if kind == "beat":
+                echo(body)
+            elif kind == "fault":
+                extra["answer"].put(False)
+    return done.get()
