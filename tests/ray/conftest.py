@@ -49,17 +49,35 @@ def slow_loss(seconds: float, model: Any, batch: Any) -> tuple[Any, int]:
     return language_model_loss(model, batch)
 
 
+def held_loss(gate: Path, model: Any, batch: Any) -> tuple[Any, int]:
+    """The usual loss, slow as long as there is no file `gate`: the test makes it when it has seen what it waits for."""
+    if not gate.exists():
+        time.sleep(0.3)
+    return language_model_loss(model, batch)
+
+
+def wait_for(*conditions: Callable[[], bool], limit_s: float = 120.0) -> None:
+    """Until all hold; fails after `limit_s`, which only a defect makes it reach."""
+    deadline = time.monotonic() + limit_s
+    for condition in conditions:
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {limit_s} s: {condition}"
+            time.sleep(0.05)
+
+
 def tiny_trainer(
-    folder: Path, name: str, *, faults: str = "", steps: int = 12, slow_s: float = 0.0, **scaling: Any
+    folder: Path, name: str, *, faults: str = "", steps: int = 12, slow_s: float = 0.0, gate: Path | None = None,
+    **scaling: Any,
 ) -> ElasticRingTrainer:
     """A run of a small decoder on the standard library's sources."""
+    loss: Any = partial(slow_loss, slow_s) if slow_s else language_model_loss
     options = {"dp": 2, "cp": 2, "spares": 1, **scaling}
     step = StepConfig(steps=steps, global_batch=options.pop("global_batch", 6), context_tokens=96)
     run = RunConfig(name=name, run_dir=str(folder / name), faults=faults, progress=False)  # type: ignore[arg-type]
     return ElasticRingTrainer(
         partial(Transformer, TINY), StdlibText(96), step=step,
         optim=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=steps),
-        loss=partial(slow_loss, slow_s) if slow_s else language_model_loss,
+        loss=partial(held_loss, gate) if gate else loss,
         scaling=ScalingConfig(**options), run=run, initial=Initialiser(0, TINY.num_layers),
     )  # fmt: skip
 

@@ -24,6 +24,11 @@ THREE_RINGS = (
     "kill@step=1,phase=backward,rank=4; kill@step=3,phase=reduce,rank=8; kill@step=3,phase=heal,role=donor;"
     "kill@step=6,phase=vote,rank=0; kill@step=8,phase=forward,hop=2,rank=5; kill@step=8,phase=forward,hop=1,rank=6"
 )
+# The other ranks of the three rings, and the phases that the first run leaves out.
+THREE_RINGS_MORE = (
+    "kill@step=1,phase=apply,rank=1; kill@step=3,phase=idle,rank=3; kill@step=3,phase=idle,rank=2;"
+    "kill@step=7,phase=forward,rank=7"
+)
 OTHER_WAYS_TO_GO = "freeze@step=2,phase=backward,rank=2; gil@step=4,rank=1; exit@step=6,phase=forward,rank=3"
 
 
@@ -79,6 +84,15 @@ def test_three_rings_of_three_survive_a_donor_that_dies_in_a_heal(
     summary = train("three-rings", dp=3, cp=3, spares=6, faults=THREE_RINGS)
     assert_same_bits(summary, reference)
     assert faults_of(summary) == [1, 2, 1, 2]
+
+
+def test_each_other_rank_of_three_rings_may_die_too(
+    train: Train, undisturbed: dict[tuple[int, int], Summary]
+) -> None:
+    reference = fault_free(train, undisturbed, 3, 3)
+    summary = train("three-rings-more", dp=3, cp=3, spares=4, faults=THREE_RINGS_MORE)
+    assert_same_bits(summary, reference)
+    assert faults_of(summary) == [1, 2, 1]
 
 
 def test_a_frozen_a_stuck_and_a_leaving_process_are_replaced_without_changing_a_bit(

@@ -175,6 +175,31 @@ def test_an_exception_of_the_users_stops_the_run_the_second_time_with_their_trac
     assert left_behind("mistake") == []
 
 
+class FailingOptimizer(torch.optim.SGD):
+    """A mistake of the user's that strikes in the middle of an apply, on every rank."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise ZeroDivisionError("no such momentum")
+
+
+def failing_optimizer(named: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
+    return FailingOptimizer([tensor for _, tensor in named], lr=0.1)
+
+
+def test_an_exception_in_the_users_optimizer_ends_the_run_with_their_traceback(
+    local_ray: None, tmp_path: Path
+) -> None:
+    with pytest.raises(UserCodeFailed, match=r"(?s)Traceback.*no such momentum"):
+        trainer(tmp_path, "optimizer", optimizer=failing_optimizer).fit()
+    assert left_behind("optimizer") == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ValueError, match=r"run_dir=.* cannot be written to"):
+        trainer(tmp_path / "file", "unwritable").fit()
+
+
 def test_too_many_skipped_steps_stop_the_run(local_ray: None, tmp_path: Path) -> None:
     with pytest.raises(TooManySkipped, match="3 steps in a row"):
         trainer(tmp_path, "nan", loss=nan_loss).fit()

@@ -1,0 +1,90 @@
+"""The coordinator and the agents die at awkward moments: the run goes on, and its records stay whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from elastic_ring.data.source import open_source
+from elastic_ring.monitor.journal import read
+from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.runtime.charter import Charter
+from elastic_ring.runtime.cluster import NAMESPACE, actor_name, left_behind
+from elastic_ring.runtime.coordinator import Coordinator
+from jobs.drills import actor_pids
+from tests.ray.conftest import check_records, tiny_trainer, wait_for
+
+
+def notes(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [line for line in read(folder / "journal.jsonl") if line.get("note") == kind]
+
+
+def test_a_coordinator_that_died_before_the_summary_was_written_writes_it_when_it_comes_back(
+    local_ray: None, tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(tmp_path, "last-words", steps=3)
+    first = trainer.fit()
+    (first.run_dir / "summary.json").unlink()
+    (begin,) = notes(first.run_dir, "begin")
+    fingerprint = open_source(trainer.task.data).fingerprint
+    charter = Charter(trainer.run, trainer.scaling, trainer.task, begin["attempt"], "", time.time(), fingerprint)
+    name = actor_name("last-words", "coordinator")
+    again = ray.remote(Coordinator).options(
+        name=name, namespace=NAMESPACE, lifetime="detached", max_concurrency=8, num_cpus=0
+    ).remote(charter)  # fmt: skip
+    wait_for(lambda: ray.get(again.follow.remote(-1, 0))["ended"] is not None)
+    ended = ray.get(again.follow.remote(-1, 0))["ended"]
+    ray.kill(again)
+    assert ended["error"] == ""
+    written = json.loads((first.run_dir / "summary.json").read_text())
+    assert ended["summary"] == written
+    assert {**written, "goodput": 0} == {**first.summary, "goodput": 0}
+    assert left_behind("last-words") == []
+
+
+def test_a_coordinator_that_dies_while_the_ring_is_being_built_changes_no_bit(
+    local_ray: None, tmp_path: Path
+) -> None:
+    calm = tiny_trainer(tmp_path, "calm-build", spares=0).fit().summary
+    trainer = tiny_trainer(
+        tmp_path, "mid-build", spares=1,
+        faults="kill@step=3,phase=backward,rank=1; kill-coordinator@step=3,phase=heal,role=donor",
+    )  # fmt: skip
+    result = trainer.fit()
+    check_records(trainer, result)
+    assert result.summary["weights_sha256"] == calm["weights_sha256"]
+    assert result.summary["losses"] == calm["losses"]
+    assert result.summary["exact"]
+    assert max(generation["term"] for generation in result.summary["generations"]) == 2
+    assert [len(recovery["faults"]) for recovery in result.summary["recoveries"]] == [2]
+
+
+def test_a_frozen_agent_is_replaced_and_the_next_death_is_seen_by_the_new_one(
+    local_ray: None, tmp_path: Path
+) -> None:
+    gate, folder = tmp_path / "gate", tmp_path / "agent"
+    trainer = tiny_trainer(tmp_path, "agent", spares=1, steps=20, gate=gate)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 1)
+        (frozen,) = actor_pids("NodeAgent")
+        os.kill(frozen, signal.SIGSTOP)
+        wait_for(lambda: any(pid != frozen for pid in actor_pids("NodeAgent")))
+        wait_for(lambda: not psutil.pid_exists(frozen) or psutil.Process(frozen).status() == psutil.STATUS_ZOMBIE)
+        member = json.loads((folder / "status.json").read_text())["members"][1]
+        os.kill(member["pid"], signal.SIGKILL)
+        wait_for(lambda: len(notes(folder, "recovery")) > 0)
+        gate.touch()
+        summary = run.result().summary
+    (recovery,) = summary["recoveries"]
+    assert "killed by SIGKILL" in recovery["cause"], "only an agent can tell the signal"
+    assert summary["exact"]
+    assert left_behind("agent") == []
