@@ -13,8 +13,8 @@ While a spare warms up the steps are held (the user's loss waits for a file to g
 steps does not depend on how fast this machine starts a process. No process is struck while they are held.
 
 Growth: resident memory, descriptors and threads of every process of the run are read whenever all is whole, and
-compared, for each process that lived through some recoveries, between the first reading after it had
-lived through WARM of them and its last. One member is never struck, so that one process lives through all of it; the
+compared, for each process that lived through enough of them, between the median of the first third of its readings
+(after it had lived through WARM recoveries) and of the last third. One member is never struck, so that one process lives through all of it; the
 coordinator is not struck in the second half. Bounds: GROWTH below. Actors and placement groups: equal counts at
 the start and at the end, none after the run.
 
@@ -32,6 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 if __name__ == "__main__":  # run from a checkout, where jobs is not installed
@@ -52,7 +53,8 @@ SPARES = 2
 STEPS_PER_KILL, STEPS_MORE = 40, 60
 MOST_STEPS_BETWEEN = 12
 WARM = 3
-GROWTH = {"rss_mib": 48.0, "fds": 8.0, "threads": 4.0}
+LEAST_READINGS = 9
+GROWTH = {"rss_mib": 8.0, "fds": 1.0, "threads": 1.0}
 RECOVERED_WITHIN_S = 120.0
 ENDED_WITHIN_S = 10.0
 RUN = "chaos"
@@ -170,25 +172,27 @@ class Soak:
 
 
 def growth(soak: Soak) -> tuple[str, list[str]]:
-    """The table of processes that lived long enough, before and after, and what grew beyond its bound."""
+    """The table of processes that were read often enough, early and late, and what grew beyond its bound."""
     rows, missed = [], []
     for pid, process in soak.processes.items():
-        last = process.readings[-1]
-        first = next((r for r in process.readings if r[0] >= WARM), None)
-        if first is None or last[0] == first[0]:
+        warm = [reading for reading in process.readings if reading[0] >= WARM]
+        if len(warm) < LEAST_READINGS:
             continue
+        third, lived = len(warm) // 3, warm[-1][0] - warm[0][0]
         role = f"{process.role}{' (never struck)' if pid == soak.untouched_pid else ''}"
-        pairs = list(zip(GROWTH, first[1:], last[1:], strict=True))
-        rows.append([role, pid, last[0] - first[0], *(f"{a:.0f} -> {b:.0f}" for _, a, b in pairs)])
+        first, last = (
+            [median(reading[1 + i] for reading in part) for i in range(len(GROWTH))]
+            for part in (warm[:third], warm[-third:])
+        )
+        rows.append([role, pid, lived, *(f"{a:.1f} -> {b:.1f}" for a, b in zip(first, last, strict=True))])
         missed += [
-            f"{role} (pid {pid}): {name} grew from {a:.0f} to {b:.0f}, more than {GROWTH[name]:.0f}, in "
-            f"{last[0] - first[0]} recoveries"
-            for name, a, b in pairs if b - a > GROWTH[name]
+            f"{role} (pid {pid}): {name} grew from {a:.1f} to {b:.1f}, more than {GROWTH[name]:.0f}, over {lived}"
+            for name, a, b in zip(GROWTH, first, last, strict=True) if b - a > GROWTH[name]
         ]  # fmt: skip
     before, after = soak.counts[0], soak.counts[-1]
     text = drills.table(["process", "pid", "recoveries", *GROWTH], rows)
     if not rows:
-        text = f"no process lived through more than {WARM} recoveries: its growth is not judged"
+        text = f"no process was read {LEAST_READINGS} times after {WARM} recoveries: growth is not judged"
     text += f"\nactors {before[0]} -> {after[0]}, placement groups {before[1]} -> {after[1]}"
     if before != after:
         missed.append(f"(actors, placement groups) went from {before} to {after}")
