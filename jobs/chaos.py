@@ -12,11 +12,11 @@ samples and weights must be those of a run without faults, made first in the sam
 While a spare warms up the steps are held (the user's loss waits for a file to go away), so that the number of
 steps does not depend on how fast this machine starts a process. No process is struck while they are held.
 
-Growth: resident memory, descriptors and threads of every process of the run are read whenever all is whole, and
-compared, for each process that lived through enough of them, between the median of the first third of its readings
-(after it had lived through WARM recoveries) and of the last third. One member is never struck, so that one process lives through all of it; the
-coordinator is not struck in the second half. Bounds: GROWTH below. Actors and placement groups: equal counts at
-the start and at the end, none after the run.
+Growth: resident memory, descriptors and threads of every process of the run are read whenever all is whole. For each
+process that was read often enough, the median of the first third of its readings (after it had lived through WARM
+recoveries) is compared with that of the last third. One member is never struck, so that one process lives through all
+of it; the coordinator is not struck in the second half. Bounds: GROWTH below. Actors and placement groups: equal
+counts at the start and at the end, none after the run.
 
 Exits 1 when something was not recovered, differs, or grew.
 """
