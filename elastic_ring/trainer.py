@@ -119,8 +119,10 @@ class ElasticRingTrainer:
         if self.scaling.dp == 1:
             log.warning("dp=1: no other ring holds the state, so the next loss of a worker ends the run; dp=2 heals it")
         with _ray_session(self.scaling):
-            with _interruptible(self.run):
-                coordinator = self._coordinator(fingerprint)
+            attempt = secrets.token_hex(8)
+            with _interruptible(self.run, attempt) as followed:
+                coordinator = self._coordinator(fingerprint, attempt)
+                followed.append(coordinator)
                 with _lease(coordinator, self.run.timeouts.lease_s / 6):
                     end = self._follow(coordinator)
             ray.kill(coordinator, no_restart=True)
@@ -151,7 +153,7 @@ class ElasticRingTrainer:
         code = [described(part) for part in (task.model, task.loss, task.optimizer, task.initial, task.units)]
         return digest(self.scaling, task.step, task.optim, repr(task.data), faults, code)
 
-    def _coordinator(self, fingerprint: str) -> Any:
+    def _coordinator(self, fingerprint: str, attempt: str) -> Any:
         """The run's coordinator, found or made. Raises ValueError when the cluster cannot hold the mesh."""
         found = attach.running_coordinator(self.run, self._digest)
         if found is not None:
@@ -159,7 +161,6 @@ class ElasticRingTrainer:
         attach.refuse_if_written_to(self.run)
         room(self.scaling)
         context = ray.get_runtime_context()
-        attempt = secrets.token_hex(8)
         charter = Charter(self.run, self.scaling, self.task, attempt, self._digest, time.time(), fingerprint)
         made = (
             ray.remote(Coordinator)
@@ -174,7 +175,7 @@ class ElasticRingTrainer:
             self._write_config()
             return made
         # Another submission was quicker: it is followed if it asks for the same.
-        return attach.running_coordinator(self.run, self._digest) or self._coordinator(fingerprint)
+        return attach.running_coordinator(self.run, self._digest) or self._coordinator(fingerprint, attempt)
 
     def _write_config(self) -> None:
         self.run.folder.mkdir(parents=True, exist_ok=True)
@@ -329,19 +330,24 @@ def _lease(coordinator: Any, period_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible(run: RunConfig) -> Iterator[None]:
-    """Ctrl-C and SIGTERM (`ray job stop`) clear the run before they end this process."""
+def _interruptible(run: RunConfig, attempt: str) -> Iterator[list[Any]]:
+    """Ctrl-C and SIGTERM (`ray job stop`) clear the run before they end this process.
+
+    Only a run that this process follows (it puts the coordinator into the list that it is given) or has just begun as
+    `attempt`: another's that has the same name is left alone.
+    """
 
     def on_term(number: int, frame: object) -> None:
         raise KeyboardInterrupt(f"signal {number}")
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, on_term) if in_main_thread else None
+    followed: list[Any] = []
     try:
-        yield
+        yield followed
     except KeyboardInterrupt:
         coordinator = attach.find(run)
-        if coordinator is None:
+        if coordinator is None or not (followed or attach.attempt_of(coordinator, run) == attempt):
             raise
         coordinator.abandon.remote("stopped by the user")
         raise KeyboardInterrupt(_await_clear(coordinator, run.timeouts.clear_s)) from None

@@ -155,7 +155,7 @@ def test_a_folder_that_another_cluster_writes_to_is_refused(local_ray: None, tmp
 
 def test_a_run_that_was_abandoned_starts_anew_when_submitted_again(local_ray: None, tmp_path: Path) -> None:
     run = tiny_trainer(tmp_path, "again", steps=3)
-    corpse = run._coordinator(open_source(run.task.data).fingerprint)
+    corpse = run._coordinator(open_source(run.task.data).fingerprint, "abandoned")
     corpse.abandon.remote("no driver")
     while ray.get(corpse.follow.remote(-1, 0))["ended"] is None:
         time.sleep(0.1)
