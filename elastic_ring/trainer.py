@@ -11,13 +11,10 @@ import dataclasses
 import json
 import logging
 import secrets
-import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 
 from elastic_ring import errors
-from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_together, digest, environment
+from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_together, digest
 from elastic_ring.data.order import Order
 from elastic_ring.data.source import SourceConfig, hold_out, open_source
 from elastic_ring.mesh import Mesh
@@ -36,8 +33,10 @@ from elastic_ring.model.loss import language_model_loss
 from elastic_ring.monitor.metrics import SUMMARY_NAME, StepMetrics, write_json
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.runtime import attach
+from elastic_ring.runtime.charter import Charter
 from elastic_ring.runtime.cluster import NAMESPACE, actor_name, room
-from elastic_ring.runtime.coordinator import Charter, Coordinator
+from elastic_ring.runtime.coordinator import Coordinator
+from elastic_ring.runtime.session import interruptible, lease, ray_session
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory
 from elastic_ring.train.task import Initial, LossFunction, TrainingTask
 from elastic_ring.train.wrap import check_buildable
@@ -45,7 +44,6 @@ from elastic_ring.train.wrap import check_buildable
 log = logging.getLogger(__name__)
 
 FOLLOW_S = 0.4
-ASK_S = 2.0
 CONFIG_NAME = "config.json"
 
 
@@ -118,12 +116,12 @@ class ElasticRingTrainer:
         check_portable(self.task)
         if self.scaling.dp == 1:
             log.warning("dp=1: no other ring holds the state, so the next loss of a worker ends the run; dp=2 heals it")
-        with _ray_session(self.scaling):
+        with ray_session(self.scaling):
             attempt = secrets.token_hex(8)
-            with _interruptible(self.run, attempt) as followed:
+            with interruptible(self.run, attempt) as followed:
                 coordinator = self._coordinator(fingerprint, attempt)
                 followed.append(coordinator)
-                with _lease(coordinator, self.run.timeouts.lease_s / 6):
+                with lease(coordinator, self.run.timeouts.lease_s / 6):
                     end = self._follow(coordinator)
             ray.kill(coordinator, no_restart=True)
         return self._result(end)
@@ -284,95 +282,3 @@ def _shown(record: dict[str, Any]) -> StepMetrics:
         step_s=record["step_s"], skipped=record["skipped"], generation=record["generation"], mesh=mesh,
         num_members=mesh.size,
     )  # fmt: skip
-
-
-@contextmanager
-def _ray_session(scaling: ScalingConfig) -> Iterator[None]:
-    """Attach to the cluster that is there (RAY_ADDRESS, or one that `ray start` began on this machine); otherwise
-    run an embedded one for as long as this lasts."""
-    if ray.is_initialized():
-        yield
-        return
-    address = environment().get("RAY_ADDRESS") or attach.local_head()
-    if address and address != "local":
-        try:
-            ray.init(namespace=NAMESPACE, log_to_driver=False)
-        except ConnectionError as error:
-            raise ValueError(f"RAY_ADDRESS={address!r}: no Ray cluster answers there ({error})") from error
-    else:
-        need = scaling.resources_per_worker.get("CPU", 0.0) * (scaling.most_rings * scaling.cp + scaling.spares)
-        ray.init(
-            address="local", num_cpus=max(1, -(-int(need * 1000) // 1000)), namespace=NAMESPACE,
-            include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING,
-        )  # fmt: skip
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-@contextmanager
-def _lease(coordinator: Any, period_s: float) -> Iterator[None]:
-    """Renew the lease from a thread of its own: a terminal that takes no output must not cost the run."""
-    over = threading.Event()
-
-    def renew() -> None:
-        while not over.wait(period_s):
-            coordinator.renew.remote()
-
-    thread = threading.Thread(target=renew, name="lease", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-@contextmanager
-def _interruptible(run: RunConfig, attempt: str) -> Iterator[list[Any]]:
-    """Ctrl-C and SIGTERM (`ray job stop`) clear the run before they end this process.
-
-    Only a run that this process follows (it puts the coordinator into the list that it is given) or has just begun as
-    `attempt`: another's that has the same name is left alone.
-    """
-
-    def on_term(number: int, frame: object) -> None:
-        raise KeyboardInterrupt(f"signal {number}")
-
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, on_term) if in_main_thread else None
-    followed: list[Any] = []
-    try:
-        yield followed
-    except KeyboardInterrupt:
-        coordinator = attach.find(run)
-        if coordinator is None or not (followed or attach.attempt_of(coordinator, run) == attempt):
-            raise
-        coordinator.abandon.remote("stopped by the user")
-        raise KeyboardInterrupt(_await_clear(coordinator, run.timeouts.clear_s)) from None
-    finally:
-        if in_main_thread:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _await_clear(coordinator: Any, clear_s: float) -> str:
-    """Wait until the coordinator has cleared everything, and say what became of it.
-
-    It goes on by itself if this process is killed.
-    """
-    deadline, ended = time.monotonic() + clear_s + ASK_S, None
-    while ended is None and time.monotonic() < deadline:
-        try:
-            ended = ray.get(coordinator.follow.remote(1 << 60, 1 << 30), timeout=ASK_S)["ended"]
-        except ray.exceptions.ActorDiedError:
-            return "stopped, but the coordinator died while it cleared the run: see `ray list actors` for what is left"
-        except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError) as error:
-            log.warning("the coordinator does not answer while it clears the run, asked again: %s", error)
-        time.sleep(0.05)
-    if ended is None:
-        return f"stopped, but the coordinator has not cleared the run within {clear_s:.0f} s; it goes on by itself"
-    ray.kill(coordinator, no_restart=True)
-    if ended["left_behind"]:
-        return f"stopped; left behind: {', '.join(ended['left_behind'])}"
-    return "stopped; nothing is left running"
