@@ -132,9 +132,10 @@ def _nobody_holds(turn: Turn, crew: Crew, incident: Incident, unheld: policy.Unh
             turn.send(Stand(turn.cause, worker, turn.state.term, turn.state.generation))
         turn.enter(Forming(turn.now))
         return
-    if not incident.lost and turn.state.user_errors.step == step:
-        turn.end("UserCodeFailed", f"{turn.state.user_detail}\nraised while step {step} was applied, on every holder",
-                 step=step)  # fmt: skip
+    failed_step = turn.state.user_errors.step
+    if not incident.lost and failed_step == step - 1:  # its result was voted, and applying it raised everywhere
+        told = f"{turn.state.user_detail}\nraised in the apply of step {failed_step}, on every holder"
+        turn.end("UserCodeFailed", told, step=failed_step)
         return
     rung = policy.next_rung(turn.options.rungs)
     assert rung is None, f"rung {rung} is offered, but nothing here climbs down to it yet"
