@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 
 from elastic_ring import errors
@@ -44,6 +43,8 @@ from elastic_ring.train.wrap import check_buildable
 log = logging.getLogger(__name__)
 
 FOLLOW_S = 0.4
+# Every cluster's head has one of this. Its loss ends the cluster anyway; a soft affinity is not kept by Ray.
+HEAD_RESOURCE, HEAD_SHARE = "node:__internal_head__", 0.001
 CONFIG_NAME = "config.json"
 
 
@@ -158,14 +159,13 @@ class ElasticRingTrainer:
             return found
         attach.refuse_if_written_to(self.run)
         room(self.scaling)
-        context = ray.get_runtime_context()
         charter = Charter(self.run, self.scaling, self.task, attempt, self._digest, time.time(), fingerprint)
         made = (
             ray.remote(Coordinator)
             .options(
                 name=actor_name(self.run.name, "coordinator"), namespace=NAMESPACE, lifetime="detached",
                 get_if_exists=True, max_restarts=-1, max_task_retries=-1, max_concurrency=64, num_cpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True),
+                resources={HEAD_RESOURCE: HEAD_SHARE},
             )
             .remote(charter)
         )  # fmt: skip

@@ -76,8 +76,7 @@ def test_a_node_that_dies_at_a_random_moment_is_replaced_by_one_that_joins(
         run = pool.submit(trainer.fit)
         wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
         time.sleep(random.Random(seed).random())
-        # Not the node to which this driver is attached, and the coordinator with it.
-        seated = members_nodes(folder) - {ray.get_runtime_context().get_node_id()}
+        seated = members_nodes(folder)
         victim = next(node for node in cluster.list_all_nodes() if node.node_id in seated)
         kill_node(victim)
         joined = cluster.add_node(num_cpus=2)
