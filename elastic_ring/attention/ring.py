@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,15 +16,19 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from elastic_ring.attention.checks import check_group, check_local_length, check_tensors
-from elastic_ring.attention.exchange import Group, HopExchange, HopLedger
+from elastic_ring.attention.exchange import Group, HopBuffers, HopExchange, HopLedger
 from elastic_ring.attention.kernels.table import Backend, select
 from elastic_ring.attention.layout import Layout, Range, make_layout
-from elastic_ring.attention.merge import Accumulator, accumulate_dtype, lse_for_backward
+from elastic_ring.attention.merge import Accumulator, GradientSum, accumulate_dtype, add_, lse_for_backward
 from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.schedule import Direction, Hop, Schedule, plan
+from elastic_ring.attention.schedule import Direction, Schedule, plan
+from elastic_ring.attention.stages import Stage, choose_hops_per_stage, num_row_visits, stages
 
 Observer = Callable[[Direction, int, int], None]
 """Called as observer(direction, call_index, hop) just before a hop's kernels run."""
+
+GATHER_LIMIT_BYTES = 1 << 30
+"""On a GPU, as many hops share one round of kernels as have K and V of this size together on every rank."""
 
 
 class RingAttention:
@@ -32,8 +37,11 @@ class RingAttention:
 
     `group` is a process group of exactly the ring's ranks in cp_rank order, or None for cp = 1; every rank
     makes the same calls in the same order. `backend` is a `Backend`, its name, or None for the best that
-    passes its self-test. `ledger` counts bytes and waits, `observer` sees every hop. All results are added
-    up in a fixed order, so equal calls give equal bits.
+    passes its self-test; `cache_dir` keeps that verdict for later processes. `deterministic` picks bitwise
+    repeatable kernels, which cost some speed on a GPU; all results are added up in a fixed order either way.
+    `hops_per_stage` sets how many hops share one round of kernels (None: one on a CPU; on a GPU as many as
+    fit into `GATHER_LIMIT_BYTES`); it must be the same on all ranks. `ledger` counts bytes and waits,
+    `observer` sees every hop, `buffers` may be shared by rings that are used one after another.
 
     Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
     the buffers which the group may still write to are kept until this object is dropped.
@@ -46,16 +54,26 @@ class RingAttention:
         group: Group | None,
         *,
         backend: Backend | str | None = None,
+        deterministic: bool = True,
+        hops_per_stage: int | None = None,
+        cache_dir: Path | None = None,
         ledger: HopLedger | None = None,
         observer: Observer | None = None,
+        buffers: HopBuffers | None = None,
     ) -> None:
         check_group(schedule, cp_rank, group)
+        if hops_per_stage is not None and hops_per_stage < 1:
+            raise ValueError(f"hops_per_stage={hops_per_stage}: a stage is at least one hop; leave it out")
         self.schedule = schedule
         self.cp_rank = cp_rank
         self.ledger = HopLedger() if ledger is None else ledger
         self._group = group
         self._backend = backend
+        self._deterministic = deterministic
+        self._hops_per_stage = hops_per_stage
+        self._cache_dir = cache_dir
         self._observer = observer
+        self._buffers = HopBuffers() if buffers is None else buffers
         self._next_call_index = 0
         self._abandoned: list[torch.Tensor] = []
 
@@ -70,6 +88,8 @@ class RingAttention:
         check_tensors(q, k, v)
         check_local_length(q, self.schedule.layout, self.cp_rank)
         scale = q.size(-1) ** -0.5 if scale is None else scale
+        if q.is_cuda:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out: torch.Tensor = _RingFunction.apply(q, k, v, self, scale)
         return out
 
@@ -80,20 +100,21 @@ class RingAttention:
     def _run_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        backend = self._backend_for(q)
+        backend, plan_ = self._backend_for(q, k), self._stages(k)
         call_index = self._next_call_index
         self._next_call_index += 1
-        total = Accumulator(q)
-        with self._exchange("forward", call_index) as exchange:
-            for index, hop in enumerate(self.schedule.hops[self.cp_rank]):
+        total = Accumulator(q, _running_dtype(backend, q, num_row_visits(plan_, backward=False)))
+        with self._exchange("forward", call_index, k, backend) as exchange:
+            for index, stage in enumerate(plan_):
                 keys = (k, v) if index == 0 else exchange.take_keys(index)
                 exchange.post_keys(index + 1, k, v)
-                self._observe("forward", call_index, index)
-                for tile in hop.tiles:
+                self._observe("forward", call_index, stage)
+                for tile in stage.by_rows:
                     assert keys is not None
-                    tile_k, tile_v = _tile_keys(keys, hop, index, tile.k)
-                    rows = slice(*tile.q)
-                    part = backend.forward(q[:, rows], tile_k, tile_v, causal=tile.causal, scale=scale)
+                    columns, rows = slice(*tile.k), slice(*tile.q)
+                    part = backend.forward(
+                        q[:, rows], keys[0][:, columns], keys[1][:, columns], causal=tile.causal, scale=scale
+                    )
                     total.add(tile.q, *part)
         return total.out.to(q.dtype), lse_for_backward(total.lse), call_index
 
@@ -101,70 +122,100 @@ class RingAttention:
         self, dout: torch.Tensor, saved: tuple[torch.Tensor, ...], scale: float, call_index: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v, *_ = saved
-        dq = torch.zeros(q.shape, dtype=accumulate_dtype(q.dtype), device=q.device)
-        own_partials = _empty_partials(k, k.size(1))
-        with self._exchange("backward", call_index) as exchange:
-            for index, hop in enumerate(self.schedule.hops[self.cp_rank]):
+        backend, plan_ = self._backend_for(q, k), self._stages(k)
+        dq = GradientSum(q, _running_dtype(backend, q, num_row_visits(plan_, backward=True)))
+        # Own keys are visited once by own queries; their other shares come with the partials of the stages.
+        own_dtype = _running_dtype(backend, k, len(plan_))
+        with self._exchange("backward", call_index, k, backend) as exchange:
+            for index, stage in enumerate(plan_):
                 keys = (k, v) if index == 0 else exchange.take_keys(index)
                 exchange.post_keys(index + 1, k, v)
-                if index > 0:
-                    exchange.expect_partials(index, k)
-                self._observe("backward", call_index, index)
-                partials = own_partials if index == 0 else _empty_partials(k, hop.num_fetched_tokens)
-                if hop.tiles:
+                self._observe("backward", call_index, stage)
+                if index == 0:
+                    own = _empty_partials(k, _partial_dtype(backend, k))
+                    self._gradients(backend, stage, (k, v), dout, saved, scale, dq, own)
+                    own = own.to(own_dtype)
+                    continue
+                partials = None
+                if stage.num_tokens:
                     assert keys is not None
-                    self._hop_gradients(index, keys, dout, saved, scale, dq, partials)
-                    if index > 0:
-                        exchange.send_partials(index, partials)
-                # One hop late, so that the reader of hop t - 1 had a hop's time to compute and return it.
-                self._add_partials(own_partials, exchange, index - 1)
-            self._add_partials(own_partials, exchange, self.schedule.cp - 1)
-        return dq.to(q.dtype), own_partials[0].to(k.dtype), own_partials[1].to(v.dtype)
+                    partials = exchange.partials_buffer(index, k)
+                    self._gradients(backend, stage, keys, dout, saved, scale, dq, partials)
+                exchange.swap_partials(index, partials, k)
+                # One stage late, so that the readers of the one before had time to compute and return it.
+                self._add_partials(own, exchange, index - 1)
+            self._add_partials(own, exchange, len(plan_) - 1)
+        return dq.total.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
 
-    def _hop_gradients(
+    def _gradients(
         self,
-        index: int,
+        backend: Backend,
+        stage: Stage,
         keys: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         dout: torch.Tensor,
         saved: tuple[torch.Tensor, ...],
         scale: float,
-        dq: torch.Tensor,
+        dq: GradientSum,
         partials: torch.Tensor,
     ) -> None:
-        """Add one hop's share to `dq` (B, S_local, H, D) and to the packed dK, dV in `partials`."""
+        """Add one stage's share to `dq`, and leave that of its keys in `partials` (2, B, n, Hkv, D)."""
         q, _, _, out, lse = saved
-        backend = self._backend_for(q)
-        hop = self.schedule.hops[self.cp_rank][index]
-        for tile in hop.tiles:
-            tile_k, tile_v = _tile_keys(keys, hop, index, tile.k)
-            rows, columns = slice(*tile.q), slice(*_place(hop, index, tile.k))
+        once = stage.keys_once
+        if not once:
+            partials.zero_()
+        for tile in stage.by_keys:
+            rows, columns = slice(*tile.q), slice(*tile.k)
+            places = {"dk": partials[0][:, columns], "dv": partials[1][:, columns]}
+            into = places if once and backend.writes_gradients else {}
             share = backend.backward(
-                dout[:, rows], q[:, rows], tile_k, tile_v, out[:, rows], lse[:, rows],
-                causal=tile.causal, scale=scale,
+                dout[:, rows], q[:, rows], keys[0][:, columns], keys[1][:, columns], out[:, rows], lse[:, rows],
+                causal=tile.causal, scale=scale, **into,
             )  # fmt: skip
-            dq[:, rows] += share[0]
-            partials[0][:, columns] += share[1]
-            partials[1][:, columns] += share[2]
+            dq.add(tile.q, share[0])
+            if not into:
+                for place, found in zip(places.values(), share[1:], strict=True):
+                    place.copy_(found) if once else place.add_(found)
 
-    def _add_partials(self, own_partials: torch.Tensor, exchange: HopExchange, hop: int) -> None:
-        """Add what the reader of `hop` computed for own keys. Called in hop order, the order of sums."""
-        partials = exchange.take_partials(hop)
-        if partials is None:
+    def _add_partials(self, own: torch.Tensor, exchange: HopExchange, index: int) -> None:
+        """Add what the readers of stage `index` computed for own keys. Called in hop order, the order of sums."""
+        if index < 1:
             return
-        offset = 0
-        for start, stop in self.schedule.requested(self.cp_rank, hop):
-            end = offset + stop - start
-            own_partials[:, :, start:stop] += partials[:, :, offset:end]
-            offset = end
+        arrived = exchange.take_partials(index)
+        shares: dict[Range, list[torch.Tensor]] = {}
+        for hop, partials in arrived.items():
+            offset = 0
+            for start, stop in self.schedule.requested(self.cp_rank, hop):
+                shares.setdefault((start, stop), []).append(partials[:, :, offset : offset + stop - start])
+                offset += stop - start
+        for (start, stop), parts in shares.items():
+            for kind in (0, 1):
+                add_(own[kind][:, start:stop], [part[kind] for part in parts])
 
-    def _backend_for(self, q: torch.Tensor) -> Backend:
+    def _backend_for(self, q: torch.Tensor, k: torch.Tensor) -> Backend:
         if isinstance(self._backend, Backend):
             return self._backend
-        return select(q.device, q.dtype, q.size(-1), True, self._backend)
+        return select(
+            q.device, q.dtype, q.size(-1), self._deterministic, self._backend,
+            group=q.size(2) // k.size(2), cache_dir=self._cache_dir,
+        )  # fmt: skip
+
+    def _stages(self, k: torch.Tensor) -> tuple[Stage, ...]:
+        hops = self._hops_per_stage
+        if hops is None and not k.is_cuda:
+            hops = 1
+        if hops is None:
+            bytes_per_token = 2 * k.size(0) * k.size(2) * k.size(3) * k.element_size()
+            hops = choose_hops_per_stage(self.schedule, bytes_per_token, GATHER_LIMIT_BYTES)
+        return stages(self.schedule, self.cp_rank, hops)
 
     @contextmanager
-    def _exchange(self, direction: Direction, call_index: int) -> Iterator[HopExchange]:
-        exchange = HopExchange(self.schedule, self.cp_rank, self._group, direction, call_index, self.ledger)
+    def _exchange(
+        self, direction: Direction, call_index: int, k: torch.Tensor, backend: Backend
+    ) -> Iterator[HopExchange]:
+        exchange = HopExchange(
+            self.schedule, self.cp_rank, self._group, direction, call_index, self.ledger, self._stages(k),
+            self._buffers, _partial_dtype(backend, k),
+        )  # fmt: skip
         try:
             yield exchange
             exchange.finish()
@@ -172,9 +223,10 @@ class RingAttention:
             self._abandoned += exchange.abandon()
             raise
 
-    def _observe(self, direction: Direction, call_index: int, hop: int) -> None:
+    def _observe(self, direction: Direction, call_index: int, stage: Stage) -> None:
         if self._observer is not None:
-            self._observer(direction, call_index, hop)
+            for hop in stage.hops:
+                self._observer(direction, call_index, hop)
 
 
 class _RingFunction(torch.autograd.Function):
@@ -248,18 +300,16 @@ def _resolve_group(group: Any) -> Any:
     return group
 
 
-def _tile_keys(
-    keys: torch.Tensor | tuple[torch.Tensor, torch.Tensor], hop: Hop, index: int, k: Range
-) -> tuple[torch.Tensor, torch.Tensor]:
-    columns = slice(*_place(hop, index, k))
-    return keys[0][:, columns], keys[1][:, columns]
+def _partial_dtype(backend: Backend, k: torch.Tensor) -> torch.dtype:
+    """The type dK and dV travel in: the kernel's own. Casting what it has rounded would add bytes, not digits."""
+    return k.dtype if backend.keeps_type else accumulate_dtype(k.dtype)
 
 
-def _place(hop: Hop, index: int, k: Range) -> Range:
-    """Where source-local keys lie in what the hop computes on: the own slice, or the packed buffer."""
-    return k if index == 0 else hop.in_buffer(k)
+def _running_dtype(backend: Backend, x: torch.Tensor, num_parts: int) -> torch.dtype:
+    """The type of a running sum of `num_parts`. Two already rounded parts are summed in registers and rounded
+    once, which an accumulator of the accumulation type would do as well, at more than twice the memory."""
+    return x.dtype if backend.keeps_type and num_parts <= 2 else accumulate_dtype(x.dtype)
 
 
-def _empty_partials(k: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    shape = (2, k.size(0), num_tokens, *k.shape[2:])
-    return torch.zeros(shape, dtype=accumulate_dtype(k.dtype), device=k.device)
+def _empty_partials(k: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty((2, *k.shape), dtype=dtype, device=k.device)
