@@ -1,4 +1,8 @@
-"""A ring on one GPU: a thread for each rank, messages as copies on the stream that all of them share."""
+"""A ring on one GPU: a thread for each rank, messages as copies on the stream that all of them share.
+
+One thread runs at a time (the kernels' compiler takes no two), and gives way where it waits for a message.
+Forward and backward are called without autograd: its one thread for the device would serve all ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,17 @@ from typing import Any
 
 import torch
 
+from elastic_ring.attention.ledger import HopLedger
+from elastic_ring.attention.ring import RingAttention
+from tests.unit.attention_rings import Case, Outcome, in_threads
+
 
 @dataclass
 class Wires:
     """Sends and receives that wait for each other, first come first matched for each pair, as in NCCL."""
 
     cp: int
-    lock: threading.Condition = field(default_factory=threading.Condition)
+    baton: threading.Condition = field(default_factory=threading.Condition)
     sends: dict[tuple[int, int], deque[Any]] = field(default_factory=lambda: defaultdict(deque))
     receives: dict[tuple[int, int], deque[Any]] = field(default_factory=lambda: defaultdict(deque))
 
@@ -24,13 +32,14 @@ class Wires:
 
     def match(self, pair: tuple[int, int]) -> None:
         while self.sends[pair] and self.receives[pair]:
-            source, sent = self.sends[pair].popleft()
-            target, received = self.receives[pair].popleft()
+            source, work = self.sends[pair].popleft()
+            target, other = self.receives[pair].popleft()
             assert source.shape == target.shape, (pair, source.shape, target.shape)
             assert source.dtype == target.dtype
             target.copy_(source)
-            sent.set()
-            received.set()
+            work.num_open -= 1
+            other.num_open -= 1
+        self.baton.notify_all()
 
 
 @dataclass
@@ -60,21 +69,42 @@ class ThreadGroup:
         self.log.append(("recv", src, tuple(tensors[0].shape)))
 
     def _end_coalescing(self) -> CopyWork:
-        done = []
-        with self.wires.lock:
-            for kind, pair, tensor in self.posted:
-                done.append(threading.Event())
-                queues = self.wires.sends if kind == "send" else self.wires.receives
-                queues[pair].append((tensor, done[-1]))
-                self.wires.match(pair)
+        work = CopyWork(self.wires.baton, len(self.posted))
+        for kind, pair, tensor in self.posted:
+            queues = self.wires.sends if kind == "send" else self.wires.receives
+            queues[pair].append((tensor, work))
+            self.wires.match(pair)
         self.posted = []
-        return CopyWork(done)
+        return work
 
 
 @dataclass
 class CopyWork:
-    done: list[threading.Event]
+    baton: threading.Condition
+    num_open: int
 
     def wait(self) -> None:
-        for event in self.done:
-            assert event.wait(timeout=60), "a message that nobody sent or received"
+        assert self.baton.wait_for(lambda: self.num_open == 0, timeout=60), "a message nobody sent or received"
+
+
+def run_on_gpu(case: Case, wires: Wires | None = None, **options: Any) -> Outcome:
+    """Forward and backward of `case`, a thread for each rank; the results on the CPU."""
+    wires = Wires(case.cp) if wires is None else wires
+    groups = wires.groups()
+    tensors = [tensor.cuda() for tensor in case.tensors()]
+    layout, scale = case.layout, case.head_dim**-0.5
+
+    @torch.no_grad()
+    def work(cp_rank: int) -> tuple[list[torch.Tensor], HopLedger]:
+        with wires.baton:
+            q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
+            ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], **options)
+            out, lse, call = ring._run_forward(q, k, v, scale)
+            return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call)], ring.ledger
+
+    results = in_threads(case.cp, work)
+    torch.cuda.synchronize()
+    return Outcome(
+        [layout.gather([locals_[i] for locals_, _ in results], 1).cpu() for i in range(4)],
+        [ledger for _, ledger in results],
+    )

@@ -12,17 +12,16 @@ import torch
 
 from elastic_ring.attention.kernels.table import BACKENDS, select, self_test
 from elastic_ring.attention.merge import eager_add_, eager_merge_
-from tests.gpu.gpu_rings import ThreadGroup, Wires
-from tests.unit.attention_rings import Case, Outcome, relative_error, run_ring, whole_attention
+from tests.gpu.gpu_rings import run_on_gpu
+from tests.unit.attention_rings import Case, relative_error, whole_attention
 
 pytestmark = pytest.mark.gpu
 
 CASES = [
     Case(cp=cp, seq_len=2048, num_heads=heads, num_kv_heads=kv, head_dim=dim, batch=batch, dtype=torch.bfloat16)
-    for (cp, batch), (heads, kv), dim in itertools.product(
-        [(2, 1), (4, 1), (4, 2)], [(8, 8), (8, 2), (10, 2)], [64, 128]
-    )
+    for (cp, batch), (heads, kv), dim in itertools.product([(2, 1), (4, 2)], [(8, 8), (8, 2)], [64, 128])
 ] + [
+    Case(cp=4, seq_len=2048, num_heads=10, num_kv_heads=2, head_dim=128, batch=1, dtype=torch.bfloat16),
     Case(cp=4, seq_len=1531, document_starts=(0, 40, 700), head_dim=128, dtype=torch.bfloat16),
     Case(cp=3, seq_len=1024, causal=False, head_dim=64, dtype=torch.float16),
     Case(cp=4, seq_len=1024, layout_name="contiguous", head_dim=64, batch=1, dtype=torch.bfloat16),
@@ -33,21 +32,13 @@ def _name(case: Case) -> str:
     return f"cp{case.cp}-b{case.batch}-{case.num_heads}:{case.num_kv_heads}-d{case.head_dim}"
 
 
-def run_on_gpu(case: Case, **options: Any) -> tuple[Outcome, list[ThreadGroup]]:
-    groups = Wires(case.cp).groups()
-    tensors = [tensor.cuda() for tensor in case.tensors()]
-    outcome = run_ring(case, groups, tensors, **options)
-    torch.cuda.synchronize()
-    return Outcome([tensor.cpu() for tensor in outcome.tensors], outcome.ledgers), groups
-
-
 @pytest.mark.parametrize("hops_per_stage", [None, 1, 2])
 @pytest.mark.parametrize("case", CASES, ids=_name)
 def test_half_precision_error_is_at_most_a_quarter_above_that_of_the_single_kernel(
     case: Case, hops_per_stage: int | None
 ) -> None:
-    ring, _ = run_on_gpu(case, hops_per_stage=hops_per_stage, deterministic=False)
-    single, _ = run_on_gpu(dataclasses.replace(case, cp=1), deterministic=False)
+    ring = run_on_gpu(case, hops_per_stage=hops_per_stage, deterministic=False)
+    single = run_on_gpu(dataclasses.replace(case, cp=1), deterministic=False)
     for name, ours, alone, want in zip(
         ("out", "dq", "dk", "dv"), ring.tensors, single.tensors, whole_attention(case), strict=True
     ):
@@ -57,7 +48,7 @@ def test_half_precision_error_is_at_most_a_quarter_above_that_of_the_single_kern
 @pytest.mark.parametrize("case", [CASES[6], CASES[-3]], ids=["gqa", "documents"])
 @pytest.mark.parametrize("hops_per_stage", [None, 1])
 def test_moved_bytes_equal_the_schedules_hop_by_hop(case: Case, hops_per_stage: int | None) -> None:
-    outcome, _ = run_on_gpu(case, hops_per_stage=hops_per_stage)
+    outcome = run_on_gpu(case, hops_per_stage=hops_per_stage)
     for cp_rank, ledger in enumerate(outcome.ledgers):
         for side, counted in (("received", ledger.received_bytes), ("sent", ledger.sent_bytes)):
             planned: dict[Any, int] = defaultdict(int)
@@ -69,21 +60,12 @@ def test_moved_bytes_equal_the_schedules_hop_by_hop(case: Case, hops_per_stage: 
             assert dict(counted) == {key: num for key, num in planned.items() if num}, (cp_rank, side)
 
 
-@pytest.mark.parametrize("case", [CASES[6], CASES[8], CASES[-3]], ids=["mha", "gqa", "documents"])
+@pytest.mark.parametrize("case", [CASES[5], CASES[7], CASES[-3]], ids=["mha", "gqa", "documents"])
 def test_deterministic_calls_repeat_every_bit(case: Case) -> None:
-    first, _ = run_on_gpu(case, deterministic=True)
+    first = run_on_gpu(case, deterministic=True)
     for _ in range(3):
-        again, _ = run_on_gpu(case, deterministic=True)
+        again = run_on_gpu(case, deterministic=True)
         assert all(torch.equal(a, b) for a, b in zip(first.tensors, again.tensors, strict=True))
-
-
-def test_buffers_are_kept_over_calls_and_nothing_is_lost_between_them() -> None:
-    case = CASES[6]
-    groups = Wires(case.cp).groups()
-    tensors = [tensor.cuda() for tensor in case.tensors()]
-    first = run_ring(case, groups, tensors)
-    second = run_ring(case, groups, tensors)
-    assert all(torch.equal(a, b) for a, b in zip(first.tensors, second.tensors, strict=True))
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if "cuda" in b.devices], ids=lambda b: b.name)
