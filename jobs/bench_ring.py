@@ -30,6 +30,7 @@ from elastic_ring.attention.exchange import HopBuffers, HopLedger
 from elastic_ring.attention.kernels.table import BACKENDS, Backend, select
 from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.peer_memory import PeerMemory
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.schedule import plan
 from jobs.peers.attention_ringflash import RingFlashAttention
@@ -45,8 +46,12 @@ class Ours:
 
     layout = "zigzag"
 
-    def __init__(self, name: str, backend: str | None, deterministic: bool, hops_per_stage: int | None) -> None:
+    def __init__(
+        self, name: str, backend: str | None, deterministic: bool, hops_per_stage: int | None, copy_engines: bool
+    ) -> None:
         self.name = name
+        self._copy_engines = copy_engines
+        self._memory: PeerMemory | None = None
         self._backend = backend
         self._deterministic = deterministic
         self._hops_per_stage = hops_per_stage
@@ -58,8 +63,12 @@ class Ours:
 
     def prepare(self, problem: Problem, cp_rank: int, group: Any) -> Pass:
         schedule = plan(Pattern(), make_layout(self.layout, problem.num_tokens, problem.cp))
+        if self._copy_engines and problem.cp > 1 and self._memory is None:
+            store = dist.PrefixStore(self.name, dist.distributed_c10d._get_default_store())
+            self._memory = PeerMemory(cp_rank, problem.cp, torch.device("cuda", cp_rank), f"ring {self.name}")
+            self._memory.connect(store)
         ring = RingAttention(
-            schedule, cp_rank, group if problem.cp > 1 else None, backend=self._backend,
+            schedule, cp_rank, group if problem.cp > 1 else None, backend=self._backend, memory=self._memory,
             deterministic=self._deterministic, hops_per_stage=self._hops_per_stage, ledger=self.ledger,
             buffers=self._buffers,
         )  # fmt: skip
@@ -116,9 +125,11 @@ class Result:
 def make_systems(wanted: list[str], backend: Backend, pin: str | None, deterministic: bool) -> list[System]:
     cudnn = next(b for b in BACKENDS if b.name == "cudnn")
     systems: dict[str, list[System]] = {
-        "ours": [Ours("ours", pin, deterministic, None)],
-        "hops": [Ours("ours, hop by hop", pin, deterministic, 1)],
-        "gather": [Ours("ours, gathered", pin, deterministic, 10**6)],
+        "ours": [Ours("ours", pin, deterministic, None, True)],
+        "ours-hops": [Ours("ours, hop by hop", pin, deterministic, 1, True)],
+        "ours-gather": [Ours("ours, gathered", pin, deterministic, 10**6, True)],
+        "ours-nccl": [Ours("ours, NCCL", pin, deterministic, None, False)],
+        "ours-nccl-hops": [Ours("ours, NCCL, hop by hop", pin, deterministic, 1, False)],
         "ceiling": [Ceiling(backend)],
         "ulysses-fa4": [Ulysses(next(b for b in BACKENDS if b.name == "flash-attn-4"))],
         "ulysses-cudnn": [Ulysses(cudnn)],
@@ -135,12 +146,15 @@ def measure(problem: Problem, systems: list[System], options: argparse.Namespace
     """Warm up, then interleaved repeats of every system that can run the problem. Same on all ranks."""
     group = dist.group.WORLD
     q, k, v, dout = _tensors(problem, cp_rank)
-    results, passes = [], {}
+    results: list[Result] = []
+    passes: dict[str, Pass] = {}
     for system in systems:
         result = Result(problem.name, system.name, refusal=system.refusal(problem))
         results.append(result)
         if result.refusal is None:
-            result.refusal, passes[system.name] = _warm(system, problem, cp_rank, group, (q, k, v, dout))
+            result.refusal, run = _warm(system, problem, cp_rank, group, (q, k, v, dout))
+            if run is not None:
+                passes[system.name] = run
     for _ in range(options.repeats):
         for result in results:
             if result.refusal is None:
@@ -256,8 +270,8 @@ def check(problem: Problem, systems: list[System], cp_rank: int) -> list[str]:
             local = [layout.scatter(x, cp_rank, 1).contiguous() for x in whole]
             try:
                 found = system.prepare(problem, cp_rank, dist.group.WORLD)(local[0], local[1], local[2], local[3])
-            except Exception as error:
-                lines.append(f"{problem.name:24s} {system.name:34s} {type(error).__name__}: {error}"[:400])
+            except Exception as caught:
+                lines.append(f"{problem.name:24s} {system.name:34s} {type(caught).__name__}: {caught}"[:400])
                 continue
             ratios = []
             for ours, single, exact in zip(found, alone, want, strict=True):
@@ -282,7 +296,11 @@ def _error(got: Tensor, want: Tensor) -> float:
 def _rank(cp_rank: int, cp: int, store: str, options: argparse.Namespace) -> None:
     torch.cuda.set_device(cp_rank)
     device = torch.device("cuda", cp_rank)
-    dist.init_process_group("nccl", store=dist.FileStore(store, cp), rank=cp_rank, world_size=cp, device_id=device)
+    # Hops must get multiprocessors while a long kernel is running: its blocks end at different times.
+    nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    dist.init_process_group(
+        "nccl", store=dist.FileStore(store, cp), rank=cp_rank, world_size=cp, device_id=device, pg_options=nccl
+    )
     done: list[Result] = []
     for heads in options.heads:
         for head_dim in options.head_dims:
@@ -290,7 +308,7 @@ def _rank(cp_rank: int, cp: int, store: str, options: argparse.Namespace) -> Non
             backend = select("cuda", torch.bfloat16, head_dim, options.deterministic, options.kernel, group=group)
             systems = make_systems(options.systems, backend, options.kernel, options.deterministic)
             for num_tokens in options.tokens:
-                problem = Problem(num_tokens, *heads, head_dim, cp)
+                problem = Problem(num_tokens, heads[0], heads[1], head_dim, cp)
                 if options.check:
                     lines = check(problem, systems, cp_rank)
                     print("\n".join(lines), flush=True) if cp_rank == 0 else None

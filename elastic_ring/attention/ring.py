@@ -21,6 +21,8 @@ from elastic_ring.attention.kernels.table import Backend, select
 from elastic_ring.attention.layout import Layout, Range, make_layout
 from elastic_ring.attention.merge import Accumulator, GradientSum, accumulate_dtype, add_, lse_for_backward
 from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.peer_exchange import PeerExchange
+from elastic_ring.attention.peer_memory import PeerMemory
 from elastic_ring.attention.schedule import Direction, Schedule, plan
 from elastic_ring.attention.stages import Stage, choose_hops_per_stage, num_row_visits, stages
 
@@ -41,7 +43,8 @@ class RingAttention:
     repeatable kernels, which cost some speed on a GPU; all results are added up in a fixed order either way.
     `hops_per_stage` sets how many hops share one round of kernels (None: one on a CPU; on a GPU as many as
     fit into `GATHER_LIMIT_BYTES`); it must be the same on all ranks. `ledger` counts bytes and waits,
-    `observer` sees every hop, `buffers` may be shared by rings that are used one after another.
+    `observer` sees every hop, `buffers` may be shared by rings that are used one after another. `memory`,
+    for ranks on one host, moves the hops by the GPUs' copy engines instead of through `group`.
 
     Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
     the buffers which the group may still write to are kept until this object is dropped.
@@ -60,6 +63,7 @@ class RingAttention:
         ledger: HopLedger | None = None,
         observer: Observer | None = None,
         buffers: HopBuffers | None = None,
+        memory: PeerMemory | None = None,
     ) -> None:
         check_group(schedule, cp_rank, group)
         if hops_per_stage is not None and hops_per_stage < 1:
@@ -74,6 +78,7 @@ class RingAttention:
         self._cache_dir = cache_dir
         self._observer = observer
         self._buffers = HopBuffers() if buffers is None else buffers
+        self._memory = memory
         self._next_call_index = 0
         self._abandoned: list[torch.Tensor] = []
 
@@ -200,22 +205,29 @@ class RingAttention:
         )  # fmt: skip
 
     def _stages(self, k: torch.Tensor) -> tuple[Stage, ...]:
-        hops = self._hops_per_stage
-        if hops is None and not k.is_cuda:
-            hops = 1
-        if hops is None:
-            bytes_per_token = 2 * k.size(0) * k.size(2) * k.size(3) * k.element_size()
-            hops = choose_hops_per_stage(self.schedule, bytes_per_token, GATHER_LIMIT_BYTES)
-        return stages(self.schedule, self.cp_rank, hops)
+        return stages(self.schedule, self.cp_rank, self._hops(k))
+
+    def _hops(self, k: torch.Tensor) -> int:
+        """How many hops share a stage; the same on all ranks, whose K and V differ in length only."""
+        if self._hops_per_stage is not None:
+            return self._hops_per_stage
+        if not k.is_cuda:
+            return 1
+        bytes_per_token = 2 * k.size(0) * k.size(2) * k.size(3) * k.element_size()
+        return choose_hops_per_stage(self.schedule, bytes_per_token, GATHER_LIMIT_BYTES)
 
     @contextmanager
     def _exchange(
         self, direction: Direction, call_index: int, k: torch.Tensor, backend: Backend
     ) -> Iterator[HopExchange]:
-        exchange = HopExchange(
+        arguments = (
             self.schedule, self.cp_rank, self._group, direction, call_index, self.ledger, self._stages(k),
             self._buffers, _partial_dtype(backend, k),
         )  # fmt: skip
+        exchange = HopExchange(*arguments)
+        if self._memory is not None and k.is_cuda and self.schedule.cp > 1:
+            exchange = peers = PeerExchange(*arguments, memory=self._memory, hops_per_stage=self._hops(k))
+            peers.start(k)
         try:
             yield exchange
             exchange.finish()

@@ -25,7 +25,8 @@ class RingFlashAttention:
         self.name = f"ring-flash-attn zigzag{shimmed}"
 
     def refusal(self, problem: Problem) -> str | None:
-        return None if importlib.util.find_spec("ring_flash_attn") else "ring-flash-attn is not installed"
+        installed = "ring_flash_attn" in sys.modules or importlib.util.find_spec("ring_flash_attn") is not None
+        return None if installed else "ring-flash-attn is not installed"
 
     def prepare(self, problem: Problem, cp_rank: int, group: Any) -> Pass:
         if not _has_flash_attn_2():
@@ -43,6 +44,8 @@ class RingFlashAttention:
 
 def _has_flash_attn_2() -> bool:
     """flash-attn-4 alone leaves a `flash_attn` package without this module."""
+    if "flash_attn.flash_attn_interface" in sys.modules:
+        return not hasattr(sys.modules["flash_attn.flash_attn_interface"], "is_stand_in")
     try:
         return importlib.util.find_spec("flash_attn.flash_attn_interface") is not None
     except (ModuleNotFoundError, ValueError):
@@ -85,5 +88,7 @@ def _shim() -> types.ModuleType:
         for target, grad in zip((dq, dk, dv), found, strict=True):
             target.copy_(grad)
 
+    module.is_stand_in = True
     module._flash_attn_forward, module._flash_attn_backward = forward, backward
-    return module  # type: ignore[no-any-return]
+    stand_in: types.ModuleType = module
+    return stand_in

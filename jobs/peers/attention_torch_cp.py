@@ -44,7 +44,8 @@ class TorchContextParallel:
                 context_parallel(mesh, buffers=[stand_in], buffer_seq_dims=[2], no_restore_buffers={stand_in}),
                 sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
             ):
-                out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in wide), is_causal=True)
+                heads_first = [x.transpose(1, 2) for x in wide]
+                out = F.scaled_dot_product_attention(heads_first[0], heads_first[1], heads_first[2], is_causal=True)
                 grads = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
             return out.detach().transpose(1, 2), grads[0], grads[1], grads[2]
 
