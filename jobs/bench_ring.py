@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,6 @@ class Ours:
     ) -> None:
         self.name = name
         self._copy_engines = copy_engines
-        self._memory: PeerMemory | None = None
         self._backend = backend
         self._deterministic = deterministic
         self._hops_per_stage = hops_per_stage
@@ -63,12 +63,9 @@ class Ours:
 
     def prepare(self, problem: Problem, cp_rank: int, group: Any) -> Pass:
         schedule = plan(Pattern(), make_layout(self.layout, problem.num_tokens, problem.cp))
-        if self._copy_engines and problem.cp > 1 and self._memory is None:
-            store = dist.PrefixStore(self.name, dist.distributed_c10d._get_default_store())
-            self._memory = PeerMemory(cp_rank, problem.cp, torch.device("cuda", cp_rank), f"ring {self.name}")
-            self._memory.connect(store)
+        memory = _peer_memory(cp_rank, problem.cp) if self._copy_engines and problem.cp > 1 else None
         ring = RingAttention(
-            schedule, cp_rank, group if problem.cp > 1 else None, backend=self._backend, memory=self._memory,
+            schedule, cp_rank, group if problem.cp > 1 else None, backend=self._backend, memory=memory,
             deterministic=self._deterministic, hops_per_stage=self._hops_per_stage, ledger=self.ledger,
             buffers=self._buffers,
         )  # fmt: skip
@@ -80,6 +77,14 @@ class Ours:
             return out.detach(), grads[0], grads[1], grads[2]
 
         return run
+
+
+@cache
+def _peer_memory(cp_rank: int, cp: int) -> PeerMemory:
+    """One for all rings of a process: they run one after another."""
+    memory = PeerMemory(cp_rank, cp, torch.device("cuda", cp_rank))
+    memory.connect(dist.group.WORLD)
+    return memory
 
 
 class Ceiling:

@@ -70,18 +70,23 @@ class Accumulator:
 
 
 class GradientSum:
-    """Running dq (B, S, H, D) over tiles; the first share for all rows is taken over as it is."""
+    """Running dq (B, S, H, D) over tiles; the first share for all of it is taken over as it is."""
 
     def __init__(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         self._like = like
         self._dtype = accumulate_dtype(like.dtype) if dtype is None else dtype
         self._total: torch.Tensor | None = None
 
-    def add(self, rows: tuple[int, int], share: torch.Tensor) -> None:
+    def add(self, rows: tuple[int, int], share: torch.Tensor, heads: slice = slice(None)) -> None:
+        """Add the share (B, n, some heads, D) of the local query range `rows`."""
         if self._total is None and share.shape == self._like.shape:
             self._total = _own(share, self._dtype)
             return
-        add_(self.total[:, rows[0] : rows[1]], [share])
+        part = self.total[:, rows[0] : rows[1], heads]
+        if part.shape[2] == self._like.shape[2]:
+            add_(part, [share])
+        else:
+            part.add_(share)
 
     @property
     def total(self) -> torch.Tensor:

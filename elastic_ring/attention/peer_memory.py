@@ -30,23 +30,26 @@ class _Region:
 class PeerMemory:
     """Symmetric memory of the `cp` ranks of a ring that share a host. `connect` before use.
 
-    `store` is a `torch.distributed` store that all ranks reach, `name` a name that no other ring uses there.
-    Every rank makes the same `reserve` calls.
+    Every rank makes the same `reserve` calls. One object serves one ring after another.
     """
 
     cp_rank: int
     cp: int
     device: torch.device
-    name: str
+    name: str = ""
     regions: dict[tuple[str, int], _Region] = field(default_factory=dict, repr=False)
     counts: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
     streams: list[torch.cuda.Stream] = field(default_factory=list, repr=False)
 
-    def connect(self, store: Any) -> None:
-        """Map the flags of all ranks. Collective; raises `RuntimeError` where GPUs cannot reach each other."""
-        from torch._C._distributed_c10d import _SymmetricMemory
+    def connect(self, group: Any) -> None:
+        """Map the flags of all ranks of `group`, a torch.distributed group of exactly the ring's ranks.
 
-        _SymmetricMemory.set_group_info(self.name, self.cp_rank, self.cp, store)
+        Collective; at most once for each group. Raises `RuntimeError` where GPUs cannot reach each other.
+        """
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        self.name = group.group_name
+        enable_symm_mem_for_group(group.group_name)
         self.streams = [torch.cuda.Stream(self.device, priority=-1) for _ in range(self.cp)]
         self._map("flags", 0, _NUM_COUNTERS * self.cp, torch.int32)
         self.regions["flags", 0].own.zero_()

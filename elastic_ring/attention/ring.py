@@ -17,9 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from elastic_ring.attention.checks import check_group, check_local_length, check_tensors
 from elastic_ring.attention.exchange import Group, HopBuffers, HopExchange, HopLedger
+from elastic_ring.attention.gradients import Gradients, OwnGradients, partial_dtype, running_dtype
 from elastic_ring.attention.kernels.table import Backend, select
 from elastic_ring.attention.layout import Layout, Range, make_layout
-from elastic_ring.attention.merge import Accumulator, GradientSum, accumulate_dtype, add_, lse_for_backward
+from elastic_ring.attention.merge import Accumulator, lse_for_backward
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.peer_exchange import PeerExchange
 from elastic_ring.attention.peer_memory import PeerMemory
@@ -108,7 +109,7 @@ class RingAttention:
         backend, plan_ = self._backend_for(q, k), self._stages(k)
         call_index = self._next_call_index
         self._next_call_index += 1
-        total = Accumulator(q, _running_dtype(backend, q, num_row_visits(plan_, backward=False)))
+        total = Accumulator(q, running_dtype(backend, q, num_row_visits(plan_, backward=False)))
         with self._exchange("forward", call_index, k, backend) as exchange:
             for index, stage in enumerate(plan_):
                 keys = (k, v) if index == 0 else exchange.take_keys(index)
@@ -126,75 +127,42 @@ class RingAttention:
     def _run_backward(
         self, dout: torch.Tensor, saved: tuple[torch.Tensor, ...], scale: float, call_index: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v, *_ = saved
+        q, k, v, out, lse = saved
         backend, plan_ = self._backend_for(q, k), self._stages(k)
-        dq = GradientSum(q, _running_dtype(backend, q, num_row_visits(plan_, backward=True)))
+        tiles = Gradients(backend, scale, dout, q, out, lse, plan_)
         # Own keys are visited once by own queries; their other shares come with the partials of the stages.
-        own_dtype = _running_dtype(backend, k, len(plan_))
+        own = OwnGradients(backend, k, v, len(plan_))
         with self._exchange("backward", call_index, k, backend) as exchange:
             for index, stage in enumerate(plan_):
                 keys = (k, v) if index == 0 else exchange.take_keys(index)
                 exchange.post_keys(index + 1, k, v)
                 self._observe("backward", call_index, stage)
                 if index == 0:
-                    own = _empty_partials(k, _partial_dtype(backend, k))
-                    self._gradients(backend, stage, (k, v), dout, saved, scale, dq, own)
-                    own = own.to(own_dtype)
+                    own.run_first_part(tiles, stage)
                     continue
                 partials = None
                 if stage.num_tokens:
                     assert keys is not None
                     partials = exchange.partials_buffer(index, k)
-                    self._gradients(backend, stage, keys, dout, saved, scale, dq, partials)
+                    tiles.run(stage, keys, partials)
                 exchange.swap_partials(index, partials, k)
                 # One stage late, so that the readers of the one before had time to compute and return it.
                 self._add_partials(own, exchange, index - 1)
+            own.run_last_part(tiles, plan_[0])
             self._add_partials(own, exchange, len(plan_) - 1)
-        return dq.total.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
+        return tiles.dq.total.to(q.dtype), own.total[0].to(k.dtype), own.total[1].to(v.dtype)
 
-    def _gradients(
-        self,
-        backend: Backend,
-        stage: Stage,
-        keys: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        dout: torch.Tensor,
-        saved: tuple[torch.Tensor, ...],
-        scale: float,
-        dq: GradientSum,
-        partials: torch.Tensor,
-    ) -> None:
-        """Add one stage's share to `dq`, and leave that of its keys in `partials` (2, B, n, Hkv, D)."""
-        q, _, _, out, lse = saved
-        once = stage.keys_once
-        if not once:
-            partials.zero_()
-        for tile in stage.by_keys:
-            rows, columns = slice(*tile.q), slice(*tile.k)
-            places = {"dk": partials[0][:, columns], "dv": partials[1][:, columns]}
-            into = places if once and backend.writes_gradients else {}
-            share = backend.backward(
-                dout[:, rows], q[:, rows], keys[0][:, columns], keys[1][:, columns], out[:, rows], lse[:, rows],
-                causal=tile.causal, scale=scale, **into,
-            )  # fmt: skip
-            dq.add(tile.q, share[0])
-            if not into:
-                for place, found in zip(places.values(), share[1:], strict=True):
-                    place.copy_(found) if once else place.add_(found)
-
-    def _add_partials(self, own: torch.Tensor, exchange: HopExchange, index: int) -> None:
+    def _add_partials(self, own: OwnGradients, exchange: HopExchange, index: int) -> None:
         """Add what the readers of stage `index` computed for own keys. Called in hop order, the order of sums."""
         if index < 1:
             return
-        arrived = exchange.take_partials(index)
-        shares: dict[Range, list[torch.Tensor]] = {}
-        for hop, partials in arrived.items():
+        parts: list[tuple[Range, torch.Tensor]] = []
+        for hop, partials in exchange.take_partials(index).items():
             offset = 0
             for start, stop in self.schedule.requested(self.cp_rank, hop):
-                shares.setdefault((start, stop), []).append(partials[:, :, offset : offset + stop - start])
+                parts.append(((start, stop), partials[:, :, offset : offset + stop - start]))
                 offset += stop - start
-        for (start, stop), parts in shares.items():
-            for kind in (0, 1):
-                add_(own[kind][:, start:stop], [part[kind] for part in parts])
+        own.add(parts)
 
     def _backend_for(self, q: torch.Tensor, k: torch.Tensor) -> Backend:
         if isinstance(self._backend, Backend):
@@ -222,7 +190,7 @@ class RingAttention:
     ) -> Iterator[HopExchange]:
         arguments = (
             self.schedule, self.cp_rank, self._group, direction, call_index, self.ledger, self._stages(k),
-            self._buffers, _partial_dtype(backend, k),
+            self._buffers, partial_dtype(backend, k),
         )  # fmt: skip
         exchange = HopExchange(*arguments)
         if self._memory is not None and k.is_cuda and self.schedule.cp > 1:
@@ -310,18 +278,3 @@ def _resolve_group(group: Any) -> Any:
     if not all(hasattr(group, name) for name in ("send", "recv", "rank", "size")):
         raise ValueError(f"group={group!r}: not a process group that this rank is a member of")
     return group
-
-
-def _partial_dtype(backend: Backend, k: torch.Tensor) -> torch.dtype:
-    """The type dK and dV travel in: the kernel's own. Casting what it has rounded would add bytes, not digits."""
-    return k.dtype if backend.keeps_type else accumulate_dtype(k.dtype)
-
-
-def _running_dtype(backend: Backend, x: torch.Tensor, num_parts: int) -> torch.dtype:
-    """The type of a running sum of `num_parts`. Two already rounded parts are summed in registers and rounded
-    once, which an accumulator of the accumulation type would do as well, at more than twice the memory."""
-    return x.dtype if backend.keeps_type and num_parts <= 2 else accumulate_dtype(x.dtype)
-
-
-def _empty_partials(k: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty((2, *k.shape), dtype=dtype, device=k.device)

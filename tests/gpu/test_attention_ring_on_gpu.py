@@ -18,10 +18,10 @@ from tests.unit.attention_rings import Case, relative_error, whole_attention
 pytestmark = pytest.mark.gpu
 
 CASES = [
-    Case(cp=cp, seq_len=2048, num_heads=heads, num_kv_heads=kv, head_dim=dim, batch=batch, dtype=torch.bfloat16)
+    Case(cp=cp, seq_len=4096, num_heads=heads, num_kv_heads=kv, head_dim=dim, batch=batch, dtype=torch.bfloat16)
     for (cp, batch), (heads, kv), dim in itertools.product([(2, 1), (4, 2)], [(8, 8), (8, 2)], [64, 128])
 ] + [
-    Case(cp=4, seq_len=2048, num_heads=10, num_kv_heads=2, head_dim=128, batch=1, dtype=torch.bfloat16),
+    Case(cp=4, seq_len=4096, num_heads=10, num_kv_heads=2, head_dim=128, batch=1, dtype=torch.bfloat16),
     Case(cp=4, seq_len=1531, document_starts=(0, 40, 700), head_dim=128, dtype=torch.bfloat16),
     Case(cp=3, seq_len=1024, causal=False, head_dim=64, dtype=torch.float16),
     Case(cp=4, seq_len=1024, layout_name="contiguous", head_dim=64, batch=1, dtype=torch.bfloat16),
@@ -39,10 +39,12 @@ def test_half_precision_error_is_at_most_a_quarter_above_that_of_the_single_kern
 ) -> None:
     ring = run_on_gpu(case, hops_per_stage=hops_per_stage, deterministic=False)
     single = run_on_gpu(dataclasses.replace(case, cp=1), deterministic=False)
-    for name, ours, alone, want in zip(
-        ("out", "dq", "dk", "dv"), ring.tensors, single.tensors, whole_attention(case), strict=True
-    ):
-        assert relative_error(ours, want) <= 1.25 * relative_error(alone, want), name
+    want = whole_attention(case, [tensor.cuda() for tensor in case.tensors()])
+    ratios = [
+        relative_error(ours, exact.cpu()) / relative_error(alone, exact.cpu())
+        for ours, alone, exact in zip(ring.tensors, single.tensors, want, strict=True)
+    ]
+    assert max(ratios) <= 1.25, ratios
 
 
 @pytest.mark.parametrize("case", [CASES[6], CASES[-3]], ids=["gqa", "documents"])
