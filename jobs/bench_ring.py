@@ -1,7 +1,7 @@
 """Ring attention against its peers, on the GPUs of this host: one process each, all systems in one run.
 
     python -m jobs.bench_ring --heads 8:8 --tokens 128K,512K --out benchmarks/ring.json
-    python -m jobs.bench_ring --tokens 10M --heads 1:1 --systems ours
+    python -m jobs.bench_ring --tokens 10M --heads 1:1 --systems ours --repeats 1 --warm-ups 0 --watched 0
     python -m jobs.bench_ring --check --heads 8:8,10:2 --tokens 8K
 
 Causal, bf16, forward and backward. Repeats are interleaved, so that a chip that warms up slows all systems
@@ -52,6 +52,7 @@ class Ours:
     ) -> None:
         self.name = name
         self._copy_engines = copy_engines
+        self._memory: PeerMemory | None = None
         self._backend = backend
         self._deterministic = deterministic
         self._hops_per_stage = hops_per_stage
@@ -70,6 +71,8 @@ class Ours:
             buffers=self._buffers,
         )  # fmt: skip
 
+        self._memory = memory
+
         def run(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             out = ring(*leaves)
@@ -77,6 +80,10 @@ class Ours:
             return out.detach(), grads[0], grads[1], grads[2]
 
         return run
+
+    def kept_bytes(self) -> int:
+        """Buffers that stay between passes."""
+        return self._buffers.num_bytes + (self._memory.num_bytes if self._memory is not None else 0)
 
 
 @cache
@@ -157,21 +164,29 @@ def measure(problem: Problem, systems: list[System], options: argparse.Namespace
         result = Result(problem.name, system.name, refusal=system.refusal(problem))
         results.append(result)
         if result.refusal is None:
-            result.refusal, run = _warm(system, problem, cp_rank, group, (q, k, v, dout))
+            result.refusal, run = _warm(system, problem, cp_rank, group, (q, k, v, dout), options.warm_ups)
             if run is not None:
                 passes[system.name] = run
     for _ in range(options.repeats):
-        for result in results:
+        for system, result in zip(systems, results, strict=True):
             if result.refusal is None:
                 torch.cuda.empty_cache() if options.lean else None
+                kept = _kept_bytes(system)
                 torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
                 result.times_s.append(_timed(passes[result.system], (q, k, v, dout)))
-                result.peak_bytes = max(result.peak_bytes, torch.cuda.max_memory_allocated())
+                # Of this system alone: what others keep between their passes is taken out again.
+                own = torch.cuda.max_memory_allocated() - before + sum(x.nbytes for x in (q, k, v, dout))
+                result.peak_bytes = max(result.peak_bytes, own + kept)
     for system, result in zip(systems, results, strict=True):
-        if isinstance(system, Ours) and result.refusal is None and problem.cp > 1:
-            _watch_hops(system, passes[result.system], (q, k, v, dout), result)
+        if isinstance(system, Ours) and result.refusal is None and problem.cp > 1 and options.watched:
+            _watch_hops(system, passes[result.system], (q, k, v, dout), result, options.watched)
     _finish(problem, results)
     return results
+
+
+def _kept_bytes(system: System) -> int:
+    return system.kept_bytes() if isinstance(system, Ours) else 0
 
 
 def _tensors(problem: Problem, cp_rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -186,14 +201,19 @@ def _tensors(problem: Problem, cp_rank: int) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _warm(
-    system: System, problem: Problem, cp_rank: int, group: Any, tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+    system: System,
+    problem: Problem,
+    cp_rank: int,
+    group: Any,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    warm_ups: int,
 ) -> tuple[str | None, Pass | None]:
-    """Twice: kernels are compiled, connections made, memory taken. An error is a refusal if all ranks have it."""
+    """Kernels are compiled, connections made, memory taken. An error is a refusal if all ranks have it."""
     error = None
     run = None
     try:
         run = system.prepare(problem, cp_rank, group)
-        for _ in range(2):
+        for _ in range(warm_ups):
             run(*tensors)
         torch.cuda.synchronize()
     except (RuntimeError, ImportError, TypeError, ValueError, AssertionError, AttributeError) as caught:
@@ -217,7 +237,7 @@ def _timed(run: Pass, tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> float:
 
 
 def _watch_hops(
-    system: Ours, run: Pass, tensors: tuple[Tensor, Tensor, Tensor, Tensor], result: Result, passes: int = 3
+    system: Ours, run: Pass, tensors: tuple[Tensor, Tensor, Tensor, Tensor], result: Result, passes: int
 ) -> None:
     """Apart from the timed repeats, so that watching costs them nothing."""
     system.ledger.clear()
@@ -381,6 +401,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=lambda t: t.split(","),
     )  # fmt: skip
     parser.add_argument("--repeats", default=5, type=int)
+    parser.add_argument("--warm-ups", default=2, type=int)
+    parser.add_argument("--watched", default=3, type=int, help="more passes of ours in which hops are timed")
     parser.add_argument("--ranks", default=0, type=int, help="GPUs to use; 0: all of this host")
     parser.add_argument("--kernel", default=None, help="pin our ring's backend")
     parser.add_argument("--deterministic", action="store_true")

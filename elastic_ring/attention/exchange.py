@@ -66,6 +66,10 @@ class HopBuffers:
             kept = self._storages[name, slot, dtype] = torch.empty(num_elements, dtype=dtype, device=device)
         return kept[:num_elements].view(shape)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(storage.nbytes for storage in self._storages.values())
+
     def drop(self) -> list[torch.Tensor]:
         """Forget all, after an error: the group may still write to them."""
         dropped = list(self._storages.values())

@@ -22,8 +22,7 @@ from elastic_ring.attention.peer_memory import (
     FREE_PARTIALS,
     PeerMemory,
 )
-from elastic_ring.attention.schedule import Schedule
-from elastic_ring.attention.stages import Stage, stages
+from elastic_ring.attention.stages import Stage, most_tokens, stages
 
 
 class PeerExchange(HopExchange):
@@ -42,7 +41,7 @@ class PeerExchange(HopExchange):
         """Make sure of the buffers. The same sizes on every rank, so that all grow together or none."""
         self._row_shape = (k.size(0), *k.shape[2:])
         self._itemsizes = {ARRIVED_KEYS: k.element_size(), ARRIVED_PARTIALS: self._partial_dtype.itemsize}
-        keys, inbox = _most_tokens(self._schedule, self._hops_per_stage)
+        keys, inbox = most_tokens(self._schedule, self._hops_per_stage)
         per_token = 2 * k.size(0) * k.size(2) * k.size(3)
         for slot in sorted({index % 2 for index in range(1, len(self._plan))}):
             self._memory.reserve("keys", slot, keys * per_token, k.dtype)
@@ -220,13 +219,3 @@ def _pieces(
                 pieces.append((remote[kind, batch, at : at + last - first], source[batch, first:last]))
                 at += last - first
     return pieces
-
-
-def _most_tokens(schedule: Schedule, hops_per_stage: int) -> tuple[int, int]:
-    """The most keys, and the most returned partials, that any rank has in any stage."""
-    keys = inbox = 0
-    for cp_rank in range(schedule.cp):
-        for stage in stages(schedule, cp_rank, hops_per_stage)[1:]:
-            keys = max(keys, stage.num_tokens)
-            inbox = max(inbox, sum(_size(schedule.requested(cp_rank, hop)) for hop in stage.hops))
-    return keys, inbox

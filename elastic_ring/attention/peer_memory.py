@@ -72,6 +72,11 @@ class PeerMemory:
         """`cp_rank`'s buffer, to write to."""
         return _view(self.regions[name, slot].peers[cp_rank], shape)
 
+    @property
+    def num_bytes(self) -> int:
+        """What the buffers take on this device; torch's own statistics do not see it."""
+        return sum(region.own.nbytes for region in self.regions.values())
+
     def next(self, counter: int, cp_rank: int) -> int:
         """How often this pair has used `counter`, this time included."""
         key = (counter, cp_rank)

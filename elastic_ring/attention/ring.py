@@ -30,7 +30,7 @@ from elastic_ring.attention.stages import Stage, choose_hops_per_stage, num_row_
 Observer = Callable[[Direction, int, int], None]
 """Called as observer(direction, call_index, hop) just before a hop's kernels run."""
 
-GATHER_LIMIT_BYTES = 1 << 30
+GATHER_LIMIT_BYTES = 3 << 29
 """On a GPU, as many hops share one round of kernels as have K and V of this size together on every rank."""
 
 
@@ -80,6 +80,7 @@ class RingAttention:
         self._observer = observer
         self._buffers = HopBuffers() if buffers is None else buffers
         self._memory = memory
+        self._selected: dict[tuple[torch.device, torch.dtype, int, int], Backend] = {}
         self._next_call_index = 0
         self._abandoned: list[torch.Tensor] = []
 
@@ -167,10 +168,13 @@ class RingAttention:
     def _backend_for(self, q: torch.Tensor, k: torch.Tensor) -> Backend:
         if isinstance(self._backend, Backend):
             return self._backend
-        return select(
-            q.device, q.dtype, q.size(-1), self._deterministic, self._backend,
-            group=q.size(2) // k.size(2), cache_dir=self._cache_dir,
-        )  # fmt: skip
+        kind = (q.device, q.dtype, q.size(-1), q.size(2) // k.size(2))
+        if kind not in self._selected:
+            self._selected[kind] = select(
+                q.device, q.dtype, q.size(-1), self._deterministic, self._backend,
+                group=kind[3], cache_dir=self._cache_dir,
+            )  # fmt: skip
+        return self._selected[kind]
 
     def _stages(self, k: torch.Tensor) -> tuple[Stage, ...]:
         return stages(self.schedule, self.cp_rank, self._hops(k))

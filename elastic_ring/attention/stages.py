@@ -8,9 +8,8 @@ in which hop, from whom and how much stays the schedule's decision. Plain, hasha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from elastic_ring.attention.layout import Range
@@ -30,7 +29,7 @@ class Stage:
     by_rows: tuple[Tile, ...]
     by_keys: tuple[Tile, ...]
 
-    @property
+    @cached_property
     def keys_once(self) -> bool:
         """Every key of the buffer lies in exactly one tile of `by_keys`."""
         ranges = sorted(tile.k for tile in self.by_keys)
@@ -49,6 +48,7 @@ def stages(schedule: Schedule, cp_rank: int, hops_per_stage: int) -> tuple[Stage
     return first, *(_gather(schedule, cp_rank, tuple(group)) for group in groups)
 
 
+@lru_cache(maxsize=1024)
 def choose_hops_per_stage(schedule: Schedule, bytes_per_token: int, limit_bytes: int) -> int:
     """The most hops whose keys fit into `limit_bytes` in one stage on every rank; at least 1."""
     for hops_per_stage in range(schedule.cp - 1, 1, -1):
@@ -62,11 +62,24 @@ def choose_hops_per_stage(schedule: Schedule, bytes_per_token: int, limit_bytes:
     return 1
 
 
-def num_row_visits(plan: Iterable[Stage], *, backward: bool) -> int:
+@lru_cache(maxsize=1024)
+def num_row_visits(plan: tuple[Stage, ...], *, backward: bool) -> int:
     """In how many tiles the most visited query row lies: how often its result is rounded when kept short."""
     tiles = [tile for stage in plan for tile in (stage.by_keys if backward else stage.by_rows)]
     cuts = sorted({edge for tile in tiles for edge in tile.q})
     return max((sum(tile.q[0] <= start < tile.q[1] for tile in tiles) for start in cuts), default=0)
+
+
+@lru_cache(maxsize=1024)
+def most_tokens(schedule: Schedule, hops_per_stage: int) -> tuple[int, int]:
+    """The most keys, and the most returned partials, that any rank has in any stage after its own."""
+    keys = inbox = 0
+    for cp_rank in range(schedule.cp):
+        for stage in stages(schedule, cp_rank, hops_per_stage)[1:]:
+            requested = [span for hop in stage.hops for span in schedule.requested(cp_rank, hop)]
+            keys = max(keys, stage.num_tokens)
+            inbox = max(inbox, sum(stop - start for start, stop in requested))
+    return keys, inbox
 
 
 def _gather(schedule: Schedule, cp_rank: int, group: tuple[int, ...]) -> Stage:
