@@ -4,8 +4,8 @@
     python -m jobs.bench_ring --tokens 10M --heads 1:1 --systems ours --repeats 1 --warm-ups 0 --watched 0
     python -m jobs.bench_ring --check --heads 8:8,10:2 --tokens 8K
 
-Causal, bf16, forward and backward. Repeats are interleaved, so that a chip that warms up slows all systems
-alike; a time is the slowest rank's, and every figure the median over repeats. The ceiling is the ring's own
+Causal, bf16, forward and backward. Repeats are interleaved in a new order each, so that a chip that warms up
+slows all systems alike; a time is the slowest rank's, and every figure the median over repeats. The ceiling is the ring's own
 kernel on one rank's tokens alone. A system that cannot run a problem is named with its reason.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -167,8 +168,10 @@ def measure(problem: Problem, systems: list[System], options: argparse.Namespace
             result.refusal, run = _warm(system, problem, cp_rank, group, (q, k, v, dout), options.warm_ups)
             if run is not None:
                 passes[system.name] = run
-    for _ in range(options.repeats):
-        for system, result in zip(systems, results, strict=True):
+    for repeat in range(options.repeats):
+        # In another order each time: after a light pass a chip has power to spare for the next.
+        order = random.Random(repeat).sample(list(zip(systems, results, strict=True)), len(systems))
+        for system, result in order:
             if result.refusal is None:
                 torch.cuda.empty_cache() if options.lean else None
                 kept = _kept_bytes(system)

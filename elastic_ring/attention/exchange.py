@@ -154,6 +154,9 @@ class HopExchange:
                 for channel, piece in enumerate(self._cut_keys(k, v, requested, stage)):
                     self._send(hop, 2 * channel + _KEYS, reader, piece)
 
+    def push_keys(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """What of `post_keys` can wait until the kernels are launched that hide it. Here nothing."""
+
     def take_keys(self, index: int) -> torch.Tensor | None:
         """The packed K and V of stage `index`, or None when it needs none. Blocks until they have arrived."""
         return self._take(self._keys, index)

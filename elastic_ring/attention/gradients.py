@@ -30,6 +30,10 @@ def running_dtype(backend: Backend, x: torch.Tensor, num_parts: int) -> torch.dt
     return x.dtype if backend.keeps_type and num_parts <= 2 else accumulate_dtype(x.dtype)
 
 
+_HALVED_FLOPS = 1e12
+"""Where the own tile has fewer than these (two milliseconds of an H100), one launch more costs more than it hides."""
+
+
 class Gradients:
     """dQ of a pass in `dq`, and dK, dV of each stage's keys where the caller wants them.
 
@@ -84,12 +88,13 @@ class OwnGradients:
     keys' arrival, and half after them, behind the last partials' return.
     """
 
-    def __init__(self, backend: Backend, k: torch.Tensor, v: torch.Tensor, num_stages: int) -> None:
+    def __init__(self, backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_stages: int) -> None:
         self._keys = (k, v)
         self._rounded = partial_dtype(backend, k)
         self._early_sums = num_stages > 2
         num_heads = k.size(2)
-        self._first = num_heads // 2 if k.is_cuda and num_stages > 1 and num_heads > 1 else num_heads
+        halved = k.is_cuda and num_stages > 1 and num_heads > 1 and 5 * q.numel() * q.size(1) >= _HALVED_FLOPS
+        self._first = num_heads // 2 if halved else num_heads
         make = torch.zeros if self._early_sums and self._first < num_heads else torch.empty
         self.total = make((2, *k.shape), dtype=running_dtype(backend, k, num_stages), device=k.device)
 

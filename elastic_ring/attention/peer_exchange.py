@@ -56,7 +56,13 @@ class PeerExchange(HopExchange):
             own = self._schedule.hops[self._cp_rank][hop]
             if own.num_fetched_tokens:
                 self._offer(index, hop, own.source, FREE_KEYS, ARRIVED_KEYS)
-        ready = torch.cuda.current_stream().record_event()
+        self._ready = torch.cuda.current_stream().record_event()
+
+    def push_keys(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """The copies themselves: launching them takes the host longer than launching a kernel."""
+        if index >= len(self._plan):
+            return
+        stage = self._plan[index]
         for hop in stage.hops:
             requested = self._schedule.requested(self._cp_rank, hop)
             if requested:
@@ -65,7 +71,7 @@ class PeerExchange(HopExchange):
                 shape = (2, k.size(0), there.num_tokens, *k.shape[2:])
                 remote = self._memory.of_peer("keys", index % 2, reader, shape)
                 pieces = _pieces((k, v), requested, remote, there.place(hop))
-                self._write(hop, reader, ready, pieces, FREE_KEYS, ARRIVED_KEYS)
+                self._write(hop, reader, self._ready, pieces, FREE_KEYS, ARRIVED_KEYS)
 
     def take_keys(self, index: int) -> torch.Tensor | None:
         stage = self._plan[index]

@@ -123,6 +123,7 @@ class RingAttention:
                         q[:, rows], keys[0][:, columns], keys[1][:, columns], causal=tile.causal, scale=scale
                     )
                     total.add(tile.q, *part)
+                exchange.push_keys(index + 1, k, v)
         return total.out.to(q.dtype), lse_for_backward(total.lse), call_index
 
     def _run_backward(
@@ -132,7 +133,7 @@ class RingAttention:
         backend, plan_ = self._backend_for(q, k), self._stages(k)
         tiles = Gradients(backend, scale, dout, q, out, lse, plan_)
         # Own keys are visited once by own queries; their other shares come with the partials of the stages.
-        own = OwnGradients(backend, k, v, len(plan_))
+        own = OwnGradients(backend, q, k, v, len(plan_))
         with self._exchange("backward", call_index, k, backend) as exchange:
             for index, stage in enumerate(plan_):
                 keys = (k, v) if index == 0 else exchange.take_keys(index)
@@ -140,12 +141,14 @@ class RingAttention:
                 self._observe("backward", call_index, stage)
                 if index == 0:
                     own.run_first_part(tiles, stage)
+                    exchange.push_keys(index + 1, k, v)
                     continue
                 partials = None
                 if stage.num_tokens:
                     assert keys is not None
                     partials = exchange.partials_buffer(index, k)
                     tiles.run(stage, keys, partials)
+                exchange.push_keys(index + 1, k, v)
                 exchange.swap_partials(index, partials, k)
                 # One stage late, so that the readers of the one before had time to compute and return it.
                 self._add_partials(own, exchange, index - 1)
