@@ -5,7 +5,8 @@
     python -m jobs.bench_ring --check --heads 8:8,10:2 --tokens 8K
 
 Causal, bf16, forward and backward. Repeats are interleaved in a new order each, so that a chip that warms up
-slows all systems alike; a time is the slowest rank's, and every figure the median over repeats. The ceiling is the ring's own
+slows all systems alike; a time is the slowest rank's, and every figure the median over repeats. The ceiling is
+the ring's own
 kernel on one rank's tokens alone. A system that cannot run a problem is named with its reason.
 """
 
