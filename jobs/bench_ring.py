@@ -6,8 +6,7 @@
 
 Causal, bf16, forward and backward. Repeats are interleaved in a new order each, so that a chip that warms up
 slows all systems alike; a time is the slowest rank's, and every figure the median over repeats. The ceiling is
-the ring's own
-kernel on one rank's tokens alone. A system that cannot run a problem is named with its reason.
+the ring's own kernel on one rank's tokens alone. A system that cannot run a problem is named with its reason.
 """
 
 from __future__ import annotations

@@ -129,6 +129,7 @@ class HopExchange:
         self._sends: list[tuple[int, _Message]] = []
         self._keys: dict[int, _Arrival] = {}
         self._partials: dict[int, _Arrival] = {}
+        self._posting = 0
 
     def post_keys(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Start receiving the keys of stage `index` and sending what others want; k, v (B, S_local, Hkv, D)."""

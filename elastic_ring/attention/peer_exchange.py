@@ -36,6 +36,9 @@ class PeerExchange(HopExchange):
         self._opened: dict[tuple[int, int], HopEvents] = {}
         self._touched: set[int] = set()
         self._returns: dict[int, list[Any]] = {}
+        self._ready: Any = None
+        self._row_shape: tuple[int, ...] = ()
+        self._itemsizes: dict[int, int] = {}
 
     def start(self, k: torch.Tensor) -> None:
         """Make sure of the buffers. The same sizes on every rank, so that all grow together or none."""
@@ -169,8 +172,8 @@ class PeerExchange(HopExchange):
         arrived: int,
     ) -> None:
         stream = self._memory.streams[peer]
-        # The receiver's counters of this pair, kept by the sender too: both count the same messages.
-        number = self._memory.next(free + 2 * _SENT, peer)
+        # Both sides count the messages of a pair, so the receiver's flags need no answer.
+        number = self._memory.next(_SENT[free], peer)
         stream.wait_event(ready)
         self._memory.wait_flag(free, peer, number, stream)
         with torch.cuda.stream(stream):
@@ -206,7 +209,8 @@ class PeerExchange(HopExchange):
         self._touched.clear()
 
 
-_SENT = 8
+_SENT = {FREE_KEYS: -1, FREE_PARTIALS: -2}
+"""Counters that a sender keeps for itself, by the flag that each message waits for."""
 
 
 def _size(ranges: tuple[Range, ...]) -> int:

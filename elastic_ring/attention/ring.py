@@ -45,7 +45,8 @@ class RingAttention:
     `hops_per_stage` sets how many hops share one round of kernels (None: one on a CPU; on a GPU as many as
     fit into `GATHER_LIMIT_BYTES`); it must be the same on all ranks. `ledger` counts bytes and waits,
     `observer` sees every hop, `buffers` may be shared by rings that are used one after another. `memory`,
-    for ranks on one host, moves the hops by the GPUs' copy engines instead of through `group`.
+    for ranks on one host, moves the hops by the GPUs' copy engines instead of through `group`; after a call
+    that raised it is of no more use.
 
     Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
     the buffers which the group may still write to are kept until this object is dropped.
@@ -246,6 +247,7 @@ def ring_attention(
     document_starts: Sequence[int] = (0,),
     scale: float | None = None,
     backend: Backend | str | None = None,
+    deterministic: bool = True,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the whole sequence that the ranks of `group` share.
 
@@ -254,6 +256,7 @@ def ring_attention(
     queries, keys and any position encoding must follow that order. `group` None is torch.distributed's
     default group. `seq_len` in tokens may be left out when all ranks hold equally many.
     `document_starts` are the positions where packed documents begin; the same for all sequences of a batch.
+    `deterministic` False lets a GPU's kernels add up in any order, which is faster.
 
     Every rank must make the same call. Raises `ValueError` for arguments that do not fit, and the group's
     own error when a peer is lost. What only a comparison between ranks could find, such as different
@@ -274,7 +277,9 @@ def ring_attention(
     if isinstance(layout, str):
         layout = make_layout(layout, seq_len, cp)
     schedule = plan(Pattern(causal, tuple(int(start) for start in document_starts)), layout)
-    return RingAttention(schedule, ring_group.rank(), ring_group, backend=backend)(q, k, v, scale=scale)
+    return RingAttention(schedule, ring_group.rank(), ring_group, backend=backend, deterministic=deterministic)(
+        q, k, v, scale=scale
+    )
 
 
 def _resolve_group(group: Any) -> Any:

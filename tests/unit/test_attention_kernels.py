@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,3 +170,49 @@ def test_the_best_able_backend_is_chosen_and_a_pin_obeyed() -> None:
 def test_impossible_choices_are_the_users_mistake(pin: str | None, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         select("cpu", dtype, 32, True, pin)
+
+
+def test_a_pass_is_kept_on_disk_and_a_failure_is_not(tmp_path: Path) -> None:
+    calls = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return aten_cpu.forward(*args, **kwargs)
+
+    def judge(forward: Any, folder: Path) -> Any:
+        # A new object each time, as in a new process: the verdict in memory is not found.
+        backend = dataclasses.replace(ATEN, forward=lambda *args, **kwargs: forward(*args, **kwargs))
+        return self_test(backend, cache_dir=folder)
+
+    assert judge(counted, tmp_path) is None
+    num_calls = len(calls)
+    assert num_calls > 0
+    assert judge(counted, tmp_path) is None
+    assert len(calls) == num_calls
+    for _ in range(2):
+        assert judge(_nan, tmp_path / "other") is not None
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_uninstalled_package_a_head_dim_or_a_missing_device_is_a_refusal_with_its_reason() -> None:
+    cuda = {backend.name: backend for backend in BACKENDS if "cpu" not in backend.devices}
+    assert list(cuda) == ["flash-attn-4", "cudnn", "flash-attn-2", "aten-flash", "flex"]
+    missing = dataclasses.replace(ATEN, package="a-package-that-nobody-has")
+    assert missing.refusal("cpu", torch.float32, 64, True) == "needs a-package-that-nobody-has, which is not installed"
+    odd = dataclasses.replace(ATEN, head_dim_multiple=8)
+    assert odd.refusal("cpu", torch.float32, 12, True) == "takes multiples of 8 as head_dim, not 12"
+    assert cuda["cudnn"].refusal("cuda", torch.bfloat16, 64, True) == "is not deterministic"
+    assert cuda["cudnn"].refusal("cuda", torch.float32, 64, False) is not None
+    assert cuda["flex"].refusal("cpu", torch.float32, 64, False) == "runs on cuda, not on cpu"
+
+
+def test_deterministic_picks_the_repeatable_form_of_a_fast_backend() -> None:
+    fast = dataclasses.replace(ATEN, name="fast", deterministic=False, deterministic_backward=_same_backward)
+    chosen = select("cpu", torch.float32, 32, True, backends=(fast,))
+    assert chosen.deterministic
+    assert chosen.backward is _same_backward
+    assert select("cpu", torch.float32, 32, False, backends=(fast,)) is fast
+
+
+def _same_backward(*args: Any, **kwargs: Any) -> Any:
+    return aten_cpu.backward(*args, **kwargs)

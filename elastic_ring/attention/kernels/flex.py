@@ -1,7 +1,6 @@
 """The backend over FlexAttention's Triton kernels, compiled at the first call. Tiles of one rank only.
 
-Slower than the hand-written kernels; its use is on devices that these do not know, and for block-sparse
-patterns there.
+Slower than the hand-written kernels; its use is on devices that these do not know.
 """
 
 from __future__ import annotations
