@@ -1,23 +1,31 @@
-"""Moving K/V to the ranks that need them and dK/dV partials back to their owner, hop by hop.
+"""Moving K/V to the ranks that need them and dK/dV partials back to their owner, stage by stage.
 
 One `HopExchange` serves one forward or backward pass of one attention call. It posts, waits, counts and
 keeps buffers alive; what to move is the schedule's decision, what to do with it the ring's. No kernel and
 no merging may enter. Whatever `Work.wait()` raises (GroupAborted, PeerFailed, a backend's own error)
 passes through untouched; `abandon` then hands over the buffers that the group may still write to.
+
+On a GPU all messages of a stage are one coalesced operation (unbatched sends and receives of one NCCL
+communicator run one after another, and two ranks that wait for each other's never end), a wait is a wait
+of the stream, and the buffers are the ring's own, the same for every hop and call.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from elastic_ring.attention.layout import Range
-from elastic_ring.attention.merge import accumulate_dtype
+from elastic_ring.attention.ledger import HopEvents, HopLedger
 from elastic_ring.attention.schedule import Direction, Schedule
+from elastic_ring.attention.stages import Stage
+
+__all__ = ["Group", "HopBuffers", "HopExchange", "HopLedger", "PendingWork"]
 
 
 class PendingWork(Protocol):
@@ -38,21 +46,35 @@ class Group(Protocol):
     def size(self) -> int: ...
 
 
-@dataclass
-class HopLedger:
-    """What really moved, by (direction, hop): counted from the tensors handed over, never from the plan.
+class HopBuffers:
+    """Device memory that hops of all calls share: one tensor for each name and slot, as large as was ever asked.
 
-    `wait_s` is the time spent waiting for a hop's messages, that is, the latency no compute has hidden.
+    Reuse is ordered by the stream: a slot is handed out again only after the work that read it was queued.
     """
 
-    sent_bytes: dict[tuple[Direction, int], int] = field(default_factory=lambda: defaultdict(int))
-    received_bytes: dict[tuple[Direction, int], int] = field(default_factory=lambda: defaultdict(int))
-    wait_s: dict[tuple[Direction, int], float] = field(default_factory=lambda: defaultdict(float))
+    def __init__(self) -> None:
+        self._storages: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
 
-    def clear(self) -> None:
-        self.sent_bytes.clear()
-        self.received_bytes.clear()
-        self.wait_s.clear()
+    def get(
+        self, name: str, slot: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        num_elements = 1
+        for size in shape:
+            num_elements *= size
+        kept = self._storages.get((name, slot, dtype))
+        if kept is None or kept.numel() < num_elements or kept.device != device:
+            kept = self._storages[name, slot, dtype] = torch.empty(num_elements, dtype=dtype, device=device)
+        return kept[:num_elements].view(shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(storage.nbytes for storage in self._storages.values())
+
+    def drop(self) -> list[torch.Tensor]:
+        """Forget all, after an error: the group may still write to them."""
+        dropped = list(self._storages.values())
+        self._storages.clear()
+        return dropped
 
 
 @dataclass(eq=False)
@@ -62,6 +84,15 @@ class _Message:
     work: PendingWork | None
 
 
+@dataclass(eq=False)
+class _Arrival:
+    """What a stage's `take` hands over: the buffer, the messages that fill it, and when it was free to begin."""
+
+    buffer: torch.Tensor
+    messages: list[_Message] = field(default_factory=list)
+    events: HopEvents | None = None
+
+
 _KEYS, _PARTIALS = 0, 1
 _NUM_TAGGED_CALLS = 1024
 
@@ -69,9 +100,9 @@ _NUM_TAGGED_CALLS = 1024
 class HopExchange:
     """The messages of one pass. Packed buffers have shape (2, B, n, Hkv, D): K then V, or dK then dV.
 
-    Double-buffered: `post_keys(t + 1)` before hop t's kernels; it first waits for sends older than hop t,
-    so at most two hops' buffers live at once. No cycle of waits can form, because a rank that posts hop t+1
-    waits only for messages of hops before t.
+    Double-buffered: `post_keys(t + 1)` before stage t's kernels; it first waits for sends older than stage
+    t, so at most two stages' buffers live at once. No cycle of waits can form, because a rank that posts
+    stage t+1 waits only for messages of stages before t.
     """
 
     def __init__(
@@ -82,6 +113,9 @@ class HopExchange:
         direction: Direction,
         call_index: int,
         ledger: HopLedger,
+        plan: tuple[Stage, ...],
+        buffers: HopBuffers,
+        partial_dtype: torch.dtype,
     ) -> None:
         self._schedule = schedule
         self._cp_rank = cp_rank
@@ -89,46 +123,84 @@ class HopExchange:
         self._direction = direction
         self._call_index = call_index
         self._ledger = ledger
-        self._sends: list[_Message] = []
-        self._keys: dict[int, _Message] = {}
-        self._partials: dict[int, _Message] = {}
+        self._plan = plan
+        self._buffers = buffers
+        self._partial_dtype = partial_dtype
+        self._sends: list[tuple[int, _Message]] = []
+        self._keys: dict[int, _Arrival] = {}
+        self._partials: dict[int, _Arrival] = {}
+        self._posting = 0
 
-    def post_keys(self, hop: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Start receiving the keys of `hop` and sending those its reader wants; k, v (B, S_local, Hkv, D)."""
-        if hop >= self._schedule.cp:
+    def post_keys(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Start receiving the keys of stage `index` and sending what others want; k, v (B, S_local, Hkv, D)."""
+        if index >= len(self._plan):
             return
-        self._settle_sends(before=hop - 1)
-        own = self._schedule.hops[self._cp_rank][hop]
-        if own.num_fetched_tokens:
-            buffer = k.new_empty((2, k.size(0), own.num_fetched_tokens, *k.shape[2:]))
-            self._keys[hop] = self._receive(hop, _KEYS, own.source, buffer)
-        requested = self._schedule.requested(self._cp_rank, hop)
-        if requested:
-            self._send(hop, _KEYS, self._schedule.reader(self._cp_rank, hop), _pack(k, v, requested))
+        self._settle_sends(before=index - 1)
+        stage = self._plan[index]
+        arrival = None
+        if stage.num_tokens:
+            arrival = self._keys[index] = _Arrival(self._buffer("keys", index, k, stage.num_tokens, k.dtype))
+        with self._together(index, arrival, k.device):
+            for hop in stage.hops:
+                own = self._schedule.hops[self._cp_rank][hop]
+                if own.num_fetched_tokens:
+                    assert arrival is not None
+                    start = stage.place(hop)
+                    region = arrival.buffer[:, :, start : start + own.num_fetched_tokens]
+                    for channel, piece in enumerate(self._cut(region, own.fetch, stage)):
+                        arrival.messages.append(self._receive(hop, 2 * channel + _KEYS, own.source, piece))
+            for hop in stage.hops:
+                requested = self._schedule.requested(self._cp_rank, hop)
+                reader = self._schedule.reader(self._cp_rank, hop)
+                for channel, piece in enumerate(self._cut_keys(k, v, requested, stage)):
+                    self._send(hop, 2 * channel + _KEYS, reader, piece)
 
-    def take_keys(self, hop: int) -> torch.Tensor | None:
-        """The packed K and V of `hop`, or None when the hop needs none. Blocks until they have arrived."""
-        return self._take(self._keys, hop)
+    def push_keys(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """What of `post_keys` can wait until the kernels are launched that hide it. Here nothing."""
 
-    def expect_partials(self, hop: int, k: torch.Tensor) -> None:
-        """Start receiving the dK and dV that `hop`'s reader computes for this rank's keys."""
-        num_tokens = sum(stop - start for start, stop in self._schedule.requested(self._cp_rank, hop))
-        if num_tokens:
-            reader = self._schedule.reader(self._cp_rank, hop)
-            buffer = k.new_empty((2, k.size(0), num_tokens, *k.shape[2:]), dtype=accumulate_dtype(k.dtype))
-            self._partials[hop] = self._receive(hop, _PARTIALS, reader, buffer)
+    def take_keys(self, index: int) -> torch.Tensor | None:
+        """The packed K and V of stage `index`, or None when it needs none. Blocks until they have arrived."""
+        return self._take(self._keys, index)
 
-    def send_partials(self, hop: int, partials: torch.Tensor) -> None:
-        """Return the packed dK and dV of `hop` to the owner of its keys."""
-        self._send(hop, _PARTIALS, self._schedule.hops[self._cp_rank][hop].source, partials)
+    def partials_buffer(self, index: int, k: torch.Tensor) -> torch.Tensor:
+        """Where the kernels of stage `index` leave dK and dV of its keys, (2, B, n, Hkv, D). Not initialized."""
+        return self._buffer("partials", index, k, self._plan[index].num_tokens, self._partial_dtype)
 
-    def take_partials(self, hop: int) -> torch.Tensor | None:
-        """The packed dK and dV for `schedule.requested(cp_rank, hop)`, or None when nobody read them."""
-        return self._take(self._partials, hop)
+    def swap_partials(self, index: int, partials: torch.Tensor | None, k: torch.Tensor) -> None:
+        """Return stage `index`'s packed dK and dV to the keys' owners, and start receiving those of own keys."""
+        stage = self._plan[index]
+        num_requested = sum(self._num_requested(hop) for hop in stage.hops)
+        arrival = None
+        if num_requested:
+            inbox = self._buffer("inbox", index, k, num_requested, self._partial_dtype)
+            arrival = self._partials[index] = _Arrival(inbox)
+        with self._together(index, arrival, k.device):
+            for hop in stage.hops:
+                if self._num_requested(hop):
+                    assert arrival is not None
+                    reader = self._schedule.reader(self._cp_rank, hop)
+                    for channel, piece in enumerate(self._cut(self._inbox(arrival.buffer, stage, hop), (), stage)):
+                        arrival.messages.append(self._receive(hop, 2 * channel + _PARTIALS, reader, piece))
+            for hop in stage.hops:
+                own = self._schedule.hops[self._cp_rank][hop]
+                if own.num_fetched_tokens:
+                    assert partials is not None
+                    start = stage.place(hop)
+                    region = partials[:, :, start : start + own.num_fetched_tokens]
+                    for channel, piece in enumerate(self._cut(region, (), stage)):
+                        self._send(hop, 2 * channel + _PARTIALS, own.source, piece)
+
+    def take_partials(self, index: int) -> dict[int, torch.Tensor]:
+        """By hop of stage `index`, the packed dK and dV for `schedule.requested(cp_rank, hop)`."""
+        inbox = self._take(self._partials, index)
+        if inbox is None:
+            return {}
+        stage = self._plan[index]
+        return {hop: self._inbox(inbox, stage, hop) for hop in stage.hops if self._num_requested(hop)}
 
     def finish(self) -> None:
         """Wait until the last buffer has left; the pass is over."""
-        self._settle_sends(before=self._schedule.cp)
+        self._settle_sends(before=len(self._plan))
         assert not self._keys, sorted(self._keys)
         assert not self._partials, sorted(self._partials)
 
@@ -138,39 +210,114 @@ class HopExchange:
         Works and group must not live as long as the error's traceback: they keep sockets open, and the
         peers of a failed rank learn of it by their closing.
         """
-        messages = [*self._sends, *self._keys.values(), *self._partials.values()]
+        arrivals = (*self._keys.values(), *self._partials.values())
+        messages = [message for _, message in self._sends]
+        messages += [message for arrival in arrivals for message in arrival.messages]
         for message in messages:
             message.work = None
         self._group = None
-        return [message.buffer for message in messages]
+        return [message.buffer for message in messages] + self._buffers.drop()
+
+    def _num_requested(self, hop: int) -> int:
+        return sum(stop - start for start, stop in self._schedule.requested(self._cp_rank, hop))
+
+    def _inbox(self, inbox: torch.Tensor, stage: Stage, hop: int) -> torch.Tensor:
+        """The part of a stage's inbox that `hop` fills: its own packed (2, B, n, Hkv, D), one after another."""
+        before = sum(self._num_requested(other) for other in stage.hops[: stage.hops.index(hop)])
+        num_tokens = self._num_requested(hop)
+        per_token = inbox.numel() // inbox.size(2)
+        flat = inbox.view(-1)[before * per_token : (before + num_tokens) * per_token]
+        return flat.view(2, inbox.size(1), num_tokens, *inbox.shape[3:])
+
+    def _buffer(self, name: str, index: int, k: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
+        shape = (2, k.size(0), num_tokens, *k.shape[2:])
+        if k.is_cuda:
+            return self._buffers.get(name, index % 2, shape, dtype, k.device)
+        return torch.empty(shape, dtype=dtype)
+
+    def _cut(self, region: torch.Tensor, ranges: tuple[Range, ...], stage: Stage) -> list[torch.Tensor]:
+        """The contiguous messages that fill (2, B, n, Hkv, D). Both sides of a hop cut alike.
+
+        On the CPU one packed message where a stage is one hop; else K and V of each sequence apart, on the
+        GPU each of the source's ranges too, which so are sent from where they lie.
+        """
+        if not region.is_cuda and len(stage.hops) == 1:
+            return [region]
+        lengths = [stop - start for start, stop in ranges] if region.is_cuda and ranges else [region.size(2)]
+        return [piece for kind in region.unbind(0) for sequence in kind.unbind(0) for piece in sequence.split(lengths)]
+
+    def _cut_keys(
+        self, k: torch.Tensor, v: torch.Tensor, ranges: tuple[Range, ...], stage: Stage
+    ) -> list[torch.Tensor]:
+        if not ranges:
+            return []
+        if not k.is_cuda:
+            return self._cut(_pack(k, v, ranges), ranges, stage)
+        return [x[batch, start:stop] for x in (k, v) for batch in range(k.size(0)) for start, stop in ranges]
+
+    @contextmanager
+    def _together(self, index: int, arrival: _Arrival | None, device: torch.device) -> Iterator[None]:
+        """On a GPU, one operation out of all that is sent and received inside."""
+        self._posting = index
+        if device.type != "cuda":
+            yield
+            return
+        first_send = len(self._sends)
+        group = self._group
+        assert group is not None
+        backend: Any = group._get_backend(device) if hasattr(group, "_get_backend") else group
+        backend._start_coalescing()
+        yield
+        work = backend._end_coalescing()
+        posted = [message for _, message in self._sends[first_send:]]
+        posted += arrival.messages if arrival is not None else []
+        for message in posted:
+            message.work = work
+        if arrival is not None and self._ledger.keep_events:
+            hop = self._plan[index].hops[0]
+            arrival.events = HopEvents(self._direction, hop, _now())
 
     def _send(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> None:
         assert self._group is not None
         assert buffer.is_contiguous()
         work = self._group.send([buffer], peer, self._tag(hop, kind))
         self._ledger.sent_bytes[self._direction, hop] += buffer.nbytes
-        assert work is not None, "this rank is not in the group"
-        self._sends.append(_Message(hop, buffer, work))
+        assert work is not None or buffer.is_cuda, "this rank is not in the group"
+        self._sends.append((self._posting, _Message(hop, buffer, work)))
 
     def _receive(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> _Message:
         assert self._group is not None
         work = self._group.recv([buffer], peer, self._tag(hop, kind))
-        assert work is not None, "this rank is not in the group"
+        assert work is not None or buffer.is_cuda, "this rank is not in the group"
         return _Message(hop, buffer, work)
 
-    def _take(self, messages: dict[int, _Message], hop: int) -> torch.Tensor | None:
-        message = messages.get(hop)
-        if message is None:
+    def _take(self, arrivals: dict[int, _Arrival], index: int) -> torch.Tensor | None:
+        arrival = arrivals.get(index)
+        if arrival is None:
             return None
-        self._wait(message)
-        self._ledger.received_bytes[self._direction, hop] += message.buffer.nbytes
-        del messages[hop]
-        return message.buffer
+        if arrival.events is not None:
+            self._watch(arrival.events, arrival.messages[0])
+        for message in arrival.messages:
+            self._wait(message)
+            self._ledger.received_bytes[self._direction, message.hop] += message.buffer.nbytes
+        if arrival.events is not None:
+            arrival.events.had = _now()
+            self._ledger.events.append(arrival.events)
+        del arrivals[index]
+        return arrival.buffer
+
+    def _watch(self, events: HopEvents, message: _Message) -> None:
+        """Note on a stream of its own when the exchange has arrived, and that the kernels now want it."""
+        assert message.work is not None
+        with torch.cuda.stream(torch.cuda.Stream()):
+            message.work.wait()
+            events.arrived = _now()
+        events.wanted = _now()
 
     def _settle_sends(self, before: int) -> None:
-        for message in [message for message in self._sends if message.hop < before]:
-            self._wait(message)
-            self._sends.remove(message)
+        for entry in [entry for entry in self._sends if entry[0] < before]:
+            self._wait(entry[1])
+            self._sends.remove(entry)
 
     def _wait(self, message: _Message) -> None:
         assert message.work is not None
@@ -184,7 +331,16 @@ class HopExchange:
         """The same on both sides; a late message of a neighbouring call, pass or hop cannot match it."""
         call = self._call_index % _NUM_TAGGED_CALLS
         backward = self._direction == "backward"
-        return ((call * 2 + backward) * self._schedule.cp + hop) * 2 + kind
+        return (((call * 2 + backward) * self._schedule.cp + hop) * _NUM_CHANNELS + kind) % _NUM_TAGS
+
+
+_NUM_CHANNELS, _NUM_TAGS = 64, 2**31 - 1
+
+
+def _now() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _pack(k: torch.Tensor, v: torch.Tensor, ranges: tuple[Range, ...]) -> torch.Tensor:

@@ -1,12 +1,17 @@
 """Adding up partial attention results: (out, lse) of two disjoint sets of keys into those of their union.
 
-The eager form, in place, on accumulators of fp32 (fp64 for fp64 inputs). Knows nothing of hops or ranks.
-Fully masked rows have lse = -inf going into a merge and +inf going into a backward pass.
+The eager form is the reference and the CPU's path; on a GPU `fused` does the same in one pass over memory.
+In place, on accumulators of fp32 (fp64 for fp64 inputs), or in the kernels' own type where that rounds only
+once more. Knows nothing of hops or ranks. Fully masked rows have lse = -inf going into a merge and +inf
+going into a backward pass.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import lru_cache
+from types import ModuleType
 
 import torch
 
@@ -19,18 +24,75 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 class Accumulator:
     """Running `out` (B, S, H, D) and `lse` (B, S, H, natural log) over the keys merged so far.
 
-    Rows that no key has reached yet have lse = -inf and out = 0.
+    Rows that no key has reached yet have lse = -inf and out = 0. `dtype` is the type of the running `out`,
+    by default the accumulation type; the running lse always is of that.
     """
 
-    def __init__(self, like: torch.Tensor) -> None:
-        dtype = accumulate_dtype(like.dtype)
-        self.out = torch.zeros(like.shape, dtype=dtype, device=like.device)
-        self.lse = torch.full(like.shape[:3], -math.inf, dtype=dtype, device=like.device)
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        self._like = like
+        self._dtype = accumulate_dtype(like.dtype) if dtype is None else dtype
+        self._out: torch.Tensor | None = None
+        self._lse: torch.Tensor | None = None
+
+    @property
+    def out(self) -> torch.Tensor:
+        self._fill()
+        assert self._out is not None
+        return self._out
+
+    @property
+    def lse(self) -> torch.Tensor:
+        self._fill()
+        assert self._lse is not None
+        return self._lse
 
     def add(self, rows: tuple[int, int], out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge a partial result for the local query range `rows`: `out` (B, n, H, D), `lse` (B, n, H)."""
+        """Merge a partial result for the local query range `rows`: `out` (B, n, H, D), `lse` (B, n, H).
+
+        The first one for all rows is taken over as it is: merging into nothing would change no bit.
+        """
         start, stop = rows
+        if self._out is None and out.shape == self._like.shape:
+            self._out, self._lse = _own(out, self._dtype), lse.to(accumulate_dtype(self._like.dtype))
+            return
+        self._fill()
         merge_(self.out[:, start:stop], self.lse[:, start:stop], out, lse)
+
+    def _fill(self) -> None:
+        if self._out is not None:
+            return
+        like = self._like
+        self._out = torch.zeros(like.shape, dtype=self._dtype, device=like.device)
+        # Heads before rows in memory, as the GPU kernels have it.
+        shape = (like.size(0), like.size(2), like.size(1))
+        lse = torch.full(shape, -math.inf, dtype=accumulate_dtype(like.dtype), device=like.device)
+        self._lse = lse.transpose(1, 2)
+
+
+class GradientSum:
+    """Running dq (B, S, H, D) over tiles; the first share for all of it is taken over as it is."""
+
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        self._like = like
+        self._dtype = accumulate_dtype(like.dtype) if dtype is None else dtype
+        self._total: torch.Tensor | None = None
+
+    def add(self, rows: tuple[int, int], share: torch.Tensor, heads: slice = slice(None)) -> None:
+        """Add the share (B, n, some heads, D) of the local query range `rows`."""
+        if self._total is None and share.shape == self._like.shape:
+            self._total = _own(share, self._dtype)
+            return
+        part = self.total[:, rows[0] : rows[1], heads]
+        if part.shape[2] == self._like.shape[2]:
+            add_(part, [share])
+        else:
+            part.add_(share)
+
+    @property
+    def total(self) -> torch.Tensor:
+        if self._total is None:
+            self._total = torch.zeros(self._like.shape, dtype=self._dtype, device=self._like.device)
+        return self._total
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
@@ -38,14 +100,61 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_ls
 
     The softmax rescaling of FlashAttention's split keys (Dao 2022, arXiv:2205.14135), applied across hops.
     """
+    fused = _fused_for(out)
+    (eager_merge_ if fused is None else fused.merge_)(out, lse, part_out, part_lse)
+
+
+def add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """In place: `total` (B, n, H, D) grows by all `parts`, in their order, rounded once to `total`'s type."""
+    fused = _fused_for(total)
+    (eager_add_ if fused is None else fused.add_)(total, parts)
+
+
+def eager_merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
     part_lse = part_lse.to(lse.dtype)
     # From the difference alone, so that the two weights add up to 1 however large the scores are. A part
     # of -inf weighs nothing, whatever it meets: the difference of two -inf would be NaN.
     weight = torch.sigmoid(part_lse - lse).masked_fill(part_lse == -math.inf, 0.0)
-    out.lerp_(part_out.to(out.dtype), weight.unsqueeze(-1))
+    if out.dtype == lse.dtype:
+        out.lerp_(part_out.to(out.dtype), weight.unsqueeze(-1))
+    else:
+        out.copy_(torch.lerp(out.to(lse.dtype), part_out.to(lse.dtype), weight.unsqueeze(-1)))
     lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+def eager_add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    if total.dtype == accumulate_dtype(total.dtype):
+        for part in parts:
+            total += part
+        return
+    exact = total.to(accumulate_dtype(total.dtype))
+    for part in parts:
+        exact += part
+    total.copy_(exact)
 
 
 def lse_for_backward(lse: torch.Tensor) -> torch.Tensor:
     """The merged lse with +inf for fully masked rows, so that P = exp(s - lse) is 0 there, not NaN."""
     return lse.masked_fill(lse == -math.inf, math.inf)
+
+
+def _own(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`part` as a running total: in its type, and on a GPU in the order that the fused kernels walk."""
+    part = part.to(dtype)
+    return part.contiguous() if part.is_cuda else part
+
+
+def _fused_for(total: torch.Tensor) -> ModuleType | None:
+    """The Triton kernels for accumulators on a GPU, unless Triton is missing or the sums are fp64's."""
+    if not total.is_cuda or total.dtype == torch.float64:
+        return None
+    return _triton_kernels()
+
+
+@lru_cache(maxsize=1)
+def _triton_kernels() -> ModuleType | None:
+    try:
+        from elastic_ring.attention import fused
+    except ImportError:
+        return None
+    return fused

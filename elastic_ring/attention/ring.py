@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,15 +16,22 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from elastic_ring.attention.checks import check_group, check_local_length, check_tensors
-from elastic_ring.attention.exchange import Group, HopExchange, HopLedger
+from elastic_ring.attention.exchange import Group, HopBuffers, HopExchange, HopLedger
+from elastic_ring.attention.gradients import Gradients, OwnGradients, partial_dtype, running_dtype
 from elastic_ring.attention.kernels.table import Backend, select
 from elastic_ring.attention.layout import Layout, Range, make_layout
-from elastic_ring.attention.merge import Accumulator, accumulate_dtype, lse_for_backward
+from elastic_ring.attention.merge import Accumulator, lse_for_backward
 from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.schedule import Direction, Hop, Schedule, plan
+from elastic_ring.attention.peer_exchange import PeerExchange
+from elastic_ring.attention.peer_memory import PeerMemory
+from elastic_ring.attention.schedule import Direction, Schedule, plan
+from elastic_ring.attention.stages import Stage, choose_hops_per_stage, num_row_visits, stages
 
 Observer = Callable[[Direction, int, int], None]
 """Called as observer(direction, call_index, hop) just before a hop's kernels run."""
+
+GATHER_LIMIT_BYTES = 3 << 29
+"""On a GPU, as many hops share one round of kernels as have K and V of this size together on every rank."""
 
 
 class RingAttention:
@@ -32,8 +40,13 @@ class RingAttention:
 
     `group` is a process group of exactly the ring's ranks in cp_rank order, or None for cp = 1; every rank
     makes the same calls in the same order. `backend` is a `Backend`, its name, or None for the best that
-    passes its self-test. `ledger` counts bytes and waits, `observer` sees every hop. All results are added
-    up in a fixed order, so equal calls give equal bits.
+    passes its self-test; `cache_dir` keeps that verdict for later processes. `deterministic` picks bitwise
+    repeatable kernels, which cost some speed on a GPU; all results are added up in a fixed order either way.
+    `hops_per_stage` sets how many hops share one round of kernels (None: one on a CPU; on a GPU as many as
+    fit into `GATHER_LIMIT_BYTES`); it must be the same on all ranks. `ledger` counts bytes and waits,
+    `observer` sees every hop, `buffers` may be shared by rings that are used one after another. `memory`,
+    for ranks on one host, moves the hops by the GPUs' copy engines instead of through `group`; after a call
+    that raised it is of no more use.
 
     Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
     the buffers which the group may still write to are kept until this object is dropped.
@@ -46,16 +59,29 @@ class RingAttention:
         group: Group | None,
         *,
         backend: Backend | str | None = None,
+        deterministic: bool = True,
+        hops_per_stage: int | None = None,
+        cache_dir: Path | None = None,
         ledger: HopLedger | None = None,
         observer: Observer | None = None,
+        buffers: HopBuffers | None = None,
+        memory: PeerMemory | None = None,
     ) -> None:
         check_group(schedule, cp_rank, group)
+        if hops_per_stage is not None and hops_per_stage < 1:
+            raise ValueError(f"hops_per_stage={hops_per_stage}: a stage is at least one hop; leave it out")
         self.schedule = schedule
         self.cp_rank = cp_rank
         self.ledger = HopLedger() if ledger is None else ledger
         self._group = group
         self._backend = backend
+        self._deterministic = deterministic
+        self._hops_per_stage = hops_per_stage
+        self._cache_dir = cache_dir
         self._observer = observer
+        self._buffers = HopBuffers() if buffers is None else buffers
+        self._memory = memory
+        self._selected: dict[tuple[torch.device, torch.dtype, int, int], Backend] = {}
         self._next_call_index = 0
         self._abandoned: list[torch.Tensor] = []
 
@@ -70,6 +96,8 @@ class RingAttention:
         check_tensors(q, k, v)
         check_local_length(q, self.schedule.layout, self.cp_rank)
         scale = q.size(-1) ** -0.5 if scale is None else scale
+        if q.is_cuda:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out: torch.Tensor = _RingFunction.apply(q, k, v, self, scale)
         return out
 
@@ -80,91 +108,102 @@ class RingAttention:
     def _run_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        backend = self._backend_for(q)
+        backend, plan_ = self._backend_for(q, k), self._stages(k)
         call_index = self._next_call_index
         self._next_call_index += 1
-        total = Accumulator(q)
-        with self._exchange("forward", call_index) as exchange:
-            for index, hop in enumerate(self.schedule.hops[self.cp_rank]):
+        total = Accumulator(q, running_dtype(backend, q, num_row_visits(plan_, backward=False)))
+        with self._exchange("forward", call_index, k, backend) as exchange:
+            for index, stage in enumerate(plan_):
                 keys = (k, v) if index == 0 else exchange.take_keys(index)
                 exchange.post_keys(index + 1, k, v)
-                self._observe("forward", call_index, index)
-                for tile in hop.tiles:
+                self._observe("forward", call_index, stage)
+                for tile in stage.by_rows:
                     assert keys is not None
-                    tile_k, tile_v = _tile_keys(keys, hop, index, tile.k)
-                    rows = slice(*tile.q)
-                    part = backend.forward(q[:, rows], tile_k, tile_v, causal=tile.causal, scale=scale)
+                    columns, rows = slice(*tile.k), slice(*tile.q)
+                    part = backend.forward(
+                        q[:, rows], keys[0][:, columns], keys[1][:, columns], causal=tile.causal, scale=scale
+                    )
                     total.add(tile.q, *part)
+                exchange.push_keys(index + 1, k, v)
         return total.out.to(q.dtype), lse_for_backward(total.lse), call_index
 
     def _run_backward(
         self, dout: torch.Tensor, saved: tuple[torch.Tensor, ...], scale: float, call_index: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v, *_ = saved
-        dq = torch.zeros(q.shape, dtype=accumulate_dtype(q.dtype), device=q.device)
-        own_partials = _empty_partials(k, k.size(1))
-        with self._exchange("backward", call_index) as exchange:
-            for index, hop in enumerate(self.schedule.hops[self.cp_rank]):
+        q, k, v, out, lse = saved
+        backend, plan_ = self._backend_for(q, k), self._stages(k)
+        tiles = Gradients(backend, scale, dout, q, out, lse, plan_)
+        # Own keys are visited once by own queries; their other shares come with the partials of the stages.
+        own = OwnGradients(backend, q, k, v, len(plan_))
+        with self._exchange("backward", call_index, k, backend) as exchange:
+            for index, stage in enumerate(plan_):
                 keys = (k, v) if index == 0 else exchange.take_keys(index)
                 exchange.post_keys(index + 1, k, v)
-                if index > 0:
-                    exchange.expect_partials(index, k)
-                self._observe("backward", call_index, index)
-                partials = own_partials if index == 0 else _empty_partials(k, hop.num_fetched_tokens)
-                if hop.tiles:
+                self._observe("backward", call_index, stage)
+                if index == 0:
+                    own.run_first_part(tiles, stage)
+                    exchange.push_keys(index + 1, k, v)
+                    continue
+                partials = None
+                if stage.num_tokens:
                     assert keys is not None
-                    self._hop_gradients(index, keys, dout, saved, scale, dq, partials)
-                    if index > 0:
-                        exchange.send_partials(index, partials)
-                # One hop late, so that the reader of hop t - 1 had a hop's time to compute and return it.
-                self._add_partials(own_partials, exchange, index - 1)
-            self._add_partials(own_partials, exchange, self.schedule.cp - 1)
-        return dq.to(q.dtype), own_partials[0].to(k.dtype), own_partials[1].to(v.dtype)
+                    partials = exchange.partials_buffer(index, k)
+                    tiles.run(stage, keys, partials)
+                exchange.push_keys(index + 1, k, v)
+                exchange.swap_partials(index, partials, k)
+                # One stage late, so that the readers of the one before had time to compute and return it.
+                self._add_partials(own, exchange, index - 1)
+            own.run_last_part(tiles, plan_[0])
+            self._add_partials(own, exchange, len(plan_) - 1)
+        return tiles.dq.total.to(q.dtype), own.total[0].to(k.dtype), own.total[1].to(v.dtype)
 
-    def _hop_gradients(
-        self,
-        index: int,
-        keys: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        dout: torch.Tensor,
-        saved: tuple[torch.Tensor, ...],
-        scale: float,
-        dq: torch.Tensor,
-        partials: torch.Tensor,
-    ) -> None:
-        """Add one hop's share to `dq` (B, S_local, H, D) and to the packed dK, dV in `partials`."""
-        q, _, _, out, lse = saved
-        backend = self._backend_for(q)
-        hop = self.schedule.hops[self.cp_rank][index]
-        for tile in hop.tiles:
-            tile_k, tile_v = _tile_keys(keys, hop, index, tile.k)
-            rows, columns = slice(*tile.q), slice(*_place(hop, index, tile.k))
-            share = backend.backward(
-                dout[:, rows], q[:, rows], tile_k, tile_v, out[:, rows], lse[:, rows],
-                causal=tile.causal, scale=scale,
-            )  # fmt: skip
-            dq[:, rows] += share[0]
-            partials[0][:, columns] += share[1]
-            partials[1][:, columns] += share[2]
-
-    def _add_partials(self, own_partials: torch.Tensor, exchange: HopExchange, hop: int) -> None:
-        """Add what the reader of `hop` computed for own keys. Called in hop order, the order of sums."""
-        partials = exchange.take_partials(hop)
-        if partials is None:
+    def _add_partials(self, own: OwnGradients, exchange: HopExchange, index: int) -> None:
+        """Add what the readers of stage `index` computed for own keys. Called in hop order, the order of sums."""
+        if index < 1:
             return
-        offset = 0
-        for start, stop in self.schedule.requested(self.cp_rank, hop):
-            end = offset + stop - start
-            own_partials[:, :, start:stop] += partials[:, :, offset:end]
-            offset = end
+        parts: list[tuple[Range, torch.Tensor]] = []
+        for hop, partials in exchange.take_partials(index).items():
+            offset = 0
+            for start, stop in self.schedule.requested(self.cp_rank, hop):
+                parts.append(((start, stop), partials[:, :, offset : offset + stop - start]))
+                offset += stop - start
+        own.add(parts)
 
-    def _backend_for(self, q: torch.Tensor) -> Backend:
+    def _backend_for(self, q: torch.Tensor, k: torch.Tensor) -> Backend:
         if isinstance(self._backend, Backend):
             return self._backend
-        return select(q.device, q.dtype, q.size(-1), True, self._backend)
+        kind = (q.device, q.dtype, q.size(-1), q.size(2) // k.size(2))
+        if kind not in self._selected:
+            self._selected[kind] = select(
+                q.device, q.dtype, q.size(-1), self._deterministic, self._backend,
+                group=kind[3], cache_dir=self._cache_dir,
+            )  # fmt: skip
+        return self._selected[kind]
+
+    def _stages(self, k: torch.Tensor) -> tuple[Stage, ...]:
+        return stages(self.schedule, self.cp_rank, self._hops(k))
+
+    def _hops(self, k: torch.Tensor) -> int:
+        """How many hops share a stage; the same on all ranks, whose K and V differ in length only."""
+        if self._hops_per_stage is not None:
+            return self._hops_per_stage
+        if not k.is_cuda:
+            return 1
+        bytes_per_token = 2 * k.size(0) * k.size(2) * k.size(3) * k.element_size()
+        return choose_hops_per_stage(self.schedule, bytes_per_token, GATHER_LIMIT_BYTES)
 
     @contextmanager
-    def _exchange(self, direction: Direction, call_index: int) -> Iterator[HopExchange]:
-        exchange = HopExchange(self.schedule, self.cp_rank, self._group, direction, call_index, self.ledger)
+    def _exchange(
+        self, direction: Direction, call_index: int, k: torch.Tensor, backend: Backend
+    ) -> Iterator[HopExchange]:
+        arguments = (
+            self.schedule, self.cp_rank, self._group, direction, call_index, self.ledger, self._stages(k),
+            self._buffers, partial_dtype(backend, k),
+        )  # fmt: skip
+        exchange = HopExchange(*arguments)
+        if self._memory is not None and k.is_cuda and self.schedule.cp > 1:
+            exchange = peers = PeerExchange(*arguments, memory=self._memory, hops_per_stage=self._hops(k))
+            peers.start(k)
         try:
             yield exchange
             exchange.finish()
@@ -172,9 +211,10 @@ class RingAttention:
             self._abandoned += exchange.abandon()
             raise
 
-    def _observe(self, direction: Direction, call_index: int, hop: int) -> None:
+    def _observe(self, direction: Direction, call_index: int, stage: Stage) -> None:
         if self._observer is not None:
-            self._observer(direction, call_index, hop)
+            for hop in stage.hops:
+                self._observer(direction, call_index, hop)
 
 
 class _RingFunction(torch.autograd.Function):
@@ -207,6 +247,7 @@ def ring_attention(
     document_starts: Sequence[int] = (0,),
     scale: float | None = None,
     backend: Backend | str | None = None,
+    deterministic: bool = True,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the whole sequence that the ranks of `group` share.
 
@@ -215,6 +256,7 @@ def ring_attention(
     queries, keys and any position encoding must follow that order. `group` None is torch.distributed's
     default group. `seq_len` in tokens may be left out when all ranks hold equally many.
     `document_starts` are the positions where packed documents begin; the same for all sequences of a batch.
+    `deterministic` False lets a GPU's kernels add up in any order, which is faster.
 
     Every rank must make the same call. Raises `ValueError` for arguments that do not fit, and the group's
     own error when a peer is lost. What only a comparison between ranks could find, such as different
@@ -235,7 +277,9 @@ def ring_attention(
     if isinstance(layout, str):
         layout = make_layout(layout, seq_len, cp)
     schedule = plan(Pattern(causal, tuple(int(start) for start in document_starts)), layout)
-    return RingAttention(schedule, ring_group.rank(), ring_group, backend=backend)(q, k, v, scale=scale)
+    return RingAttention(schedule, ring_group.rank(), ring_group, backend=backend, deterministic=deterministic)(
+        q, k, v, scale=scale
+    )
 
 
 def _resolve_group(group: Any) -> Any:
@@ -246,20 +290,3 @@ def _resolve_group(group: Any) -> Any:
     if not all(hasattr(group, name) for name in ("send", "recv", "rank", "size")):
         raise ValueError(f"group={group!r}: not a process group that this rank is a member of")
     return group
-
-
-def _tile_keys(
-    keys: torch.Tensor | tuple[torch.Tensor, torch.Tensor], hop: Hop, index: int, k: Range
-) -> tuple[torch.Tensor, torch.Tensor]:
-    columns = slice(*_place(hop, index, k))
-    return keys[0][:, columns], keys[1][:, columns]
-
-
-def _place(hop: Hop, index: int, k: Range) -> Range:
-    """Where source-local keys lie in what the hop computes on: the own slice, or the packed buffer."""
-    return k if index == 0 else hop.in_buffer(k)
-
-
-def _empty_partials(k: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    shape = (2, k.size(0), num_tokens, *k.shape[2:])
-    return torch.zeros(shape, dtype=accumulate_dtype(k.dtype), device=k.device)

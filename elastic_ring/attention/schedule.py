@@ -93,11 +93,13 @@ class Schedule:
         *,
         batch: int = 1,
         side: Side = "received",
+        partial_itemsize: int | None = None,
     ) -> int:
         """Bytes that `cp_rank` receives (or sends) in one hop of one attention call.
 
         Forward: K and V of the fetched tokens, `itemsize` bytes an element. Backward: K and V again, and
-        the dK and dV partials the other way, in the accumulation type (fp32, or fp64 for fp64 inputs).
+        the dK and dV partials the other way, `partial_itemsize` bytes an element: by default those of the
+        accumulation type (fp32, or fp64 for fp64 inputs), and `itemsize` for kernels that round to it.
         """
         pulled = self.hops[cp_rank][hop].num_fetched_tokens
         served = self.hops[self.reader(cp_rank, hop)][hop].num_fetched_tokens
@@ -105,7 +107,7 @@ class Schedule:
         num_elements = 2 * batch * kv_heads * head_dim
         num_bytes = num_elements * keys * itemsize
         if direction == "backward":
-            num_bytes += num_elements * partials * max(itemsize, 4)
+            num_bytes += num_elements * partials * (max(itemsize, 4) if partial_itemsize is None else partial_itemsize)
         return num_bytes
 
 

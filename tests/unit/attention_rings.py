@@ -140,7 +140,7 @@ def whole_attention(case: Case, tensors: list[torch.Tensor] | None = None) -> li
     group = case.num_heads // case.num_kv_heads
     wide_k, wide_v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, wide_k) / math.sqrt(case.head_dim)
-    weights = scores.masked_fill(~case.visible(), -math.inf).softmax(-1)
+    weights = scores.masked_fill(~case.visible().to(q.device), -math.inf).softmax(-1)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, wide_v)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 

@@ -144,7 +144,7 @@ WRONG: dict[str, tuple[list[torch.Tensor], dict[str, Any], str]] = {
         "layout is for cp=4, but the group has 2 ranks",
     ),
     "layout of another length": (_tensors(), {"layout": zigzag(16, 2), "seq_len": 12}, "leave seq_len out"),
-    "backend": (_tensors(), {"backend": "flesh"}, "choose one of aten-cpu, reference"),
+    "backend": (_tensors(), {"backend": "flesh"}, "choose one of flash-attn-4, .*, aten-cpu, reference"),
 }
 
 

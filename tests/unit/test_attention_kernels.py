@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from elastic_ring.attention.merge import Accumulator, lse_for_backward, merge_
 from elastic_ring.errors import RunFailed
 from tests.unit.attention_rings import Case, one_thread, relative_error, whole_attention
 
-ATEN, REFERENCE = BACKENDS
+CPU = [backend for backend in BACKENDS if "cpu" in backend.devices]
+ATEN, REFERENCE = CPU
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -68,14 +70,14 @@ def test_rows_that_no_key_reached_have_zero_gradients() -> None:
     assert torch.equal(total.lse, torch.full_like(total.lse, -math.inf))
     lse = lse_for_backward(total.lse)
     assert torch.equal(lse, torch.full_like(lse, math.inf))
-    for backend in BACKENDS:
+    for backend in CPU:
         grads = backend.backward(dout, q, k, v, total.out, lse, causal=False, scale=1.0)
         assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", CPU, ids=lambda b: b.name)
 def test_a_backend_alone_agrees_with_autograd(backend: Backend, num_kv_heads: int, causal: bool) -> None:
     case = Case(cp=1, seq_len=130, causal=causal, num_kv_heads=num_kv_heads)
     q, k, v, dout = case.tensors()
@@ -88,7 +90,7 @@ def test_a_backend_alone_agrees_with_autograd(backend: Backend, num_kv_heads: in
         assert relative_error(got, want) < 1e-13
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", CPU, ids=lambda b: b.name)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [4, 64, 160])
 def test_every_cpu_backend_passes_its_self_test(backend: Backend, dtype: torch.dtype, head_dim: int) -> None:
@@ -160,7 +162,7 @@ def test_the_best_able_backend_is_chosen_and_a_pin_obeyed() -> None:
 @pytest.mark.parametrize(
     ("pin", "dtype", "message"),
     [
-        ("flesh", torch.float32, "unknown; choose one of aten-cpu, reference"),
+        ("flesh", torch.float32, "unknown; choose one of flash-attn-4, .*, aten-cpu, reference"),
         ("aten-cpu", torch.int32, "takes .* not torch.int32; leave backend out"),
         (None, torch.int32, "no attention backend"),
     ],
@@ -168,3 +170,49 @@ def test_the_best_able_backend_is_chosen_and_a_pin_obeyed() -> None:
 def test_impossible_choices_are_the_users_mistake(pin: str | None, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         select("cpu", dtype, 32, True, pin)
+
+
+def test_a_pass_is_kept_on_disk_and_a_failure_is_not(tmp_path: Path) -> None:
+    calls = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return aten_cpu.forward(*args, **kwargs)
+
+    def judge(forward: Any, folder: Path) -> Any:
+        # A new object each time, as in a new process: the verdict in memory is not found.
+        backend = dataclasses.replace(ATEN, forward=lambda *args, **kwargs: forward(*args, **kwargs))
+        return self_test(backend, cache_dir=folder)
+
+    assert judge(counted, tmp_path) is None
+    num_calls = len(calls)
+    assert num_calls > 0
+    assert judge(counted, tmp_path) is None
+    assert len(calls) == num_calls
+    for _ in range(2):
+        assert judge(_nan, tmp_path / "other") is not None
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_uninstalled_package_a_head_dim_or_a_missing_device_is_a_refusal_with_its_reason() -> None:
+    cuda = {backend.name: backend for backend in BACKENDS if "cpu" not in backend.devices}
+    assert list(cuda) == ["flash-attn-4", "cudnn", "flash-attn-2", "aten-flash", "flex"]
+    missing = dataclasses.replace(ATEN, package="a-package-that-nobody-has")
+    assert missing.refusal("cpu", torch.float32, 64, True) == "needs a-package-that-nobody-has, which is not installed"
+    odd = dataclasses.replace(ATEN, head_dim_multiple=8)
+    assert odd.refusal("cpu", torch.float32, 12, True) == "takes multiples of 8 as head_dim, not 12"
+    assert cuda["cudnn"].refusal("cuda", torch.bfloat16, 64, True) == "is not deterministic"
+    assert cuda["cudnn"].refusal("cuda", torch.float32, 64, False) is not None
+    assert cuda["flex"].refusal("cpu", torch.float32, 64, False) == "runs on cuda, not on cpu"
+
+
+def test_deterministic_picks_the_repeatable_form_of_a_fast_backend() -> None:
+    fast = dataclasses.replace(ATEN, name="fast", deterministic=False, deterministic_backward=_same_backward)
+    chosen = select("cpu", torch.float32, 32, True, backends=(fast,))
+    assert chosen.deterministic
+    assert chosen.backward is _same_backward
+    assert select("cpu", torch.float32, 32, False, backends=(fast,)) is fast
+
+
+def _same_backward(*args: Any, **kwargs: Any) -> Any:
+    return aten_cpu.backward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The one table of attention backends: what each can do, which one a call gets, and the proof that it works.
+"""The one table of attention backends: what each can do, and which one a call gets.
 
 A backend is two functions over one tile in (B, S, H, D) layout. Nothing about hops, ranks or process
 groups may enter. A backend that fails its self-test is passed over with a warning, never in silence.
@@ -7,57 +7,98 @@ groups may enter. A backend that fails its self-test is passed over with a warni
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
-from elastic_ring.attention.kernels import aten_cpu, reference
-from elastic_ring.attention.merge import Accumulator, lse_for_backward
+from elastic_ring.attention.kernels import aten_cpu, aten_flash, cudnn, flash_attn2, flash_attn4, flex, reference
+from elastic_ring.attention.kernels.backend import Backend
+from elastic_ring.attention.kernels.self_test import self_test
 from elastic_ring.errors import RunFailed
+
+__all__ = ["BACKENDS", "Backend", "select", "self_test"]
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Backend:
-    """A kernel and what it can do.
-
-    `forward(q, k, v, *, causal, scale) -> (out, lse)`: q, out (B, Sq, H, D); k, v (B, Sk, Hkv, D); lse
-    (B, Sq, H), natural log, fp32 or fp64. `backward(dout, q, k, v, out, lse, *, causal, scale) ->
-    (dq, dk, dv)` takes the *merged* out and lse, so that shares of different tiles add up exactly.
-    `causal` tiles are square. `max_head_dim` None means no limit.
-    """
-
-    name: str
-    devices: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    max_head_dim: int | None
-    sparse: bool
-    deterministic: bool
-    forward: Forward = field(repr=False)
-    backward: Backward = field(repr=False)
-
-    def refusal(self, device: str, dtype: torch.dtype, head_dim: int, deterministic: bool) -> str | None:
-        """Why this backend cannot serve such a call, or None when it can."""
-        if device not in self.devices:
-            return f"runs on {', '.join(self.devices)}, not on {device}"
-        if dtype not in self.dtypes:
-            return f"takes {', '.join(map(str, self.dtypes))}, not {dtype}"
-        if self.max_head_dim is not None and head_dim > self.max_head_dim:
-            return f"takes head_dim up to {self.max_head_dim}, not {head_dim}"
-        if deterministic and not self.deterministic:
-            return "is not deterministic"
-        return None
-
-
 _ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_HALF = (torch.bfloat16, torch.float16)
 
 BACKENDS: tuple[Backend, ...] = (
+    Backend(
+        name="flash-attn-4",
+        devices=("cuda",),
+        dtypes=_HALF,
+        max_head_dim=256,
+        sparse=False,
+        deterministic=False,
+        forward=flash_attn4.forward,
+        backward=flash_attn4.backward,
+        deterministic_backward=flash_attn4.deterministic_backward,
+        min_capability=(9, 0),
+        head_dim_multiple=8,
+        keeps_type=True,
+        writes_gradients=True,
+        package="flash-attn-4",
+    ),
+    Backend(
+        name="cudnn",
+        devices=("cuda",),
+        dtypes=_HALF,
+        max_head_dim=128,
+        sparse=False,
+        deterministic=False,
+        forward=cudnn.forward,
+        backward=cudnn.backward,
+        min_capability=(8, 0),
+        head_dim_multiple=8,
+        grouped_heads=False,
+        keeps_type=True,
+    ),
+    Backend(
+        name="flash-attn-2",
+        devices=("cuda",),
+        dtypes=_HALF,
+        max_head_dim=256,
+        sparse=False,
+        deterministic=False,
+        forward=flash_attn2.forward,
+        backward=flash_attn2.backward,
+        deterministic_backward=flash_attn2.deterministic_backward,
+        min_capability=(8, 0),
+        head_dim_multiple=8,
+        keeps_type=True,
+        writes_gradients=True,
+        package="flash-attn",
+    ),
+    Backend(
+        name="aten-flash",
+        devices=("cuda",),
+        dtypes=_HALF,
+        max_head_dim=256,
+        sparse=False,
+        deterministic=False,
+        forward=aten_flash.forward,
+        backward=aten_flash.backward,
+        deterministic_backward=aten_flash.deterministic_backward,
+        min_capability=(8, 0),
+        head_dim_multiple=8,
+        keeps_type=True,
+    ),
+    Backend(
+        name="flex",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        max_head_dim=256,
+        sparse=False,
+        deterministic=True,
+        forward=flex.forward,
+        backward=flex.backward,
+        min_capability=(8, 0),
+        head_dim_multiple=16,
+        keeps_type=True,
+    ),
     Backend(
         name="aten-cpu",
         devices=("cpu",),
@@ -89,75 +130,52 @@ def select(
     deterministic: bool,
     pin: str | None = None,
     *,
+    group: int = 2,
+    cache_dir: Path | None = None,
     backends: tuple[Backend, ...] = BACKENDS,
 ) -> Backend:
     """The first backend that can serve such calls and passes its self-test; `pin` names the only candidate.
 
-    Raises `ValueError` when `pin` is unknown or cannot serve the call, or nothing can, and `RunFailed` when
+    `group` is the number of query heads per K/V head. With `deterministic` the backend returned is the
+    bitwise repeatable form. Verdicts are kept for the process, and in `cache_dir` for later ones. Raises
+    `ValueError` when `pin` is unknown or cannot serve the call, or nothing can, and `RunFailed` when
     candidates exist but none passes.
     """
-    kind = torch.device(device).type
+    return _select(torch.device(device), dtype, head_dim, deterministic, pin, group, cache_dir, backends)
+
+
+@lru_cache(maxsize=128)
+def _select(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    deterministic: bool,
+    pin: str | None,
+    group: int,
+    cache_dir: Path | None,
+    backends: tuple[Backend, ...],
+) -> Backend:
+    """Cached: asked in every attention call, and a backend passed over is named once, not once a call."""
     if pin is not None:
         chosen = [backend for backend in backends if backend.name == pin]
         if not chosen:
             raise ValueError(f"backend={pin!r}: unknown; choose one of {', '.join(b.name for b in backends)}")
-        refusal = chosen[0].refusal(kind, dtype, head_dim, deterministic)
+        refusal = chosen[0].refusal(device, dtype, head_dim, deterministic)
         if refusal is not None:
             raise ValueError(f"backend={pin!r} {refusal}; leave backend out to have one chosen")
         backends = (chosen[0],)
-    able = [backend for backend in backends if backend.refusal(kind, dtype, head_dim, deterministic) is None]
+    able = [backend for backend in backends if backend.refusal(device, dtype, head_dim, deterministic) is None]
     if not able:
-        raise ValueError(f"no attention backend: {dtype}, head_dim={head_dim} on {kind}; use another type")
+        raise ValueError(f"no attention backend: {dtype}, head_dim={head_dim} on {device.type}; use another type")
     for backend in able:
-        failure = self_test(backend, device=kind, dtype=dtype, head_dim=head_dim)
+        if deterministic and not backend.deterministic:
+            assert backend.deterministic_backward is not None
+            backend = replace(backend, deterministic=True, backward=backend.deterministic_backward)
+        failure = self_test(
+            backend, device=device.type, dtype=dtype, head_dim=head_dim, group=group, cache_dir=cache_dir
+        )
         if failure is None:
             return backend
         logger.warning("attention backend %s fails its self-test, passed over: %s", backend.name, failure)
     tried = ", ".join(backend.name for backend in able)
-    raise RunFailed(f"no attention backend passes its self-test for {dtype} on {kind}; tried {tried}")
-
-
-@lru_cache(maxsize=128)
-def self_test(
-    backend: Backend, *, device: str = "cpu", dtype: torch.dtype = torch.float32, head_dim: int = 32
-) -> str | None:
-    """None when out, lse, dq, dk and dv agree with the fp64 reference, else what disagrees and by how much.
-
-    The keys come in two tiles, a full and a causal one, so that the merged out and lse go into backward as
-    they do in a ring; grouped heads are used. Cached: a kernel is asked once per process, device and type.
-    """
-    inputs = _sample(device, dtype, head_dim)
-    try:
-        found = _two_tiles(backend.forward, backend.backward, *inputs)
-    except (RuntimeError, ImportError, NotImplementedError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    wanted = _two_tiles(reference.forward, reference.backward, *(x.double() for x in inputs))
-    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
-        worst = ((got.double() - want).norm() / want.norm()).item()
-        if not worst <= _TOLERANCE[dtype]:
-            return f"{name} differs by {worst:.2e} relative, allowed {_TOLERANCE[dtype]:.0e}"
-    return None
-
-
-_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-
-
-def _sample(device: str, dtype: torch.dtype, head_dim: int) -> list[torch.Tensor]:
-    """q, k, v, dout of two sequences: 48 queries that see 16 earlier keys fully and 48 causally."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 48, 4, head_dim), (2, 64, 2, head_dim), (2, 64, 2, head_dim), (2, 48, 4, head_dim)]
-    return [torch.randn(shape, generator=generator).to(device=device, dtype=dtype) for shape in shapes]
-
-
-def _two_tiles(forward: Forward, backward: Backward, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    q, k, v, dout = inputs
-    scale = q.size(-1) ** -0.5
-    tiles = [(slice(0, 16), False), (slice(16, 64), True)]
-    total = Accumulator(q)
-    for keys, causal in tiles:
-        total.add((0, q.size(1)), *forward(q, k[:, keys], v[:, keys], causal=causal, scale=scale))
-    out, lse = total.out.to(q.dtype), lse_for_backward(total.lse)
-    shares = [backward(dout, q, k[:, keys], v[:, keys], out, lse, causal=causal, scale=scale) for keys, causal in tiles]
-    dq = sum((share[0].to(total.out.dtype) for share in shares), torch.zeros_like(total.out))
-    dk, dv = (torch.cat([share[i].to(total.out.dtype) for share in shares], dim=1) for i in (1, 2))
-    return [out, lse, dq, dk, dv]
+    raise RunFailed(f"no attention backend passes its self-test for {dtype} on {device.type}; tried {tried}")

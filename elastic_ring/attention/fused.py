@@ -1,0 +1,123 @@
+"""Triton kernels for the two sums of a ring: merging (out, lse), and adding gradient shares.
+
+Each reads every operand once and writes the sum once, forming it in fp32 registers; the eager twins in
+`merge` say what is computed. Imported only where a GPU accumulator meets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+_NUM_PARTS = 3
+
+
+@triton.jit
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    out_ptr, lse_ptr, part_out_ptr, part_lse_ptr,
+    num_rows, num_heads,
+    out_b, out_s, part_out_b, part_out_s,
+    lse_b, lse_s, lse_h, part_lse_b, part_lse_s, part_lse_h,
+    head_dim: tl.constexpr, padded_dim: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(1).to(tl.int64)
+    lanes = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = lanes < num_rows * num_heads
+    row = lanes // num_heads
+    head = lanes % num_heads
+    lse_at = lse_ptr + batch * lse_b + row * lse_s + head * lse_h
+    lse = tl.load(lse_at, mask=inside, other=0.0)
+    part_lse_at = part_lse_ptr + batch * part_lse_b + row * part_lse_s + head * part_lse_h
+    part_lse = tl.load(part_lse_at, mask=inside, other=0.0).to(tl.float32)
+    nothing = part_lse == float("-inf")
+    weight = tl.where(nothing, 0.0, 1.0 / (1.0 + tl.exp(lse - part_lse)))
+    high = tl.maximum(lse, part_lse)
+    low = tl.minimum(lse, part_lse)
+    merged = tl.where(high == float("-inf"), high, high + tl.log(1.0 + tl.exp(low - high)))
+    tl.store(lse_at, merged, mask=inside)
+    dim = tl.arange(0, padded_dim)
+    mask = inside[:, None] & (dim < head_dim)[None, :]
+    out_at = out_ptr + batch * out_b + (row * out_s + head * head_dim)[:, None] + dim[None, :]
+    part_at = part_out_ptr + batch * part_out_b + (row * part_out_s + head * head_dim)[:, None] + dim[None, :]
+    out = tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
+    part = tl.load(part_at, mask=mask, other=0.0).to(tl.float32)
+    # A part that weighs nothing must change no bit, whatever it holds.
+    total = tl.where(nothing[:, None], out, out + weight[:, None] * (part - out))
+    tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_kernel(  # type: ignore[no-untyped-def]
+    total_ptr, one_ptr, two_ptr, three_ptr,
+    size, total_b, one_b, two_b, three_b,
+    num_parts: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    mask = at < size
+    total_at = total_ptr + batch * total_b + at
+    total = tl.load(total_at, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(one_ptr + batch * one_b + at, mask=mask, other=0.0).to(tl.float32)
+    if num_parts > 1:
+        total += tl.load(two_ptr + batch * two_b + at, mask=mask, other=0.0).to(tl.float32)
+    if num_parts > 2:
+        total += tl.load(three_ptr + batch * three_b + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(total_at, total.to(total_ptr.dtype.element_ty), mask=mask)
+
+
+def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """`merge.eager_merge_` for `out`, `part_out` (B, n, H, D) and `lse`, `part_lse` (B, n, H) on a GPU."""
+    batch, num_rows, num_heads, head_dim = out.shape
+    if out.numel() == 0:
+        return
+    part_out = _rows_contiguous(part_out)
+    assert _is_rows_contiguous(out), "the running out must have contiguous rows"
+    padded_dim = triton.next_power_of_2(head_dim)
+    block = max(1, 2048 // padded_dim)
+    grid = (triton.cdiv(num_rows * num_heads, block), batch)
+    _merge_kernel[grid](
+        out, lse, part_out, part_lse, num_rows, num_heads,
+        out.stride(0), out.stride(1), part_out.stride(0), part_out.stride(1),
+        *lse.stride(), *part_lse.stride(), head_dim=head_dim, padded_dim=padded_dim, block=block,
+    )  # fmt: skip
+
+
+def add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """`merge.eager_add_` for tensors (B, n, H, D) on a GPU; up to three parts are read in one pass."""
+    if total.numel() == 0:
+        return
+    if len(parts) > _NUM_PARTS and total.dtype != torch.float32:
+        exact = total.float()
+        add_(exact, parts)
+        total.copy_(exact)
+        return
+    for first in range(0, len(parts), _NUM_PARTS):
+        _add_few(total, [_whole_contiguous(part) for part in parts[first : first + _NUM_PARTS]])
+
+
+def _add_few(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    assert _is_whole_contiguous(total), "the running sum must have contiguous sequences"
+    size, block = total[0].numel(), 4096
+    padded = [*parts, *[parts[0]] * (_NUM_PARTS - len(parts))]
+    _add_kernel[(triton.cdiv(size, block), total.size(0))](
+        total, *padded, size, total.stride(0), *(part.stride(0) for part in padded), num_parts=len(parts), block=block
+    )
+
+
+def _is_rows_contiguous(x: torch.Tensor) -> bool:
+    return x.stride(3) == 1 and (x.size(2) == 1 or x.stride(2) == x.size(3))
+
+
+def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x if _is_rows_contiguous(x) else x.contiguous()
+
+
+def _is_whole_contiguous(x: torch.Tensor) -> bool:
+    return x[0].is_contiguous()
+
+
+def _whole_contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x if _is_whole_contiguous(x) else x.contiguous()

@@ -1,0 +1,54 @@
+"""The backend over the flash-attn 2 package, where it is installed. Tiles of one rank only: no hops, no merging."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+
+@lru_cache(maxsize=1)
+def _interface() -> Any:
+    from flash_attn import flash_attn_interface
+
+    return flash_attn_interface
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H), fp32."""
+    out, lse = _interface()._flash_attn_forward(
+        q, k, v, 0.0, scale, causal=causal, window_size_left=-1, window_size_right=-1,
+        softcap=0.0, alibi_slopes=None, return_softmax=False,
+    )[:2]  # fmt: skip
+    return out, lse.transpose(1, 2)
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This tile's share of dq, dk, dv in the inputs' type, from the merged `out` and `lse`."""
+    dq = torch.empty_like(q)
+    dk = torch.empty_like(k) if dk is None else dk
+    dv = torch.empty_like(v) if dv is None else dv
+    _interface()._flash_attn_backward(
+        dout, q, k, v, out, lse.transpose(1, 2).contiguous(), dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None,
+        deterministic,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+deterministic_backward = partial(backward, deterministic=True)

@@ -1,0 +1,73 @@
+"""The backend over FlexAttention's Triton kernels, compiled at the first call. Tiles of one rank only.
+
+Slower than the hand-written kernels; its use is on devices that these do not know.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@lru_cache(maxsize=64)
+def _causal_mask(num_rows: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def seen(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        return row >= column
+
+    return create_block_mask(seen, None, None, num_rows, num_rows, device=device)
+
+
+def _run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = _causal_mask(q.size(1), q.device) if causal else None
+    wide = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = _compiled()(*wide, block_mask=mask, scale=scale, enable_gqa=q.size(2) != k.size(2), return_lse=True)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H), fp32."""
+    with torch.no_grad():
+        return _run(q, k, v, causal, scale)
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This tile's share of dq, dk, dv in the inputs' type, from the merged `out` and `lse`.
+
+    FlexAttention's backward normalises by its own forward's lse, so the tile runs again and its share is
+    brought to the merged one: with w = exp(lse_tile - LSE) the tile's P is w times its own, and
+    dS = w * P_tile * (dP - rowsum(dout * OUT)). The gradient with respect to lse carries that row sum's
+    difference: d lse = rowsum(w * dout * (OUT_tile - OUT)).
+    """
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        own_out, own_lse = _run(leaves[0], leaves[1], leaves[2], causal, scale)
+    weight = torch.exp(own_lse.detach() - lse)
+    weighted = dout.float() * weight.unsqueeze(-1)
+    dlse = (weighted * (own_out.detach().float() - out.float())).sum(-1)
+    grads = torch.autograd.grad((own_out, own_lse), leaves, (weighted.to(dout.dtype), dlse.to(own_lse.dtype)))
+    return grads[0], grads[1], grads[2]

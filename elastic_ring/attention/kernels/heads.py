@@ -1,0 +1,19 @@
+"""Between (B, S, H, D) and the heads-first, one-K/V-head-per-query-head form that some kernels ask for."""
+
+from __future__ import annotations
+
+import torch
+
+
+def heads_first(x: torch.Tensor, group: int) -> torch.Tensor:
+    """(B, S, H, D) to (B, H * group, S, D): each head `group` times for kernels without grouped heads."""
+    if group > 1:
+        x = x.repeat_interleave(group, dim=2)
+    return x.transpose(1, 2)
+
+
+def fold(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Sum, in fp32, the gradients of the query heads that share a K/V head: (B, S, H, D) to (B, S, Hkv, D)."""
+    if group == 1:
+        return x
+    return x.reshape(*x.shape[:2], -1, group, x.size(3)).sum(3, dtype=torch.float32).to(x.dtype)

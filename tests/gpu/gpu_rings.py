@@ -1,0 +1,110 @@
+"""A ring on one GPU: a thread for each rank, messages as copies on the stream that all of them share.
+
+One thread runs at a time (the kernels' compiler takes no two), and gives way where it waits for a message.
+Forward and backward are called without autograd: its one thread for the device would serve all ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from elastic_ring.attention.ledger import HopLedger
+from elastic_ring.attention.ring import RingAttention
+from tests.unit.attention_rings import Case, Outcome, in_threads
+
+
+@dataclass
+class Wires:
+    """Sends and receives that wait for each other, first come first matched for each pair, as in NCCL."""
+
+    cp: int
+    baton: threading.Condition = field(default_factory=threading.Condition)
+    sends: dict[tuple[int, int], deque[Any]] = field(default_factory=lambda: defaultdict(deque))
+    receives: dict[tuple[int, int], deque[Any]] = field(default_factory=lambda: defaultdict(deque))
+
+    def groups(self) -> list[ThreadGroup]:
+        return [ThreadGroup(self, rank) for rank in range(self.cp)]
+
+    def match(self, pair: tuple[int, int]) -> None:
+        while self.sends[pair] and self.receives[pair]:
+            source, work = self.sends[pair].popleft()
+            target, other = self.receives[pair].popleft()
+            assert source.shape == target.shape, (pair, source.shape, target.shape)
+            assert source.dtype == target.dtype
+            target.copy_(source)
+            work.num_open -= 1
+            other.num_open -= 1
+        self.baton.notify_all()
+
+
+@dataclass
+class ThreadGroup:
+    """What `HopExchange` needs of an NCCL group. Nothing moves before `_end_coalescing`."""
+
+    wires: Wires
+    cp_rank: int
+    posted: list[tuple[str, tuple[int, int], torch.Tensor]] = field(default_factory=list)
+    log: list[tuple[str, int, tuple[int, ...]]] = field(default_factory=list)
+
+    def rank(self) -> int:
+        return self.cp_rank
+
+    def size(self) -> int:
+        return self.wires.cp
+
+    def _start_coalescing(self) -> None:
+        assert not self.posted
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> None:
+        self.posted.append(("send", (self.cp_rank, dst), tensors[0]))
+        self.log.append(("send", dst, tuple(tensors[0].shape)))
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> None:
+        self.posted.append(("recv", (src, self.cp_rank), tensors[0]))
+        self.log.append(("recv", src, tuple(tensors[0].shape)))
+
+    def _end_coalescing(self) -> CopyWork:
+        work = CopyWork(self.wires.baton, len(self.posted))
+        for kind, pair, tensor in self.posted:
+            queues = self.wires.sends if kind == "send" else self.wires.receives
+            queues[pair].append((tensor, work))
+            self.wires.match(pair)
+        self.posted = []
+        return work
+
+
+@dataclass
+class CopyWork:
+    baton: threading.Condition
+    num_open: int
+
+    def wait(self) -> None:
+        assert self.baton.wait_for(lambda: self.num_open == 0, timeout=60), "a message nobody sent or received"
+
+
+def run_on_gpu(case: Case, wires: Wires | None = None, **options: Any) -> Outcome:
+    """Forward and backward of `case`, a thread for each rank; the results on the CPU."""
+    wires = Wires(case.cp) if wires is None else wires
+    groups = wires.groups()
+    tensors = [tensor.cuda() for tensor in case.tensors()]
+    layout, scale = case.layout, case.head_dim**-0.5
+
+    @torch.no_grad()
+    def work(cp_rank: int) -> tuple[list[torch.Tensor], HopLedger]:
+        with wires.baton:
+            q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
+            ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], **options)
+            out, lse, call = ring._run_forward(q, k, v, scale)
+            return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call)], ring.ledger
+
+    results = in_threads(case.cp, work)
+    torch.cuda.synchronize()
+    return Outcome(
+        [layout.gather([locals_[i] for locals_, _ in results], 1).cpu() for i in range(4)],
+        [ledger for _, ledger in results],
+    )
