@@ -50,7 +50,8 @@ def heal(links: Any, donor: Shard, newcomers: list[Shard]) -> list[int]:
     """Bytes sent to each, then bytes received by each."""
 
     def work(rank: int) -> int:
-        return send_shard(donor, Link(links[rank])) if rank == 0 else receive_shard(newcomers[rank - 1], Link(links[rank]))
+        link = Link(links[rank])
+        return send_shard(donor, link) if rank == 0 else receive_shard(newcomers[rank - 1], link)
 
     return in_threads(1 + len(newcomers), work)
 
