@@ -75,7 +75,9 @@ class ScalingConfig:
     """How many ranks, where, and within which bounds the mesh may move.
 
     `dp` rings of `cp` ranks are wanted; the mesh may shrink to `min_dp` rings and grow to `max_dp`.
-    `spares` warm workers wait beside it. `resources_per_worker` is what Ray reserves for each.
+    `spares` warm workers wait beside it. `resources_per_worker` is what Ray reserves for each. With
+    `device="cuda"` every worker sees all GPUs of its node and takes one that no other holds when it gets a place
+    in the mesh; a spare holds none, and takes that of a process that died.
     """
 
     dp: int = 2
@@ -85,11 +87,13 @@ class ScalingConfig:
     max_dp: int | None = None
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     num_threads: int = 1
+    device: str = "cpu"
     wait_for_resources_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least in (("dp", 1), ("cp", 1), ("spares", 0), ("min_dp", 1), ("num_threads", 1)):
             _integer(name, getattr(self, name), least)
+        _choice("device", self.device, ("cpu", "cuda"))
         if self.min_dp > self.dp:
             raise ValueError(f"min_dp={self.min_dp} is more than dp={self.dp}: lower min_dp or raise dp")
         if self.max_dp is not None:

@@ -52,10 +52,10 @@ def measure_ours(num_kills: int) -> Rows:
     """Train, kill rank 0, 1, 2, 3, 0, ... from outside; the phases of each recovery."""
     with drills.scratch() as folder, drills.local_ray():
         trainer = drills.small_trainer(folder, "bench-recovery", steps=NEVER)
-        return drills.train_while(trainer, lambda run: [_kill_once(run, number) for number in range(num_kills)])
+        return drills.train_while(trainer, lambda run: [kill_once(run, number) for number in range(num_kills)])
 
 
-def _kill_once(run: drills.Watcher, number: int) -> dict[str, float]:
+def kill_once(run: drills.Watcher, number: int) -> dict[str, float]:
     run.whole(1)
     run.more_steps(common.STEPS_BETWEEN_KILLS)
     time.sleep(random.Random(number).uniform(0.0, 1.0))  # any moment of a step

@@ -21,6 +21,7 @@ from ray.util.placement_group import PlacementGroup, get_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from elastic_ring.config import RunConfig, ScalingConfig
+from elastic_ring.runtime import nccl
 from elastic_ring.runtime.node_agent import NodeAgent
 from elastic_ring.runtime.worker import Worker, WorkerCard
 from elastic_ring.train.task import TrainingTask
@@ -28,6 +29,8 @@ from elastic_ring.train.task import TrainingTask
 log = logging.getLogger(__name__)
 
 NAMESPACE = "elastic_ring"
+# All GPUs of the node stay visible to a worker, which locks the one that it takes (`runtime.devices`).
+WORKER_ENVIRONMENT = {**nccl.ENVIRONMENT, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -84,12 +87,13 @@ class Cluster:
         card = WorkerCard(
             worker, node.node, node.address, f"{stamp_dir}/{worker}.stamp", self._task, self._scaling, self._run
         )
-        need = self.need
+        need, on_gpu = self.need, self._scaling.device == "cuda"
         actor = (
             ray.remote(Worker)
             .options(
                 name=name, namespace=NAMESPACE, lifetime="detached", max_restarts=0, max_concurrency=4,
-                num_cpus=need.pop("CPU", 0), num_gpus=need.pop("GPU", 0), resources=need,
+                num_cpus=need.pop("CPU", 0), num_gpus=0 if on_gpu else need.pop("GPU", 0), resources=need,
+                runtime_env={"env_vars": WORKER_ENVIRONMENT} if on_gpu else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             )
             .remote(card)

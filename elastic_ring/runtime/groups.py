@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_ring.errors import GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
+from elastic_ring.runtime import nccl
+from elastic_ring.state.transfer import Link
 
 _ACCEPTS = 1
 _ABORT_AGAIN_S = 0.02
@@ -59,6 +63,11 @@ class Groups:
     ring: dist.ProcessGroup
     replica: dist.ProcessGroup
     device_mesh: DeviceMesh
+    connector: Connector
+
+    def check(self) -> None:
+        """Raises GroupAborted once these groups have been aborted."""
+        self.connector.raise_if_aborted()
 
 
 @dataclass
@@ -66,6 +75,7 @@ class Connector:
     """Builds the groups of one generation in the training thread; the control thread may cancel it."""
 
     where: Rendezvous
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     aborted: bool = False
     _device_ports: set[tuple[str, int]] = field(default_factory=set)
     _own_port: int = 0
@@ -74,6 +84,8 @@ class Connector:
     _kept_open: dict[tuple[object, object], socket.socket] = field(default_factory=dict)
     _device: ProcessGroupGloo.Device | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _nccl: list[Any] = field(default_factory=list)
+    _aborter: nccl.Aborter = field(default_factory=nccl.Aborter)
 
     def connect(self, mesh: Mesh, global_rank: int) -> Groups:
         """All groups of this rank. Raises GroupAborted, PeerFailed (a peer did not come in time)."""
@@ -86,24 +98,30 @@ class Connector:
             replicas = mesh.replicas(seat.cp_rank)
             world = self._group(store, device, "world", everyone, global_rank)
             c10d._update_default_pg(world)
-            shard = self._group(store, device, f"shard{seat.dp_rank}", ring, global_rank)
-            hops = self._group(store, device, f"ring{seat.dp_rank}", ring, global_rank)
-            replica = self._group(store, device, f"replica{seat.cp_rank}", replicas, global_rank)
-            groups = Groups(
-                mesh, global_rank, world, shard, hops, replica, DeviceMesh.from_group(shard, "cpu")
-            )
+            row, column = seat.dp_rank, seat.cp_rank
+            named = ((f"shard{row}", ring), (f"ring{row}", ring), (f"replica{column}", replicas))
+            if self.device.type == "cuda":
+                shard, hops, replica = self._nccl_groups(named, global_rank)
+            else:
+                shard, hops, replica = (self._group(store, device, *name_ranks, global_rank) for name_ranks in named)
+            device_mesh = DeviceMesh.from_group(shard, self.device.type)
+            groups = Groups(mesh, global_rank, world, shard, hops, replica, device_mesh, self)
             self_test(groups)
             return groups
 
-    def link(self, name: str, workers: Sequence[str], worker: str) -> ProcessGroupGloo:
-        """A group of a donor (first) and its newcomers, by worker id; the donor may have no seat."""
+    def link(self, name: str, workers: Sequence[str], worker: str) -> Link:
+        """The groups of a donor (first) and its newcomers, by worker id; the donor may have no seat."""
         with translated(self):
             store = self._open_store()
             device = self._listen()
             index = list(workers).index(worker)
             prefixed = PrefixStore(f"{self.where.prefix}/link/{name}", store)
             self._publish_port(prefixed, index, range(len(workers)))
-            return self._gloo(prefixed, device, index, len(workers))
+            host = self._gloo(prefixed, device, index, len(workers))
+            if self.device.type != "cuda":
+                return Link(host)
+            own_store = PrefixStore(f"{self.where.prefix}/link/{name}/nccl", self._open_store())
+            return Link(host, self._nccl_backend(own_store, index, len(workers)))
 
     def abort(self) -> None:
         """Fail every operation of this generation, blocked or to come; the peers see it once `close` is called.
@@ -124,6 +142,7 @@ class Connector:
                         self._kept_open[near, (host, port)] = sock.dup()
         for pair in waiting:
             self._knock(pair)
+        self._aborter.abort(self._nccl)  # after the votes' connections: no vote may count what comes now
 
     def close(self) -> None:
         """Let go of the connections of an aborted generation, once nobody waits for them any more."""
@@ -158,7 +177,7 @@ class Connector:
         """In short tries, between which an abort is noticed: a client that is connecting cannot be cancelled."""
         deadline = time.monotonic() + self.where.timeout_s
         while True:
-            self._raise_if_aborted()
+            self.raise_if_aborted()
             left = max(0.001, deadline - time.monotonic())
             try:
                 store = TCPStore(
@@ -172,7 +191,7 @@ class Connector:
         store.set_timeout(timedelta(seconds=self.where.timeout_s))
         with self._lock:
             self._device_ports.add((socket.gethostbyname(self.where.host), self.where.port))
-        self._raise_if_aborted()  # by an abort that did not know of this socket yet
+        self.raise_if_aborted()  # by an abort that did not know of this socket yet
         return store
 
     def _listen(self) -> ProcessGroupGloo.Device:
@@ -196,32 +215,59 @@ class Connector:
             host, _, port = answer.decode().rpartition(":")
             with self._lock:
                 self._device_ports.add((host, int(port)))
-        self._raise_if_aborted()
+        self.raise_if_aborted()
 
     def _group(
         self, store: TCPStore, device: ProcessGroupGloo.Device, name: str, ranks: Sequence[int], global_rank: int
     ) -> dist.ProcessGroup:
         """Connect and register one group, so that FSDP2 and DeviceMesh find it by name."""
-        full_name = f"{self.where.prefix}/{name}"
-        prefixed = PrefixStore(full_name, store)
-        rank = list(ranks).index(global_rank)
-        backend = self._gloo(prefixed, device, rank, len(ranks))
-        group = dist.ProcessGroup(prefixed, rank, len(ranks))
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        prefixed = PrefixStore(f"{self.where.prefix}/{name}", store)
+        backend = self._gloo(prefixed, device, list(ranks).index(global_rank), len(ranks))
+        return self._registered(name, prefixed, backend, "gloo", "cpu", ranks, global_rank)
+
+    def _registered(
+        self, name: str, store: PrefixStore, backend: Any, kind: str, device_type: str, ranks: Sequence[int],
+        global_rank: int,
+    ) -> dist.ProcessGroup:
+        full_name, rank = f"{self.where.prefix}/{name}", list(ranks).index(global_rank)
+        group = dist.ProcessGroup(store, rank, len(ranks))
+        backend_type = getattr(dist.ProcessGroup.BackendType, kind.upper())
+        group._register_backend(torch.device(device_type), backend_type, backend)
+        group._set_default_backend(backend_type)
         group._set_group_name(full_name)  # type: ignore[arg-type]
         world = c10d._world
-        world.pg_map[group] = ("gloo", prefixed)
+        world.pg_map[group] = (kind, store)
         world.pg_names[group] = full_name  # type: ignore[assignment]
         world.pg_group_ranks[group] = {peer: i for i, peer in enumerate(ranks)}
-        world.pg_backend_config[group] = "cpu:gloo"
+        world.pg_backend_config[group] = f"{device_type}:{kind}"
         c10d._register_process_group(full_name, group)  # type: ignore[arg-type]
         return group
+
+    def _nccl_groups(
+        self, named: Sequence[tuple[str, Sequence[int]]], global_rank: int
+    ) -> list[dist.ProcessGroup]:
+        """All NCCL groups at once, each over a connection to the store of its own: a client that waits blocks."""
+        stores = [PrefixStore(f"{self.where.prefix}/{name}", self._open_store()) for name, _ in named]
+        backends = nccl.in_parallel([
+            partial(self._nccl_backend, store, list(ranks).index(global_rank), len(ranks))
+            for store, (_, ranks) in zip(stores, named, strict=True)
+        ])  # fmt: skip
+        return [
+            self._registered(name, store, backend, "nccl", "cuda", ranks, global_rank)
+            for store, backend, (name, ranks) in zip(stores, backends, named, strict=True)
+        ]
+
+    def _nccl_backend(self, store: PrefixStore, rank: int, size: int) -> Any:
+        backend = nccl.make_backend(store, rank, size, self.device, self.where.collective_s)
+        with self._lock:
+            self._nccl.append(backend)
+        self.raise_if_aborted()
+        return backend
 
     def _gloo(
         self, store: PrefixStore, device: ProcessGroupGloo.Device, rank: int, size: int
     ) -> ProcessGroupGloo:
-        self._raise_if_aborted()
+        self.raise_if_aborted()
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [device]
         options._timeout = timedelta(seconds=self.where.timeout_s)
@@ -232,11 +278,12 @@ class Connector:
             backend = ProcessGroupGloo(store, rank, size, options)
         finally:
             self._connecting = False
-        self._raise_if_aborted()
+        self.raise_if_aborted()
         backend._set_default_timeout(timedelta(seconds=self.where.collective_s))
         return backend
 
-    def _raise_if_aborted(self) -> None:
+    def raise_if_aborted(self) -> None:
+        """Raises GroupAborted once the control thread has given this generation up."""
         if self.aborted:
             raise GroupAborted(f"generation {self.where.prefix} was aborted")
 
@@ -245,7 +292,8 @@ def self_test(groups: Groups) -> None:
     """One known sum over each group; raises PeerFailed when a wire carries something else."""
     for name in ("world", "shard", "ring", "replica"):
         group: dist.ProcessGroup = getattr(groups, name)
-        probe = torch.tensor([1.0, float(group.rank())])
+        on = groups.connector.device if name != "world" else torch.device("cpu")
+        probe = torch.tensor([1.0, float(group.rank())], device=on)
         group.allreduce([probe]).wait()
         size = group.size()
         if probe.tolist() != [size, size * (size - 1) / 2]:
@@ -257,9 +305,22 @@ def forget_groups() -> None:
 
     Drop the module first: FSDP2's are reference cycles, which hold shards and groups until they are collected.
     """
-    if dist.is_initialized():
+    if torch.cuda.is_available() and dist.is_initialized():
+        _forget_tables()
+    elif dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
+
+
+def _forget_tables() -> None:
+    """What `destroy_process_group` does, but for waiting until NCCL's groups have shut down: they are aborted."""
+    world = c10d._world
+    c10d._update_default_pg(None)
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag,
+                  world.tags_to_pg, world.pg_coalesce_state):  # fmt: skip
+        table.clear()
+    c10d._unregister_all_process_groups()
+    world.group_count = 0
 
 
 class translated:
@@ -285,7 +346,9 @@ def is_transport_error(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, (PeerFailed, GroupAborted, dist.DistNetworkError, dist.DistStoreError)):
             return True
-        if isinstance(error, RuntimeError) and ("gloo/" in str(error) or "Gloo" in str(error)):
+        if isinstance(error, dist.DistBackendError):
+            return True
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo/", "Gloo", "NCCL")):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -14,14 +14,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from elastic_ring.control.messages import Build, Finalized, Heal, Report, Resumed
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.order import Order
 from elastic_ring.data.source import hold_out, open_source
 from elastic_ring.errors import GroupAborted
 from elastic_ring.monitor.stamps import Phase, StampWriter
+from elastic_ring.runtime.devices import DeviceClaim, warm_devices
 from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups, translated
 from elastic_ring.runtime.injection import Injector
+from elastic_ring.runtime.nccl import probe
 from elastic_ring.state.transfer import receive_shard, send_shard
 from elastic_ring.train.check import check_model
 from elastic_ring.train.optim import learning_rate
@@ -54,6 +58,7 @@ class Member:
         self._published = -1
         self._mail = threading.Lock()  # `_published`: read and moved on by the training thread, set by the other
         self._left_behind: list[tuple[Any, ...]] = []
+        self._claim = DeviceClaim(card.scaling.device)
 
     def warm_up(self) -> None:
         """Open the data and do once, on something tiny, what is slow the first time."""
@@ -67,6 +72,8 @@ class Member:
         self._transaction = Transaction(task, Loader(training, self._raise_if_aborted), order, self._watch)
         self._transaction.warm_up()
         warm_up(task)
+        if self._card.scaling.device == "cuda":
+            warm_devices()
         # What is here now stays: `forget_groups` has only what came later to look through, in milliseconds.
         gc.collect()
         gc.freeze()
@@ -91,7 +98,7 @@ class Member:
             timeout_s=timeouts.build_s, collective_s=timeouts.collective_s,
         )  # fmt: skip
         self._let_go()
-        self._connector = Connector(where)
+        self._connector = Connector(where, self._claim.device)
         with self._mail:
             self._published = max(self._published, int(extra.get("published", -1)))
         return self._connector
@@ -116,7 +123,7 @@ class Member:
             vote=state.held.vote if state.held is not None else None,
             shard=state.shard.cp_rank if state.valid and state.shard is not None else None,
             has_gradient=state.has_gradient,
-            healthy=True,
+            healthy=probe(self._claim.device),
             last_vote=state.last,
             gradient_cast=state.gradient_cast,
         )  # fmt: skip
@@ -152,6 +159,7 @@ class Member:
         state.leave()
         forget_groups()
         if self.seated:
+            self._take_device(connector)
             self._groups = connector.connect(command.mesh, command.seats.index(worker))
         connected = time.monotonic()
         receives = [heal for heal in command.heals if worker in heal.newcomers]
@@ -176,6 +184,14 @@ class Member:
         }  # fmt: skip
         log.info("generation %d: step %d, %s", command.generation, command.step, timings)
         return Resumed(cause, worker, command.term, command.generation, command.step), timings
+
+    def _take_device(self, connector: Connector) -> None:
+        """The GPU this worker holds, or one that is free; the current device belongs to a thread."""
+        device = self._claim.take(self._card.run.timeouts.report_s, connector.raise_if_aborted)
+        connector.device = device
+        self._transaction.use(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
 
     def _heal(self, heal: Heal, connector: Connector) -> int:
         """Send to or receive from the other workers of this heal, over a link of their own."""
@@ -207,6 +223,7 @@ class Member:
         self._transaction.drop()
         forget_groups()
         self._let_go()
+        self._claim.give_back()
 
     def _let_go(self) -> None:
         """Every member of the old generation is parked or gone by now: nobody waits on its connections."""

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from elastic_ring.state.device_digest import device_digest
+
 
 @dataclass(frozen=True)
 class Counters:
@@ -74,7 +76,7 @@ class Shard:
         """(header, tensors): the tensors in a fixed order, the header says what they are and their digest."""
         tensors: list[Tensor] = []
         skeleton = _take_tensors({"params": self.params, "optimizer": self.optimizer.state_dict()}, tensors)
-        layout = [(t.dtype, tuple(t.shape)) for t in tensors]
+        layout = [(t.dtype, tuple(t.shape), t.is_cuda) for t in tensors]
         header = {
             "cp_rank": self.cp_rank,
             "counters": self.counters,
@@ -104,10 +106,15 @@ class Shard:
 
 
 def digest_of(counters: Counters, tensors: Sequence[Tensor]) -> str:
-    """sha256 over the counters and the raw bytes of the tensors in order."""
+    """sha256 over the counters and the tensors in order: the raw bytes of those in host memory, sums over those on
+    a device (`state.device_digest`), which are read there."""
     total = hashlib.sha256(repr(counters).encode())
-    for chunk in raw_bytes(tensors):
-        total.update(chunk)
+    for tensor in tensors:
+        if tensor.is_cuda:
+            total.update(device_digest(tensor))
+        else:
+            for chunk in raw_bytes([tensor]):
+                total.update(chunk)
     return total.hexdigest()
 
 

@@ -19,6 +19,7 @@ from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.train.task import Batch, TrainingTask
+from elastic_ring.train.transaction import batch_of
 
 TOKENS_PER_RANK = 24
 TOLERANCE = {"float32": 5e-3, "bfloat16": 0.3}
@@ -78,7 +79,7 @@ def _pass(task: TrainingTask, model: nn.Module, sample: Sample, wires: Any, *, c
     """((loss sum, number of targets), local gradient of each parameter) of one forward and backward."""
     for param in model.parameters():
         param.grad = None
-    batch = _batch(task, sample, wires, cp)
+    batch = _batch(task, model, sample, wires, cp)
     loss, num_targets = _checked(task.loss(model, batch))
     loss.backward()
     gradients = [
@@ -87,7 +88,8 @@ def _pass(task: TrainingTask, model: nn.Module, sample: Sample, wires: Any, *, c
     ]
     for param in model.parameters():
         param.grad = None
-    return torch.tensor([float(loss.detach()), float(num_targets)], dtype=torch.float64), gradients
+    result = torch.tensor([float(loss.detach()), float(num_targets)], dtype=torch.float64, device=loss.device)
+    return result, gradients
 
 
 def _checked(result: Any) -> tuple[Tensor, int]:
@@ -99,13 +101,13 @@ def _checked(result: Any) -> tuple[Tensor, int]:
     return result[0], int(result[1])
 
 
-def _batch(task: TrainingTask, sample: Sample, wires: Any, cp: int) -> Batch:
+def _batch(task: TrainingTask, model: nn.Module, sample: Sample, wires: Any, cp: int) -> Batch:
     cp_rank = wires.mesh.seat(wires.global_rank).cp_rank if cp > 1 else 0
     layout = make_layout(task.step.layout, len(sample.tokens) - 1, cp)
     piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
     schedule = plan(Pattern(causal=True, document_starts=piece.document_starts), layout)
     attention = RingAttention(schedule, cp_rank, wires.ring if cp > 1 else None)
-    return Batch(piece.tokens, piece.targets, piece.positions, piece.document_ids, attention)
+    return batch_of(piece, attention, next(model.parameters()).device)
 
 
 def _short_sample(task: TrainingTask, loader: Any, cp: int) -> Sample:
@@ -122,7 +124,7 @@ def _refuse_changing_buffers(task: TrainingTask, model: nn.Module, sample: Sampl
     if not before:
         return
     with torch.no_grad():
-        task.loss(model, _batch(task, sample, wires, wires.mesh.cp))
+        task.loss(model, _batch(task, model, sample, wires, wires.mesh.cp))
     changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]
     if changed:
         raise ModelRefused(

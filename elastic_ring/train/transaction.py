@@ -44,6 +44,9 @@ class Wires(Protocol):
     replica: Any
     device_mesh: DeviceMesh
 
+    def check(self) -> None:
+        """Raises GroupAborted once these groups have been aborted."""
+
 
 class Watch(Protocol):
     """Called at each phase of a step: progress stamps and planned faults hang here."""
@@ -66,7 +69,8 @@ class Gradient:
 
     @classmethod
     def like(cls, params: Mapping[str, Tensor]) -> Gradient:
-        flat = torch.zeros(sum(p.numel() for p in params.values()), dtype=torch.float32)
+        device = next(iter(params.values())).device
+        flat = torch.zeros(sum(p.numel() for p in params.values()), dtype=torch.float32, device=device)
         views, offset = {}, 0
         for name, param in params.items():
             views[name] = flat[offset : offset + param.numel()].view(param.shape)
@@ -120,6 +124,15 @@ class Transaction:
     @property
     def gradient_cast(self) -> tuple[int, int]:
         return self._gradient.cast if self._gradient is not None else (0, 0)
+
+    def use(self, device: torch.device) -> None:
+        """Compute on `device` from the next generation on; without state there is nothing to move."""
+        assert self.shard is None or device == self._maker.device, "a shard does not change its device"
+        self._maker.device = device
+
+    @property
+    def device(self) -> torch.device:
+        return self._maker.device
 
     def warm_up(self) -> None:
         """What a spare can know before it has a place."""
@@ -180,21 +193,23 @@ class Transaction:
         self._clear_gradients()
         mine = share(self._order.sample_ids(step), self._seat.dp_rank, self._mesh.dp)
         layout = self.layout
-        loss_sum, num_tokens, slices, num_hop_bytes, hop_wait_s = 0.0, 0, [], 0, 0.0
+        # Added up where it was computed and read once: reading it is waiting for the device.
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        num_tokens, slices, num_hop_bytes, hop_wait_s = 0, [], 0, 0.0
         for i, (index, sample_id) in enumerate(mine):
             next_id = mine[i + 1][1] if i + 1 < len(mine) else None
             piece = self.loader.load(sample_id, index, layout, self._seat.cp_rank, next_id=next_id)
             slices.append(piece)
             torch.manual_seed(sequence_seed(self.task.step.seed, step, sample_id, self._seat.cp_rank))
             attention = self._attention(piece, step)
-            loss, num_targets = self.task.loss(self.model, _batch(piece, attention))
+            loss, num_targets = self.task.loss(self.model, self._batch(piece, attention))
             self._watch("backward", step)
             loss.backward()
-            loss_sum += float(loss.detach())
+            loss_sum += loss.detach()
             num_tokens += int(num_targets)
             num_hop_bytes += sum(attention.ledger.sent_bytes.values())
             hop_wait_s += sum(attention.ledger.wait_s.values())
-        return Local(loss_sum, num_tokens, consumed_digest(step, slices), num_hop_bytes, hop_wait_s)
+        return Local(float(loss_sum), num_tokens, consumed_digest(step, slices), num_hop_bytes, hop_wait_s)
 
     def reduce(self, step: int) -> None:
         """fp32 sum over the rings, once, in the pinned order of the replica group."""
@@ -223,6 +238,8 @@ class Transaction:
         flat = self._gradient.flat
         num_nonfinite = int(flat.numel() - torch.isfinite(flat).sum())
         norm_sq = float(torch.linalg.vector_norm(flat, dtype=torch.float64).square()) if flat.numel() else 0.0
+        # An abort on a device ends the exchange and raises nothing: what was just read may be nonsense.
+        self._wires.check()
         ballot = Ballot(norm_sq, num_nonfinite, local.loss_sum, local.num_tokens, boundary, local.samples)
         work, rows = start_vote(self._wires.world, ballot)
         self._watch("vote", step)
@@ -271,7 +288,7 @@ class Transaction:
         self.model.eval()
         for index, sample_id in share(range(num_sequences), self._seat.dp_rank, self._mesh.dp):
             piece = loader.load(sample_id, index, self.layout, self._seat.cp_rank)
-            loss, num_targets = self.task.loss(self.model, _batch(piece, self._attention(piece, self.applied)))
+            loss, num_targets = self.task.loss(self.model, self._batch(piece, self._attention(piece, self.applied)))
             sums += torch.tensor([float(loss), float(num_targets)], dtype=torch.float64)
         self.model.train()
         rows = [torch.zeros_like(sums) for _ in range(self._mesh.size)]
@@ -307,6 +324,9 @@ class Transaction:
 
         return RingAttention(schedule, self._seat.cp_rank, group, observer=observe)
 
+    def _batch(self, piece: Slice, attention: RingAttention) -> Batch:
+        return batch_of(piece, attention, self.device)
+
     def _clear_gradients(self) -> None:
         assert self.model is not None
         for param in self.model.parameters():
@@ -327,5 +347,10 @@ def sequence_seed(seed: int, step: int, sample_id: int, cp_rank: int) -> int:
     return int.from_bytes(hashlib.sha256(key).digest()[:7], "little")
 
 
-def _batch(piece: Slice, attention: RingAttention) -> Batch:
-    return Batch(piece.tokens, piece.targets, piece.positions, piece.document_ids, attention)
+def batch_of(piece: Slice, attention: RingAttention, device: torch.device) -> Batch:
+    """What the user's loss gets, on the device that computes."""
+    tokens, targets, positions, document_ids = (
+        tensor.to(device, non_blocking=True)
+        for tensor in (piece.tokens, piece.targets, piece.positions, piece.document_ids)
+    )
+    return Batch(tokens, targets, positions, document_ids, attention)

@@ -44,9 +44,9 @@ def _gather(local: Tensor, shape: tuple[int, ...], wires: Any) -> Tensor:
     cp = wires.mesh.cp
     rows = [slice_rows(shape, cp_rank, cp) for cp_rank in range(cp)]
     most = max(stop - start for start, stop in rows)
-    padded = torch.zeros((most, *shape[1:]), dtype=local.dtype)
+    padded = torch.zeros((most, *shape[1:]), dtype=local.dtype, device=local.device)
     padded[: local.shape[0]] = local
     parts = [torch.empty_like(padded) for _ in range(cp)]
     wires.shard.allgather([parts], [padded]).wait()
     kept = [part[: stop - start] for part, (start, stop) in zip(parts, rows, strict=True)]
-    return torch.cat(kept).contiguous()
+    return torch.cat(kept).contiguous().cpu()

@@ -19,8 +19,9 @@ from elastic_ring.train.task import TrainingTask
 class ModuleMaker:
     """Wraps modules for one worker; keeps the real values of buffers and, if need be, of first parameters."""
 
-    def __init__(self, task: TrainingTask) -> None:
+    def __init__(self, task: TrainingTask, device: torch.device | None = None) -> None:
         self._task = task
+        self.device = device or torch.device("cpu")
         self._buffers: dict[str, Tensor] | None = None
 
     def wrap(self, device_mesh: DeviceMesh) -> nn.Module:
@@ -43,7 +44,7 @@ class ModuleMaker:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        model.to_empty(device="cpu")
+        model.to_empty(device=self.device)
         self._fill_buffers(model)
         model.train()
         return model

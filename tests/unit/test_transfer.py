@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state import transfer
 from elastic_ring.state.shard import Shard
-from elastic_ring.state.transfer import receive_shard, send_shard
+from elastic_ring.state.transfer import Link, receive_shard, send_shard
 from tests.unit.attention_rings import ThreadRings, in_threads, one_thread
 
 
@@ -50,7 +50,8 @@ def heal(links: Any, donor: Shard, newcomers: list[Shard]) -> list[int]:
     """Bytes sent to each, then bytes received by each."""
 
     def work(rank: int) -> int:
-        return send_shard(donor, links[rank]) if rank == 0 else receive_shard(newcomers[rank - 1], links[rank])
+        link = Link(links[rank])
+        return send_shard(donor, link) if rank == 0 else receive_shard(newcomers[rank - 1], link)
 
     return in_threads(1 + len(newcomers), work)
 
@@ -90,9 +91,9 @@ def test_tensors_larger_than_a_chunk_arrive_whole_and_chunks_are_announced(
             seen[rank] += 1
 
         if rank == 0:
-            send_shard(donor, group[0], after_chunk=count)
+            send_shard(donor, Link(group[0]), after_chunk=count)
         else:
-            receive_shard(newcomer, group[1], after_chunk=count)
+            receive_shard(newcomer, Link(group[1]), after_chunk=count)
 
     in_threads(2, work)
     num_chunks = sum(-(-tensor.nbytes // 24) for tensor in donor.pack()[1])
@@ -134,9 +135,9 @@ def test_a_bit_that_flips_in_any_message_is_refused_and_leaves_the_shard_unused(
 
         def work(rank: int, link: Any = link, groups: Any = groups, newcomer: Shard = newcomer) -> None:
             if rank == 0:
-                send_shard(donor, groups[0])
+                send_shard(donor, Link(groups[0]))
             else:
-                receive_shard(newcomer, link)
+                receive_shard(newcomer, Link(link))
 
         # A damaged description ends the transfer before its tensors: the donor's sends find no receiver.
         with pytest.raises(DigestMismatch):

@@ -1,0 +1,69 @@
+"""Which GPU a worker computes on: one that no other process of the node holds.
+
+Every worker sees all GPUs of its node. A claim is a lock on a small file, which the kernel lets go of the moment
+its process dies, however it dies: a standby process takes over the GPU of a dead one without asking anybody.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from elastic_ring.errors import PeerFailed
+
+FOLDER = Path("/dev/shm/elastic_ring-gpus")  # one for all runs: two of them on a node do not share a GPU either
+LOOK_S = 0.005
+
+
+class DeviceClaim:
+    """One worker's claim. Taken when it first gets a place in the mesh, given back when it stands by."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._fd: int | None = None
+        self.device = torch.device("cpu")
+
+    def take(self, timeout_s: float, check: Callable[[], None]) -> torch.device:
+        """The device held, or the first free one. Raises PeerFailed when none gets free in time, and whatever
+        `check` raises between two looks."""
+        if self._kind == "cpu" or self._fd is not None:
+            return self.device
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for index in range(torch.cuda.device_count()):
+                if self._lock(index):
+                    self.device = torch.device("cuda", index)
+                    return self.device
+            if time.monotonic() > deadline:
+                raise PeerFailed(f"none of {torch.cuda.device_count()} GPUs got free within {timeout_s:.0f} s")
+            check()
+            time.sleep(LOOK_S)
+
+    def give_back(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _lock(self, index: int) -> bool:
+        FOLDER.mkdir(exist_ok=True)
+        fd = os.open(FOLDER / f"gpu{index}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        self._fd = fd
+        return True
+
+
+def warm_devices() -> None:
+    """A context and the first kernels on every GPU: a standby does not know which one it will take."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for index in range(torch.cuda.device_count()):
+        matrix = torch.ones(64, 64, device=torch.device("cuda", index))
+        float((matrix @ matrix).sum())

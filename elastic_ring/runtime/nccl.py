@@ -1,0 +1,99 @@
+"""NCCL backends for one generation: built at once on one device, aborted from another thread, probed after.
+
+An abort ends whatever NCCL kernel waits for a peer; the streams run on, with nonsense in the buffers that were
+being filled. So whoever read a result asks afterwards whether the groups were aborted (`Groups.check`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore
+
+log = logging.getLogger(__name__)
+
+PROBE_ELEMENTS = 256
+ENVIRONMENT = {
+    # The control thread decides what happens to a process whose peers have died; NCCL's watchdog must not.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS may add up in another order each time
+}
+"""What a worker's process is started with."""
+
+
+def make_backend(store: PrefixStore, rank: int, size: int, device: torch.device, collective_s: float) -> Any:
+    """A connected `ProcessGroupNCCL`. Blocks until all ranks have come."""
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=collective_s)
+    torch.cuda.set_device(device)
+    backend = torch.distributed.ProcessGroupNCCL(store, rank, size, options)
+    backend.eager_connect_single_device(device)
+    return backend
+
+
+def in_parallel(builds: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of several builds in order, each made by a thread of its own; raises the first error."""
+    results: list[Any] = [None] * len(builds)
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = builds[index]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,), name=f"nccl-{i}", daemon=True) for i in range(len(builds))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+class Aborter:
+    """Aborts each backend once, each in a thread of its own, and keeps it until that is done.
+
+    An abort takes about half a second, whatever it waits for; the next generation is built beside it.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[int, tuple[Any, threading.Thread]] = {}
+
+    def abort(self, backends: Sequence[Any]) -> None:
+        for backend in backends:
+            if id(backend) not in self._begun:
+                thread = threading.Thread(target=self._abort, args=(backend,), name="nccl-abort", daemon=True)
+                self._begun[id(backend)] = (backend, thread)
+                thread.start()
+
+    @staticmethod
+    def _abort(backend: Any) -> None:
+        begun = time.monotonic()
+        try:
+            backend.abort()
+        except RuntimeError as error:
+            log.warning("abort of an NCCL group: %s", error)
+        log.info("an NCCL group was aborted in %.3f s", time.monotonic() - begun)
+
+
+def probe(device: torch.device) -> bool:
+    """Whether the device still computes: a sticky error of CUDA shows in whatever is asked next."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+        return float(torch.ones(PROBE_ELEMENTS, device=device).sum()) == PROBE_ELEMENTS
+    except RuntimeError as error:
+        log.error("%s failed its probe: %s", device, error)
+        return False
