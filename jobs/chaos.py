@@ -50,7 +50,7 @@ from jobs import drills
 from jobs.held import HeldLoss
 
 SPARES = 2
-STEPS_PER_KILL, STEPS_MORE = 40, 60
+STEPS_PER_KILL, STEPS_MORE = 15, 100
 MOST_STEPS_BETWEEN = 12
 WARM = 3
 LEAST_READINGS = 9

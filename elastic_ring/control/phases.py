@@ -29,7 +29,8 @@ def running_trouble(turn: Turn, event: Trouble) -> None:
     if is_fatal(turn, event):
         return
     why = f"{event.kind} trouble in step {event.step}, told by {event.worker}"
-    recovery.begin_closing(turn, phase.crew, recovery.open_incident(turn, phase.crew, why), why)
+    incident = replace(recovery.open_incident(turn, phase.crew, why), user_raised=event.kind == "user")
+    recovery.begin_closing(turn, phase.crew, incident, why)
 
 
 def is_fatal(turn: Turn, event: Trouble) -> bool:

@@ -182,6 +182,7 @@ class _Seating:
             if not shelf:
                 shelf, fewest = pool, Counter()
         self._swap_apart(gaps)
+        self._trade_with_idle(gaps, spare)
 
     def _best_node(
         self, rank: int, shelf: Mapping[str, list[str]], num_left_in_ring: int, fewest: Counter[int]
@@ -225,6 +226,19 @@ class _Seating:
                     first, second = self._leave(rank), self._leave(other)
                     self._sit(rank, second)
                     self._sit(other, first)
+                    break
+
+    def _trade_with_idle(self, gaps: Sequence[int], spare: set[str]) -> None:
+        """A spare that was left standing takes a newcomer's place where that parts holders of one shard."""
+        for rank in gaps:
+            cp_rank, node = self._spot(rank)
+            if self.taken[rank] not in spare or self.holders_on[cp_rank, node] < 2:
+                continue
+            least = self.holders_on[cp_rank, node] - 1
+            for idle in [worker for worker in self.free if worker in spare]:
+                if self.holders_on[cp_rank, self.situation.node_of[idle]] < least:
+                    self.free[self._leave(rank)] = None
+                    self._sit(rank, idle)
                     break
 
     def _gain(self, rank: int, other: int) -> int:

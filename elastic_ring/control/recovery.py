@@ -133,7 +133,8 @@ def _nobody_holds(turn: Turn, crew: Crew, incident: Incident, unheld: policy.Unh
         turn.enter(Forming(turn.now))
         return
     failed_step = turn.state.user_errors.step
-    if not incident.lost and failed_step == step - 1:  # its result was voted, and applying it raised everywhere
+    # Its result was voted, and applying it raised on every holder.
+    if incident.user_raised and not incident.lost and failed_step == step - 1:
         told = f"{turn.state.user_detail}\nraised in the apply of step {failed_step}, on every holder"
         turn.end("UserCodeFailed", told, step=failed_step)
         return

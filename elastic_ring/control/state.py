@@ -86,6 +86,7 @@ class Incident:
     planned: tuple[str, ...] = ()
     counted: bool = False
     rolled_forward: int | None = None
+    user_raised: bool = False
 
 
 @dataclass(frozen=True)
