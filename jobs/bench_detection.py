@@ -148,7 +148,8 @@ def main() -> int:
     drills.show("\n" + text)
     if arguments.save:
         figures = {key: value for _, _, part in parts for key, value in part.items()}
-        drills.save("bench_detection", text, {**figures, "missed": missed})
+        what = "both" if num_freezes and arguments.healthy_minutes else "freezes" if num_freezes else "healthy"
+        drills.save(f"bench_detection_{what}", text, {**figures, "missed": missed})
     return 1 if missed else 0
 
 

@@ -318,7 +318,7 @@ def save(name: str, text: str, figures: dict[str, Any]) -> None:
     about = machine()
     stem = f"{name}-{about['utc'][:10]}"
     head = ", ".join(f"{key} {value}" for key, value in about.items() if key != "arguments")
-    (folder / f"{stem}.txt").write_text(f"jobs/{name}.py {' '.join(sys.argv[1:])}\n{head}\n\n{text}\n")
+    (folder / f"{stem}.txt").write_text(f"jobs/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}\n{head}\n\n{text}\n")
     (folder / f"{stem}.json").write_text(json.dumps({"machine": about, **figures}, indent=1) + "\n")
     show(f"saved as benchmarks/{stem}.txt and .json")
 

@@ -166,6 +166,18 @@ def test_a_member_that_failed_inside_apply_is_healed_in_its_place() -> None:
     assert [(heal.donor, heal.newcomers) for heal in order.heals] == [(crew[2], (crew[0],))]
 
 
+@pytest.mark.parametrize(("kind", "error"), [("user", "UserCodeFailed"), ("peer", "ShardLost")])
+def test_an_apply_that_fails_on_every_rank_is_the_users_error_only_if_it_was_theirs(kind: str, error: str) -> None:
+    run = Bench(TWO_NODES).form()
+    run.commit(6)
+    run.say(Trouble("w", members(run.state)[0], 1, 1, kind, 7, "Traceback: boom"))
+    for rank in range(3):
+        run.report(rank, 7, shard=None, vote=run.vote(7))
+    end = end_in(run.report(3, 7, shard=None, vote=run.vote(7)))
+    assert end.error == error
+    assert ("boom" in end.message) is (kind == "user")
+
+
 def test_a_node_on_which_nothing_starts_is_left_alone_for_a_while() -> None:
     run = Bench({"a": 1, "b": 1}, dp=1, cp=1, spares=1, backoff_s=20.0)
     for again in (True, True, False):
