@@ -109,8 +109,8 @@ class BigBird(Rule):
         ##
         ###
         ####
-        #.###
-        ##.###
+        ##.##
+        #..###
     """
 
     window: int = 3
@@ -171,7 +171,7 @@ def _hashed(*words: int) -> int:
 @dataclass(frozen=True)
 class Hierarchical(Rule):
     """Near keys all, farther keys ever more thinly: of the units at distance base * 2^(l-1) to base * 2^l
-    every 2^l-th is kept, the last of its group, so a row keeps about base / 2 * log2(distance / base) of them
+    every 2^l-th is kept, the last of its group, so a row keeps about base / 2 for each doubling of the distance
     (after the log-sparse patterns of Li et al. 2019, arXiv:1907.00235).
 
     ::
@@ -181,6 +181,9 @@ class Hierarchical(Rule):
         .##
         .###
         .#.##
+        ...###
+        ...#.##
+        ...#.###
     """
 
     base: int = 4

@@ -133,7 +133,9 @@ def sees_of(name: str, length: int) -> Sees:
     return sees
 
 
-def longnet_case(layout: Layout, num_heads: int, num_kv_heads: int, heads_per_offset: int = 1, **more: Any) -> SparseCase:
+def longnet_case(
+    layout: Layout, num_heads: int, num_kv_heads: int, heads_per_offset: int = 1, **more: Any
+) -> SparseCase:
     rules = longnet(num_heads, DILATED_SEGMENTS, DILATED_RATES, heads_per_offset=heads_per_offset)
     sees = tuple(dilated(rule.segments, rule.rates, rule.offset, 1) for rule in rules)
     return SparseCase(rules, sees, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, **more)
