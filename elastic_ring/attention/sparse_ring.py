@@ -31,7 +31,8 @@ class SparseRingAttention:
 
     `group` is a process group of exactly the ring's ranks in cp_rank order, or None for cp = 1; every rank
     makes the same calls in the same order. `ahead` hops are posted before their kernels run (1 overlaps hop
-    by hop; cp - 1 posts all at once). A query that sees nothing gives 0. All results are added up in a fixed
+    by hop; cp - 1 posts all at once); `first_call_index` is the first call's place among those of the group.
+    A query that sees nothing gives 0. All results are added up in a fixed
     order, so equal calls give equal bits. On the CPU only.
 
     Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
@@ -46,6 +47,7 @@ class SparseRingAttention:
         *,
         ahead: int = 1,
         ledger: HopLedger | None = None,
+        first_call_index: int = 0,
     ) -> None:
         _check_group(schedule, cp_rank, group)
         if ahead < 1:
@@ -55,7 +57,7 @@ class SparseRingAttention:
         self.ledger = HopLedger() if ledger is None else ledger
         self._group = group
         self._ahead = ahead
-        self._next_call_index = 0
+        self._next_call_index = first_call_index
         self._abandoned: list[torch.Tensor] = []
 
     def __call__(
@@ -228,9 +230,10 @@ def _heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
 
 
 def _put(whole: torch.Tensor, rows: Any, heads: tuple[int, ...], part: torch.Tensor) -> None:
-    """whole[:, rows, heads] = part."""
-    if len(heads) == whole.size(2):
-        whole[:, rows] = part
+    """whole[:, rows, heads] = part; `part` may be that very view."""
+    first = heads[0]
+    if heads == tuple(range(first, first + len(heads))):
+        whole[:, rows, first : first + len(heads)] = part
     elif isinstance(rows, slice):
         whole[:, rows][:, :, list(heads)] = part
     else:

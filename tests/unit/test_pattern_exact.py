@@ -9,8 +9,8 @@ import torch
 
 from elastic_ring.attention.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.placement import balanced, residue_class, striped
-from elastic_ring.attention.rules import Dense, Window
-from elastic_ring.attention.sparse import SparsePattern, mixed
+from elastic_ring.attention.rules import Dense
+from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.attention.sparse_schedule import plan_sparse
 from tests.unit.attention_rings import ThreadRings, one_thread, relative_error
@@ -64,9 +64,10 @@ def test_fp64_agrees_with_the_masked_dense_reference(rings: ThreadRings, name: s
 def test_heads_with_rules_of_their_own_agree(rings: ThreadRings, cp: int, num_kv_heads: int) -> None:
     for index in range(3):
         check(longnet_case(layout_for(index, (Dense(),), 61, cp), 4, num_kv_heads), rings)
-    rules = mixed((3, Window(5)), (1, Dense()))
-    sees = tuple(sees_of("dense", 61) if rule == Dense() else (lambda q, k: q - k < 5) for rule in rules)
-    check(SparseCase(rules, sees, zigzag(61, cp), num_kv_heads=num_kv_heads), rings)
+    local, whole = RULES["window across blocks"][0], Dense()
+    for rules in ((local, local, local, whole), (local, whole, local, whole), (whole, whole, local, local)):
+        sees = tuple(sees_of("dense" if rule == whole else "window across blocks", 61) for rule in rules)
+        check(SparseCase(rules, sees, zigzag(61, cp), num_kv_heads=num_kv_heads), rings)
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 7])
