@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         rows.append((density, json.loads(done.stdout)))
     aten, dense = rows[0][1], rows[1][1]
-    print(f"{options.tokens:,} tokens, {options.heads} heads of {options.head_dim}, fp32, forward + backward, one thread")
+    print(f"{options.tokens:,} tokens, {options.heads} heads of {options.head_dim}, fp32, both passes, one thread")
     print(f"{'density':>8} {'CPU s':>8} {'of 1/density':>13} {'against aten':>13} {'extra MiB':>10}")
     for density, found in rows:
         name = "aten" if density < 0 else f"{found['density']:.4f}"
