@@ -22,6 +22,7 @@ from elastic_ring.attention.schedule import Direction
 from elastic_ring.attention.sparse_exchange import SparseExchange, as_index, select_heads
 from elastic_ring.attention.sparse_schedule import SparseSchedule
 from elastic_ring.attention.sparse_tiles import SparseTile, tiles
+from elastic_ring.errors import RunFailed
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -66,7 +67,8 @@ class SparseRingAttention:
         """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D).
 
         `scale` multiplies the scores and is 1/sqrt(D) by default. Raises `ValueError` for tensors that do
-        not fit each other or the schedule, and whatever the group raises when a peer is lost.
+        not fit each other or the schedule, `RunFailed` when the kernel fails its self-test, and whatever the
+        group raises when a peer is lost.
         """
         check_tensors(q, k, v)
         check_local_length(q, self.schedule.layout, self.cp_rank)
@@ -77,6 +79,9 @@ class SparseRingAttention:
             )
         if q.device.type != "cpu":
             raise ValueError(f"device {q.device}: sparse patterns run on the CPU so far; move the tensors there")
+        failure = masked_cpu.self_test(q.dtype, q.size(-1))
+        if failure is not None:
+            raise RunFailed(f"the sparse CPU kernel fails its self-test: {failure}")
         out: torch.Tensor = _SparseFunction.apply(q, k, v, self, q.size(-1) ** -0.5 if scale is None else scale)
         return out
 

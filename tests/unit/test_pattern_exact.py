@@ -7,13 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from elastic_ring.attention.kernels import masked_cpu
 from elastic_ring.attention.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.placement import balanced, residue_class, striped
 from elastic_ring.attention.rules import Dense
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.attention.sparse_schedule import plan_sparse
-from tests.unit.attention_rings import ThreadRings, one_thread, relative_error
+from elastic_ring.errors import RunFailed
+from tests.unit.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 from tests.unit.pattern_cases import (
     RULES,
     SparseCase,
@@ -131,3 +133,53 @@ def test_what_does_not_fit_the_schedule_is_refused_before_anything_is_sent() -> 
         SparseRingAttention(schedule, 0, None, ahead=0)
     with pytest.raises(ValueError, match="rules for 3 heads, the call has 4"):
         plan_sparse(SparsePattern((Dense(),) * 3, 4), contiguous(8, 1), 4, 2)
+
+
+@pytest.mark.parametrize("cp", [1, 5])
+@pytest.mark.parametrize("name", ["window across blocks", "dilated tokens", "bigbird", "union"])
+def test_longer_sequences_in_the_kernels_own_blocks_agree(rings: ThreadRings, name: str, cp: int) -> None:
+    """Blocks of 128 over 701 tokens; the rules, made for blocks of 4, cut through them."""
+    rules = (RULES[name][0],)
+    case = SparseCase(rules, (sees_of(name, 701),), layout_for(cp, rules, 701, cp), (0, 300), 128, head_dim=16)
+    check(case, rings)
+
+
+def test_a_peer_that_is_lost_raises_on_the_others_and_leaves_no_work_behind(rings: ThreadRings) -> None:
+    case = longnet_case(zigzag(61, 3), 4, 2)
+    groups = rings.groups(3, fresh=True)
+    kept: list[SparseRingAttention] = []
+
+    def work(cp_rank: int) -> None:
+        if cp_rank == 2:
+            groups[2] = None  # its sockets close
+            return
+        ring = SparseRingAttention(case.schedule, cp_rank, groups[cp_rank])
+        kept.append(ring)
+        q, k, v, _ = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
+        with pytest.raises(RuntimeError):
+            ring(q, k, v)
+        groups[cp_rank] = ring._group = None
+
+    in_threads(3, work)
+    assert len(kept) == 2
+
+
+@pytest.mark.parametrize("planted", ["forward", "backward"])
+def test_a_kernel_with_wrong_gradients_or_values_is_refused_by_its_self_test(
+    monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    right = getattr(masked_cpu, planted)
+
+    def wrong(*tensors: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
+        first, *rest = right(*tensors, **options)
+        return (first if options["mask"] is None else first * 1.001, *rest)
+
+    monkeypatch.setattr(masked_cpu, planted, wrong)
+    masked_cpu.self_test.cache_clear()
+    schedule = plan_sparse(SparsePattern((Dense(),), 4), contiguous(8, 1), 1, 1)
+    x = torch.zeros(1, 8, 1, 24)
+    with pytest.raises(RunFailed, match="out of a masked" if planted == "forward" else "dq of a masked"):
+        SparseRingAttention(schedule, 0, None)(x, x, x)
+    monkeypatch.undo()
+    masked_cpu.self_test.cache_clear()
+    assert SparseRingAttention(schedule, 0, None)(x, x, x).shape == x.shape

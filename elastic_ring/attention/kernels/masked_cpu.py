@@ -6,11 +6,12 @@ A masked tile holds only rows and columns with something to see. Tiles of one ra
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 
 from elastic_ring.attention.kernels import aten_cpu
-from elastic_ring.attention.merge import accumulate_dtype
+from elastic_ring.attention.merge import accumulate_dtype, merge_
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -51,6 +52,53 @@ def backward(
         _heads_first(out, 1), lse.transpose(1, 2), 0.0, False, attn_mask=_bias(mask, q.dtype), scale=scale,
     )  # fmt: skip
     return dq.transpose(1, 2), _fold(dk.transpose(1, 2), group), _fold(dv.transpose(1, 2), group)
+
+
+@lru_cache(maxsize=16)
+def self_test(dtype: torch.dtype, head_dim: int) -> str | None:
+    """None when out, lse, dq, dk, dv of a sparse tile agree with a masked fp64 softmax, else what does not.
+
+    Grouped heads, a mask beside a full tile, and the merged out and lse going into backward, as in a ring.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 40, 4, head_dim), (1, 56, 2, head_dim), (1, 56, 2, head_dim), (1, 40, 4, head_dim)]
+    q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    mask = torch.rand(40, 24, generator=generator) < 0.3
+    mask[:, 0] = True
+    scale = head_dim**-0.5
+    tiles = [(slice(0, 32), None), (slice(32, 56), mask)]
+    out = torch.zeros(q.shape, dtype=accumulate_dtype(dtype))
+    lse = torch.full(q.shape[:3], -math.inf, dtype=out.dtype)
+    for keys, own in tiles:
+        merge_(out, lse, *forward(q, k[:, keys], v[:, keys], causal=False, scale=scale, mask=own))
+    shares = [
+        backward(dout, q, k[:, keys], v[:, keys], out, lse, causal=False, scale=scale, mask=own) for keys, own in tiles
+    ]
+    found = (out, lse, shares[0][0] + shares[1][0], *(torch.cat([s[i] for s in shares], dim=1) for i in (1, 2)))
+    wanted = _whole(q, k, v, dout, torch.cat([torch.ones(40, 32, dtype=torch.bool), mask], dim=1), scale)
+    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+        worst = ((got.double() - want).norm() / want.norm()).item()
+        if not worst <= _TOLERANCE[dtype]:
+            return f"{name} of a masked tile differs by {worst:.2e} relative, allowed {_TOLERANCE[dtype]:.0e}"
+    return None
+
+
+_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
+"""Shorter inputs are computed in fp32."""
+
+
+def _whole(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, mask: torch.Tensor, scale: float
+) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv of one masked fp64 softmax, by autograd."""
+    with torch.enable_grad():
+        leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        wide_k, wide_v = (x.repeat_interleave(q.size(2) // k.size(2), dim=2) for x in leaves[1:])
+        scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], wide_k) * scale
+        scores = scores.masked_fill(~mask, -math.inf)
+        out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), wide_v)
+        grads = torch.autograd.grad(out, leaves, dout.double())
+    return [out.detach(), scores.detach().logsumexp(-1).transpose(1, 2), *grads]
 
 
 def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
