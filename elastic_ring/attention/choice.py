@@ -12,7 +12,7 @@ from typing import Literal
 from elastic_ring.attention.families import Dilated
 from elastic_ring.attention.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.placement import balanced, residue_class, striped, tokens_max_over_mean, work_max_over_mean
-from elastic_ring.attention.rules import Rule, Union
+from elastic_ring.attention.rules import Rule, Strided, Union
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_schedule import SparseSchedule, plan_sparse
 
@@ -118,10 +118,12 @@ def choose(
 
 
 def layouts_for(pattern: SparsePattern, seq_len: int, cp: int, balance_limit: float = 1.05) -> tuple[Layout, ...]:
-    """The layouts worth weighing: the named ones, one by residue class for dilated rules, one placed by work."""
+    """The layouts worth weighing: the named ones, by residue class for dilated and strided rules, placed by work."""
     unit = max(1, min(pattern.block, -(-seq_len // (2 * cp))))
     found = [contiguous(seq_len, cp), zigzag(seq_len, cp), striped(seq_len, cp, unit_tokens=unit)]
-    rates = {(max(rule.rates), rule.unit_tokens) for rule in _parts(pattern.heads) if isinstance(rule, Dilated)}
+    parts = _parts(pattern.heads)
+    rates = {(max(rule.rates), rule.unit_tokens) for rule in parts if isinstance(rule, Dilated)}
+    rates |= {(rule.every, rule.unit_tokens) for rule in parts if isinstance(rule, Strided)}
     found += [residue_class(seq_len, cp, rate, unit_tokens=tokens) for rate, tokens in sorted(rates) if rate > 1]
     found.append(balanced(pattern.row_pairs(seq_len), cp, unit_tokens=unit, limit=balance_limit)[0])
     seen: dict[tuple[object, ...], Layout] = {}

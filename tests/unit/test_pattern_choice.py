@@ -93,6 +93,13 @@ def test_a_machine_with_dear_messages_packs_them_and_one_with_slow_links_hides_t
     assert (dear.ahead, slow.ahead) == (7, 1)
 
 
+def test_a_strided_pattern_is_laid_out_by_its_residue_classes() -> None:
+    chosen = choose(SparsePattern(FAMILIES["strided"]), 65536, 8, SIZES)
+    assert chosen.best.layout.name == "residue-class-32"
+    others = [c.all_bytes for c in chosen.candidates if c.layout.name in ("contiguous", "zigzag", "striped")]
+    assert chosen.best.all_bytes * 2 < min(others)
+
+
 def test_plans_are_cached_and_equal_everywhere() -> None:
     pattern, again = (SparsePattern((Dilated((64, 256), (1, 4)),), 16) for _ in range(2))
     assert choose(pattern, 512, 4, SIZES) is choose(again, 512, 4, SIZES)
