@@ -1,0 +1,312 @@
+"""The published families of sparse patterns, as rules, and the doors for learned profiles and users' own.
+
+Each names its paper and draws itself. What a rule is stands in `rules`; nothing about heads beyond handing
+out one rule for each, nothing about layouts or kernels may enter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elastic_ring.attention.rules import Kinds, Mask, Positions, Rule, require
+
+__all__ = ["BigBird", "BlockFunction", "Dilated", "Hierarchical", "Profile", "load_profile", "longnet"]
+
+
+@dataclass(frozen=True)
+class Dilated(Rule):
+    """LongNet's dilated attention for one head (Ding et al. 2023, arXiv:2307.02486).
+
+    Branch i cuts the document into segments of `segments[i]` tokens and keeps every `rates[i]`-th unit of
+    each, counted from `offset`: kept queries see kept keys of their segment. A query that no branch keeps
+    sees nothing. One softmax runs over the union of the branches, so a key that two branches keep counts
+    once; the paper's weights, by the branches' denominators, count it once for each.
+    `unit_tokens` 1 is the paper's; 128 dilates whole blocks, which kernels like better.
+
+    ::
+
+        #                 segments (4, 8, 16) units, rates (1, 2, 4)
+        ##
+        ###
+        ####
+        #.#.#
+        ....##
+        #.#.###
+        ....####
+        #...#...#
+    """
+
+    segments: tuple[int, ...]
+    rates: tuple[int, ...]
+    offset: int = 0
+    unit_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.segments or len(self.segments) != len(self.rates):
+            raise ValueError(f"segments={self.segments}, rates={self.rates}: give one rate for each segment length")
+        require("unit_tokens", self.unit_tokens, 1, "1 dilates single tokens")
+        require("offset", self.offset, 0, "use the head's index")
+        for segment, rate in zip(self.segments, self.rates, strict=True):
+            require("rates", rate, 1, "1 keeps every unit")
+            if segment < 1 or segment % self.unit_tokens:
+                raise ValueError(
+                    f"segments={self.segments}: {segment} must be a positive multiple of"
+                    f" unit_tokens={self.unit_tokens}"
+                )
+
+    @property
+    def unit(self) -> int:
+        return self.unit_tokens
+
+    def sees(self, q: Positions, k: Positions) -> Mask:
+        seen = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=bool)
+        for segment, rate in zip(self.segments, self.rates, strict=True):
+            kept = self.offset % rate
+            q_kept, k_kept = (x % segment // self.unit_tokens % rate == kept for x in (q, k))
+            seen |= (q // segment == k // segment) & q_kept & k_kept
+        return seen
+
+
+def longnet(
+    num_heads: int,
+    segments: Sequence[int],
+    rates: Sequence[int],
+    *,
+    heads_per_offset: int = 1,
+    unit_tokens: int = 1,
+) -> tuple[Dilated, ...]:
+    """One rule for each query head, head h shifted by h // heads_per_offset units as in the paper.
+
+    With grouped K/V heads let `heads_per_offset` be the query heads of a K/V head: they then keep the same
+    keys, and a K/V head travels no further than one of them needs.
+    """
+    require("num_heads", num_heads, 1, "give the number of query heads")
+    require("heads_per_offset", heads_per_offset, 1, "1 shifts each head")
+    rules = (
+        Dilated(tuple(segments), tuple(rates), (head // heads_per_offset) % max(rates, default=1), unit_tokens)
+        for head in range(num_heads)
+    )
+    return tuple(rules)
+
+
+@dataclass(frozen=True)
+class BigBird(Rule):
+    """A window, global blocks at the start, and random blocks drawn from a seed (Zaheer et al. 2020,
+    arXiv:2007.14062), made causal: row i draws among the blocks before its window.
+
+    What a row draws depends on the seed and the row alone, not on the length of the sequence or the ring.
+
+    ::
+
+        #
+        ##
+        ###
+        ####
+        ##.##
+        #..###
+    """
+
+    window: int = 3
+    globals: int = 1
+    randoms: int = 3
+    seed: int = 0
+    unit_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        require("window", self.window, 1, "a window holds at least the query's own block")
+        require("globals", self.globals, 0, "0 has no global blocks")
+        require("randoms", self.randoms, 0, "0 draws none")
+        require("seed", self.seed, 0, "use a non-negative seed")
+        require("unit_tokens", self.unit_tokens, 1, "128 is the kernels' block")
+
+    @property
+    def unit(self) -> int:
+        return self.unit_tokens
+
+    def sees(self, q: Positions, k: Positions) -> Mask:
+        row, column = q // self.unit_tokens, k // self.unit_tokens
+        num_rows = int(row.max(initial=0)) + 1
+        drawn = _drawn(self.seed, self.randoms, self.window, self.globals, 1 << (num_rows - 1).bit_length())
+        at_random = np.zeros(np.broadcast_shapes(row.shape, column.shape), dtype=bool)
+        for choice in range(self.randoms):
+            at_random |= drawn[row, choice] == column
+        return (row - column < self.window) | (column < self.globals) | at_random
+
+
+@lru_cache(maxsize=32)
+def _drawn(seed: int, randoms: int, window: int, first: int, num_rows: int) -> Positions:
+    """(num_rows, randoms): the columns that each row draws, without repeating; -1 where there are too few."""
+    drawn = np.full((num_rows, randoms), -1, dtype=np.int64)
+    for row in range(num_rows):
+        num_open = row - window + 1 - first
+        found: list[int] = []
+        attempt = 0
+        while len(found) < min(randoms, num_open):
+            candidate = first + _hashed(seed, row, attempt) % num_open
+            attempt += 1
+            if candidate not in found:
+                found.append(candidate)
+        drawn[row, : len(found)] = found
+    return drawn
+
+
+def _hashed(*words: int) -> int:
+    """SplitMix64 over the words: integers only, so equal on every machine and library version."""
+    mask, state = (1 << 64) - 1, 0
+    for word in words:
+        state = (state + word + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state
+
+
+@dataclass(frozen=True)
+class Hierarchical(Rule):
+    """Near keys all, farther keys ever more thinly: of the units at distance base * 2^(l-1) to base * 2^l
+    every 2^l-th is kept, the last of its group, so a row keeps about base / 2 for each doubling of the distance
+    (after the log-sparse patterns of Li et al. 2019, arXiv:1907.00235).
+
+    ::
+
+        #                 base 2
+        ##
+        .##
+        .###
+        .#.##
+        ...###
+        ...#.##
+        ...#.###
+    """
+
+    base: int = 4
+    unit_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        require("base", self.base, 1, "the first level holds at least the query's own unit")
+        require("unit_tokens", self.unit_tokens, 1, "128 is the kernels' block")
+
+    @property
+    def unit(self) -> int:
+        return self.unit_tokens
+
+    def sees(self, q: Positions, k: Positions) -> Mask:
+        column = k // self.unit_tokens
+        back = q // self.unit_tokens - column
+        seen = back < self.base
+        farthest = int(back.max(initial=0))
+        reach, every = self.base, 2
+        while reach <= farthest:
+            seen |= (back >= reach) & (back < 2 * reach) & (column % every == every - 1)
+            reach, every = 2 * reach, 2 * every
+        return seen
+
+
+@dataclass(frozen=True)
+class Profile(Rule):
+    """The distances, in units, at which one head looks back: what `load_profile` keeps of a learned profile."""
+
+    distances: tuple[int, ...]
+    unit_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        require("unit_tokens", self.unit_tokens, 1, "128 is the kernels' block")
+        if not self.distances or list(self.distances) != sorted(set(self.distances)) or self.distances[0] != 0:
+            raise ValueError(f"distances={self.distances}: give each once, ascending, beginning with 0 (the own unit)")
+
+    @property
+    def unit(self) -> int:
+        return self.unit_tokens
+
+    def sees(self, q: Positions, k: Positions) -> Mask:
+        back = q // self.unit_tokens - k // self.unit_tokens
+        kept = np.zeros(self.distances[-1] + 2, dtype=bool)
+        kept[list(self.distances)] = True
+        return kept[np.clip(back, -1, self.distances[-1] + 1)]
+
+
+def load_profile(path: str | Path, *, keep: float) -> tuple[Profile, ...]:
+    """One rule for each head of a learned profile.
+
+    The file is JSON: `{"unit_tokens": 128, "counts": [[...], ...]}`, where counts[head][d] says how often
+    the head chose the block d units back while it was trained (a popcount of its masks). Each head keeps
+    distance 0 and then its most counted distances, the nearer first among equals, until they hold the share
+    `keep` of its counts. Raises `ValueError` for a file that is not such a profile.
+    """
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep={keep}: a share of the counts, above 0 and at most 1")
+    try:
+        loaded: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        unit_tokens, heads = int(loaded["unit_tokens"]), [[int(n) for n in head] for head in loaded["counts"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"profile {path}: not a JSON object with unit_tokens and counts by head: {error}") from error
+    if not heads or any(not head or min(head) < 0 for head in heads):
+        raise ValueError(f"profile {path}: every head needs counts, none below 0")
+    return tuple(Profile(_most_counted(counts, keep), unit_tokens) for counts in heads)
+
+
+def _most_counted(counts: list[int], keep: float) -> tuple[int, ...]:
+    kept, held = [0], counts[0]
+    for distance in sorted(range(1, len(counts)), key=lambda d: (-counts[d], d)):
+        if held >= keep * sum(counts) or counts[distance] == 0:
+            break
+        kept.append(distance)
+        held += counts[distance]
+    return tuple(sorted(kept))
+
+
+@dataclass(frozen=True)
+class BlockFunction(Rule):
+    """A user's own pattern: `function(query_unit, key_unit)` of integer arrays that broadcast, elementwise.
+
+    `lambda i, j: (i - j) % 3 == 0`. It must be pure, and the same on every rank; two are equal when they hold
+    the same function object. Raises `ValueError` where it keeps a unit of the future, or is not elementwise.
+    """
+
+    function: Callable[[Positions, Positions], Any]
+    unit_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        require("unit_tokens", self.unit_tokens, 1, "128 is the kernels' block")
+
+    @property
+    def unit(self) -> int:
+        return self.unit_tokens
+
+    def sees(self, q: Positions, k: Positions) -> Mask:
+        row, column = q // self.unit_tokens, k // self.unit_tokens
+        shape = np.broadcast_shapes(row.shape, column.shape)
+        try:
+            kept = np.broadcast_to(np.asarray(self.function(row, column), dtype=bool), shape)
+        except (ValueError, TypeError) as error:
+            name = getattr(self.function, "__name__", repr(self.function))
+            raise ValueError(
+                f"function={name}: must take integer arrays and answer elementwise; use & | and numpy.where"
+                f" instead of and, or, if ({error})"
+            ) from error
+        return kept
+
+    def kinds(self, num_blocks: int, block: int) -> Kinds:
+        self.check_causal(-(-num_blocks * block // self.unit_tokens))
+        return super().kinds(num_blocks, block)
+
+    def check_causal(self, num_units: int) -> None:
+        """Raises `ValueError` with the first pair of units in which the query comes before the key."""
+        at = np.arange(num_units, dtype=np.int64) * self.unit_tokens
+        for first in range(0, num_units, 512):
+            early = self.sees(at[first : first + 512, None], at[None, :])
+            early = early & (at[None, :] > at[first : first + 512, None])
+            if early.any():
+                row, column = np.argwhere(early)[0]
+                name = getattr(self.function, "__name__", repr(self.function))
+                raise ValueError(
+                    f"function={name}: lets query unit {first + row} see unit {column} of the future; add"
+                    " `& (key <= query)`"
+                )

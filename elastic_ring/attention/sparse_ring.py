@@ -1,0 +1,259 @@
+"""Ring attention over a sparse schedule: hops of just the keys that are seen, kernels over just those tiles.
+
+`SparseRingAttention` is to `plan_sparse` what `ring.RingAttention` is to `plan`: the same calls, the same
+promises. Process groups are passed in: none is made, found by environment or torn down here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from elastic_ring.attention.checks import check_local_length, check_tensors
+from elastic_ring.attention.exchange import Group, HopLedger
+from elastic_ring.attention.kernels import masked_cpu
+from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward, merge_
+from elastic_ring.attention.schedule import Direction
+from elastic_ring.attention.sparse_exchange import SparseExchange, as_index, select_heads
+from elastic_ring.attention.sparse_schedule import SparseSchedule
+from elastic_ring.attention.sparse_tiles import SparseTile, tiles
+from elastic_ring.errors import RunFailed
+
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class SparseRingAttention:
+    """Exact attention under `schedule.pattern` over a sequence whose slices lie on the ranks of a ring.
+
+    `group` is a process group of exactly the ring's ranks in cp_rank order, or None for cp = 1; every rank
+    makes the same calls in the same order. `ahead` hops are posted before their kernels run (1 overlaps hop
+    by hop; cp - 1 posts all at once); `first_call_index` is the first call's place among those of the group.
+    A query that sees nothing gives 0. All results are added up in a fixed
+    order, so equal calls give equal bits. On the CPU only.
+
+    Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
+    the buffers which the group may still write to are kept until this object is dropped.
+    """
+
+    def __init__(
+        self,
+        schedule: SparseSchedule,
+        cp_rank: int,
+        group: Group | None,
+        *,
+        ahead: int = 1,
+        ledger: HopLedger | None = None,
+        first_call_index: int = 0,
+    ) -> None:
+        _check_group(schedule, cp_rank, group)
+        if ahead < 1:
+            raise ValueError(f"ahead={ahead}: at least the next hop is posted; use 1")
+        self.schedule = schedule
+        self.cp_rank = cp_rank
+        self.ledger = HopLedger() if ledger is None else ledger
+        self._group = group
+        self._ahead = ahead
+        self._next_call_index = first_call_index
+        self._abandoned: list[torch.Tensor] = []
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+    ) -> torch.Tensor:
+        """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D).
+
+        `scale` multiplies the scores and is 1/sqrt(D) by default. Raises `ValueError` for tensors that do
+        not fit each other or the schedule, `RunFailed` when the kernel fails its self-test, and whatever the
+        group raises when a peer is lost.
+        """
+        check_tensors(q, k, v)
+        check_local_length(q, self.schedule.layout, self.cp_rank)
+        if (q.size(2), k.size(2)) != (self.schedule.num_heads, self.schedule.num_kv_heads):
+            raise ValueError(
+                f"q has {q.size(2)} heads and k {k.size(2)}, the schedule is for {self.schedule.num_heads} and"
+                f" {self.schedule.num_kv_heads}; plan for these"
+            )
+        if q.device.type != "cpu":
+            raise ValueError(f"device {q.device}: sparse patterns run on the CPU so far; move the tensors there")
+        failure = masked_cpu.self_test(q.dtype, q.size(-1))
+        if failure is not None:
+            raise RunFailed(f"the sparse CPU kernel fails its self-test: {failure}")
+        out: torch.Tensor = _SparseFunction.apply(q, k, v, self, q.size(-1) ** -0.5 if scale is None else scale)
+        return out
+
+    def reset_calls(self) -> None:
+        """Start counting calls from 0 again; all ranks do so at the same place (once a step)."""
+        self._next_call_index = 0
+
+    def _run_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        call_index = self._next_call_index
+        self._next_call_index += 1
+        out = torch.zeros(q.shape, dtype=accumulate_dtype(q.dtype), device=q.device)
+        lse = torch.full(q.shape[:3], -math.inf, dtype=out.dtype, device=q.device)
+        with self._exchange("forward", call_index) as exchange:
+            for index, own in enumerate(tiles(self.schedule, self.cp_rank)):
+                keys = self._keys(exchange, index, k, v)
+                exchange.post_keys(index, k, v)
+                for tile in own:
+                    rows, tile_q, tile_k, tile_v = _gather(tile, q, keys)
+                    part, part_lse = masked_cpu.forward(
+                        tile_q, tile_k, tile_v, causal=tile.causal, scale=scale, mask=_mask(tile)
+                    )
+                    merged, merged_lse = out[:, rows], lse[:, rows]
+                    of_heads, of_heads_lse = _heads(merged, tile.heads), _heads(merged_lse, tile.heads)
+                    merge_(of_heads, of_heads_lse, part, part_lse)
+                    _put(out, rows, tile.heads, of_heads)
+                    _put(lse, rows, tile.heads, of_heads_lse)
+        return out.to(q.dtype), lse_for_backward(lse), call_index
+
+    def _run_backward(
+        self, dout: torch.Tensor, saved: tuple[torch.Tensor, ...], scale: float, call_index: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v, *_ = saved
+        dq = torch.zeros(q.shape, dtype=accumulate_dtype(q.dtype), device=q.device)
+        dk = torch.zeros(k.shape, dtype=dq.dtype, device=k.device)
+        dv = torch.zeros_like(dk)
+        with self._exchange("backward", call_index) as exchange:
+            for index, own in enumerate(tiles(self.schedule, self.cp_rank)):
+                keys = self._keys(exchange, index, k, v)
+                exchange.post_keys(index, k, v)
+                fetch = self.schedule.hops[self.cp_rank][index].fetch
+                if index > 0:
+                    exchange.expect_partials(index, k)
+                if index == 0:
+                    shares = [tuple(torch.zeros_like(x, dtype=dq.dtype) for x in pair) for pair in keys]
+                else:
+                    message = exchange.empty(fetch, k, dq.dtype).zero_()
+                    shares = list(exchange.views(message, fetch, k))
+                for tile in own:
+                    self._tile_gradients(tile, keys, dout, saved, scale, dq, shares[tile.group])
+                if index == 0:
+                    for group, share in zip(self.schedule.groups, shares, strict=True):
+                        _put(dk, slice(None), group.kv_heads, share[0])
+                        _put(dv, slice(None), group.kv_heads, share[1])
+                elif message.numel():
+                    exchange.send_partials(index, message)
+                # One hop late, so that the reader of hop t - 1 had a hop's time to compute and return it.
+                self._add_partials(dk, dv, exchange, index - 1)
+            self._add_partials(dk, dv, exchange, self.schedule.cp - 1)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _tile_gradients(
+        self,
+        tile: SparseTile,
+        keys: _Pairs,
+        dout: torch.Tensor,
+        saved: tuple[torch.Tensor, ...],
+        scale: float,
+        dq: torch.Tensor,
+        share: tuple[torch.Tensor, ...],
+    ) -> None:
+        """Add one tile's share to `dq` (B, S_local, H, D) and to its head group's dK, dV in `share`."""
+        q, _, _, out, lse = saved
+        rows, tile_q, tile_k, tile_v = _gather(tile, q, keys)
+        tile_dout, tile_out, tile_lse = (_heads(x[:, rows], tile.heads) for x in (dout, out, lse))
+        part_q, part_k, part_v = masked_cpu.backward(
+            tile_dout, tile_q, tile_k, tile_v, tile_out, tile_lse, causal=tile.causal, scale=scale, mask=_mask(tile)
+        )
+        _put(dq, rows, tile.heads, _heads(dq[:, rows], tile.heads) + part_q)
+        columns = as_index(tile.k)
+        share[0][:, columns] += part_k
+        share[1][:, columns] += part_v
+
+    def _keys(self, exchange: SparseExchange, index: int, k: torch.Tensor, v: torch.Tensor) -> _Pairs:
+        """For each head group the keys and values that hop `index` computes on."""
+        if index == 0:
+            return [(select_heads(k, g.kv_heads), select_heads(v, g.kv_heads)) for g in self.schedule.groups]
+        message = exchange.take_keys(index)
+        fetch = self.schedule.hops[self.cp_rank][index].fetch
+        return [] if message is None else exchange.views(message, fetch, k)
+
+    def _add_partials(self, dk: torch.Tensor, dv: torch.Tensor, exchange: SparseExchange, hop: int) -> None:
+        """Add what the reader of `hop` computed for own keys. Called in hop order, the order of sums."""
+        message = exchange.take_partials(hop)
+        if message is None:
+            return
+        requested = self.schedule.requested(self.cp_rank, hop)
+        cut = exchange.views(message, requested, dk)
+        for group, ranges, parts in zip(self.schedule.groups, requested, cut, strict=True):
+            if ranges:
+                rows = as_index(ranges)
+                for total, part in zip((dk, dv), parts, strict=True):
+                    _put(total, rows, group.kv_heads, _heads(total[:, rows], group.kv_heads) + part)
+
+    @contextmanager
+    def _exchange(self, direction: Direction, call_index: int) -> Iterator[SparseExchange]:
+        exchange = SparseExchange(
+            self.schedule, self.cp_rank, self._group, direction, call_index, self.ledger, self._ahead
+        )
+        try:
+            yield exchange
+            exchange.finish()
+        except BaseException:
+            self._abandoned += exchange.abandon()
+            raise
+
+
+class _SparseFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: SparseRingAttention, scale: float
+    ) -> torch.Tensor:
+        out, lse, ctx.call_index = ring._run_forward(q, k, v, scale)
+        ctx.ring, ctx.scale = ring, scale
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grads = ctx.ring._run_backward(dout.contiguous(), ctx.saved_tensors, ctx.scale, ctx.call_index)
+        return (*grads, None, None)
+
+
+def _gather(
+    tile: SparseTile, q: torch.Tensor, keys: _Pairs
+) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tile's row index, and its q, k, v."""
+    rows, columns = as_index(tile.q), as_index(tile.k)
+    k, v = keys[tile.group]
+    return rows, _heads(q[:, rows], tile.heads), k[:, columns], v[:, columns]
+
+
+def _mask(tile: SparseTile) -> torch.Tensor | None:
+    return None if tile.mask is None else torch.from_numpy(tile.mask)
+
+
+def _heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
+    return x if len(heads) == x.size(2) else select_heads(x, heads)
+
+
+def _put(whole: torch.Tensor, rows: Any, heads: tuple[int, ...], part: torch.Tensor) -> None:
+    """whole[:, rows, heads] = part; `part` may be that very view."""
+    first = heads[0]
+    if heads == tuple(range(first, first + len(heads))):
+        whole[:, rows, first : first + len(heads)] = part
+    elif isinstance(rows, slice):
+        whole[:, rows][:, :, list(heads)] = part
+    else:
+        whole[:, rows[:, None], torch.tensor(heads)[None, :]] = part
+
+
+def _check_group(schedule: SparseSchedule, cp_rank: int, group: Group | None) -> None:
+    if not 0 <= cp_rank < schedule.cp:
+        raise ValueError(f"cp_rank={cp_rank}: the schedule has ranks 0 to {schedule.cp - 1}")
+    if group is None:
+        if schedule.cp > 1:
+            raise ValueError(f"group=None: a schedule for cp={schedule.cp} needs a group of as many ranks")
+    elif group.size() != schedule.cp:
+        raise ValueError(f"the group has {group.size()} ranks, the schedule has cp={schedule.cp}; plan anew")
+    elif group.rank() != cp_rank:
+        raise ValueError(f"cp_rank={cp_rank}, but this process is rank {group.rank()} of the group; use that")
+
+

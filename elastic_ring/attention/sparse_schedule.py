@@ -1,0 +1,230 @@
+"""From a sparse pattern and a layout to hops: the exact keys that each rank fetches for each K/V head.
+
+The hops are those of `schedule`: in hop t rank r reads straight from rank (r - t) mod cp. K/V heads whose
+query heads follow the same rules form a head group and share their ranges; a key that no query of a rank
+sees through a group's rules is not fetched for that group. Which tiles the kernels then run is in
+`sparse_tiles`. numpy, no tensors; nothing that waits or sends may enter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from elastic_ring.attention.blocks import block_kinds, visible
+from elastic_ring.attention.layout import Layout, Range
+from elastic_ring.attention.rules import FULL, NONE, Mask, Positions, Rule
+from elastic_ring.attention.schedule import Direction, Side
+from elastic_ring.attention.sparse import SparsePattern
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """K/V heads that travel together: each one's query heads follow `rules`, in this order."""
+
+    kv_heads: tuple[int, ...]
+    rules: tuple[Rule, ...]
+
+    def query_heads(self, rule: Rule) -> tuple[int, ...]:
+        """The query heads that follow `rule`, those of one K/V head after those of another."""
+        num_sharing = len(self.rules)
+        return tuple(kv * num_sharing + i for kv in self.kv_heads for i in range(num_sharing) if self.rules[i] == rule)
+
+
+@dataclass(frozen=True)
+class SparseHop:
+    """What one rank fetches in one hop: for each head group, ranges of the source's local slice, ascending.
+
+    In hop 0 a rank reads its own keys and fetches nothing.
+    """
+
+    source: int
+    fetch: tuple[tuple[Range, ...], ...]
+
+    def num_fetched_tokens(self, group: int) -> int:
+        return sum(stop - start for start, stop in self.fetch[group])
+
+
+@dataclass(frozen=True)
+class SparseSchedule:
+    """`hops[cp_rank][hop]` for every rank of the ring. Equal when pattern, layout and heads are."""
+
+    pattern: SparsePattern
+    layout: Layout
+    num_heads: int
+    num_kv_heads: int
+    groups: tuple[HeadGroup, ...] = field(compare=False, repr=False)
+    hops: tuple[tuple[SparseHop, ...], ...] = field(compare=False, repr=False)
+
+    @property
+    def cp(self) -> int:
+        return self.layout.cp
+
+    def reader(self, cp_rank: int, hop: int) -> int:
+        """The rank that reads from `cp_rank` in `hop`."""
+        return (cp_rank + hop) % self.cp
+
+    def requested(self, cp_rank: int, hop: int) -> tuple[tuple[Range, ...], ...]:
+        """For each head group, the ranges of `cp_rank`'s own slice that its reader fetches in `hop`."""
+        return self.hops[self.reader(cp_rank, hop)][hop].fetch
+
+    def num_head_tokens(self, cp_rank: int, hop: int) -> int:
+        """Tokens times K/V heads that `cp_rank` fetches in `hop`."""
+        own = self.hops[cp_rank][hop]
+        return sum(len(group.kv_heads) * own.num_fetched_tokens(i) for i, group in enumerate(self.groups))
+
+    def hop_bytes(
+        self,
+        cp_rank: int,
+        hop: int,
+        head_dim: int,
+        itemsize: int,
+        direction: Direction,
+        *,
+        batch: int = 1,
+        side: Side = "received",
+    ) -> int:
+        """Bytes that `cp_rank` receives (or sends) in one hop of one attention call, as `Schedule.hop_bytes`."""
+        pulled = self.num_head_tokens(cp_rank, hop)
+        served = self.num_head_tokens(self.reader(cp_rank, hop), hop)
+        keys, partials = (pulled, served) if side == "received" else (served, pulled)
+        num_bytes = 2 * batch * head_dim * keys * itemsize
+        if direction == "backward":
+            num_bytes += 2 * batch * head_dim * partials * max(itemsize, 4)
+        return num_bytes
+
+    def received_bytes(self, cp_rank: int, head_dim: int, itemsize: int, direction: Direction = "forward") -> int:
+        """All hops of one attention call on one sequence."""
+        return sum(self.hop_bytes(cp_rank, hop, head_dim, itemsize, direction) for hop in range(self.cp))
+
+    def work(self, cp_rank: int) -> int:
+        """Pairs of query and key that `cp_rank` computes, over all query heads."""
+        pairs = self.pattern.row_pairs(self.layout.seq_len)
+        times = self.num_heads // len(self.pattern.heads)
+        return times * sum(int(pairs[start:stop].sum()) for start, stop in self.layout.segments[cp_rank])
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The part of one block that lies in one piece on a rank.
+
+    `positions` count from the document's start, `local` from the start of the rank's slice.
+    """
+
+    document: int
+    block: int
+    positions: Range
+    local: Range
+
+
+@lru_cache(maxsize=64)
+def plan_sparse(pattern: SparsePattern, layout: Layout, num_heads: int, num_kv_heads: int) -> SparseSchedule:
+    """The hops of every rank. Pure, so cached. Raises `ValueError` when documents or heads do not fit."""
+    groups = head_groups(pattern.rules(num_heads), num_kv_heads)
+    documents = pattern.documents(layout.seq_len)
+    owned = [_owned(layout, rank) for rank in range(layout.cp)]
+    hops: list[tuple[SparseHop, ...]] = []
+    rules = tuple(dict.fromkeys(pattern.heads))
+    for rank in range(layout.cp):
+        needed = {rule: _needed(rule, pattern, layout, documents, rank) for rule in rules}
+        of_groups = [np.logical_or.reduce([needed[rule] for rule in set(group.rules)]) for group in groups]
+        sources = [(rank - hop) % layout.cp for hop in range(layout.cp)]
+        nothing: tuple[tuple[Range, ...], ...] = ((),) * len(groups)
+        hops.append(
+            tuple(
+                SparseHop(source, nothing if source == rank else tuple(runs(need[owned[source]]) for need in of_groups))
+                for source in sources
+            )
+        )
+    return SparseSchedule(pattern, layout, num_heads, num_kv_heads, groups, tuple(hops))
+
+
+def head_groups(rules: tuple[Rule, ...], num_kv_heads: int) -> tuple[HeadGroup, ...]:
+    if num_kv_heads < 1 or len(rules) % num_kv_heads:
+        raise ValueError(f"{len(rules)} query heads do not divide among {num_kv_heads} K/V heads")
+    sharing = len(rules) // num_kv_heads
+    members: dict[tuple[Rule, ...], list[int]] = {}
+    for kv_head in range(num_kv_heads):
+        members.setdefault(rules[kv_head * sharing : (kv_head + 1) * sharing], []).append(kv_head)
+    return tuple(HeadGroup(tuple(kv_heads), shared) for shared, kv_heads in members.items())
+
+
+@lru_cache(maxsize=256)
+def chunks_of(
+    layout: Layout, cp_rank: int, documents: tuple[Range, ...], block: int
+) -> tuple[Chunk, ...]:
+    """A rank's slice cut at documents and at their blocks, in local order."""
+    starts = [start for start, _ in documents]
+    chunks: list[Chunk] = []
+    offset = 0
+    for start, stop in layout.segments[cp_rank]:
+        document = int(np.searchsorted(starts, start, side="right")) - 1
+        at = start
+        while at < stop:
+            first, last = documents[document]
+            index = (at - first) // block
+            end = min(stop, last, first + (index + 1) * block)
+            local = (offset + at - start, offset + end - start)
+            chunks.append(Chunk(document, index, (at - first, end - first), local))
+            document += end == last
+            at = end
+        offset += stop - start
+    return tuple(chunks)
+
+
+def runs(chosen: Mask) -> tuple[Range, ...]:
+    """The (start, stop) ranges of the true entries."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], chosen, [False]]).astype(np.int8)))
+    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _owned(layout: Layout, cp_rank: int) -> Positions:
+    """The positions that a rank holds, in local order."""
+    ranges = [np.arange(start, stop, dtype=np.int64) for start, stop in layout.segments[cp_rank]]
+    return np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
+
+
+def _needed(
+    rule: Rule, pattern: SparsePattern, layout: Layout, documents: tuple[Range, ...], cp_rank: int
+) -> Mask:
+    """(seq_len,): the keys that some query of `cp_rank` sees by `rule`. Keys it holds itself may be left out."""
+    needed = np.zeros(layout.seq_len, dtype=bool)
+    foreign = np.ones(layout.seq_len, dtype=bool)
+    for start, stop in layout.segments[cp_rank]:
+        foreign[start:stop] = False
+    by_document: dict[int, list[Chunk]] = {}
+    for chunk in chunks_of(layout, cp_rank, documents, pattern.block):
+        by_document.setdefault(chunk.document, []).append(chunk)
+    for document, chunks in by_document.items():
+        start, stop = documents[document]
+        _mark(rule, pattern.block, chunks, foreign[start:stop], needed[start:stop])
+    return needed
+
+
+def _mark(rule: Rule, block: int, chunks: list[Chunk], foreign: Mask, needed: Mask) -> None:
+    """Set `needed` (length,) for the keys of one document that queries of `chunks` see; only where `foreign`."""
+    length = len(needed)
+    kinds = block_kinds(rule, length, block)
+    edges = np.arange(0, length, block)
+    open_blocks = np.logical_or.reduceat(foreign, edges)
+    rows = np.array([chunk.block for chunk in chunks])
+    whole = np.zeros(len(kinds), dtype=bool)
+    for first in range(0, len(rows), 256):
+        strip = rows[first : first + 256]
+        full = kinds[strip] == FULL
+        full[np.arange(len(strip)), strip] = False
+        whole |= full.any(0)
+    needed |= np.repeat(whole, block)[:length]
+    looked_at = open_blocks & ~whole
+    for chunk in chunks:
+        columns = np.flatnonzero(looked_at & (kinds[chunk.block] != NONE))
+        if not columns.size:
+            continue
+        keys = (columns[:, None] * block + np.arange(block)[None, :]).ravel()
+        keys = keys[(keys < length)]
+        keys = keys[foreign[keys] & ~needed[keys]]
+        queries = np.arange(*chunk.positions, dtype=np.int64)
+        needed[keys[visible(rule, queries, keys).any(0)]] = True
+

@@ -1,0 +1,166 @@
+"""What the kernels of one rank run in each hop: dense, causal and masked tiles that leave out every other pair.
+
+A tile's keys are gathered: all blocks that a block of queries sees wholly make one tile without a mask. Of
+blocks seen in part, rows and columns without any pair are left out first, so that a dilated pattern gives
+small dense tiles. numpy, no tensors; sending and computing are elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from elastic_ring.attention.blocks import block_kinds, visible
+from elastic_ring.attention.layout import Range
+from elastic_ring.attention.rules import FULL, NONE, Kinds, Mask, Positions, Rule
+from elastic_ring.attention.sparse_schedule import Chunk, SparseSchedule, chunks_of, runs
+
+
+@dataclass(frozen=True)
+class SparseTile:
+    """One kernel call. `q` are ranges of local rows; `k` ranges of the own slice (hop 0) or of the hop's buffer
+    for head group `group`. `heads` are the query heads. `mask` (nq, nk) marks what is seen; None sees all,
+    and with `causal` key i of a square tile is seen from query i on.
+    """
+
+    group: int
+    heads: tuple[int, ...]
+    q: tuple[Range, ...]
+    k: tuple[Range, ...]
+    causal: bool = False
+    mask: Mask | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of query and key that the tile computes, for one head; of a masked tile all."""
+        num_rows, num_columns = num_tokens(self.q), num_tokens(self.k)
+        return num_rows * (num_rows + 1) // 2 if self.causal else num_rows * num_columns
+
+
+def num_tokens(ranges: tuple[Range, ...]) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+@lru_cache(maxsize=32)
+def tiles(schedule: SparseSchedule, cp_rank: int) -> tuple[tuple[SparseTile, ...], ...]:
+    """For each hop of `cp_rank` its tiles, in the order in which they are computed."""
+    documents = schedule.pattern.documents(schedule.layout.seq_len)
+    block = schedule.pattern.block
+    queries = chunks_of(schedule.layout, cp_rank, documents, block)
+    by_hop = []
+    for index, hop in enumerate(schedule.hops[cp_rank]):
+        keys = _KeyChunks(chunks_of(schedule.layout, hop.source, documents, block))
+        found: list[SparseTile] = []
+        for number, group in enumerate(schedule.groups):
+            place = _Place(hop.fetch[number] if index else None)
+            for rule in dict.fromkeys(group.rules):
+                heads = group.query_heads(rule)
+                for chunk in queries:
+                    start, stop = documents[chunk.document]
+                    kinds = block_kinds(rule, stop - start, block)
+                    for q, k, causal, mask in _of_chunk(rule, kinds, chunk, keys):
+                        found.append(SparseTile(number, heads, q, place(k), causal, mask))
+        by_hop.append(tuple(found))
+    return tuple(by_hop)
+
+
+class _KeyChunks:
+    """A source's chunks of one document at a time, as arrays."""
+
+    def __init__(self, chunks: tuple[Chunk, ...]) -> None:
+        self._of: dict[int, list[Chunk]] = {}
+        for chunk in chunks:
+            self._of.setdefault(chunk.document, []).append(chunk)
+        self._arrays = {document: np.array([(c.block, *c.local) for c in own]) for document, own in self._of.items()}
+
+    def full(self, document: int, kinds: Kinds, row: int) -> tuple[Range, ...]:
+        """The local ranges of the blocks that query block `row` sees wholly, except its own."""
+        if document not in self._arrays:
+            return ()
+        blocks, starts, stops = self._arrays[document].T
+        chosen = np.flatnonzero((kinds[row, blocks] == FULL) & (blocks != row))
+        return _joined(starts[chosen], stops[chosen])
+
+    def partial(self, document: int, kinds: Kinds, row: int) -> list[Chunk]:
+        """The chunks of blocks that must be looked at token by token: kept in part, or the query's own."""
+        if document not in self._arrays:
+            return []
+        blocks = self._arrays[document][:, 0]
+        kept = kinds[row, blocks]
+        chosen = np.flatnonzero((kept != NONE) & ((kept != FULL) | (blocks == row)))
+        return [self._of[document][i] for i in chosen]
+
+
+class _Place:
+    """From ranges of the source's slice to where their keys lie; they stay where they are in hop 0."""
+
+    def __init__(self, fetch: tuple[Range, ...] | None) -> None:
+        self._starts: Positions | None = None
+        if fetch is not None:
+            table = np.array(fetch, dtype=np.int64).reshape(-1, 2)
+            self._starts, lengths = table[:, 0], table[:, 1] - table[:, 0]
+            self._offsets = np.cumsum(lengths) - lengths
+
+    def __call__(self, ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+        if self._starts is None:
+            return ranges
+        table = np.array(ranges, dtype=np.int64).reshape(-1, 2)
+        at = np.searchsorted(self._starts, table[:, 0], side="right") - 1
+        moved = table - self._starts[at, None] + self._offsets[at, None]
+        return _joined(moved[:, 0], moved[:, 1])
+
+
+_Piece = tuple[tuple[Range, ...], tuple[Range, ...], bool, Mask | None]
+
+
+def _of_chunk(rule: Rule, kinds: Kinds, chunk: Chunk, keys: _KeyChunks) -> Iterator[_Piece]:
+    """The tiles of one chunk of queries over one source's keys, as (q, k, causal, mask) in local ranges."""
+    full = keys.full(chunk.document, kinds, chunk.block)
+    if full:
+        yield (chunk.local,), full, False, None
+    looked_at = keys.partial(chunk.document, kinds, chunk.block)
+    if not looked_at:
+        return
+    positions = np.concatenate([np.arange(*other.positions, dtype=np.int64) for other in looked_at])
+    local = np.concatenate([np.arange(*other.local, dtype=np.int64) for other in looked_at])
+    seen = visible(rule, np.arange(*chunk.positions, dtype=np.int64), positions)
+    # Key blocks whose pairs lie in the same rows share a tile.
+    owners = np.repeat(np.arange(len(looked_at)), [o.positions[1] - o.positions[0] for o in looked_at])
+    rows_of = np.stack([seen[:, owners == i].any(1) for i in range(len(looked_at))])
+    patterns, which = np.unique(rows_of, axis=0, return_inverse=True)
+    for number, rows in enumerate(patterns):
+        if rows.any():
+            columns = np.flatnonzero((which.ravel()[owners] == number) & seen.any(0))
+            yield _compressed(seen, np.flatnonzero(rows), columns, chunk.local[0], local)
+
+
+def _compressed(seen: Mask, rows: Positions, columns: Positions, offset: int, local: Positions) -> _Piece:
+    mask = seen[np.ix_(rows, columns)]
+    q, k = _ranges(rows + offset), _ranges(local[columns])
+    if mask.all():
+        return q, k, False, None
+    if mask.shape[0] == mask.shape[1] and np.array_equal(mask, np.tril(np.ones_like(mask))):
+        return q, k, True, None
+    return q, k, False, mask
+
+
+def _ranges(indices: Positions) -> tuple[Range, ...]:
+    """Ascending indices as ranges."""
+    if not indices.size:
+        return ()
+    first = int(indices[0])
+    chosen = np.zeros(int(indices[-1]) - first + 1, dtype=bool)
+    chosen[indices - first] = True
+    return tuple((start + first, stop + first) for start, stop in runs(chosen))
+
+
+def _joined(starts: Positions, stops: Positions) -> tuple[Range, ...]:
+    """Ascending ranges, neighbours that touch made one."""
+    if not len(starts):
+        return ()
+    breaks = np.flatnonzero(starts[1:] != stops[:-1]) + 1
+    first, last = np.concatenate([[0], breaks]), np.concatenate([breaks, [len(starts)]]) - 1
+    return tuple(zip(starts[first].tolist(), stops[last].tolist(), strict=True))
