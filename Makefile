@@ -36,7 +36,8 @@ test: venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest tests/unit tests/sim tests/ray tests/gpu
+	$(BIN)/python -m pytest --numprocesses 2 tests/unit tests/sim
+	$(BIN)/python -m pytest tests/ray tests/gpu
 
 clean:
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
