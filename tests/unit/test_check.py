@@ -153,7 +153,7 @@ def test_a_model_that_attends_to_its_own_slice_only_is_refused(pair: Crew, layou
         ({"loss": mean_loss}, r"returned Tensor: return \(sum of the loss"),
         ({"loss": uncounted_loss}, "count the targets of the slice"),
     ],
-    ids=str,
+    ids=["positions", "mixing", "buffers", "mean", "uncounted"],
 )
 def test_what_would_train_wrongly_without_any_error_is_refused(
     pair: Crew, settings: dict[str, Any], named: str
