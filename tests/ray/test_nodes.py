@@ -65,11 +65,19 @@ def test_a_node_that_dies_with_a_whole_ring_changes_no_bit(cluster: Cluster, tmp
     assert left_behind("node") == []
 
 
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[int, dict[str, Any]]:
+    """Summaries of fault-free runs by their number of steps, filled as they are needed."""
+    return {}
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_node_that_dies_at_a_random_moment_is_replaced_by_one_that_joins(
-    cluster: Cluster, tmp_path: Path, seed: int
+    cluster: Cluster, tmp_path: Path, seed: int, undisturbed: dict[int, dict[str, Any]]
 ) -> None:
-    calm = tiny_trainer(tmp_path, "calm-random", spares=0, steps=30).fit().summary
+    if 30 not in undisturbed:
+        undisturbed[30] = tiny_trainer(tmp_path, "calm-random", spares=0, steps=30).fit().summary
+    calm = undisturbed[30]
     folder, gate = tmp_path / "random-node", tmp_path / "gate"
     trainer = tiny_trainer(tmp_path, "random-node", spares=2, steps=30, gate=gate)
     with ThreadPoolExecutor(1) as pool:
