@@ -257,7 +257,9 @@ def run_all(model: str, num_kills: int, seed: int) -> tuple[str, list[str], dict
         f"all exact: {found['exact']}, goodput {found['goodput']:.0%}\nweights {found['weights_sha256'][:16]}, without "
         f"faults {calm['weights_sha256'][:16]}; after the run {len(left)} actors or placement groups"
     )
-    return text, missed, {"strikes": soak.strikes, "recoveries": found["recoveries"], "seed": seed, "model": model}
+    readings = {f"{process.role} {pid}": process.readings for pid, process in soak.processes.items()}
+    figures = {"strikes": soak.strikes, "recoveries": found["recoveries"], "seed": seed, "model": model}
+    return text, missed, {**figures, "readings": readings}
 
 
 def main() -> int:
