@@ -115,6 +115,8 @@ class ElasticRingTrainer:
         check_writable(self.run.folder)
         check_buildable(self.task)
         check_portable(self.task)
+        if self.scaling.device == "cuda":
+            log.warning("device='cuda': training on GPUs has not been shown yet; see Limits in the README")
         if self.scaling.dp == 1:
             log.warning("dp=1: no other ring holds the state, so the next loss of a worker ends the run; dp=2 heals it")
         with ray_session(self.scaling):

@@ -305,7 +305,8 @@ def forget_groups() -> None:
 
     Drop the module first: FSDP2's are reference cycles, which hold shards and groups until they are collected.
     """
-    if torch.cuda.is_available() and dist.is_initialized():
+    # Whether these groups are NCCL's, not whether there is a GPU: a run on CPUs may have one beside it.
+    if dist.is_initialized() and any(kind == "nccl" for kind, _ in c10d._world.pg_map.values()):
         _forget_tables()
     elif dist.is_initialized():
         dist.destroy_process_group()

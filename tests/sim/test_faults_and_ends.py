@@ -18,7 +18,7 @@ from elastic_ring.control.messages import (
     WorkerLost,
     WorkerReady,
 )
-from elastic_ring.control.state import members, spares
+from elastic_ring.control.state import members, spares, waiting_for
 from elastic_ring.errors import IllegalTransition
 from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench, build_in, end_in, only
@@ -228,3 +228,12 @@ def test_duplicates_change_nothing() -> None:
     state = run.state
     run.say(Resumed("w", members(state)[0], 1, 1, 0))
     assert run.state is state
+
+
+def test_a_run_that_does_not_train_says_what_it_is_short_of() -> None:
+    run = Bench({"a": 1}, dp=1, cp=2, spares=0)
+    assert waiting_for(run.state, run.now) == "", "workers have a while to start"
+    run.all_ready()
+    assert "1 of 2 ready on 1 node(s)" in waiting_for(run.state, run.now + run.options.start_s)
+    whole = Bench({"a": 2}, dp=1, cp=2, spares=0).form()
+    assert waiting_for(whole.state, whole.now + 1e6) == ""

@@ -217,3 +217,30 @@ def test_a_read_that_was_foretold_wrongly_is_dropped_and_its_error_with_it() -> 
             loader.load(999, 0, layout, 0)
         assert loader.load(2, 0, layout, 0, next_id=3).sample_id == 2
     assert not loader_threads()
+
+
+def test_a_wait_for_storage_that_stalls_can_be_ended_and_the_sequence_is_not_lost() -> None:
+    storage, source = threading.Event(), Numbers()
+
+    class Stalled(Numbers):
+        def read(self, sample_id: int) -> Sample:
+            assert storage.wait(30.0)
+            return source.read(sample_id)
+
+    asked: list[bool] = []
+
+    def aborted() -> None:
+        asked.append(True)
+        if len(asked) < 3:
+            return
+        raise InterruptedError("the generation was aborted")
+
+    plan = make_layout("zigzag", CONTEXT, 2)
+    with Loader(Stalled(), aborted) as loader:
+        with pytest.raises(InterruptedError):
+            loader.load(4, 0, plan, 1)
+        assert len(asked) == 3
+        storage.set()
+        piece = loader.load(4, 0, plan, 1)
+    assert source.reads == [4], "the read that was under way serves the next load"
+    assert torch.equal(piece.tokens, cut(source.read(4), "zigzag", 2)[1].tokens)
