@@ -26,7 +26,7 @@ from torch.nn import functional as F
 NUM_WORKERS = 4
 VICTIM = 3
 VOCAB = 256
-CONTEXT_TOKENS = 128
+CONTEXT_TOKENS = 96
 WIDTH = 128
 NUM_HEADS = 4
 NUM_LAYERS = 2
