@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from elastic_ring.monitor.stamps import Phase, Stamp, phase_name
 
@@ -204,37 +203,48 @@ def _waited_s(track: _Track, reading: ProcReading, counted_s: float) -> float:
 
 
 class ProcReader:
-    """Reads /proc for one process and its training thread. A few tens of microseconds a reading."""
+    """Reads /proc for one process and its training thread, in some twenty microseconds."""
 
     def __init__(self, proc: str | os.PathLike[str] = "/proc") -> None:
-        self._proc = Path(proc)
+        self._proc = os.fspath(proc)
 
     def read(self, pid: int, tid: int | None = None) -> ProcReading | None:
         """The reading, or None when the process is gone. Without `tid` the main thread's times are read;
         a training thread that is gone while its process lives reads as state `X`, with no times."""
-        state = self._state(self._proc / str(pid) / "stat")
+        state = self._state(f"{self._proc}/{pid}/stat")
         if state is None:
             return None
-        task = self._proc / str(pid) / "task" / str(pid if tid is None else tid)
-        thread_state = self._state(task / "stat")
+        task = f"{self._proc}/{pid}/task/{pid if tid is None else tid}"
+        thread_state = self._state(f"{task}/stat")
         if thread_state is None:
             return ProcReading(state, "X", 0, 0)
-        run_ns, wait_ns = self._times(task / "schedstat")
+        run_ns, wait_ns = self._times(f"{task}/schedstat")
         return ProcReading(state, thread_state, run_ns, wait_ns)
 
     @staticmethod
-    def _state(path: Path) -> str | None:
-        try:
-            text = path.read_text(errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
-            return None
+    def _state(path: str) -> str | None:
         # The command's name stands in parentheses and may hold spaces and parentheses itself.
-        return text.rpartition(")")[2].split()[0]
+        data = _read(path)
+        return None if data is None else data.rpartition(b")")[2].split(maxsplit=1)[0].decode()
 
     @staticmethod
-    def _times(path: Path) -> tuple[int, int]:
-        try:
-            run_ns, wait_ns, _ = path.read_text().split()
-        except (FileNotFoundError, ProcessLookupError):  # just gone, or a kernel without schedstats
+    def _times(path: str) -> tuple[int, int]:
+        data = _read(path)
+        if data is None:  # just gone, or a kernel without schedstats
             return 0, 0
+        run_ns, wait_ns, _ = data.split()
         return int(run_ns), int(wait_ns)
+
+
+def _read(path: str) -> bytes | None:
+    """A file of /proc in one system call: ten readings a second of each worker, on its own cores."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        return os.read(fd, 4096)
+    except ProcessLookupError:
+        return None
+    finally:
+        os.close(fd)
