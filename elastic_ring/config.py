@@ -109,6 +109,12 @@ class ScalingConfig:
                 "for example {'CPU': 1} or {'GPU': 1}, with an amount that is not negative, and one that is more than 0"
             )
 
+        if "object_store_memory" in self.resources_per_worker:
+            raise ValueError(
+                f"resources_per_worker={dict(self.resources_per_worker)}: Ray gives no actor object_store_memory; "
+                "leave it out: the workers keep nothing in Ray's object store"
+            )
+
     @property
     def mesh(self) -> Mesh:
         return Mesh(self.dp, self.cp)

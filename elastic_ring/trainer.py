@@ -7,7 +7,6 @@ same run name within the lease and goes on following.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import secrets
@@ -123,6 +122,8 @@ class ElasticRingTrainer:
             attempt = secrets.token_hex(8)
             with interruptible(self.run, attempt) as followed:
                 coordinator = self._coordinator(fingerprint, attempt)
+                if coordinator is None:
+                    return self._ended_meanwhile()
                 followed.append(coordinator)
                 with lease(coordinator, self.run.timeouts.lease_s / 6):
                     end = self._follow(coordinator)
@@ -152,13 +153,27 @@ class ElasticRingTrainer:
         task = self.task
         faults = [str(fault) for fault in self.run.faults]
         code = [described(part) for part in (task.model, task.loss, task.optimizer, task.initial, task.units)]
-        return digest(self.scaling, task.step, task.optim, repr(task.data), faults, code)
+        return digest(self.scaling, task.step, task.optim, described(task.data), faults, code)
 
-    def _coordinator(self, fingerprint: str, attempt: str) -> Any:
-        """The run's coordinator, found or made. Raises ValueError when the cluster cannot hold the mesh."""
+    def _ended_meanwhile(self) -> Result:
+        done = self._finished()
+        assert done is not None
+        log.info("run %s has finished meanwhile; its summary is in %s", self.run.name, self.run.folder)
+        return done
+
+    def _coordinator(self, fingerprint: str, attempt: str) -> Any | None:
+        """The run's coordinator, found or made; None when the run has ended well since this submission began.
+
+        Raises ValueError when the cluster cannot hold the mesh.
+        """
         found = attach.running_coordinator(self.run, self._digest)
         if found is not None:
+            if not (self.run.folder / CONFIG_NAME).exists():  # whoever made it did not come to it
+                self._write_config()
             return found
+        # A coordinator writes the summary before it goes, so whoever finds none here finds it gone for another reason.
+        if (self.run.folder / SUMMARY_NAME).exists():
+            return None
         attach.refuse_if_written_to(self.run)
         room(self.scaling)
         charter = Charter(self.run, self.scaling, self.task, attempt, self._digest, time.time(), fingerprint)
@@ -189,6 +204,7 @@ class ElasticRingTrainer:
     def _follow(self, coordinator: Any) -> dict[str, Any]:
         """Show progress until the end; returns how it ended. Renews the lease by asking."""
         last_step, num_lines, lost_since = -1, 0, None
+        attempt = attach.attempt_of(coordinator, self.run)
         with ProgressLine(sys.stderr, self.task.step.steps) as progress:
             opened = False
             while True:
@@ -198,6 +214,9 @@ class ElasticRingTrainer:
                     )
                     lost_since = None
                 except ray.exceptions.ActorDiedError as error:
+                    end = attach.end_on_record(self.run, attempt)
+                    if end is not None:  # another driver has heard of the end first, and let the coordinator go
+                        return end
                     raise errors.CoordinatorLost(f"the coordinator of run {self.run.name} is gone: {error}") from error
                 except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError) as error:
                     # A coordinator that was killed or froze comes back by itself.
@@ -223,7 +242,7 @@ class ElasticRingTrainer:
             log.error("left behind: %s", name)
         if end["error"]:
             kind = getattr(errors, end["error"], errors.RunFailed)
-            if kind is errors.CrashLoop:
+            if kind is errors.CrashLoop and int(end["facts"]["step"]) < self.task.step.steps:
                 ids = training_order(self.task).sample_ids(int(end["facts"]["step"]))
                 end["facts"]["samples"] = ids
                 named = ", ".join(map(str, ids))
@@ -239,13 +258,19 @@ class ElasticRingTrainer:
 
 
 def described(part: Any) -> str:
-    """What names a user's callable or object in the digest of a run: its place in the code and its arguments."""
+    """What names a user's callable or object in the digest of a run: its place in the code and its arguments.
+
+    Equal in every process: an object without a `repr` of its own is named by its class, not by its address.
+    """
     if isinstance(part, partial):
-        return f"{described(part.func)}({part.args!r}, {part.keywords!r})"
-    if part is None or dataclasses.is_dataclass(part):
-        return repr(part)
-    owner = part if hasattr(part, "__qualname__") else type(part)
-    return f"{owner.__module__}.{owner.__qualname__}"
+        arguments = [described(value) for value in part.args]
+        named = [f"{name}={described(value)}" for name, value in part.keywords.items()]
+        return f"{described(part.func)}({', '.join(arguments + named)})"
+    if hasattr(part, "__qualname__"):
+        return f"{part.__module__}.{part.__qualname__}"
+    if repr(part) == object.__repr__(part):
+        return f"{type(part).__module__}.{type(part).__qualname__}"
+    return repr(part)
 
 
 def check_portable(task: TrainingTask) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import json
 import sys
 import time
 from collections.abc import Generator
@@ -29,6 +30,7 @@ from elastic_ring.control.messages import (
     WorkerReady,
 )
 from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.replay import journal_line
 from elastic_ring.control.state import State, members, phase_name
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.forecast import faults, simulate
@@ -98,6 +100,7 @@ def benchmark(num_members: int, cp: int) -> int:
         began = time.perf_counter()
         decision = coordination.advance(state, event, now)
         coordination.next_deadline(decision.state)
+        json.dumps(journal_line(event, decision, now))  # a command leaves when it is written down, not before
         taken_ms = 1000 * (time.perf_counter() - began)
         state, num_events = decision.state, num_events + 1
         kind = f"{type(event).__name__} in {phase_name(state)}"

@@ -195,9 +195,10 @@ _BY_PHASE: dict[type, dict[type, Handler]] = {
         **_EVERYWHERE,
         Finalized: phases.finalized,
         Published: phases.running_published,
-        Trouble: phases.running_trouble,
+        Trouble: phases.finishing_trouble,
         Report: _ignore,
         Resumed: _ignore,
+        BuildFailed: _ignore,  # as above
     },
     Reconnecting: {
         **_EVERYWHERE,

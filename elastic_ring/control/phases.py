@@ -240,6 +240,15 @@ def finalized(turn: Turn, event: Finalized) -> None:
     turn.end("", "all steps committed", weights_sha256=event.weights_sha256)
 
 
+def finishing_trouble(turn: Turn, event: Trouble) -> None:
+    """A write that fails is tried again after a while: storage comes back, and the steps are worth waiting for."""
+    if event.kind != "check":
+        running_trouble(turn, event)
+        return
+    turn.edit_phase(trouble=event.detail, deadline=turn.now + turn.options.backoff_s)
+    turn.say(f"{event.worker} could not write the weights, tried again in {turn.options.backoff_s:g} s")
+
+
 def expire_finishing(turn: Turn) -> None:
     phase = turn.phase
     assert isinstance(phase, Finishing)
@@ -247,7 +256,8 @@ def expire_finishing(turn: Turn) -> None:
         return
     failures = turn.state.finalize_failures + 1
     turn.set(finalize_failures=failures)
-    why = f"the weights were not written within {turn.options.finalize_s} s"
+    late = f"the weights were not written within {turn.options.finalize_s} s"
+    why = f"the weights could not be written: {phase.trouble}" if phase.trouble else late
     if failures >= turn.options.finalize_limit:
         turn.end("RunFailed", f"{why}, {failures} times; every step is committed, look at the run folder's storage")
     else:

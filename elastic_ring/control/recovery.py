@@ -115,10 +115,14 @@ def _is_crash_loop(turn: Turn, incident: Incident, step: int) -> bool:
     told = "; ".join(
         f"rank {loss.global_rank} ({loss.worker} on {loss.node}): {loss.reason} {loss.detail}".strip() for loss in died
     )
+    if step < turn.options.total_steps:
+        what, look = f"step {step}", f"the batch of step {step} and at the memory it needs"
+    else:
+        what, look = "writing the weights", "the memory of rank 0's node: it holds the whole model once"
     turn.end(
         "CrashLoop",
-        f"step {step} killed members {crashes.count} times, last: {told}. Look at the batch of step {step} "
-        f"and at the memory it needs; the same step would kill the next members too.",
+        f"{what} killed members {crashes.count} times, last: {told}. Look at {look}; once more would kill the next "
+        "members too.",
         step=step,
         recoveries=crashes.count,
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from elastic_ring.control.coordination import Decision, advance, initial
-from elastic_ring.control.messages import Event, from_json, to_json
+from elastic_ring.control.messages import Command, Event, from_json, to_json
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import State
 from elastic_ring.errors import ElasticRingError, JournalDamaged
@@ -22,9 +23,31 @@ def journal_line(event: Event, decision: Decision, now: float) -> dict[str, Any]
         "now": now,
         "term": decision.state.term,
         "event": to_json(event),
-        "commands": [to_json(command) for command in decision.commands],
+        "commands": packed(decision.commands),
         "reason": decision.reason,
     }
+
+
+def packed(commands: Iterable[Command]) -> list[dict[str, Any]]:
+    """Commands as JSON. What is told to many workers in a row stands once, with `workers` instead of `worker`: a
+    `Build` names every seat, and a thousand of them would be a thousand times a thousand names."""
+    lines: list[dict[str, Any]] = []
+    last: Command | None = None
+    for command in commands:
+        worker = getattr(command, "worker", None)
+        if worker is None:
+            lines.append(to_json(command))
+            last = None
+            continue
+        bare: Command = replace(command, worker="")  # type: ignore[arg-type]
+        if bare == last:
+            lines[-1]["workers"].append(worker)
+        else:
+            told = to_json(bare)
+            del told["worker"]
+            lines.append({**told, "workers": [worker]})
+        last = bare
+    return lines
 
 
 def term_note(term: int, num_lines: int) -> dict[str, Any]:
@@ -73,7 +96,7 @@ def replay(options: ControlOptions, lines: Iterable[str | Mapping[str, Any]]) ->
             decision = advance(state, event, now)  # type: ignore[arg-type]
         except ElasticRingError as error:
             raise JournalDamaged(f"line {number + 1} has no place here: {error}", line=number + 1) from error
-        given = [to_json(command) for command in decision.commands]
+        given = packed(decision.commands)
         # Texts, not values: a NaN in a vote is unequal to itself.
         if json.dumps(given, sort_keys=True) != json.dumps(recorded, sort_keys=True):
             raise JournalDamaged(

@@ -173,10 +173,11 @@ class Closing:
 
 @dataclass(frozen=True)
 class Finishing:
-    """Every step is committed and ring 0 writes the weights."""
+    """Every step is committed and ring 0 writes the weights. `trouble`: why it could not; the deadline tries again."""
 
     crew: Crew
     deadline: float
+    trouble: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 It obeys the same commands and sends the same events as the real one. A shard's content is the list of the
 votes that were applied to it, so an update that is undone, doubled or stale can be seen. No clock, no ray.
+
+Messages may be lost here, and a worker repeats what nobody has answered. The real one sends once: Ray delivers a
+call to a restartable actor at least once, whatever happens to the actor in between, which comes to the same.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class SimWorker:
         self.world, self.name, self.node = world, name, node
         self.alive, self.frozen, self.poisoned, self.breaks_apply, self.raises = True, False, False, False, False
         self.term, self.generation = 0, 0
-        self.doing, self.epoch = "spare", 0
+        self.doing, self.num_aborts = "spare", 0
         self.shard: Shard | None = None
         self.gradient: tuple[int, tuple[int, int]] | None = None
         self.vote: Vote | None = None
@@ -136,7 +139,7 @@ class SimWorker:
         if self.group is not None:
             self.group.left.add(self.name)
         self.group = None
-        self.epoch += 1
+        self.num_aborts += 1
         self.doing = doing
         self.wants_boundary = False
 
@@ -168,17 +171,17 @@ class SimWorker:
     def trouble(self, kind: str = "peer") -> None:
         """Stop by oneself; repeat until someone answers."""
         self._abort("stopped")
-        self._complain(kind, self.epoch)
+        self._complain(kind, self.num_aborts)
 
-    def _complain(self, kind: str, epoch: int) -> None:
-        if self.alive and self.epoch == epoch and not self.frozen:
+    def _complain(self, kind: str, aborts: int) -> None:
+        if self.alive and self.num_aborts == aborts and not self.frozen:
             self.world.tell(Trouble("w", self.name, self.term, self.generation, kind, self.applied, "trace"))
-            self.world.later(1.0, lambda: self._complain(kind, epoch))
+            self.world.later(1.0, lambda: self._complain(kind, aborts))
 
-    def _announce(self, kind: str, epoch: int) -> None:
-        if self.alive and self.epoch == epoch and not self.frozen:
+    def _announce(self, kind: str, aborts: int) -> None:
+        if self.alive and self.num_aborts == aborts and not self.frozen:
             self._report(kind)
-            self.world.later(2.0, lambda: self._announce(kind, epoch))
+            self.world.later(2.0, lambda: self._announce(kind, aborts))
 
     # ------------------------------------------------------------ the training thread
 
@@ -187,8 +190,8 @@ class SimWorker:
             self.world.tell(WorkerReady("w", self.name, self.node, 1))
 
     def _soon(self) -> None:
-        epoch = self.epoch
-        self.world.later(self.world.random.uniform(0.005, 0.06), lambda: self._work(epoch))
+        aborts = self.num_aborts
+        self.world.later(self.world.random.uniform(0.005, 0.06), lambda: self._work(aborts))
 
     def thaw(self) -> None:
         self.frozen = False
@@ -198,8 +201,10 @@ class SimWorker:
         if self.alive and self.group is not None:
             self._soon()
 
-    def _work(self, epoch: int) -> None:
-        if not self.alive or self.frozen or epoch != self.epoch or self.group is None or self.doing == "parked":
+    def _work(self, aborts: int) -> None:
+        if not self.alive or self.frozen or aborts != self.num_aborts:
+            return
+        if self.group is None or self.doing == "parked":
             return
         getattr(self, "_" + self.doing)(self.group)
         if self.doing not in ("spare", "parked", "stopped"):
@@ -276,7 +281,7 @@ class SimWorker:
         if self.applied >= self.world.options.total_steps or boundary:
             self.doing = "parked"
             kind = "finished" if self.applied >= self.world.options.total_steps else "boundary"
-            self._announce(kind, self.epoch)
+            self._announce(kind, self.num_aborts)
         else:
             self.doing = "compute"
 

@@ -44,8 +44,8 @@ class Journal:
         self._fd = fd
         return self
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Write one line; with `durable` it is on disk when this returns.
+    def append(self, record: dict[str, Any], *, sync: bool = True) -> None:
+        """Write one line; with `durable` and `sync` it and all before it are on disk when this returns.
 
         Raises: RunFailed when the line cannot be written whole (a full disk); the part of it that got
         onto the disk is a torn last line, which `open` cuts off. The journal is closed by then.
@@ -54,7 +54,7 @@ class Journal:
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         try:
             num_written = os.write(self._fd, line)
-            if self.durable:
+            if self.durable and sync:
                 os.fdatasync(self._fd)
         except OSError as error:
             self.close()

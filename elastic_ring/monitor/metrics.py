@@ -89,11 +89,14 @@ class MetricsLog:
         self._journal = Journal(self.path, durable=False)
         self._by_step: dict[int, tuple[str, float]] = {}  # step -> (loss_hex, step_s)
         self._last_step = -1
+        self._validated: set[int] = set()
 
     def open(self) -> MetricsLog:
         """Go on with what is there. Raises JournalDamaged."""
         self._journal.open()
-        self._by_step = {line["step"]: (line["loss_hex"], line["step_s"]) for line in read(self.path)}
+        lines = list(read(self.path))
+        self._by_step = {line["step"]: (line["loss_hex"], line["step_s"]) for line in lines if "loss_hex" in line}
+        self._validated = {line["step"] for line in lines if "loss_hex" not in line}
         self._last_step = max(self._by_step, default=-1)
         return self
 
@@ -121,6 +124,13 @@ class MetricsLog:
         self._last_step = max(self._last_step, metrics.step)
         return True
 
+    def validated(self, step: int, val_loss: float) -> None:
+        """Write what the held-out sequences gave after `step`, once: a line of its own, which may come before the
+        step's, because the ring validates before it goes on and may break off in between."""
+        if step not in self._validated:
+            self._validated.add(step)
+            self._journal.append({"step": step, "val_loss": val_loss if math.isfinite(val_loss) else None})
+
     def losses_hex(self) -> list[str]:
         """One a step from 0 on. Raises: RunFailed naming the first step that is missing."""
         for step in range(len(self._by_step)):
@@ -143,8 +153,13 @@ class MetricsLog:
 
 
 def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a run folder in the order of steps; none before the first step. Raises JournalDamaged."""
-    return sorted(read(Path(directory) / METRICS_NAME), key=lambda line: int(line["step"]))
+    """One mapping a committed step, in order, with `val_loss` where the ring validated after it; none before the
+    first step. Raises JournalDamaged."""
+    lines = list(read(Path(directory) / METRICS_NAME))
+    validated = {line["step"]: line["val_loss"] for line in lines if "loss_hex" not in line}
+    steps = [{**line, **({"val_loss": validated[line["step"]]} if line["step"] in validated else {})}
+             for line in lines if "loss_hex" in line]  # fmt: skip
+    return sorted(steps, key=lambda line: int(line["step"]))
 
 
 class Goodput:

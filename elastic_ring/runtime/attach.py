@@ -20,7 +20,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from elastic_ring.config import RunConfig
 from elastic_ring.errors import CoordinatorLost
-from elastic_ring.monitor.metrics import STATUS_NAME
+from elastic_ring.monitor.metrics import STATUS_NAME, SUMMARY_NAME
 from elastic_ring.runtime.cluster import NAMESPACE, actor_name
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,16 @@ def attempt_of(coordinator: Any, run: RunConfig) -> str:
     """Which submission made it; empty when it is gone."""
     identity = _identity(coordinator, run)
     return "" if identity is None else str(identity["attempt"])
+
+
+def end_on_record(run: RunConfig, attempt: str) -> dict[str, Any] | None:
+    """How the submission `attempt` ended, as its coordinator wrote it before it went; None when it did not end."""
+    summary = run.folder / SUMMARY_NAME
+    if summary.exists():
+        return {"error": "", "message": "", "facts": {}, "summary": json.loads(summary.read_text())}
+    status = _status(run.folder)
+    end: dict[str, Any] = (status or {}).get("end") or {}
+    return end if end.get("attempt") == attempt else None
 
 
 def local_head() -> str | None:

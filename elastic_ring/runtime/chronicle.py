@@ -76,12 +76,18 @@ class Chronicle:
         return bool(casts) and tuple(record["cast"]) == casts[-1]
 
     def publish(self, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Committed steps, in order; those that are known already change nothing. Returns what was new."""
+        """Committed steps, in order; those that are known already change nothing. Returns what was new. A record with
+        a `val_loss` is what the held-out sequences gave after its step."""
+        for record in records:
+            if "val_loss" in record:
+                self.metrics.validated(record["step"], record["val_loss"])
         # Calls of one worker may overtake each other on their way.
-        self._waiting.update({record["step"]: record for record in records if self.counts(record)})
+        steps = [record for record in records if "val_loss" not in record]
+        self._waiting.update({record["step"]: record for record in steps if self.counts(record)})
         self._waiting = {step: r for step, r in self._waiting.items() if step > self.metrics.last_step}
         new: list[Mapping[str, Any]] = []
-        while (record := self._waiting.pop(self.metrics.last_step + 1, None)) is not None and self.counts(record):
+        while (found := self._waiting.pop(self.metrics.last_step + 1, None)) is not None and self.counts(found):
+            record = found
             new.append(record)
             now = self._clock()
             mesh = Mesh(record["dp"], record["cp"])
@@ -92,7 +98,7 @@ class Chronicle:
                     num_tokens=record["num_tokens"], tokens_per_s=record["num_tokens"] / step_s,
                     step_s=step_s, skipped=record["skipped"], generation=record["generation"], mesh=mesh,
                     num_members=mesh.size, hop_bytes=record["hop_bytes"], exposed_hop_wait_s=record["hop_wait_s"],
-                    samples=samples_text(record["samples"]), val_loss=record.get("val_loss"),
+                    samples=samples_text(record["samples"]),
                     committed_monotonic_s=record["committed_monotonic_s"],
                 )
             )  # fmt: skip
@@ -125,18 +131,20 @@ class Chronicle:
 
     # ------------------------------------------------------------ files
 
-    def write_status(self, state: State, *, force: bool = False, error: str = "", ended: bool = False) -> None:
+    def write_status(self, state: State, *, force: bool = False, end: Mapping[str, Any] | None = None) -> None:
+        """`end`: how the run ended, once it has."""
         now = time.monotonic()
         if not force and now - self._status_at < STATUS_PERIOD_S:
             return
         self._status_at = now
         try:
-            write_json(self.folder / STATUS_NAME, self._status(state, error, ended))
+            write_json(self.folder / STATUS_NAME, self._status(state, end))
         except OSError as error_:
             # Training does not need it; the journal and the metrics tell by themselves when a disk is full.
             log.warning("status.json could not be written: %s", error_)
 
-    def _status(self, state: State, error: str, ended: bool) -> dict[str, Any]:
+    def _status(self, state: State, end: Mapping[str, Any] | None) -> dict[str, Any]:
+        told = {key: end[key] for key in ("error", "message", "facts", "attempt")} if end is not None else {}
         mesh, nodes = mesh_of(state), {w.worker: w.node for w in state.workers.values()}
 
         def person(worker: str) -> dict[str, Any]:
@@ -148,8 +156,8 @@ class Chronicle:
             "step": self.metrics.last_step + 1, "total_steps": state.options.total_steps,
             "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(members(state))],
             "spares": [person(w) for w in spares(state)],
-            "recoveries": self.recoveries.records[-20:], "updated_unix_s": time.time(), "ended": ended, "error": error,
-            "story": describe(state)["story"],
+            "recoveries": self.recoveries.records[-20:], "updated_unix_s": time.time(), "ended": end is not None,
+            "error": told["message"] if told and told["error"] else "", "end": told, "story": describe(state)["story"],
         }  # fmt: skip
 
     def write_summary(self, weights_sha256: str, exact: bool) -> dict[str, Any]:

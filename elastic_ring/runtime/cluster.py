@@ -71,7 +71,6 @@ class Cluster:
 
     def __init__(self, run: RunConfig, scaling: ScalingConfig, task: TrainingTask) -> None:
         self._run, self._scaling, self._task = run, scaling, task
-        self._task_ref: Any = None
 
     @property
     def need(self) -> dict[str, float]:
@@ -88,11 +87,13 @@ class Cluster:
             worker, node.node, node.address, f"{stamp_dir}/{worker}.stamp", self._task, self._scaling, self._run
         )
         need, on_gpu = self.need, self._scaling.device == "cuda"
+        # The place holds the GPUs; which of them a worker computes on it settles by lock (`runtime.devices`).
+        num_gpus = need.pop("GPU", 0) * (not on_gpu)
         actor = (
             ray.remote(Worker)
             .options(
                 name=name, namespace=NAMESPACE, lifetime="detached", max_restarts=0, max_concurrency=4,
-                num_cpus=need.pop("CPU", 0), num_gpus=0 if on_gpu else need.pop("GPU", 0), resources=need,
+                num_cpus=need.pop("CPU", 0), num_gpus=num_gpus, memory=need.pop("memory", None), resources=need,
                 runtime_env={"env_vars": WORKER_ENVIRONMENT} if on_gpu else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             )

@@ -33,7 +33,6 @@ from elastic_ring.control.messages import (
     Published,
     Report,
     Resumed,
-    StopRequested,
     Tick,
     Trouble,
     WorkerLost,
@@ -44,7 +43,7 @@ from elastic_ring.control.replay import journal_line, replay, standing, term_not
 from elastic_ring.control.state import Ended, Reconnecting, Running, State, waiting_for
 from elastic_ring.errors import CoordinatorLost, IllegalTransition, JournalDamaged, RunFailed, StaleMessage
 from elastic_ring.monitor.journal import Journal, claim_term, newest_term, read
-from elastic_ring.monitor.metrics import JOURNAL_NAME
+from elastic_ring.monitor.metrics import JOURNAL_NAME, SUMMARY_NAME
 from elastic_ring.runtime.charter import Charter, Clock, control_options, set_aside
 from elastic_ring.runtime.chronicle import Chronicle
 from elastic_ring.runtime.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
@@ -72,7 +71,6 @@ class Coordinator:
         self._queue: queue.Queue[tuple[str, Any, dict[str, Any]]] = queue.Queue()
         self._lease_at = time.monotonic()
         self._ended: dict[str, Any] | None = None
-        self._failed = ""
         self._causes = 0
         self._ticked_at = 0.0
         self._told_waiting = ""
@@ -112,16 +110,12 @@ class Coordinator:
         """What is new for a driver, and a renewal of its lease."""
         self._lease_at = time.monotonic()
         if not self._ready.is_set():
-            return {"steps": [], "lines": [], "ended": self._ended, "phase": "starting", "failed": self._failed}
+            return {"steps": [], "lines": [], "ended": self._ended, "phase": "starting"}
         steps = [record for record in self._steps if record["step"] > after_step]
         return {
             "steps": steps, "lines": self.chronicle.take_lines(after_line), "ended": self._ended,
-            "failed": self._failed, **self._outline,
+            **self._outline,
         }  # fmt: skip
-
-    def stop(self, reason: str) -> None:
-        """End the run at the next boundary."""
-        self._queue.put(("stop", reason, {}))
 
     def abandon(self, reason: str) -> None:
         """End the run now: clear everything at once."""
@@ -145,8 +139,16 @@ class Coordinator:
                 # Training goes on without a coordinator: a storage that is away for a while must not end it.
                 time.sleep(RESTART_PAUSE_S)
                 os._exit(1)
-            self._failed = f"{type(error).__name__}: {error}"
-            self._finish({"error": "RunFailed", "message": self._failed, "facts": {}})
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, message: str) -> None:
+        try:
+            self._finish({"error": "RunFailed", "message": message, "facts": {}})
+        except BaseException:
+            # A driver would ask a process without a deciding thread for ever; a successor ends the run.
+            log.exception("the end could not be told")
+            time.sleep(RESTART_PAUSE_S)
+            os._exit(1)
 
     def _open(self) -> None:
         charter, folder = self.charter, self.charter.run.folder
@@ -195,6 +197,8 @@ class Coordinator:
             raise RunFailed(f"another submission has taken {charter.run.folder}: this one ends", run=charter.run.name)
         if self._is_restart and left_behind(charter.run.name, keep=self._own_name):
             raise CoordinatorLost(f"the run has workers, but its journal is not in {charter.run.folder} on this node")
+        if (charter.run.folder / SUMMARY_NAME).exists():
+            raise RunFailed(f"run {charter.run.name} has finished: {charter.run.folder} holds its summary")
         # What a coordinator left that is gone for good: it would hold the places that this run needs.
         left = self._clear()
         if left:
@@ -242,8 +246,6 @@ class Coordinator:
                 self._on_fault(body, extra["worker"], extra["answer"])
             case "beat":
                 self.lookout.echo(body)
-            case "stop":
-                self._decide(StopRequested(self._cause(), body))
             case "abandon":
                 self._finish({"error": "RunFailed", "message": body, "facts": {}})
             case "death":
@@ -310,8 +312,10 @@ class Coordinator:
         now, before = self.clock(), self.state
         decision: Decision = advance(before, event, now)
         self.state = decision.state
+        if not isinstance(event, Tick) or decision.commands or decision.state is not before:
+            # What leads to no command need not be on disk yet: the next line that does takes it along.
+            self.journal.append(journal_line(event, decision, now), sync=bool(decision.commands))
         if not isinstance(event, Tick) or decision.commands:
-            self.journal.append(journal_line(event, decision, now))
             log.info("%s %s -> %s", event.cause, type(event).__name__, decision.reason)
         if decision.commands:
             self._refuse_if_replaced()
@@ -341,20 +345,30 @@ class Coordinator:
         """Write the last records, clear everything, and let the driver know."""
         if self._ended is not None:
             return
+        end = {**end, "attempt": self.charter.attempt}
         if not self._ready.is_set():  # it may be a restart, so there may be workers
-            self._ended = {**end, "left_behind": self._clear()}
+            self._ended = {**end, "left_behind": self._cleared()}
             return
         self._refuse_if_replaced()
         weights_sha256 = self.dispatch.weights_sha256
         end = aside(lambda: conclude(end, self.chronicle, self.state, weights_sha256), self._queue, self.lookout.echo)
-        self.lookout.close()
-        self.dispatch.kill_everyone()
-        self.dispatch.close()  # nothing that was queued may start after the clearing
-        shutil.rmtree(self.dispatch.stamp_dir, ignore_errors=True)  # other nodes' agents remove their own
-        end["left_behind"] = self._clear()
+        end["left_behind"] = self._cleared()
         self._ended = end
         log.info("ended: %s", end)
         threading.Timer(self.charter.run.timeouts.lease_s, self._vanish).start()
+
+    def _cleared(self) -> list[str]:
+        """What stays of the run. Trouble with clearing is told beside the end; it does not change it."""
+        try:
+            if self._ready.is_set():
+                self.lookout.close()
+                self.dispatch.kill_everyone()
+                self.dispatch.close()  # nothing that was queued may start after the clearing
+                shutil.rmtree(self.dispatch.stamp_dir, ignore_errors=True)  # other nodes' agents remove their own
+            return self._clear()
+        except Exception as error:
+            log.exception("the run could not be cleared")
+            return [f"perhaps all of it: clearing failed with {type(error).__name__}: {error}"]
 
     def _vanish(self) -> None:
         ray.kill(self.me, no_restart=True)

@@ -76,7 +76,7 @@ class Dispatcher:
             try:
                 chore()
             except Exception:
-                # A start that fails here shows as a worker that never becomes ready.
+                # What was not removed shows at the end as left behind.
                 log.exception("a call to Ray failed")
 
     def recall(self, state: State) -> None:
@@ -130,7 +130,12 @@ class Dispatcher:
         self._chores.put(partial(self._start_on, command.worker, node))
 
     def _start_on(self, worker: str, node: Any) -> None:
-        self._handles[worker] = self._cluster.start_worker(worker, node, self._me, self.stamp_dir, self._started)
+        try:
+            self._handles[worker] = self._cluster.start_worker(worker, node, self._me, self.stamp_dir, self._started)
+        except Exception as error:
+            log.exception("%s could not be started", worker)
+            detail = f"Ray refuses to start it: {type(error).__name__}: {error}"
+            self._put("event", WorkerLost(self._cause(), worker, "start-failed", detail))
 
     def _started(self, worker: str, card: dict[str, Any] | None, error: BaseException | None) -> None:
         if error is not None or card is None:

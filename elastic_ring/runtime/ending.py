@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.05
 
 End = dict[str, Any]
-"""How a run ended: `error` (a class name of `elastic_ring.errors`, or empty), `message`, `facts`, and `summary`."""
+"""How a run ended: `error` (a class name of `elastic_ring.errors`, or empty), `message`, `facts`, the `attempt`
+that ended, and `summary`."""
 
 
 def conclude(end: End, chronicle: Chronicle, state: State, weights_sha256: str) -> End:
@@ -30,7 +31,7 @@ def conclude(end: End, chronicle: Chronicle, state: State, weights_sha256: str) 
     except Exception as error:
         log.exception("the last records could not be written")
         message = f"{end['message']}; then {type(error).__name__}: {error}"
-        return {"error": "RunFailed", "message": message, "facts": {}}
+        return {**end, "error": "RunFailed", "message": message, "facts": {}}
 
 
 def _last_records(end: End, chronicle: Chronicle, state: State, weights_sha256: str) -> End:
@@ -38,12 +39,13 @@ def _last_records(end: End, chronicle: Chronicle, state: State, weights_sha256: 
         unfired = chronicle.recoveries.unfired()
         if unfired:
             text = "; ".join(str(fault) for fault in unfired)
-            end = {"error": "FaultNeverFired", "message": f"planned faults that never fired: {text}", "facts": {}}
+            message = f"planned faults that never fired: {text}"
+            end = {**end, "error": "FaultNeverFired", "message": message, "facts": {}}
         else:
             # The core's own fact survives a coordinator that dies after the weights were written.
             known = end["facts"].get("weights_sha256") or weights_sha256
             end["summary"] = chronicle.write_summary(known, state.promise == "bit-exact")
-    chronicle.write_status(state, force=True, error=end["error"] and end["message"], ended=True)
+    chronicle.write_status(state, force=True, end=end)
     return end
 
 

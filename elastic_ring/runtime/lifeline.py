@@ -94,6 +94,13 @@ class Switchboard:
         line = self._lines.get(node)
         return line is not None and line.send(message)
 
+    def hang_up(self, node: str) -> None:
+        """Forget a node's line, without telling anyone."""
+        line = self._lines.pop(node, None)
+        if line is not None:
+            with suppress(OSError):  # the serving thread sees the end and closes it
+                line.sock.shutdown(socket.SHUT_RDWR)
+
     @property
     def nodes(self) -> tuple[str, ...]:
         return tuple(self._lines)

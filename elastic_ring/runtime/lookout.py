@@ -93,7 +93,7 @@ class Lookout:
             case "death":
                 self._put("death", message)
             case "hung-up":
-                threading.Thread(target=self._confirm, args=(node, "its agent hung up"), daemon=True).start()
+                self._confirm_aside(node, "its agent hung up")
 
     def _tell(self, entry: Mapping[str, Any]) -> None:
         message = {key: value for key, value in entry.items() if key not in ("handle", "node")}
@@ -126,7 +126,8 @@ class Lookout:
             self._lose(name, "Ray lists it no more")
         silent = time.monotonic() - self._timeouts.node_silent_s
         for name in [n for n in self._board.nodes if self._beats.get(n, silent) < silent]:
-            self._confirm(name, f"no beat for {self._timeouts.node_silent_s:.1f} s")
+            self._beats[name] = time.monotonic()  # asked once for each such silence
+            self._confirm_aside(name, f"no beat for {self._timeouts.node_silent_s:.1f} s")
 
     def _hire(self, node: NodeInfo) -> None:
         agent = self._agents[node.node] = self._cluster.start_agent(node)
@@ -139,6 +140,10 @@ class Lookout:
                 self._agents.pop(node.node, None)
 
         watch_ref(agent.attach.remote(ray_self), attached)
+
+    def _confirm_aside(self, node: str, why: str) -> None:
+        """Many nodes may fall silent at once, and each is waited for."""
+        threading.Thread(target=self._confirm, args=(node, why), name="confirm", daemon=True).start()
 
     def _confirm(self, node: str, why: str) -> None:
         """The second source: does any worker of the node, or the agent through Ray, still answer?
@@ -167,6 +172,8 @@ class Lookout:
         log.warning("node %s is lost: %s", node, why)
         for table in (self.nodes, self._agents, self._beats, self._told):
             table.pop(node, None)
+        # A machine that lost power says no goodbye: its line would look like a node that has just joined.
+        self._board.hang_up(node)
         self._event(NodeLost(self._cause(), node))
 
     def _event(self, event: Any) -> None:

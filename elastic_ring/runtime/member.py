@@ -67,7 +67,7 @@ class Member:
         self.fingerprint = source.fingerprint
         held = step.num_val_sequences if step.val_every_steps else 0
         training, validation = hold_out(source, num_sequences=held)
-        self._val_loader = Loader(validation)
+        self._val_loader = Loader(validation, self._raise_if_aborted)
         order = Order(step.seed, step.global_batch, training.num_sequences)
         self._transaction = Transaction(task, Loader(training, self._raise_if_aborted), order, self._watch)
         self._transaction.warm_up()
@@ -269,8 +269,8 @@ class Member:
             return
         self._stamps.stamp(step, Phase.VALIDATE)
         loss = self._transaction.validate(self._val_loader, config.num_val_sequences)
-        for record in self._records[-1:]:
-            record["val_loss"] = loss
+        if self._groups is not None and self._groups.global_rank == 0:
+            self._publish([{"step": step - 1, "val_loss": loss}])
 
     def _record(self, outcome: Outcome, local: Local, step_s: float) -> None:
         assert self._groups is not None

@@ -92,7 +92,6 @@ class Recoveries:
         faults = self._take_faults()
         struck = min([self.fired[i] for i in faults], default=change.noticed_at)
         heal_s = max([self._timings.get(w, {}).get("heal_s", 0.0) for w in change.newcomers], default=0.0)
-        kept = all(self._timings.get(w, {}).get("pid", self.pids.get(w)) == self.pids.get(w) for w in change.survivors)
         begun = {
             "step": change.step_rerun if change.step_rerun is not None else change.step,
             "faults": [str(self._run.faults[i]) for i in sorted(faults)],
@@ -103,7 +102,7 @@ class Recoveries:
             "heal_s": heal_s,
             "steps_undone": max(0, num_published - change.step),
             "steps_rerun": 1 if change.step_rerun is not None else 0,
-            "survivor_pids_kept": kept,
+            "survivor_pids_kept": self._survivors_kept(change),
             "exact": change.promise == "bit-exact" and self.same_environment,
             "_struck": struck,
             "_resumed": change.resumed_at,
@@ -167,6 +166,15 @@ class Recoveries:
                     self._open = None
 
     # ------------------------------------------------------------ parts
+
+    def _survivors_kept(self, change: Change) -> bool:
+        """Whether everyone who was not lost is in the mesh again, as the same process. A mesh of another size seats
+        others; there only the processes are compared."""
+        same = all(self._timings.get(w, {}).get("pid", self.pids.get(w)) == self.pids.get(w) for w in change.survivors)
+        if change.mesh != change.previous_mesh:
+            return same
+        num_gone = sum(loss.global_rank is not None for loss in change.lost) + len(change.drained)
+        return same and len(change.survivors) >= change.mesh.size - num_gone
 
     def _add(self, record: dict[str, Any], *, closes: bool) -> None:
         """`closes`: this is the end of the recovery that was open."""

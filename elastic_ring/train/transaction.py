@@ -287,6 +287,7 @@ class Transaction:
         sums = torch.zeros(2, dtype=torch.float64)
         self.model.eval()
         for index, sample_id in share(range(num_sequences), self._seat.dp_rank, self._mesh.dp):
+            self._wires.check()
             piece = loader.load(sample_id, index, self.layout, self._seat.cp_rank)
             loss, num_targets = self.task.loss(self.model, self._batch(piece, self._attention(piece, self.applied)))
             sums += torch.tensor([float(loss), float(num_targets)], dtype=torch.float64)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import ray
 
+from elastic_ring import Result
 from elastic_ring.data.source import open_source
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import read_metrics
@@ -25,6 +29,61 @@ from tests.ray.conftest import check_records, tiny_trainer, wait_for
 
 def notes(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in read(folder / "journal.jsonl") if line.get("note") == kind]
+
+
+def pids(folder: Path) -> list[int]:
+    """The processes of the mesh by global rank, as the coordinator tells it."""
+    return [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
+
+
+def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(
+    local_ray: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    gate = tmp_path / "gate"
+    trainers = [tiny_trainer(tmp_path, "followed", steps=6, gate=gate) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(trainers[0].fit)
+        wait_for(lambda: (tmp_path / "followed" / "metrics.jsonl").exists())
+        second = pool.submit(trainers[1].fit)
+        wait_for(lambda: "attached to run followed" in caplog.text)
+        gate.touch()
+        summaries = [run.result().summary for run in (first, second)]
+    assert summaries[0] == summaries[1]
+    assert summaries[0]["steps"] == 6
+    assert left_behind("followed") == []
+
+
+def test_a_submission_that_overlaps_the_end_of_its_run_takes_the_result_and_moves_nothing(
+    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tiny_trainer(tmp_path, "overlap", steps=2).fit()
+    late, known = tiny_trainer(tmp_path, "overlap", steps=2), []
+    look = late._finished
+
+    def not_yet_at_the_first_look() -> Result | None:
+        known.append(look())
+        return known[-1] if len(known) > 1 else None
+
+    monkeypatch.setattr(late, "_finished", not_yet_at_the_first_look)
+    assert late.fit().summary == first.summary
+    assert list(first.run_dir.glob("attempt-*")) == []
+
+
+def test_a_death_while_the_ring_validates_loses_neither_a_bit_nor_a_validation(
+    local_ray: None, tmp_path: Path
+) -> None:
+    summaries, validations = [], []
+    for name, faults in (("calm-held-out", ""), ("held-out", "kill@step=4,phase=idle,rank=0")):
+        trainer = tiny_trainer(tmp_path, name, steps=6, faults=faults)
+        trainer.task = replace(trainer.task, step=replace(trainer.task.step, val_every_steps=2))
+        result = trainer.fit()
+        summaries.append(result.summary)
+        validations.append({line["step"]: line["val_loss"] for line in read_metrics(result.run_dir)})
+    assert [summary["weights_sha256"] for summary in summaries] == [summaries[0]["weights_sha256"]] * 2
+    assert [len(summary["recoveries"]) for summary in summaries] == [0, 1]
+    assert validations[0] == validations[1]
+    assert [step for step, loss in validations[0].items() if loss is not None] == [1, 3, 5]
 
 
 def test_a_coordinator_that_died_before_the_summary_was_written_writes_it_when_it_comes_back(
@@ -79,12 +138,16 @@ def test_a_frozen_agent_is_replaced_and_the_next_death_is_seen_by_the_new_one(
         os.kill(frozen, signal.SIGSTOP)
         wait_for(lambda: any(pid != frozen for pid in actor_pids("NodeAgent")))
         wait_for(lambda: not psutil.pid_exists(frozen) or psutil.Process(frozen).status() == psutil.STATUS_ZOMBIE)
-        member = json.loads((folder / "status.json").read_text())["members"][1]
-        os.kill(member["pid"], signal.SIGKILL)
+        before = pids(folder)
+        os.kill(before[1], signal.SIGKILL)
         wait_for(lambda: len(notes(folder, "recovery")) > 0)
+        wait_for(lambda: pids(folder)[1] not in (0, before[1]))
+        after = pids(folder)
         gate.touch()
         summary = run.result().summary
+    assert [after[rank] for rank in (0, 2, 3)] == [before[rank] for rank in (0, 2, 3)]
     (recovery,) = summary["recoveries"]
+    assert recovery["survivor_pids_kept"]
     assert "killed by SIGKILL" in recovery["cause"], "only an agent can tell the signal"
     assert summary["exact"]
     assert left_behind("agent") == []

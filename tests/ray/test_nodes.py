@@ -40,6 +40,20 @@ def kill_node(node: Any) -> None:
         process.kill()
 
 
+def silence_node(node: Any) -> list[psutil.Process]:
+    """Stop a raylet and everything it started: as after a power cut, no connection of theirs is ever closed."""
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    processes = [raylet, *raylet.children(recursive=True)]
+    for process in processes:
+        process.suspend()
+    return processes
+
+
+def events_of(folder: Path, node: str) -> list[str]:
+    events = [line["event"] for line in read(folder / "journal.jsonl") if "event" in line]
+    return [event["type"] for event in events if event.get("node") == node and event["type"].startswith("Node")]
+
+
 def members_nodes(folder: Path) -> set[str]:
     return {member["node"] for member in json.loads((folder / "status.json").read_text())["members"]}
 
@@ -63,6 +77,32 @@ def test_a_node_that_dies_with_a_whole_ring_changes_no_bit(cluster: Cluster, tmp
     assert recovery["action"] == "spares took their places"
     assert recovery["cause"].count("rank") == 2
     assert left_behind("node") == []
+
+
+def test_a_node_that_falls_silent_is_lost_once_and_nothing_is_started_there(cluster: Cluster, tmp_path: Path) -> None:
+    folder, gate = tmp_path / "silent", tmp_path / "gate"
+    trainer = tiny_trainer(tmp_path, "silent", spares=2, steps=40, gate=gate)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
+        seated = members_nodes(folder)
+        victim = next(node for node in cluster.list_all_nodes() if node.node_id in seated)
+        processes = silence_node(victim)
+        try:
+            wait_for(lambda: "NodeLost" in events_of(folder, victim.node_id))
+            known = len(read_metrics(folder))
+            wait_for(lambda: len(read_metrics(folder)) > known + 3)
+            assert victim.node_id not in members_nodes(folder)
+            assert all(process.status() == psutil.STATUS_STOPPED for process in processes[:1])
+        finally:
+            for process in processes:
+                process.kill()
+        gate.touch()
+        result = run.result()
+    assert events_of(folder, victim.node_id) == ["NodeJoined", "NodeLost"]
+    (recovery,) = result.summary["recoveries"]
+    assert recovery["cause"].count("rank") == 2
+    assert recovery["exact"]
 
 
 @pytest.fixture(scope="module")

@@ -117,6 +117,13 @@ def test_a_model_that_cannot_be_built_or_sent_is_refused_before_anything_starts(
     assert not (tmp_path / "unsent").exists()
 
 
+def test_workers_may_reserve_memory_and_what_ray_gives_no_actor_is_refused(local_ray: None, tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, "memory", steps=2, spares=0, resources_per_worker={"CPU": 1, "memory": 2**20})
+    assert trainer.fit().summary["steps"] == 2
+    with pytest.raises(ValueError, match="object_store_memory"):
+        tiny_trainer(tmp_path, "store", resources_per_worker={"CPU": 1, "object_store_memory": 2**20})
+
+
 def test_workers_that_all_fail_to_start_end_the_run_with_their_own_error(local_ray: None, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"no worker starts(.|\n)*No module named 'mine'"):
         trainer(tmp_path, "nowhere-else", model=OnlyHere(), initial=None).fit()

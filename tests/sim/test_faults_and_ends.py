@@ -26,6 +26,24 @@ from tests.sim.bench import Bench, build_in, end_in, only
 TWO_NODES = {"a": 3, "b": 3}
 
 
+def test_weights_that_cannot_be_written_are_written_later_and_the_last_failure_is_told() -> None:
+    run = Bench({"a": 3, "b": 3}, total_steps=2, finalize_limit=3).form()
+    for attempt in range(3):
+        run.report_all(applied=2, kind="finished")
+        assert run.phase == "finishing"
+        rank_0 = members(run.state)[0]
+        trouble = Trouble("w", rank_0, 1, run.state.generation, "check", 2, f"OSError: no space, try {attempt}")
+        assert run.say(trouble) == ()
+        run.wait(run.options.backoff_s + 1)
+        if attempt < 2:
+            assert run.phase == "closing"
+            run.report_all(applied=2)
+            run.resume_all()
+    end = end_in(run.sent)
+    assert end.error == "RunFailed"
+    assert "OSError: no space, try 2, 3 times" in end.message
+
+
 def test_the_third_recovery_at_the_same_step_ends_the_run_with_the_signal() -> None:
     run = Bench({"a": 4, "b": 4}, spares=3).form()
     for _ in range(2):

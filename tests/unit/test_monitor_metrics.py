@@ -53,6 +53,18 @@ def test_a_line_holds_the_step_and_gives_it_back_bit_for_bit(tmp_path: Path) -> 
     assert StepMetrics.from_json(line) == metrics(0, loss)
 
 
+def test_a_validation_counts_once_and_may_come_before_its_step(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        log.record(metrics(0))
+        log.validated(1, 2.5)
+        log.record(metrics(1))
+    with MetricsLog(tmp_path) as log:
+        log.validated(1, 9.0)
+        assert log.last_step == 1
+        assert len(log.losses_hex()) == 2
+    assert [line["val_loss"] for line in read_metrics(tmp_path)] == [None, 2.5]
+
+
 def test_a_loss_that_is_not_finite_is_valid_json_and_comes_back(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
         log.record(metrics(0, math.nan, grad_norm=math.inf, skipped=True))

@@ -50,6 +50,20 @@ def test_a_recovery_that_was_open_is_closed_by_the_successor(notes: list[Any]) -
     assert again.unfired() == []
 
 
+def test_survivors_that_were_replaced_too_are_not_kept(notes: list[Any]) -> None:
+    for survivors, kept in ((("a", "c", "d"), True), (("a", "c"), False), ((), False)):
+        story = Recoveries(RUN, notes.append)
+        story.begin(change(survivors=survivors), 3)
+        story.committed(3, 11.0)
+        assert story.records[0]["survivor_pids_kept"] is kept
+    story = Recoveries(RUN, notes.append)
+    story.worker_started("c", 7, {})
+    story.resumed("c", {"pid": 8})
+    story.begin(change(), 3)
+    story.committed(3, 11.0)
+    assert not story.records[0]["survivor_pids_kept"]
+
+
 def test_a_coordinator_that_came_back_meanwhile_does_not_close_it(notes: list[Any]) -> None:
     first = Recoveries(RUN, notes.append)
     first.begin(change(), 3)
