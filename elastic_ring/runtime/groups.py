@@ -72,7 +72,10 @@ class Groups:
 
 @dataclass
 class Connector:
-    """Builds the groups of one generation in the training thread; the control thread may cancel it."""
+    """Builds the groups of one generation in the training thread; the control thread may cancel it.
+
+    `timings`: where `connect` spent its time.
+    """
 
     where: Rendezvous
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -84,20 +87,24 @@ class Connector:
     _kept_open: dict[tuple[object, object], socket.socket] = field(default_factory=dict)
     _device: ProcessGroupGloo.Device | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    timings: dict[str, float] = field(default_factory=dict)
     _nccl: list[Any] = field(default_factory=list)
     _aborter: nccl.Aborter = field(default_factory=nccl.Aborter)
 
     def connect(self, mesh: Mesh, global_rank: int) -> Groups:
         """All groups of this rank. Raises GroupAborted, PeerFailed (a peer did not come in time)."""
         with translated(self):
+            begun = time.monotonic()
             store = self._open_store()
             device = self._listen()
             self._exchange_ports(store, mesh, global_rank)
+            met = time.monotonic()
             seat = mesh.seat(global_rank)
             everyone, ring = range(mesh.size), mesh.ring(seat.dp_rank)
             replicas = mesh.replicas(seat.cp_rank)
             world = self._group(store, device, "world", everyone, global_rank)
             c10d._update_default_pg(world)
+            voting = time.monotonic()
             row, column = seat.dp_rank, seat.cp_rank
             named = ((f"shard{row}", ring), (f"ring{row}", ring), (f"replica{column}", replicas))
             if self.device.type == "cuda":
@@ -105,8 +112,13 @@ class Connector:
             else:
                 shard, hops, replica = (self._group(store, device, *name_ranks, global_rank) for name_ranks in named)
             device_mesh = DeviceMesh.from_group(shard, self.device.type)
+            built = time.monotonic()
             groups = Groups(mesh, global_rank, world, shard, hops, replica, device_mesh, self)
             self_test(groups)
+            self.timings = {
+                "meet_s": met - begun, "world_s": voting - met, "groups_s": built - voting,
+                "test_s": time.monotonic() - built,
+            }  # fmt: skip
             return groups
 
     def link(self, name: str, workers: Sequence[str], worker: str) -> Link:
@@ -148,6 +160,13 @@ class Connector:
         """Let go of the connections of an aborted generation, once nobody waits for them any more."""
         while self._kept_open:
             self._kept_open.popitem()[1].close()
+        # Of groups that a boundary left up: freeing them would abort them too, but one after another.
+        self._aborter.abort(self._nccl)
+
+    def retire(self, link: Link) -> None:
+        """Take down the device's group of a heal that has ended here; it would hold memory until the generation ends."""
+        if link.device is not None:
+            self._aborter.abort([link.device])
 
     def _knock(self, pair: int) -> None:
         """Connect to this process's own device as the peer of `pair` would, and hang up.
@@ -258,11 +277,13 @@ class Connector:
         ]
 
     def _nccl_backend(self, store: PrefixStore, rank: int, size: int) -> Any:
-        backend = nccl.make_backend(store, rank, size, self.device, self.where.collective_s)
-        with self._lock:
-            self._nccl.append(backend)
+        backend = nccl.make_backend(store, rank, size, self.device, self.where.collective_s, self._keep)
         self.raise_if_aborted()
         return backend
+
+    def _keep(self, backend: Any) -> None:
+        with self._lock:
+            self._nccl.append(backend)
 
     def _gloo(
         self, store: PrefixStore, device: ProcessGroupGloo.Device, rank: int, size: int
