@@ -164,7 +164,7 @@ class Connector:
         self._aborter.abort(self._nccl)
 
     def retire(self, link: Link) -> None:
-        """Take down the device's group of a heal that has ended here; it would hold memory until the generation ends."""
+        """Take down the device's group of a heal that has ended here; it would hold memory for the whole generation."""
         if link.device is not None:
             self._aborter.abort([link.device])
 

@@ -25,6 +25,9 @@ ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "NCCL_NVLS_ENABLE": "0",
+    # Buffers that peers map through the driver's newer calls take a second to connect, the older ones a third
+    # (benchmarks/2026-11-21-training-4xH200.md); between hosts it makes no difference.
+    "NCCL_CUMEM_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",  # a standby loads what another process has compiled
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS may add up in another order each time

@@ -370,8 +370,5 @@ def sequence_seed(seed: int, step: int, sample_id: int, cp_rank: int) -> int:
 
 def batch_of(piece: Slice, attention: RingAttention, device: torch.device) -> Batch:
     """What the user's loss gets, on the device that computes."""
-    tokens, targets, positions, document_ids = (
-        tensor.to(device, non_blocking=True)
-        for tensor in (piece.tokens, piece.targets, piece.positions, piece.document_ids)
-    )
-    return Batch(tokens, targets, positions, document_ids, attention)
+    here = piece.to(device)
+    return Batch(here.tokens, here.targets, here.positions, here.document_ids, attention)
