@@ -119,9 +119,8 @@ def trainer_of(model: str, folder: Path, arguments: argparse.Namespace) -> Elast
         run = GpuRun(model.removeprefix("gpu-"), arguments.context, arguments.batch, kernel=arguments.kernel)
         trainer = run.trainer(folder, "bench-overhead", NEVER)
         patient = {name: max(getattr(PATIENT, name), value) for name, value in vars(TIMEOUTS).items()}
-        trainer.run = RunConfig(
-            "bench-overhead", trainer.run.run_dir, timeouts=Timeouts(**{**patient, "boundary_s": 3600.0}), progress=False
-        )
+        timeouts = Timeouts(**{**patient, "boundary_s": 3600.0})
+        trainer.run = RunConfig("bench-overhead", trainer.run.run_dir, timeouts=timeouts, progress=False)
         return trainer
     if model == "small":
         return drills.small_trainer(folder, "bench-overhead", steps=NEVER, check_model=False, timeouts=PATIENT)
@@ -193,7 +192,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     product, plain = step_times(ours), step_times(theirs)
     pairs = zip([x for _, x in ours[0]], [x for _, x in theirs[0]], strict=True)
     return {
-        "model": model if not model.startswith("gpu-") else f"{model} at {arguments.context} tokens", "blocks": num_blocks, "steps_per_block": block_steps,
+        "model": f"{model} at {arguments.context} tokens" if model.startswith("gpu-") else model, "blocks": num_blocks,
+        "steps_per_block": block_steps,
         "product_s": product.tolist(), "plain_s": plain.tolist(),
         "median_product_s": float(np.median(product)), "median_plain_s": float(np.median(plain)),
         "mean_product_s": float(product.mean()), "mean_plain_s": float(plain.mean()),

@@ -44,10 +44,11 @@ def kill_once(run: drills.Watcher, number: int, num_spares: int) -> dict[str, An
     """Kill rank 1, 2, 3, 1, ... at any moment of a step; the phases of the recovery."""
     run.whole(1)
     run.more_steps(STEPS_BETWEEN_KILLS)
-    status = run.whole(num_spares if number % SETTLED_KILLS == 0 else 1)  # memory is compared when all are there
+    status = run.whole(num_spares if number == 0 else 1)  # memory is compared when all spares are there
     rank = 1 + number % 3
     pids = {member["global_rank"]: member["pid"] for member in status["members"]}
     memory = [round(gib, 2) for gib in memory_gib(pids[0])] if number % SETTLED_KILLS == 0 else None
+    num_there = len(status["spares"])
     time.sleep(random.Random(number).uniform(0.0, MOMENT_S))
     offset_s = time.time() - time.monotonic()
     struck_s = drills.strike(pids[rank], signal.SIGKILL)
@@ -68,7 +69,7 @@ def kill_once(run: drills.Watcher, number: int, num_spares: int) -> dict[str, An
     }  # fmt: skip
     row = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
     drills.show(f"  {row}" + (f" memory {memory}" if memory else ""))
-    return {**row, "memory": memory, "action": recovery["action"]}
+    return {**row, "memory": memory, "spares": num_there, "action": recovery["action"]}
 
 
 def kill_again_and_again(run: drills.Watcher, num_kills: int, num_spares: int, limit_s: float) -> list[dict[str, Any]]:
@@ -123,7 +124,7 @@ def report(figures: dict[str, Any]) -> tuple[str, list[str]]:
     )
     missed = []
     if rows:
-        names = [name for name in rows[0] if name not in ("memory", "memory_after", "action")]
+        names = [name for name in rows[0] if name not in ("memory", "memory_after", "spares", "action")]
         still = median(row["detect_s"] + row["close_s"] + row["heal_s"] for row in rows)
         share = median(row["wire_GB_s"] for row in rows) / figures["link_GB_s"]
         medians = ["median", "", *(median(row[n] for row in rows) for n in names[2:-1]), ""]
@@ -132,8 +133,8 @@ def report(figures: dict[str, Any]) -> tuple[str, list[str]]:
             f"median of detect + close + heal {still:.3f} s (limit {LIMIT_S} s), of the rerun "
             f"{median(row['rerun_s'] for row in rows):.3f} s; transfer at {100 * share:.0f} % of the plain copy\n"
             "GiB of rank 0's process, and in use on each GPU:\n"
-        ) + "\n".join(f"  before kill {row['kill']}: {row['memory']}" for row in rows if row["memory"])
-        text += f"\n  after the last: {rows[-1]['memory_after']}"
+        ) + "\n".join(f"  before kill {row['kill']}, {row['spares']} spares there: {row['memory']}" for row in rows if row["memory"])
+        text += f"\n  after the last, all spares there: {rows[-1]['memory_after']}"
         missed += [f"detect + close + heal took {still:.3f} s, more than {LIMIT_S} s"] if still > LIMIT_S else []
         missed += [f"the transfer reaches {share:.2f} of a copy"] if share < LEAST_SHARE else []
         missed += [f"kill {row['kill']} was not exact: {row['action']}" for row in rows if not row["exact"]]

@@ -107,14 +107,19 @@ def link_rate() -> float:
     target = torch.empty_like(source, device="cuda:1")
     rates = []
     for _ in range(5):
-        torch.cuda.synchronize(0), torch.cuda.synchronize(1)
+        _settle()
         begun = time.monotonic()
         target.copy_(source)
-        torch.cuda.synchronize(0), torch.cuda.synchronize(1)
+        _settle()
         rates.append(COPY_BYTES / (time.monotonic() - begun) / 1e9)
     del source, target
     torch.cuda.empty_cache()
     return max(rates)
+
+
+def _settle() -> None:
+    for index in (0, 1):
+        torch.cuda.synchronize(index)
 
 
 def device_memory_mib() -> list[int]:

@@ -57,6 +57,8 @@ class GatedLoss:
         self._num_calls = 0
 
     def __call__(self, model: Any, batch: Batch) -> tuple[Tensor, int]:
+        if batch.tokens.is_meta:  # a standby asks what the model's attention looks like; nothing is trained
+            return self._loss(model, batch)
         if self._num_calls % self._calls_per_block == 0:
             self._gate.wait()
         self._num_calls += 1
@@ -91,7 +93,7 @@ class PlainWorker:
             torch.cuda.set_device(self._device)
             if task.step.deterministic:
                 torch.use_deterministic_algorithms(True, warn_only=True)
-                torch.utils.deterministic.fill_uninitialized_memory = False
+                torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         dist.init_process_group(
             "nccl" if kind == "cuda" else "gloo", store=store, rank=self._rank, world_size=mesh.size,
             device_id=self._device if kind == "cuda" else None,

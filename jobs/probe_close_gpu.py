@@ -209,7 +209,7 @@ def measure(variant: str, hold_gib: int) -> None:
         for index in members:
             ends[index].send(("exchange", ()))
         time.sleep(1.0)
-        show({"what": "death", **watch_death(processes[VICTIM].pid, lock)})
+        show({"what": "death", **watch_death(int(processes[VICTIM].pid or 0), lock)})
         Path(lock + ".abort").touch()
         survivors = [i for i in members if i != VICTIM]
         for index in survivors:

@@ -124,7 +124,9 @@ def bits(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: a
         odd = [n for n, x, y in zip(names, a["each"], b["each"], strict=True) if x != y]
         if odd:
             break
-    return {"same": same, "num_odd": len(odd), "first_odd": odd[:6], "s": [[round(x["s"], 3) for x in s] for s in stories]}
+    seconds = [round(x["s"], 3) for x in stories[1][:4]]
+    equal = sum(all(row.values()) for row in same)
+    return {"equal_steps": equal, "of": len(same), "same": same[:equal + 1][-1], "odd": len(odd), "s": seconds}
 
 
 def speed(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
@@ -157,12 +159,12 @@ def child(rank: int, end: Connection, ports: list[int], run: GpuRun, args: argpa
         if args.warm_all:
             warm_devices(task)
         else:
-            from elastic_ring.train.warm import warm_up_device
+            from elastic_ring.train.warm import attention_shapes, warm_up_device
 
             if task.step.deterministic:
                 torch.use_deterministic_algorithms(True, warn_only=True)
-                torch.utils.deterministic.fill_uninitialized_memory = False
-            warm_up_device(task, device)
+                torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            warm_up_device(task, device, attention_shapes(task))
         torch.cuda.set_device(device)
         warm_s = time.monotonic() - begun
         work = bits if args.what == "bits" else speed
@@ -183,7 +185,9 @@ def measure(run: GpuRun, args: argparse.Namespace) -> list[dict[str, Any]]:
         process.start()
         ends.append(ours)
         processes.append(process)
-    answers = [end.recv() if end.poll(args.timeout) else {"rank": i, "error": "no answer"} for i, end in enumerate(ends)]
+    answers = [
+        end.recv() if end.poll(args.timeout) else {"rank": i, "error": "no answer"} for i, end in enumerate(ends)
+    ]
     for process in processes:
         process.kill()
     return answers

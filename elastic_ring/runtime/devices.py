@@ -17,7 +17,7 @@ import torch
 
 from elastic_ring.errors import PeerFailed
 from elastic_ring.train.task import TrainingTask
-from elastic_ring.train.warm import warm_up_device
+from elastic_ring.train.warm import attention_shapes, warm_up_device
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +73,9 @@ def warm_devices(task: TrainingTask) -> None:
     if task.step.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # Else that switch also fills every new tensor, which costs a pass over memory each time.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    shapes = attention_shapes(task)
     for index in range(torch.cuda.device_count()):
         begun = time.monotonic()
-        warm_up_device(task, torch.device("cuda", index))
+        warm_up_device(task, torch.device("cuda", index), shapes)
         log.info("GPU %d is warm after %.2f s", index, time.monotonic() - begun)

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from elastic_ring.errors import GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime import nccl
+from elastic_ring.runtime.joined import JoinedGroup, LaunchGate
 from elastic_ring.state.transfer import Link
 
 _ACCEPTS = 1
@@ -60,7 +61,7 @@ class Groups:
     global_rank: int
     world: dist.ProcessGroup
     shard: dist.ProcessGroup
-    ring: dist.ProcessGroup
+    ring: dist.ProcessGroup | JoinedGroup
     replica: dist.ProcessGroup
     device_mesh: DeviceMesh
     connector: Connector
@@ -90,6 +91,10 @@ class Connector:
     timings: dict[str, float] = field(default_factory=dict)
     _nccl: list[Any] = field(default_factory=list)
     _aborter: nccl.Aborter = field(default_factory=nccl.Aborter)
+    _gate: LaunchGate = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._gate = LaunchGate(self.raise_if_aborted)
 
     def connect(self, mesh: Mesh, global_rank: int) -> Groups:
         """All groups of this rank. Raises GroupAborted, PeerFailed (a peer did not come in time)."""
@@ -107,8 +112,10 @@ class Connector:
             voting = time.monotonic()
             row, column = seat.dp_rank, seat.cp_rank
             named = ((f"shard{row}", ring), (f"ring{row}", ring), (f"replica{column}", replicas))
+            hops: dist.ProcessGroup | JoinedGroup
             if self.device.type == "cuda":
-                shard, hops, replica = self._nccl_groups(named, global_rank)
+                shard, ring_group, replica = self._nccl_groups(named, global_rank)
+                hops = JoinedGroup(ring_group._get_backend(self.device), self._gate.launching)
             else:
                 shard, hops, replica = (self._group(store, device, *name_ranks, global_rank) for name_ranks in named)
             device_mesh = DeviceMesh.from_group(shard, self.device.type)
@@ -133,10 +140,17 @@ class Connector:
             if self.device.type != "cuda":
                 return Link(host)
             own_store = PrefixStore(f"{self.where.prefix}/link/{name}/nccl", self._open_store())
-            return Link(host, self._nccl_backend(own_store, index, len(workers)))
+            backend = self._nccl_backend(own_store, index, len(workers))
+            return Link(host, JoinedGroup(backend, self._gate.launching))
 
     def abort(self) -> None:
-        """Fail every operation of this generation, blocked or to come; the peers see it once `close` is called.
+        """Fail every operation of this generation, blocked or to come; the peers see it once `close` is called."""
+        self._give_up()
+        with self._gate.shut():
+            self._aborter.abort(self._nccl)  # after the votes' connections: no vote may count what comes now
+
+    def _give_up(self) -> None:
+        """Fail the operations over sockets, and all that have not begun.
 
         Only reading is shut down, and the connections stay open until `close`: gloo forgets a message that it
         is writing when the other end goes away, and whoever waits for that one would wait until its timeout.
@@ -154,7 +168,6 @@ class Connector:
                         self._kept_open[near, (host, port)] = sock.dup()
         for pair in waiting:
             self._knock(pair)
-        self._aborter.abort(self._nccl)  # after the votes' connections: no vote may count what comes now
 
     def close(self) -> None:
         """Let go of the connections of an aborted generation, once nobody waits for them any more."""
@@ -166,7 +179,7 @@ class Connector:
     def retire(self, link: Link) -> None:
         """Take down the device's group of a heal that has ended here; it would hold memory for the whole generation."""
         if link.device is not None:
-            self._aborter.abort([link.device])
+            self._aborter.abort([link.device.backend])
 
     def _knock(self, pair: int) -> None:
         """Connect to this process's own device as the peer of `pair` would, and hang up.
@@ -183,6 +196,11 @@ class Connector:
         Once is not enough: a group that connects just then opens sockets that the abort has not seen.
         """
         deadline = time.monotonic() + timeout_s
+        self._give_up()
+        if self._nccl:
+            # Whoever asks something of an NCCL group waits out its abort, half a second; a thread that is not
+            # waiting for the device comes by a check within milliseconds.
+            parked.wait(_ABORT_AGAIN_S)
         self.abort()
         while not parked.wait(_ABORT_AGAIN_S):
             if time.monotonic() > deadline:
@@ -312,7 +330,7 @@ class Connector:
 def self_test(groups: Groups) -> None:
     """One known sum over each group; raises PeerFailed when a wire carries something else."""
     for name in ("world", "shard", "ring", "replica"):
-        group: dist.ProcessGroup = getattr(groups, name)
+        group: dist.ProcessGroup | JoinedGroup = getattr(groups, name)
         on = groups.connector.device if name != "world" else torch.device("cpu")
         probe = torch.tensor([1.0, float(group.rank())], device=on)
         group.allreduce([probe]).wait()

@@ -6,6 +6,7 @@ The user's model is built on the meta device only; a spare must not hold a whole
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,8 +42,8 @@ def warm_up(task: TrainingTask) -> None:
         dist.destroy_process_group()
 
 
-def warm_up_device(task: TrainingTask, device: torch.device) -> None:
-    """The same on one GPU: its context, NCCL's first group there, and the kernels that the task's attention takes.
+def warm_up_device(task: TrainingTask, device: torch.device, shapes: Sequence[tuple[int, int, int]]) -> None:
+    """The same on one GPU: its context, NCCL's first group there, and the kernels for attention of these `shapes`.
 
     The calling thread's current device becomes `device`. Leaves no group and no cached memory behind.
     """
@@ -54,7 +55,7 @@ def warm_up_device(task: TrainingTask, device: torch.device) -> None:
     finally:
         dist.destroy_process_group()
     step, dtype = task.step, getattr(torch, task.step.param_dtype)
-    for num_heads, num_kv_heads, head_dim in attention_shapes(task):
+    for num_heads, num_kv_heads, head_dim in shapes:
         group = num_heads // num_kv_heads
         backend = select(device, dtype, head_dim, step.deterministic, step.kernel or None, group=group)
         failure = rehearse(backend, str(device), dtype, head_dim, group)
