@@ -79,3 +79,10 @@ def warm_devices(task: TrainingTask) -> None:
         begun = time.monotonic()
         warm_up_device(task, torch.device("cuda", index), shapes)
         log.info("GPU %d is warm after %.2f s", index, time.monotonic() - begun)
+
+
+def let_go_of_cache(device: torch.device) -> None:
+    """Give the allocator's unused blocks back. FSDP2's streams are new in each generation, and what was cached for
+    the old ones would never be used again: about 5 GiB a rebuild with 1 B parameters on two ranks."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -22,7 +22,7 @@ from elastic_ring.data.order import Order
 from elastic_ring.data.source import hold_out, open_source
 from elastic_ring.errors import GroupAborted
 from elastic_ring.monitor.stamps import Phase, StampWriter
-from elastic_ring.runtime.devices import KERNEL_CACHE, DeviceClaim, warm_devices
+from elastic_ring.runtime.devices import KERNEL_CACHE, DeviceClaim, let_go_of_cache, warm_devices
 from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups, translated
 from elastic_ring.runtime.injection import Injector
 from elastic_ring.runtime.nccl import probe
@@ -178,6 +178,7 @@ class Member:
         mine = [heal for heal in command.heals if worker in (heal.donor, *heal.newcomers)]
         num_bytes = sum(self._heal(heal, connector) for heal in mine)
         healed = time.monotonic()
+        let_go_of_cache(self._claim.device)
         assert not self.seated or (state.valid and state.applied == command.step), (state.applied, command.step)
         if self._groups is not None and command.fresh and self._card.task.step.check_model:
             with translated(connector):
