@@ -72,7 +72,10 @@ def kill_once(run: drills.Watcher, number: int, num_spares: int) -> dict[str, An
     return {**row, "memory": memory, "spares": num_there, "action": recovery["action"]}
 
 
-def kill_again_and_again(run: drills.Watcher, num_kills: int, num_spares: int, limit_s: float) -> list[dict[str, Any]]:
+def kill_again_and_again(
+    run: drills.Watcher, num_kills: int, num_spares: int, limit_s: float
+) -> list[dict[str, Any]]:
+    """Until so many are killed or the time is over; the last row has what is in use once all spares are back."""
     rows: list[dict[str, Any]] = []
     run.more_steps(1)
     deadline = time.monotonic() + limit_s
@@ -132,8 +135,10 @@ def report(figures: dict[str, Any]) -> tuple[str, list[str]]:
             f"\n{drills.table(names, [*([row[n] for n in names] for row in rows), medians])}\n"
             f"median of detect + close + heal {still:.3f} s (limit {LIMIT_S} s), of the rerun "
             f"{median(row['rerun_s'] for row in rows):.3f} s; transfer at {100 * share:.0f} % of the plain copy\n"
-            "GiB of rank 0's process, and in use on each GPU:\n"
-        ) + "\n".join(f"  before kill {row['kill']}, {row['spares']} spares there: {row['memory']}" for row in rows if row["memory"])
+            "GiB of rank 0's process, and in use on each GPU:"
+        )
+        for row in rows:
+            text += f"\n  before kill {row['kill']}, {row['spares']} spares there: {row['memory']}" if row["memory"] else ""
         text += f"\n  after the last, all spares there: {rows[-1]['memory_after']}"
         missed += [f"detect + close + heal took {still:.3f} s, more than {LIMIT_S} s"] if still > LIMIT_S else []
         missed += [f"the transfer reaches {share:.2f} of a copy"] if share < LEAST_SHARE else []

@@ -7,9 +7,8 @@
 the parameters. `speed` prints step time, model FLOPs utilisation and memory, and with `--profile` where rank 0's GPU
 spent a step. Processes are spawned with the environment of the product's workers; groups are made by its `Connector`.
 
-Model FLOPs: 6 for each parameter and token (embedding rows are read, not multiplied: not counted unless tied to the
-head) and 6 S^2 H D for each layer and sequence, the causal half of attention, forward + backward as 1 + 2;
-recomputation does not count. Peak: PEAK_FLOPS for each GPU, the dense bf16 rate of the vendor's data sheet.
+Model FLOPs are `jobs.model_plan`'s; recomputation does not count. Peak: PEAK_FLOPS for each GPU, the dense bf16 rate
+of the vendor's data sheet.
 """
 
 from __future__ import annotations
@@ -39,22 +38,15 @@ from torch.distributed import TCPStore
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.order import Order
 from elastic_ring.mesh import Mesh
-from elastic_ring.model.config import ModelConfig, num_parameters
 from elastic_ring.runtime import nccl
 from elastic_ring.runtime.devices import KERNEL_CACHE, warm_devices
 from elastic_ring.runtime.groups import Connector, Rendezvous
 from elastic_ring.state.device_digest import device_digest, device_digests
 from elastic_ring.train.transaction import Transaction
 from jobs.gpu_tasks import GpuRun
+from jobs.model_plan import model_flops
 
 PEAK_FLOPS = 989.4e12
-
-
-def model_flops(config: ModelConfig, context: int) -> float:
-    """Of one sequence, forward and backward."""
-    table = 0 if config.tie_embeddings else config.vocab_size * config.width
-    dense = 6.0 * (num_parameters(config) - table) * context
-    return dense + 6.0 * context**2 * config.num_heads * config.head_dim * config.num_layers
 
 
 def build(run: GpuRun, rank: int, port: int, prefix: str, device: torch.device) -> Transaction:
@@ -92,10 +84,10 @@ def one_step(state: Transaction, step: int, spans: dict[str, float] | None = Non
 
 
 def bits(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    stories = []
+    stories: list[list[dict[str, Any]]] = []
     for attempt in range(2):
         state = build(run, rank, ports[attempt], f"{attempt}/1", device)
-        story = []
+        story: list[dict[str, Any]] = []
         for step in range(args.steps):
             spans: dict[str, float] = {}
             profile = cProfile.Profile() if args.profile and rank == 0 and attempt == 0 and step == 0 else None
@@ -124,9 +116,9 @@ def bits(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: a
         odd = [n for n, x, y in zip(names, a["each"], b["each"], strict=True) if x != y]
         if odd:
             break
-    seconds = [round(x["s"], 3) for x in stories[1][:4]]
+    times = [round(x["s"], 3) for x in stories[1][:4]]
     equal = sum(all(row.values()) for row in same)
-    return {"equal_steps": equal, "of": len(same), "same": same[:equal + 1][-1], "odd": len(odd), "s": seconds}
+    return {"equal_steps": equal, "of": len(same), "same": same[:equal + 1][-1], "odd": len(odd), "s": times}
 
 
 def speed(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:

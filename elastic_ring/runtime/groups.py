@@ -11,12 +11,11 @@ generation, and the ranks exchange their devices' ports before they connect.
 from __future__ import annotations
 
 import gc
-import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,9 +32,9 @@ from elastic_ring.errors import GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime import nccl
 from elastic_ring.runtime.joined import JoinedGroup, LaunchGate
+from elastic_ring.runtime.sockets import listening, tcp_sockets
 from elastic_ring.state.transfer import Link
 
-_ACCEPTS = 1
 _ABORT_AGAIN_S = 0.02
 _STORE_TRY_S = 0.3
 _listen_lock = threading.Lock()
@@ -159,7 +158,7 @@ class Connector:
             self.aborted = True
             ports = set(self._device_ports)
             waiting = range(self._num_pairs) if self._connecting else range(0)
-        for sock in _tcp_sockets():
+        for sock in tcp_sockets():
             with sock, suppress(OSError):
                 near, (host, port) = sock.getsockname()[:2], sock.getpeername()[:2]
                 if near[1] == self._own_port or (host.removeprefix("::ffff:"), port) in ports:
@@ -235,9 +234,9 @@ class Connector:
         if self._device is not None:
             return self._device
         with _listen_lock:
-            before = {port for port, _ in _listening()}
+            before = {port for port, _ in listening()}
             device = ProcessGroupGloo.create_device(hostname=self.where.address)
-            opened = [port for port, address in _listening() if port not in before and address == self.where.address]
+            opened = [port for port, address in listening() if port not in before and address == self.where.address]
         if len(opened) != 1:
             raise PeerFailed(f"this node's address {self.where.address} gave {len(opened)} listening sockets, not one")
         self._own_port, self._device = opened[0], device
@@ -392,32 +391,3 @@ def is_transport_error(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _tcp_sockets() -> Iterator[socket.socket]:
-    """Duplicates of this process's TCP sockets; the caller closes them."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            copy = os.dup(int(name))
-            try:
-                sock = socket.socket(fileno=copy)
-            except OSError:  # the number was given to something else between the two calls
-                os.close(copy)
-                continue
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                yield sock
-            else:
-                sock.close()
-
-
-def _listening() -> list[tuple[int, str]]:
-    """(port, address) of this process's listening sockets."""
-    found = []
-    for sock in _tcp_sockets():
-        with sock:
-            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == _ACCEPTS:
-                address, port = sock.getsockname()[:2]
-                found.append((port, address))
-    return found
