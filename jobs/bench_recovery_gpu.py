@@ -138,7 +138,8 @@ def report(figures: dict[str, Any]) -> tuple[str, list[str]]:
             "GiB of rank 0's process, and in use on each GPU:"
         )
         for row in rows:
-            text += f"\n  before kill {row['kill']}, {row['spares']} spares there: {row['memory']}" if row["memory"] else ""
+            if row["memory"]:
+                text += f"\n  before kill {row['kill']}, {row['spares']} spares there: {row['memory']}"
         text += f"\n  after the last, all spares there: {rows[-1]['memory_after']}"
         missed += [f"detect + close + heal took {still:.3f} s, more than {LIMIT_S} s"] if still > LIMIT_S else []
         missed += [f"the transfer reaches {share:.2f} of a copy"] if share < LEAST_SHARE else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,6 +57,10 @@ def train(cp: int, cp_rank: int, group: Any, *, keep: bool) -> tuple[list[Tensor
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], counted[0], num_bytes
 
 
+def one_rank(cp: int, groups: Any, keep: bool, cp_rank: int) -> tuple[list[Tensor], int, int]:
+    return train(cp, cp_rank, groups[cp_rank], keep=keep)
+
+
 @pytest.mark.parametrize("cp", [1, 2])
 def test_attention_is_not_run_again_and_no_bit_changes(cp: int) -> None:
     with one_thread():
@@ -64,7 +69,7 @@ def test_attention_is_not_run_again_and_no_bit_changes(cp: int) -> None:
         for keep in (True, False):
             groups = rings.groups(cp) if cp > 1 else [None]
             # Autograd's one thread for the CPU is the caller's own: the ranks may run side by side.
-            found[keep] = in_threads(cp, lambda rank, keep=keep, groups=groups: train(cp, rank, groups[rank], keep=keep))
+            found[keep] = in_threads(cp, partial(one_rank, cp, groups, keep))
     for kept, again in zip(found[True], found[False], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(kept[0], again[0], strict=True))
         assert 2 * kept[1] == again[1]
