@@ -82,7 +82,7 @@ def warm_devices(task: TrainingTask) -> None:
 
 
 def let_go_of_cache(device: torch.device) -> None:
-    """Give the allocator's unused blocks back. FSDP2's streams are new in each generation, and what was cached for
-    the old ones would never be used again: about 5 GiB a rebuild with 1 B parameters on two ranks."""
+    """Give the allocator's unused blocks back: FSDP2's streams are new in each generation, and what was cached for
+    the old ones would not be used again."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
