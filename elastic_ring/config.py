@@ -131,7 +131,11 @@ class ScalingConfig:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """What one optimizer step is, whatever the mesh: `global_batch` sequences of `context_tokens`."""
+    """What one optimizer step is, whatever the mesh: `global_batch` sequences of `context_tokens`.
+
+    `deterministic` takes bitwise repeatable kernels, which the promise of equal bits needs and which cost some
+    speed on a GPU. `kernel` pins one attention kernel by name; left empty, the best that passes its test serves.
+    """
 
     steps: int = 40
     global_batch: int = 4
@@ -142,6 +146,8 @@ class StepConfig:
     num_val_sequences: int = 4
     param_dtype: str = "float32"
     check_model: bool = True
+    deterministic: bool = True
+    kernel: str = ""
 
     def __post_init__(self) -> None:
         _integer("steps", self.steps, 1)

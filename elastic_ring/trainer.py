@@ -23,6 +23,7 @@ import ray
 from torch import nn
 
 from elastic_ring import errors
+from elastic_ring.attention.kernels.table import BACKENDS
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_together, digest
 from elastic_ring.data.order import Order
 from elastic_ring.data.source import SourceConfig, hold_out, open_source
@@ -93,6 +94,7 @@ class ElasticRingTrainer:
             model, data, step, optim or OptimConfig(total_steps=step.steps), loss, optimizer, initial, units
         )
         check_together(self.scaling, step, self.run.faults)
+        check_kernel(step.kernel, self.scaling.device)
         if data.context_tokens != step.context_tokens:
             raise ValueError(
                 f"data.context_tokens={data.context_tokens} differs from step.context_tokens={step.context_tokens}: "
@@ -115,7 +117,7 @@ class ElasticRingTrainer:
         check_buildable(self.task)
         check_portable(self.task)
         if self.scaling.device == "cuda":
-            log.warning("device='cuda': training on GPUs has not been shown yet; see Limits in the README")
+            log.warning("device='cuda': runs on one host of several GPUs only, so far; see Limits in the README")
         if self.scaling.dp == 1:
             log.warning("dp=1: no other ring holds the state, so the next loss of a worker ends the run; dp=2 heals it")
         with ray_session(self.scaling):
@@ -255,6 +257,14 @@ class ElasticRingTrainer:
     def _good(self, summary: dict[str, Any]) -> Result:
         last = {"loss": float.fromhex(summary["losses"][-1])}
         return Result(summary, self.run.folder, self.run.folder / "weights.safetensors", last)
+
+
+def check_kernel(name: str, device: str) -> None:
+    """Raises ValueError for a pinned kernel that is none, or none for this kind of device."""
+    names = [backend.name for backend in BACKENDS if device in backend.devices]
+    if name and name not in names:
+        raise ValueError(f"kernel={name!r} is no attention kernel for device={device!r}: choose one of "
+                         f"{', '.join(names)}, or leave it out to have one chosen")  # fmt: skip
 
 
 def described(part: Any) -> str:

@@ -1,20 +1,24 @@
 """How long a ring of GPUs stands still when a worker is killed, and whether a bit changes.
 
-    python jobs/bench_recovery_gpu.py --preset 100m --kills 5 --save
+    python jobs/bench_recovery_gpu.py --preset 1b --kills 10 --save
 
-dp 2 x cp 2 on four GPUs and one standby process that holds none. First a short run without faults and the same
-with a planned kill: their losses and weights are compared bit for bit. Then a run whose members are killed from
-outside at any moment; for each kill the phases from SIGKILL to the next committed step. `close` holds notice,
-abort, probe, rendezvous, groups and their self-test; `rerun` the step itself.
+dp 2 x cp 2 on four GPUs and standby processes that hold none. First a short run without faults and the same with a
+planned kill: their losses and weights are compared bit for bit. Then a run whose members are killed from outside at
+any moment of a step; for each kill the phases from SIGKILL to the next committed step: detect (to the first event
+that says so), close (abort, probe, rendezvous, groups and their self-test), heal (link, transfer, digests), rerun
+(the step itself, apart). Rank 0 is never struck: its process lives through all kills and shows whether memory grows.
 
-Exits 1 when bits differ or the median of detect + close + heal is above LIMIT_S.
+Exits 1 when bits differ, when the median of detect + close + heal is above LIMIT_S, or when the transfer of a heal
+is slower than LEAST_SHARE of what a plain copy between two GPUs reaches in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
+import signal
 import sys
-from functools import partial
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,60 +26,127 @@ from typing import Any
 if __name__ == "__main__":  # run from a checkout, where jobs is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
+import psutil
 
-from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
-from elastic_ring.data.source import StdlibText
-from elastic_ring.model.config import num_parameters, preset
-from elastic_ring.model.init import Initialiser
-from elastic_ring.model.transformer import Transformer
-from jobs import drills
-from jobs.bench_recovery import NEVER, kill_once
+from elastic_ring.model.config import num_parameters
+from jobs import drills, gpu_tasks
+from jobs.gpu_tasks import GpuRun
 
-LIMIT_S = 1.0
-SHORT_STEPS = 12
-FAULT = "kill@step=6,phase=backward,rank=3"
+LIMIT_S, LEAST_SHARE = 1.0, 0.5
+NEVER = 1_000_000
+FAULT = "kill@step={step},phase=backward,rank=3"
+STEPS_BETWEEN_KILLS = 2
+MOMENT_S = 0.4
+SETTLED_KILLS = 5
 
 
-def trainer_of(args: argparse.Namespace, folder: Path, name: str, steps: int, faults: str = "") -> ElasticRingTrainer:
-    config = preset(args.preset)
-    step = StepConfig(
-        steps=steps, global_batch=args.batch, context_tokens=args.context, param_dtype="bfloat16", check_model=False
-    )
-    return ElasticRingTrainer(
-        partial(Transformer, config), StdlibText(args.context), step=step,
-        optim=OptimConfig(peak_lr=3e-4, min_lr=3e-5, warmup_steps=10, total_steps=steps),
-        scaling=ScalingConfig(dp=2, cp=args.cp, spares=1, device="cuda", resources_per_worker={"CPU": 1.0}),
-        run=RunConfig(name, str(folder / name), faults=faults, progress=False),  # type: ignore[arg-type]
-        initial=Initialiser(0, config.num_layers),
-    )  # fmt: skip
+def kill_once(run: drills.Watcher, number: int, num_spares: int) -> dict[str, Any]:
+    """Kill rank 1, 2, 3, 1, ... at any moment of a step; the phases of the recovery."""
+    run.whole(1)
+    run.more_steps(STEPS_BETWEEN_KILLS)
+    status = run.whole(num_spares if number == 0 else 1)  # memory is compared when all spares are there
+    rank = 1 + number % 3
+    pids = {member["global_rank"]: member["pid"] for member in status["members"]}
+    memory = [round(gib, 2) for gib in memory_gib(pids[0])] if number % SETTLED_KILLS == 0 else None
+    num_there = len(status["spares"])
+    time.sleep(random.Random(number).uniform(0.0, MOMENT_S))
+    offset_s = time.time() - time.monotonic()
+    struck_s = drills.strike(pids[rank], signal.SIGKILL)
+    step = run.first_step_of(status["generation"])
+    recovery = run.until("its record", lambda: run.recoveries()[number] if len(run.recoveries()) > number else None)
+    noticed_s = min(line["now"] for line in run.events("WorkerLost", "Trouble") if line["now"] > struck_s + offset_s)
+    resumed_s = max(e["now"] for e in run.events("Resumed") if e["event"]["generation"] == step["generation"])
+    phases, heal_s = recovery["phases"], recovery["heal_s"]
+    wire_GB_s = phases.get("heal_bytes", 0.0) / max(phases.get("wire_s", 0.0), 1e-9) / 1e9
+    row = {
+        "kill": number, "rank": rank, "detect_s": noticed_s - struck_s - offset_s,
+        "close_s": resumed_s - noticed_s - heal_s, "heal_s": heal_s,
+        "rerun_s": step["committed_monotonic_s"] + offset_s - resumed_s,
+        "next_step_s": step["committed_monotonic_s"] - struck_s, "wire_GB_s": wire_GB_s,
+        **{name: phases.get(name, 0.0) for name in ("free_s", "device_s", "connect_s", "meet_s", "world_s", "groups_s",
+                                                    "test_s", "link_s", "wire_s", "verify_s")},
+        "exact": recovery["exact"],
+    }  # fmt: skip
+    row = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
+    drills.show(f"  {row}" + (f" memory {memory}" if memory else ""))
+    return {**row, "memory": memory, "spares": num_there, "action": recovery["action"]}
+
+
+def kill_again_and_again(
+    run: drills.Watcher, num_kills: int, num_spares: int, limit_s: float
+) -> list[dict[str, Any]]:
+    """Until so many are killed or the time is over; the last row has what is in use once all spares are back."""
+    rows: list[dict[str, Any]] = []
+    run.more_steps(1)
+    deadline = time.monotonic() + limit_s
+    while len(rows) < num_kills and time.monotonic() < deadline:
+        rows.append(kill_once(run, len(rows), num_spares))
+    run.whole(num_spares)
+    pid = next(member["pid"] for member in run.status()["members"] if member["global_rank"] == 0)
+    rows[-1]["memory_after"] = [round(gib, 2) for gib in memory_gib(pid)]
+    return rows
+
+
+def memory_gib(pid: int) -> tuple[float, ...]:
+    """Host memory of one process, then memory in use on each GPU."""
+    return (psutil.Process(pid).memory_info().rss / 2**30, *(mib / 1024 for mib in gpu_tasks.device_memory_mib()))
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    with drills.scratch() as folder, drills.local_ray():
-        calm = trainer_of(args, folder, "calm", SHORT_STEPS).fit().summary
-        drills.show("  the run without faults is done")
-        struck = trainer_of(args, folder, "struck", SHORT_STEPS, FAULT).fit().summary
-        drills.show(f"  planned kill: {struck['recoveries']}")
-        trainer = trainer_of(args, folder, "killed", NEVER)
-        rows = drills.train_while(trainer, lambda run: [kill_once(run, number) for number in range(args.kills)])
-    same = {name: calm[name] == struck[name] for name in ("losses", "weights_sha256", "samples_sha256")}
-    return {"parameters": num_parameters(preset(args.preset)), "same": same, "kills": rows,
-            "planned": struck["recoveries"]}  # fmt: skip
+    run = GpuRun(args.preset, args.context, args.batch, args.cp, spares=args.spares, kernel=args.kernel)
+    figures: dict[str, Any] = {"run": gpu_tasks.described(run), "parameters": num_parameters(run.model)}
+    figures["link_GB_s"] = gpu_tasks.link_rate()
+    with drills.scratch() as folder, drills.local_ray(num_cpus=32):
+        try:
+            if args.short_steps:
+                fault = FAULT.format(step=args.short_steps // 2)
+                calm = run.trainer(folder, "calm", args.short_steps).fit().summary
+                drills.show(f"  the run without faults is done, losses {calm['losses'][0]} .. {calm['losses'][-1]}")
+                struck = run.trainer(folder, "struck", args.short_steps, fault).fit().summary
+                drills.show(f"  planned kill: {struck['recoveries']}")
+                same = {name: calm[name] == struck[name] for name in ("losses", "weights_sha256", "samples_sha256")}
+                figures |= {"same": same, "planned": struck["recoveries"]}
+                drills.show(f"  equal to the run without faults: {same}")
+            if args.kills:
+                trainer = run.trainer(folder, "killed", NEVER)
+                figures["kills"] = drills.train_while(
+                    trainer, lambda seen: kill_again_and_again(seen, args.kills, args.spares, args.limit_s)
+                )
+        finally:
+            if args.keep_logs:
+                drills.keep_logs(folder, Path(args.keep_logs))
+    return figures
 
 
-def report(args: argparse.Namespace, figures: dict[str, Any]) -> tuple[str, list[str]]:
-    rows = figures["kills"]
-    names = list(rows[0])
-    still = median(row["detect_s"] + row["close_s"] + row["heal_s"] for row in rows)
+def report(figures: dict[str, Any]) -> tuple[str, list[str]]:
+    run, rows = figures["run"], figures.get("kills", [])
     text = (
-        f"{args.preset}, {figures['parameters']:,} parameters, {args.context} tokens, mesh 2 x {args.cp}, "
-        f"{torch.cuda.get_device_name(0)}\n{drills.table(names, [[row[n] for n in names] for row in rows])}\n"
-        f"median of detect + close + heal {still:.3f} s (limit {LIMIT_S} s), of the next step "
-        f"{median(row['next_step_s'] for row in rows):.3f} s\nequal to the run without faults: {figures['same']}"
+        f"{run['preset']}, {figures['parameters']:,} parameters, {run['context']} tokens, mesh 2 x {run['cp']}, "
+        f"{run['gpus']} x {run['gpu']}, NCCL {run['nccl']}\na plain copy between two GPUs: "
+        f"{figures['link_GB_s']:.0f} GB/s"
     )
-    missed = [] if still <= LIMIT_S else [f"detect + close + heal took {still:.3f} s, more than {LIMIT_S} s"]
-    missed += [f"{name} differ from the run without faults" for name, same in figures["same"].items() if not same]
+    missed = []
+    if rows:
+        names = [name for name in rows[0] if name not in ("memory", "memory_after", "spares", "action")]
+        still = median(row["detect_s"] + row["close_s"] + row["heal_s"] for row in rows)
+        share = median(row["wire_GB_s"] for row in rows) / figures["link_GB_s"]
+        medians = ["median", "", *(median(row[n] for row in rows) for n in names[2:-1]), ""]
+        text += (
+            f"\n{drills.table(names, [*([row[n] for n in names] for row in rows), medians])}\n"
+            f"median of detect + close + heal {still:.3f} s (limit {LIMIT_S} s), of the rerun "
+            f"{median(row['rerun_s'] for row in rows):.3f} s; transfer at {100 * share:.0f} % of the plain copy\n"
+            "GiB of rank 0's process, and in use on each GPU:"
+        )
+        for row in rows:
+            if row["memory"]:
+                text += f"\n  before kill {row['kill']}, {row['spares']} spares there: {row['memory']}"
+        text += f"\n  after the last, all spares there: {rows[-1]['memory_after']}"
+        missed += [f"detect + close + heal took {still:.3f} s, more than {LIMIT_S} s"] if still > LIMIT_S else []
+        missed += [f"the transfer reaches {share:.2f} of a copy"] if share < LEAST_SHARE else []
+        missed += [f"kill {row['kill']} was not exact: {row['action']}" for row in rows if not row["exact"]]
+    if "same" in figures:
+        text += f"\na planned kill, equal to the run without faults: {figures['same']}"
+        missed += [f"{name} differ from the run without faults" for name, same in figures["same"].items() if not same]
     return text, missed
 
 
@@ -86,15 +157,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--cp", type=int, default=2)
     parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--limit-s", type=float, default=1e9, help="kill no more after this time")
+    parser.add_argument("--spares", type=int, default=1)
+    parser.add_argument("--kernel", default="", help="pin one attention kernel")
+    parser.add_argument("--short-steps", type=int, default=12, help="of the two runs that are compared; 0: leave out")
+    parser.add_argument("--keep-logs", help="a folder for the runs' journals and the workers' logs")
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/")
     args = parser.parse_args(argv)
     figures = measure(args)
-    text, missed = report(args, figures)
+    text, missed = report(figures)
     drills.show(text)
     for line in missed:
         drills.show(f"MISSED: {line}")
     if args.save:
-        drills.save("bench_recovery_gpu", text, figures)
+        drills.save(f"bench_recovery_gpu-{args.preset}", "\n".join([text, *(f"MISSED: {m}" for m in missed)]), figures)
     return 1 if missed else 0
 
 

@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import signal
 import sys
 import tempfile
@@ -321,6 +322,20 @@ def save(name: str, text: str, figures: dict[str, Any]) -> None:
     (folder / f"{stem}.txt").write_text(f"jobs/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}\n{head}\n\n{text}\n")
     (folder / f"{stem}.json").write_text(json.dumps({"machine": about, **figures}, indent=1) + "\n")
     show(f"saved as benchmarks/{stem}.txt and .json")
+
+
+def keep_logs(folder: Path, target: Path) -> None:
+    """Copy what the runs in `folder` and this process's Ray wrote of themselves: journals, metrics, logs."""
+    import ray
+
+    node = ray._private.worker._global_node
+    logs = Path(node.get_logs_dir_path()) if node is not None else None
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(folder.rglob("*.json*")):
+        shutil.copy(path, target / f"{path.parent.name}-{path.name}")
+    for path in sorted(logs.glob("worker-*")) if logs is not None else []:
+        if path.stat().st_size:
+            shutil.copy(path, target / path.name)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from elastic_ring.attention.exchange import HopBuffers
 from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.ring import RingAttention
@@ -28,6 +29,7 @@ from elastic_ring.data.source import open_source
 from elastic_ring.mesh import Mesh
 from elastic_ring.train.optim import learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, LossFunction, TrainingTask
+from elastic_ring.train.transaction import batch_of
 from elastic_ring.train.wrap import ModuleMaker, full_shapes, local_params
 
 
@@ -55,6 +57,8 @@ class GatedLoss:
         self._num_calls = 0
 
     def __call__(self, model: Any, batch: Batch) -> tuple[Tensor, int]:
+        if batch.tokens.is_meta:  # a standby asks what the model's attention looks like; nothing is trained
+            return self._loss(model, batch)
         if self._num_calls % self._calls_per_block == 0:
             self._gate.wait()
         self._num_calls += 1
@@ -64,8 +68,9 @@ class GatedLoss:
 class PlainWorker:
     """One rank of the plain loop; a Ray actor like its rival."""
 
-    def __init__(self, task: TrainingTask, mesh: Mesh, rank: int, gate: Gate) -> None:
+    def __init__(self, task: TrainingTask, mesh: Mesh, rank: int, gate: Gate, kind: str = "cpu") -> None:
         self._task, self._mesh, self._rank, self._gate = task, mesh, rank, gate
+        self._device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
 
     def run(self, port: int, num_blocks: int, block_steps: int) -> list[tuple[float, float]]:
         """Train; (commit time, loss) of each step."""
@@ -83,12 +88,21 @@ class PlainWorker:
     def _set_up(self, port: int) -> None:
         task, mesh = self._task, self._mesh
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=mesh.size)
-        groups = init_device_mesh("cpu", (mesh.dp, mesh.cp), mesh_dim_names=("dp", "cp"))
+        kind = self._device.type
+        if kind == "cuda":
+            torch.cuda.set_device(self._device)
+            if task.step.deterministic:
+                torch.use_deterministic_algorithms(True, warn_only=True)
+                torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        dist.init_process_group(
+            "nccl" if kind == "cuda" else "gloo", store=store, rank=self._rank, world_size=mesh.size,
+            device_id=self._device if kind == "cuda" else None,
+        )  # fmt: skip
+        groups = init_device_mesh(kind, (mesh.dp, mesh.cp), mesh_dim_names=("dp", "cp"))
         rings = [dist.new_group(list(mesh.ring(dp_rank))) for dp_rank in range(mesh.dp)]
         self._seat = mesh.seat(self._rank)
         self._ring, self._replicas = rings[self._seat.dp_rank], groups["dp"].get_group()
-        maker = ModuleMaker(task)
+        maker = ModuleMaker(task, self._device)
         self._model = maker.wrap(groups["cp"])
         with torch.no_grad():
             maker.first_values(self._model, self._seat.cp_rank, mesh.cp)
@@ -96,11 +110,12 @@ class PlainWorker:
         self._params = list(params.values())
         ndims = {name: len(shape) for name, shape in full_shapes(self._model).items()}
         self._optimizer = make_optimizer(list(params.items()), task.optim, ndims)
-        self._flat = torch.zeros(sum(p.numel() for p in self._params))
+        self._flat = torch.zeros(sum(p.numel() for p in self._params), device=self._device)
         self._views = [v.view_as(p) for v, p in zip(self._flat.split([p.numel() for p in self._params]), self._params,
                                                     strict=True)]  # fmt: skip
         source = open_source(task.data)
         self._loader, self._order = Loader(source), Order(task.step.seed, task.step.global_batch, source.num_sequences)
+        self._buffers = HopBuffers()
         self._layout = make_layout(task.step.layout, task.step.context_tokens, mesh.cp)
 
     def _step(self, step: int) -> float:
@@ -109,10 +124,12 @@ class PlainWorker:
             view.copy_(param.grad._local_tensor)  # type: ignore[union-attr]
             param.grad = None
         dist.all_reduce(self._flat, group=self._replicas)
-        norm_sq = float(torch.linalg.vector_norm(self._flat)) ** 2
-        sums = torch.tensor([norm_sq / self._mesh.dp, loss_sum, num_tokens], dtype=torch.float64)
+        norm_sq = torch.linalg.vector_norm(self._flat).double().square()
+        counted = torch.tensor(float(num_tokens), dtype=torch.float64, device=self._device)
+        sums = torch.stack([norm_sq / self._mesh.dp, loss_sum, counted])
         dist.all_reduce(sums)
-        norm, mean_loss, total = math.sqrt(sums[0]) / float(sums[2]), float(sums[1] / sums[2]), float(sums[2])
+        all_norm_sq, all_loss, total = sums.tolist()
+        norm, mean_loss = math.sqrt(all_norm_sq) / total, all_loss / total
         clip = self._task.optim.clip_norm
         self._flat.mul_((1.0 if clip is None or norm <= clip else clip / norm) / total)
         for group in self._optimizer.param_groups:
@@ -122,17 +139,21 @@ class PlainWorker:
         self._optimizer.step()
         return mean_loss
 
-    def _compute(self, step: int) -> tuple[float, int]:
-        loss_sum, num_tokens = 0.0, 0
+    def _compute(self, step: int) -> tuple[Tensor, int]:
+        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self._device), 0
         mine = share(self._order.sample_ids(step), self._seat.dp_rank, self._mesh.dp)
         for i, (index, sample_id) in enumerate(mine):
             next_id = mine[i + 1][1] if i + 1 < len(mine) else None
             piece = self._loader.load(sample_id, index, self._layout, self._seat.cp_rank, next_id=next_id)
             schedule = plan(Pattern(causal=True, document_starts=piece.document_starts), self._layout)
-            attention = RingAttention(schedule, self._seat.cp_rank, self._ring)
-            batch = Batch(piece.tokens, piece.targets, piece.positions, piece.document_ids, attention)
+            config = self._task.step
+            attention = RingAttention(
+                schedule, self._seat.cp_rank, self._ring, backend=config.kernel or None,
+                deterministic=config.deterministic, buffers=self._buffers,
+            )  # fmt: skip
+            batch = batch_of(piece, attention, self._device)
             loss, num_targets = self._task.loss(self._model, batch)
             loss.backward()
-            loss_sum += float(loss.detach())
+            loss_sum += loss.detach()
             num_tokens += num_targets
         return loss_sum, num_tokens

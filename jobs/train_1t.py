@@ -13,10 +13,14 @@ import argparse
 import dataclasses
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # run from a checkout, where jobs is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.data.source import SourceConfig, StdlibText, TextFiles, TokenShards
@@ -25,6 +29,7 @@ from elastic_ring.faults import parse_faults
 from elastic_ring.model.config import ModelConfig, num_parameters, preset
 from elastic_ring.model.init import Initialiser
 from elastic_ring.model.transformer import Transformer
+from jobs.model_plan import plan_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,27 @@ def laptop() -> Preset:
     )
 
 
-PRESETS = {"laptop": laptop}
+def on_gpus(name: str, cp: int, dp: int, context_tokens: int) -> Preset:
+    """bfloat16 over fp32 master shards; one sequence for each ring and step. Every worker takes one GPU."""
+    return Preset(
+        preset(name),
+        ScalingConfig(dp=dp, cp=cp, spares=1, device="cuda", resources_per_worker={"CPU": 1.0}),
+        StepConfig(
+            steps=1000, global_batch=dp, context_tokens=context_tokens, param_dtype="bfloat16", check_model=False
+        ),
+        OptimConfig(peak_lr=3e-4, min_lr=3e-5, warmup_steps=100, total_steps=1000),
+        "none",
+    )  # fmt: skip
+
+
+PRESETS: dict[str, Callable[[], Preset]] = {
+    "laptop": laptop,
+    "100m": partial(on_gpus, "100m", 2, 2, 32_768),
+    "1b": partial(on_gpus, "1b", 2, 2, 131_072),
+    "8b": partial(on_gpus, "8b", 2, 2, 131_072),
+    "70b": partial(on_gpus, "70b", 32, 2, 524_288),
+    "1t": partial(on_gpus, "1t", 512, 2, 1_048_576),
+}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -61,6 +86,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--data", help="text files (path, directory or glob), or shards:URI; default: Python's library")
     parser.add_argument("--layout", choices=["zigzag", "contiguous"])
     parser.add_argument("--cpus-per-worker", type=float)
+    parser.add_argument("--kernel", help="pin one attention kernel instead of the best that passes its test")
+    parser.add_argument("--plan", action="store_true", help="print what the run needs, and start nothing")
     parser.add_argument("--run-name")
     parser.add_argument("--run-dir")
     return parser.parse_args(argv)
@@ -71,7 +98,7 @@ def build(args: argparse.Namespace) -> ElasticRingTrainer:
     base = PRESETS[args.preset]()
     step = _changed(
         base.step, steps=args.steps, seed=args.seed, global_batch=args.global_batch, context_tokens=args.context,
-        layout=args.layout, val_every_steps=args.val_every,
+        layout=args.layout, val_every_steps=args.val_every, kernel=args.kernel,
     )  # fmt: skip
     cpus = None if args.cpus_per_worker is None else {"CPU": args.cpus_per_worker}
     scaling = _changed(
@@ -108,7 +135,11 @@ def _changed(config: Any, **changes: object) -> Any:
 def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        trainer = build(parse(argv))
+        args = parse(argv)
+        trainer = build(args)
+        if args.plan:
+            print("\n".join(plan_of(PRESETS[args.preset]().model, trainer.scaling, trainer.task.step).lines()))
+            return 0
         result = trainer.fit()
     except ValueError as error:
         print(f"train_1t: {error}", file=sys.stderr)

@@ -37,6 +37,9 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     high = tl.maximum(lse, part_lse)
     low = tl.minimum(lse, part_lse)
     merged = tl.where(high == float("-inf"), high, high + tl.log(1.0 + tl.exp(low - high)))
+    # Several warps load the same lse, one of them stores it: without a barrier a late warp reads the new one, and
+    # now and then 32 rows are merged with wrong weights.
+    tl.debug_barrier()
     tl.store(lse_at, merged, mask=inside)
     dim = tl.arange(0, padded_dim)
     mask = inside[:, None] & (dim < head_dim)[None, :]

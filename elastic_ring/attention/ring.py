@@ -7,7 +7,7 @@ loop. Process groups are passed in: none is made, found by environment or torn d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,8 @@ class RingAttention:
         self._selected: dict[tuple[torch.device, torch.dtype, int, int], Backend] = {}
         self._next_call_index = 0
         self._abandoned: list[torch.Tensor] = []
+        self._record: list[tuple[torch.Tensor, torch.Tensor, int]] | None = None
+        self._replay: Iterator[tuple[torch.Tensor, torch.Tensor, int]] | None = None
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
@@ -104,6 +106,39 @@ class RingAttention:
     def reset_calls(self) -> None:
         """Start counting calls from 0 again; all ranks do so at the same place (once a step)."""
         self._next_call_index = 0
+
+    def recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """What `torch.utils.checkpoint` takes as `context_fn`: `out` and `lse` of the calls in the first context are
+        kept and given again, call by call, in the second, whose kernels and hops need not run once more."""
+        kept: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        return self._recording(kept), self._replaying(kept)
+
+    @contextmanager
+    def _recording(self, kept: list[tuple[torch.Tensor, torch.Tensor, int]]) -> Iterator[None]:
+        outer, self._record = self._record, kept
+        try:
+            yield
+        finally:
+            self._record = outer
+
+    @contextmanager
+    def _replaying(self, kept: list[tuple[torch.Tensor, torch.Tensor, int]]) -> Iterator[None]:
+        outer, self._replay = self._replay, iter(kept)
+        try:
+            yield
+        finally:
+            self._replay = outer
+
+    def _forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        if self._replay is not None:
+            out, lse, call_index = next(self._replay)
+            return out.detach(), lse, call_index
+        result = self._run_forward(q, k, v, scale)
+        if self._record is not None:
+            self._record.append((result[0].detach(), *result[1:]))
+        return result
 
     def _run_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -222,7 +257,7 @@ class _RingFunction(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: RingAttention, scale: float
     ) -> torch.Tensor:
-        out, lse, ctx.call_index = ring._run_forward(q, k, v, scale)
+        out, lse, ctx.call_index = ring._forward(q, k, v, scale)
         ctx.ring, ctx.scale = ring, scale
         ctx.save_for_backward(q, k, v, out, lse)
         return out

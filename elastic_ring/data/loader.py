@@ -52,11 +52,19 @@ class Slice:
         """The same slice on another device."""
         return replace(
             self,
-            tokens=self.tokens.to(device, non_blocking=True),
-            targets=self.targets.to(device, non_blocking=True),
-            positions=self.positions.to(device, non_blocking=True),
-            document_ids=self.document_ids.to(device, non_blocking=True),
+            tokens=_moved(self.tokens, device),
+            targets=_moved(self.targets, device),
+            positions=_moved(self.positions, device),
+            document_ids=_moved(self.document_ids, device),
         )
+
+
+def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Pinned on the way to a GPU: a copy that the host does not wait for reads pageable memory after its owner has
+    let go of it, and then now and then a step trains on other tokens."""
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def slice_sample(

@@ -13,7 +13,7 @@ from typing import overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.loss import chunked_cross_entropy
@@ -101,8 +101,10 @@ class Block(nn.Module):
         if not (self.checkpoint_activations and torch.is_grad_enabled()):
             return self._compute(x, rotation, attention)
         # Inside forward, so that FSDP2's hooks on the block see one call. Nothing here draws random numbers.
+        # An attention that can give its result again is spared the second run: it is most of a long context's work.
+        contexts = getattr(attention, "recomputation", noop_context_fn)
         out: Tensor = checkpoint(
-            self._compute, x, rotation, attention, use_reentrant=False, preserve_rng_state=False
+            self._compute, x, rotation, attention, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
         return out
 

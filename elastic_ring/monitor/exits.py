@@ -21,6 +21,8 @@ from pathlib import Path
 _INFO_STRUCT = struct.Struct("@QQ11Ii")  # mask, cgroupid, pid ... fsgid, exit_code
 _GET_INFO = (3 << 30) | (_INFO_STRUCT.size << 16) | (0xFF << 8) | 11
 _INFO_EXIT = 1 << 3
+_PF_EXITING = 0x4  # linux/sched.h
+_FLAGS_FIELD = 6  # of /proc/PID/stat, counted from behind the command's name
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class ExitWatch:
         self._selector: selectors.BaseSelector | None = None
         self._watched: dict[str, tuple[int, int]] = {}  # key -> (pid, pidfd)
         self._gone: list[ExitNotice] = []
+        self._ending: set[str] = set()
 
     def open(self) -> ExitWatch:
         self._selector = selectors.EpollSelector()
@@ -74,6 +77,7 @@ class ExitWatch:
     def unwatch(self, key: str) -> None:
         """Forget `key`; one that is not watched, or no longer, is no mistake."""
         _, pidfd = self._watched.pop(key, (0, -1))
+        self._ending.discard(key)
         if pidfd >= 0:
             assert self._selector is not None
             self._selector.unregister(pidfd)
@@ -106,6 +110,15 @@ class ExitWatch:
             notices.append(ExitNotice(pid, ready.data, time.monotonic(), exit_code, number, source))
             self.unwatch(ready.data)
         return notices
+
+    def ending(self) -> list[str]:
+        """Keys of processes that have begun to end, each once; `wait` tells of them later, and of what.
+
+        A process that holds a GPU's memory runs no code of its own any more, yet lasts for tenths of a second.
+        """
+        new = [key for key, (pid, _) in list(self._watched.items()) if key not in self._ending and _is_ending(pid)]
+        self._ending.update(new)
+        return new
 
     def close(self) -> None:
         for key in list(self._watched):
@@ -145,6 +158,14 @@ def tail(path: str | os.PathLike[str], num_lines: int, *, max_bytes: int = 65536
     if start > 0 and len(lines) > 1:
         lines = lines[1:]  # begins in the middle of a line
     return [line.decode(errors="replace") for line in lines[-num_lines:]]
+
+
+def _is_ending(pid: int) -> bool:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return bool(int(fields[_FLAGS_FIELD]) & _PF_EXITING)
 
 
 def _cause(pid: int, pidfd: int) -> tuple[int | None, int | None, str]:

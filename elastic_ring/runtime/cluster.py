@@ -119,7 +119,7 @@ class Cluster:
                 get_if_exists=True, max_restarts=0, max_concurrency=4, num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.node, soft=False),
             )
-            .remote(node.node, self._run.timeouts)
+            .remote(node.node, self._run.timeouts, self._scaling.device == "cuda")
         )  # fmt: skip
 
     def find_worker(self, worker: str) -> Any | None:

@@ -272,7 +272,9 @@ class Coordinator:
 
     def _on_death(self, death: Mapping[str, Any]) -> None:
         worker = death["worker"]
-        if worker not in self.chronicle.recoveries.deaths:
+        if worker in self.chronicle.recoveries.deaths:  # told when it began; now its cause is known
+            self.chronicle.recoveries.deaths[worker].update(reason=death["reason"], how=death["how"])
+        else:
             self.chronicle.recoveries.deaths[worker] = dict(death)
             for line in death["log_lines"]:
                 log.warning("last words of %s: %s", worker, line)

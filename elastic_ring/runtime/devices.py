@@ -7,6 +7,7 @@ its process dies, however it dies: a standby process takes over the GPU of a dea
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -15,8 +16,14 @@ from pathlib import Path
 import torch
 
 from elastic_ring.errors import PeerFailed
+from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.warm import attention_shapes, warm_up_device
+
+log = logging.getLogger(__name__)
 
 FOLDER = Path("/dev/shm/elastic_ring-gpus")  # one for all runs: two of them on a node do not share a GPU either
+KERNEL_CACHE = Path("/dev/shm/elastic_ring-kernels")
+"""Where the node's processes leave word of kernels that passed their test."""
 LOOK_S = 0.005
 
 
@@ -61,9 +68,21 @@ class DeviceClaim:
         return True
 
 
-def warm_devices() -> None:
+def warm_devices(task: TrainingTask) -> None:
     """A context and the first kernels on every GPU: a standby does not know which one it will take."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    if task.step.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Else that switch also fills every new tensor, which costs a pass over memory each time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    shapes = attention_shapes(task)
     for index in range(torch.cuda.device_count()):
-        matrix = torch.ones(64, 64, device=torch.device("cuda", index))
-        float((matrix @ matrix).sum())
+        begun = time.monotonic()
+        warm_up_device(task, torch.device("cuda", index), shapes)
+        log.info("GPU %d is warm after %.2f s", index, time.monotonic() - begun)
+
+
+def let_go_of_cache(device: torch.device) -> None:
+    """Give the allocator's unused blocks back: FSDP2's streams are new in each generation, and what was cached for
+    the old ones would not be used again."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

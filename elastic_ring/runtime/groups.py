@@ -11,12 +11,11 @@ generation, and the ranks exchange their devices' ports before they connect.
 from __future__ import annotations
 
 import gc
-import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,9 +31,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from elastic_ring.errors import GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime import nccl
+from elastic_ring.runtime.joined import JoinedGroup, LaunchGate
+from elastic_ring.runtime.sockets import listening, tcp_sockets
 from elastic_ring.state.transfer import Link
 
-_ACCEPTS = 1
 _ABORT_AGAIN_S = 0.02
 _STORE_TRY_S = 0.3
 _listen_lock = threading.Lock()
@@ -60,7 +60,7 @@ class Groups:
     global_rank: int
     world: dist.ProcessGroup
     shard: dist.ProcessGroup
-    ring: dist.ProcessGroup
+    ring: dist.ProcessGroup | JoinedGroup
     replica: dist.ProcessGroup
     device_mesh: DeviceMesh
     connector: Connector
@@ -72,7 +72,10 @@ class Groups:
 
 @dataclass
 class Connector:
-    """Builds the groups of one generation in the training thread; the control thread may cancel it."""
+    """Builds the groups of one generation in the training thread; the control thread may cancel it.
+
+    `timings`: where `connect` spent its time.
+    """
 
     where: Rendezvous
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -84,29 +87,44 @@ class Connector:
     _kept_open: dict[tuple[object, object], socket.socket] = field(default_factory=dict)
     _device: ProcessGroupGloo.Device | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    timings: dict[str, float] = field(default_factory=dict)
     _nccl: list[Any] = field(default_factory=list)
     _aborter: nccl.Aborter = field(default_factory=nccl.Aborter)
+    _gate: LaunchGate = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._gate = LaunchGate(self.raise_if_aborted)
 
     def connect(self, mesh: Mesh, global_rank: int) -> Groups:
         """All groups of this rank. Raises GroupAborted, PeerFailed (a peer did not come in time)."""
         with translated(self):
+            begun = time.monotonic()
             store = self._open_store()
             device = self._listen()
             self._exchange_ports(store, mesh, global_rank)
+            met = time.monotonic()
             seat = mesh.seat(global_rank)
             everyone, ring = range(mesh.size), mesh.ring(seat.dp_rank)
             replicas = mesh.replicas(seat.cp_rank)
             world = self._group(store, device, "world", everyone, global_rank)
             c10d._update_default_pg(world)
+            voting = time.monotonic()
             row, column = seat.dp_rank, seat.cp_rank
             named = ((f"shard{row}", ring), (f"ring{row}", ring), (f"replica{column}", replicas))
+            hops: dist.ProcessGroup | JoinedGroup
             if self.device.type == "cuda":
-                shard, hops, replica = self._nccl_groups(named, global_rank)
+                shard, ring_group, replica = self._nccl_groups(named, global_rank)
+                hops = JoinedGroup(ring_group._get_backend(self.device), self._gate.launching)
             else:
                 shard, hops, replica = (self._group(store, device, *name_ranks, global_rank) for name_ranks in named)
             device_mesh = DeviceMesh.from_group(shard, self.device.type)
+            built = time.monotonic()
             groups = Groups(mesh, global_rank, world, shard, hops, replica, device_mesh, self)
             self_test(groups)
+            self.timings = {
+                "meet_s": met - begun, "world_s": voting - met, "groups_s": built - voting,
+                "test_s": time.monotonic() - built,
+            }  # fmt: skip
             return groups
 
     def link(self, name: str, workers: Sequence[str], worker: str) -> Link:
@@ -121,10 +139,17 @@ class Connector:
             if self.device.type != "cuda":
                 return Link(host)
             own_store = PrefixStore(f"{self.where.prefix}/link/{name}/nccl", self._open_store())
-            return Link(host, self._nccl_backend(own_store, index, len(workers)))
+            backend = self._nccl_backend(own_store, index, len(workers))
+            return Link(host, JoinedGroup(backend, self._gate.launching))
 
     def abort(self) -> None:
-        """Fail every operation of this generation, blocked or to come; the peers see it once `close` is called.
+        """Fail every operation of this generation, blocked or to come; the peers see it once `close` is called."""
+        self._give_up()
+        with self._gate.shut():
+            self._aborter.abort(self._nccl)  # after the votes' connections: no vote may count what comes now
+
+    def _give_up(self) -> None:
+        """Fail the operations over sockets, and all that have not begun.
 
         Only reading is shut down, and the connections stay open until `close`: gloo forgets a message that it
         is writing when the other end goes away, and whoever waits for that one would wait until its timeout.
@@ -133,7 +158,7 @@ class Connector:
             self.aborted = True
             ports = set(self._device_ports)
             waiting = range(self._num_pairs) if self._connecting else range(0)
-        for sock in _tcp_sockets():
+        for sock in tcp_sockets():
             with sock, suppress(OSError):
                 near, (host, port) = sock.getsockname()[:2], sock.getpeername()[:2]
                 if near[1] == self._own_port or (host.removeprefix("::ffff:"), port) in ports:
@@ -142,12 +167,18 @@ class Connector:
                         self._kept_open[near, (host, port)] = sock.dup()
         for pair in waiting:
             self._knock(pair)
-        self._aborter.abort(self._nccl)  # after the votes' connections: no vote may count what comes now
 
     def close(self) -> None:
         """Let go of the connections of an aborted generation, once nobody waits for them any more."""
         while self._kept_open:
             self._kept_open.popitem()[1].close()
+        # Of groups that a boundary left up: freeing them would abort them too, but one after another.
+        self._aborter.abort(self._nccl)
+
+    def retire(self, link: Link) -> None:
+        """Take down the device's group of a heal that has ended here; it would hold memory for the whole generation."""
+        if link.device is not None:
+            self._aborter.abort([link.device.backend])
 
     def _knock(self, pair: int) -> None:
         """Connect to this process's own device as the peer of `pair` would, and hang up.
@@ -164,6 +195,11 @@ class Connector:
         Once is not enough: a group that connects just then opens sockets that the abort has not seen.
         """
         deadline = time.monotonic() + timeout_s
+        self._give_up()
+        if self._nccl:
+            # Whoever asks something of an NCCL group waits out its abort, half a second; a thread that is not
+            # waiting for the device comes by a check within milliseconds.
+            parked.wait(_ABORT_AGAIN_S)
         self.abort()
         while not parked.wait(_ABORT_AGAIN_S):
             if time.monotonic() > deadline:
@@ -198,9 +234,9 @@ class Connector:
         if self._device is not None:
             return self._device
         with _listen_lock:
-            before = {port for port, _ in _listening()}
+            before = {port for port, _ in listening()}
             device = ProcessGroupGloo.create_device(hostname=self.where.address)
-            opened = [port for port, address in _listening() if port not in before and address == self.where.address]
+            opened = [port for port, address in listening() if port not in before and address == self.where.address]
         if len(opened) != 1:
             raise PeerFailed(f"this node's address {self.where.address} gave {len(opened)} listening sockets, not one")
         self._own_port, self._device = opened[0], device
@@ -258,11 +294,13 @@ class Connector:
         ]
 
     def _nccl_backend(self, store: PrefixStore, rank: int, size: int) -> Any:
-        backend = nccl.make_backend(store, rank, size, self.device, self.where.collective_s)
-        with self._lock:
-            self._nccl.append(backend)
+        backend = nccl.make_backend(store, rank, size, self.device, self.where.collective_s, self._keep)
         self.raise_if_aborted()
         return backend
+
+    def _keep(self, backend: Any) -> None:
+        with self._lock:
+            self._nccl.append(backend)
 
     def _gloo(
         self, store: PrefixStore, device: ProcessGroupGloo.Device, rank: int, size: int
@@ -291,7 +329,7 @@ class Connector:
 def self_test(groups: Groups) -> None:
     """One known sum over each group; raises PeerFailed when a wire carries something else."""
     for name in ("world", "shard", "ring", "replica"):
-        group: dist.ProcessGroup = getattr(groups, name)
+        group: dist.ProcessGroup | JoinedGroup = getattr(groups, name)
         on = groups.connector.device if name != "world" else torch.device("cpu")
         probe = torch.tensor([1.0, float(group.rank())], device=on)
         group.allreduce([probe]).wait()
@@ -353,32 +391,3 @@ def is_transport_error(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _tcp_sockets() -> Iterator[socket.socket]:
-    """Duplicates of this process's TCP sockets; the caller closes them."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            copy = os.dup(int(name))
-            try:
-                sock = socket.socket(fileno=copy)
-            except OSError:  # the number was given to something else between the two calls
-                os.close(copy)
-                continue
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                yield sock
-            else:
-                sock.close()
-
-
-def _listening() -> list[tuple[int, str]]:
-    """(port, address) of this process's listening sockets."""
-    found = []
-    for sock in _tcp_sockets():
-        with sock:
-            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == _ACCEPTS:
-                address, port = sock.getsockname()[:2]
-                found.append((port, address))
-    return found

@@ -22,7 +22,7 @@ from elastic_ring.data.order import Order
 from elastic_ring.data.source import hold_out, open_source
 from elastic_ring.errors import GroupAborted
 from elastic_ring.monitor.stamps import Phase, StampWriter
-from elastic_ring.runtime.devices import DeviceClaim, warm_devices
+from elastic_ring.runtime.devices import KERNEL_CACHE, DeviceClaim, let_go_of_cache, warm_devices
 from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups, translated
 from elastic_ring.runtime.injection import Injector
 from elastic_ring.runtime.nccl import probe
@@ -59,6 +59,7 @@ class Member:
         self._mail = threading.Lock()  # `_published`: read and moved on by the training thread, set by the other
         self._left_behind: list[tuple[Any, ...]] = []
         self._claim = DeviceClaim(card.scaling.device)
+        self._timings: dict[str, float] = {}  # of the build under way
 
     def warm_up(self) -> None:
         """Open the data and do once, on something tiny, what is slow the first time."""
@@ -69,11 +70,12 @@ class Member:
         training, validation = hold_out(source, num_sequences=held)
         self._val_loader = Loader(validation, self._raise_if_aborted)
         order = Order(step.seed, step.global_batch, training.num_sequences)
-        self._transaction = Transaction(task, Loader(training, self._raise_if_aborted), order, self._watch)
+        cache = KERNEL_CACHE if self._card.scaling.device == "cuda" else None
+        self._transaction = Transaction(task, Loader(training, self._raise_if_aborted), order, self._watch, cache)
         self._transaction.warm_up()
         warm_up(task)
         if self._card.scaling.device == "cuda":
-            warm_devices()
+            warm_devices(task)
         # What is here now stays: `forget_groups` has only what came later to look through, in milliseconds.
         gc.collect()
         gc.freeze()
@@ -153,13 +155,16 @@ class Member:
         """Connect, roll forward, heal; returns the answer and the durations. Raises what breaks on the way."""
         begun = time.monotonic()
         worker, state = self._card.worker, self._transaction
+        self._timings = {}
         self._command, self.boundary_requested, self._groups = command, False, None
         self._stamps.generation = command.generation
         self._stamps.stamp(command.step, Phase.REBUILD)
         state.leave()
         forget_groups()
+        self._timings["free_s"] = time.monotonic() - begun
         if self.seated:
             self._take_device(connector)
+            self._timings["device_s"] = time.monotonic() - begun - self._timings["free_s"]
             self._groups = connector.connect(command.mesh, command.seats.index(worker))
         connected = time.monotonic()
         receives = [heal for heal in command.heals if worker in heal.newcomers]
@@ -173,6 +178,7 @@ class Member:
         mine = [heal for heal in command.heals if worker in (heal.donor, *heal.newcomers)]
         num_bytes = sum(self._heal(heal, connector) for heal in mine)
         healed = time.monotonic()
+        let_go_of_cache(self._claim.device)
         assert not self.seated or (state.valid and state.applied == command.step), (state.applied, command.step)
         if self._groups is not None and command.fresh and self._card.task.step.check_model:
             with translated(connector):
@@ -181,6 +187,7 @@ class Member:
         timings = {
             "connect_s": connected - begun, "roll_s": rolled - connected, "heal_s": healed - rolled,
             "heal_bytes": num_bytes, "healed": bool(receives), "pid": os.getpid(),
+            **connector.timings, **self._timings,
         }  # fmt: skip
         log.info("generation %d: step %d, %s", command.generation, command.step, timings)
         return Resumed(cause, worker, command.term, command.generation, command.step), timings
@@ -199,7 +206,9 @@ class Member:
         assert self._command is not None
         role = "donor" if worker == heal.donor else "spare"
         self._stamps.stamp(self._command.step, Phase.HEAL)
+        begun = time.monotonic()
         link = connector.link(f"{heal.cp_rank}/{heal.donor}", (heal.donor, *heal.newcomers), worker)
+        self._timings["link_s"] = time.monotonic() - begun
         rank = self._groups.global_rank if self._groups is not None else -1
 
         def after_chunk() -> None:
@@ -207,15 +216,17 @@ class Member:
             self._injector.check(phase="heal", step=self._command.step, rank=rank, role=role)
 
         with translated(connector):
-            if role == "donor":
-                assert state.shard is not None
-                assert state.valid
-                return send_shard(state.shard, link, after_chunk=after_chunk)
             assert state.shard is not None
-            state.applying = True  # half healed is as lost as half applied
-            num_bytes = receive_shard(state.shard, link, after_chunk=after_chunk)
-            state.applying = False
-            return num_bytes
+            if role == "donor":
+                assert state.valid
+                num_bytes = send_shard(state.shard, link, after_chunk=after_chunk)
+            else:
+                state.applying = True  # half healed is as lost as half applied
+                num_bytes = receive_shard(state.shard, link, after_chunk=after_chunk)
+                state.applying = False
+        connector.retire(link)
+        self._timings.update(link.timings)
+        return num_bytes
 
     def stand(self) -> None:
         """Become a spare without state."""

@@ -25,13 +25,20 @@ ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "NCCL_NVLS_ENABLE": "0",
+    # Buffers that peers map through the driver's newer calls take a second to connect, the older ones a third
+    # (benchmarks/2026-11-21-training-4xH200.md); between hosts it makes no difference.
+    "NCCL_CUMEM_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",  # a standby loads what another process has compiled
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS may add up in another order each time
 }
 """What a worker's process is started with."""
 
 
-def make_backend(store: PrefixStore, rank: int, size: int, device: torch.device, collective_s: float) -> Any:
-    """A connected `ProcessGroupNCCL`. Blocks until all ranks have come."""
+def make_backend(
+    store: PrefixStore, rank: int, size: int, device: torch.device, collective_s: float, made: Callable[[Any], None]
+) -> Any:
+    """A connected `ProcessGroupNCCL`. Blocks until all ranks have come; `made` has it before that."""
     options = torch.distributed.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=collective_s)
     # Hops must not wait for the blocks of a kernel that is running: 0.967 -> 0.989 of Ulysses at 512K tokens
@@ -39,6 +46,7 @@ def make_backend(store: PrefixStore, rank: int, size: int, device: torch.device,
     options.is_high_priority_stream = True
     torch.cuda.set_device(device)
     backend = torch.distributed.ProcessGroupNCCL(store, rank, size, options)
+    made(backend)
     backend.eager_connect_single_device(device)
     return backend
 

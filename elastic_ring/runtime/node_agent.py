@@ -24,6 +24,7 @@ from elastic_ring.runtime.lifeline import Line, dial
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.1
+EARLY_PERIOD_S = 0.01
 COORDINATOR = "coordinator"
 NUM_LOG_LINES = 12
 KEPT_NOTICES = 1000
@@ -38,14 +39,16 @@ class Watched:
     stamps: StampReader
     log_path: str
     hang: str = ""
+    ending: bool = False
     last: Stamp | None = field(default=None)
 
 
 class NodeAgent:
     """The actor class. Constructing it starts nothing."""
 
-    def __init__(self, node: str, timeouts: Timeouts) -> None:
-        self._node, self._timeouts = node, timeouts
+    def __init__(self, node: str, timeouts: Timeouts, early: bool = False) -> None:
+        """`early`: tell of a death when it begins. With a GPU's memory in hand it takes tenths of a second to end."""
+        self._node, self._timeouts, self._early = node, timeouts, early
         self._exits = ExitWatch()
         self._detector = HangDetector(hang_settings(timeouts))
         self._proc = ProcReader()
@@ -54,7 +57,7 @@ class NodeAgent:
         self._line: Line | None = None
         self._lock = threading.RLock()
         self._coordinator: dict[str, Any] = {}
-        self._echoed_at = self._beat_at = 0.0
+        self._echoed_at = self._beat_at = self._looked_at = 0.0
         self._stopped_since: float | None = None
         self._started = False
 
@@ -104,14 +107,21 @@ class NodeAgent:
     def _turn(self) -> None:
         line = self._line
         ready = [self._exits.fileno()] + ([line.fileno()] if line is not None else [])
-        readable, _, _ = select.select([fd for fd in ready if fd >= 0], [], [], PERIOD_S)
+        period_s = EARLY_PERIOD_S if self._early else PERIOD_S
+        readable, _, _ = select.select([fd for fd in ready if fd >= 0], [], [], period_s)
         with self._lock:
+            for key in self._exits.ending() if self._early else ():
+                self._tell_ending(key)
             for notice in self._exits.wait(0):
                 if notice.key != COORDINATOR:
                     self._tell_death(notice)
             # A line that `attach` has replaced meanwhile is closed, and its number may be another's.
             if line is not None and line is self._line and line.fileno() in readable:
                 self._listen(line)
+            now = time.monotonic()
+            if self._early and now - self._looked_at < PERIOD_S:
+                return
+            self._looked_at = now
             self._look_for_hangs()
             self._beat()
             self._check_coordinator()
@@ -178,7 +188,10 @@ class NodeAgent:
             self._line.send(known[-1] if known else gone)
 
     def _forget(self, worker: str) -> None:
-        watched = self._watched.pop(worker, None)
+        watched = self._watched.get(worker)
+        if watched is not None and watched.ending:
+            return  # what it died of is still to be told
+        self._watched.pop(worker, None)
         if watched is not None:
             self._exits.unwatch(worker)
             self._drop_stamps(watched)
@@ -200,25 +213,35 @@ class NodeAgent:
             self._watched[hang.worker].hang = hang.describe()
             self._kill(hang.worker, hang.describe())
 
+    def _tell_ending(self, key: str) -> None:
+        """The end has begun; what it was is told when it is known."""
+        if key in self._watched:
+            watched = self._watched[key]
+            watched.ending = True
+            self._tell(watched, "hung" if watched.hang else "died", "its process is ending", time.monotonic())
+
     def _tell_death(self, notice: ExitNotice) -> None:
         watched = self._watched.pop(notice.key, None)
         if watched is None:
             return
-        stamp = watched.stamps.read() or watched.last
-        self._drop_stamps(watched)
-        how = describe_exit(notice)
         reason = "hung" if watched.hang else "exited" if notice.exit_code is not None else "died"
+        self._tell(watched, reason, describe_exit(notice), notice.monotonic_s)
+        self._drop_stamps(watched)
+
+    def _tell(self, watched: Watched, reason: str, how: str, monotonic_s: float) -> None:
+        stamp = watched.stamps.read() or watched.last
         message = {
             "kind": "death", "worker": watched.worker, "pid": watched.pid, "reason": reason,
             "how": f"{watched.hang}; {how}" if watched.hang else how,
             "step": stamp.step if stamp else -1,
             "phase": phase_name(stamp.phase) if stamp else "unknown",
             "log_lines": tail(watched.log_path, NUM_LOG_LINES) if watched.log_path else [],
-            "monotonic_s": notice.monotonic_s,
+            "monotonic_s": monotonic_s,
         }  # fmt: skip
         log.warning("%s (pid %d) %s in %s of step %d", watched.worker, watched.pid, message["how"], message["phase"],
                     message["step"])  # fmt: skip
-        self._notices = [*self._notices[-KEPT_NOTICES:], message]
+        others = [told for told in self._notices if told["worker"] != watched.worker]
+        self._notices = [*others[-KEPT_NOTICES:], message]
         if self._line is not None:
             self._line.send(message)
 

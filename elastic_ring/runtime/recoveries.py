@@ -103,6 +103,7 @@ class Recoveries:
             "steps_undone": max(0, num_published - change.step),
             "steps_rerun": 1 if change.step_rerun is not None else 0,
             "survivor_pids_kept": self._survivors_kept(change),
+            "phases": self._phases(change.newcomers),
             "exact": change.promise == "bit-exact" and self.same_environment,
             "_struck": struck,
             "_resumed": change.resumed_at,
@@ -176,6 +177,13 @@ class Recoveries:
         num_gone = sum(loss.global_rank is not None for loss in change.lost) + len(change.drained)
         return same and len(change.survivors) >= change.mesh.size - num_gone
 
+    def _phases(self, newcomers: Sequence[str]) -> dict[str, float]:
+        """The parts of building and healing, by name, each as long as the slowest newcomer took for it (without a
+        newcomer: the slowest member)."""
+        told = [self._timings[worker] for worker in newcomers or self._timings if worker in self._timings]
+        names = dict.fromkeys(name for timings in told for name in timings if name.endswith(("_s", "_bytes")))
+        return {name: max(float(timings.get(name, 0.0)) for timings in told) for name in names}
+
     def _add(self, record: dict[str, Any], *, closes: bool) -> None:
         """`closes`: this is the end of the recovery that was open."""
         self.records.append(record)
@@ -215,6 +223,7 @@ def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         "steps_undone": max(first["steps_undone"], second["steps_undone"]),
         "steps_rerun": max(first["steps_rerun"], second["steps_rerun"]),
         "survivor_pids_kept": first["survivor_pids_kept"] and second["survivor_pids_kept"],
+        "phases": second["phases"],
         "exact": first["exact"] and second["exact"],
         "_struck": first["_struck"],
     }

@@ -7,10 +7,12 @@ about membership: it ignores what is older than the newest (term, generation) it
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import platform
 import queue
+import signal
 import threading
 import time
 import traceback
@@ -97,6 +99,7 @@ class Worker:
         warnings.filterwarnings("ignore", message=".*returned a view.*", category=UserWarning)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._coordinator = coordinator
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # every thread's stack into the log, on request
         self._stamps.open()
         member = Member(self.card, self._stamps, self._injector(), self._publish)
         member.warm_up()

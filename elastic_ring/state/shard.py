@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from elastic_ring.state.device_digest import device_digest
+from elastic_ring.state.device_digest import device_digests
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,10 @@ def digest_of(counters: Counters, tensors: Sequence[Tensor]) -> str:
     """sha256 over the counters and the tensors in order: the raw bytes of those in host memory, sums over those on
     a device (`state.device_digest`), which are read there."""
     total = hashlib.sha256(repr(counters).encode())
+    on_device = iter(device_digests([tensor for tensor in tensors if tensor.is_cuda]))
     for tensor in tensors:
         if tensor.is_cuda:
-            total.update(device_digest(tensor))
+            total.update(next(on_device))
         else:
             for chunk in raw_bytes([tensor]):
                 total.update(chunk)

@@ -106,7 +106,10 @@ def _batch(task: TrainingTask, model: nn.Module, sample: Sample, wires: Any, cp:
     layout = make_layout(task.step.layout, len(sample.tokens) - 1, cp)
     piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
     schedule = plan(Pattern(causal=True, document_starts=piece.document_starts), layout)
-    attention = RingAttention(schedule, cp_rank, wires.ring if cp > 1 else None)
+    attention = RingAttention(
+        schedule, cp_rank, wires.ring if cp > 1 else None, backend=task.step.kernel or None,
+        deterministic=task.step.deterministic,
+    )  # fmt: skip
     return batch_of(piece, attention, next(model.parameters()).device)
 
 

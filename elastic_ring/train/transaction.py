@@ -8,14 +8,17 @@ the result arrives later by way of a survivor (roll forward). No membership here
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from elastic_ring.attention.exchange import HopBuffers
 from elastic_ring.attention.layout import Layout, make_layout
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.ring import RingAttention
@@ -80,9 +83,10 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Local:
-    """What one rank's forward and backward passes of a step gave."""
+    """What one rank's forward and backward passes of a step gave. `loss_sum` has no dimension and lies where it was
+    computed: reading it is waiting for the device, so the vote reads it together with the gradient's norm."""
 
-    loss_sum: float
+    loss_sum: Tensor
     num_tokens: int
     samples: tuple[float, ...]
     num_hop_bytes: int
@@ -92,7 +96,9 @@ class Local:
 class Transaction:
     """One worker's training state and its part in each step."""
 
-    def __init__(self, task: TrainingTask, loader: Loader, order: Order, watch: Watch) -> None:
+    def __init__(
+        self, task: TrainingTask, loader: Loader, order: Order, watch: Watch, kernel_cache: Path | None = None
+    ) -> None:
         self.task = task
         self.shard: Shard | None = None
         self.held: Outcome | None = None  # the result of step `applied`, not applied yet
@@ -104,6 +110,8 @@ class Transaction:
         self._gradient: Gradient | None = None
         self._wires: Wires | None = None
         self._cast = (0, 0)
+        self._buffers = HopBuffers()
+        self._kernel_cache = kernel_cache
         self.model: nn.Module | None = None
 
     # ------------------------------------------------------------ what a report says
@@ -170,6 +178,7 @@ class Transaction:
     def leave(self) -> None:
         """Forget the groups and the module that was wrapped in them; keep values and gradient."""
         self.model, self._wires = None, None
+        self._buffers = HopBuffers()  # an exchange that was broken off may still have had its hand on them
 
     def drop(self) -> None:
         """Become stateless, as a spare is."""
@@ -193,7 +202,6 @@ class Transaction:
         self._clear_gradients()
         mine = share(self._order.sample_ids(step), self._seat.dp_rank, self._mesh.dp)
         layout = self.layout
-        # Added up where it was computed and read once: reading it is waiting for the device.
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         num_tokens, slices, num_hop_bytes, hop_wait_s = 0, [], 0, 0.0
         for i, (index, sample_id) in enumerate(mine):
@@ -209,7 +217,7 @@ class Transaction:
             num_tokens += int(num_targets)
             num_hop_bytes += sum(attention.ledger.sent_bytes.values())
             hop_wait_s += sum(attention.ledger.wait_s.values())
-        return Local(float(loss_sum), num_tokens, consumed_digest(step, slices), num_hop_bytes, hop_wait_s)
+        return Local(loss_sum, num_tokens, consumed_digest(step, slices), num_hop_bytes, hop_wait_s)
 
     def reduce(self, step: int) -> None:
         """fp32 sum over the rings, once, in the pinned order of the replica group."""
@@ -236,11 +244,12 @@ class Transaction:
         assert self._gradient is not None
         assert self._wires is not None
         flat = self._gradient.flat
-        num_nonfinite = int(flat.numel() - torch.isfinite(flat).sum())
-        norm_sq = float(torch.linalg.vector_norm(flat, dtype=torch.float64).square()) if flat.numel() else 0.0
+        norm_sq, loss_sum = torch.stack([squared_norm(flat), local.loss_sum]).tolist()
+        # Squares of finite fp32 numbers cannot overflow fp64: only a norm that is not finite is worth a count.
+        num_nonfinite = 0 if math.isfinite(norm_sq) else int(flat.numel() - torch.isfinite(flat).sum())
         # An abort on a device ends the exchange and raises nothing: what was just read may be nonsense.
         self._wires.check()
-        ballot = Ballot(norm_sq, num_nonfinite, local.loss_sum, local.num_tokens, boundary, local.samples)
+        ballot = Ballot(norm_sq, num_nonfinite, loss_sum, local.num_tokens, boundary, local.samples)
         work, rows = start_vote(self._wires.world, ballot)
         self._watch("vote", step)
         work.wait()
@@ -323,7 +332,12 @@ class Transaction:
             # A forward hop inside backward is activation checkpointing's recomputation.
             self._watch(direction, step, hop if call_index == 0 or direction == "backward" else None)
 
-        return RingAttention(schedule, self._seat.cp_rank, group, observer=observe)
+        step_config = self.task.step
+        return RingAttention(
+            schedule, self._seat.cp_rank, group, backend=step_config.kernel or None,
+            deterministic=step_config.deterministic, cache_dir=self._kernel_cache, observer=observe,
+            buffers=self._buffers,
+        )  # fmt: skip
 
     def _batch(self, piece: Slice, attention: RingAttention) -> Batch:
         return batch_of(piece, attention, self.device)
@@ -342,6 +356,13 @@ class Transaction:
         return make_optimizer(named, self.task.optim, ndims)
 
 
+def squared_norm(flat: Tensor) -> Tensor:
+    """The fp64 sum of squares of a flat fp32 tensor, without dimension; piece by piece, because the cast takes
+    twice the memory of what is summed."""
+    parts = [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in flat.split(BUCKET_ELEMENTS)]
+    return torch.stack(parts).sum()
+
+
 def sequence_seed(seed: int, step: int, sample_id: int, cp_rank: int) -> int:
     """The seed of one rank's random numbers for one sequence: a re-run draws the same."""
     key = f"{seed}/{step}/{sample_id}/{cp_rank}".encode()
@@ -350,8 +371,5 @@ def sequence_seed(seed: int, step: int, sample_id: int, cp_rank: int) -> int:
 
 def batch_of(piece: Slice, attention: RingAttention, device: torch.device) -> Batch:
     """What the user's loss gets, on the device that computes."""
-    tokens, targets, positions, document_ids = (
-        tensor.to(device, non_blocking=True)
-        for tensor in (piece.tokens, piece.targets, piece.positions, piece.document_ids)
-    )
-    return Batch(tokens, targets, positions, document_ids, attention)
+    here = piece.to(device)
+    return Batch(here.tokens, here.targets, here.positions, here.document_ids, attention)

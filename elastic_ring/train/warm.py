@@ -5,22 +5,29 @@ The user's model is built on the meta device only; a spare must not hold a whole
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from elastic_ring.attention.kernels.self_test import rehearse
 from elastic_ring.attention.kernels.table import select
 from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.schedule import plan
 from elastic_ring.state.shard import Shard, digest_of
-from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.wrap import local_params
 
+log = logging.getLogger(__name__)
+
 WIDTH = 8
+NUM_PROBE_TOKENS = 16
 
 
 def warm_up(task: TrainingTask) -> None:
@@ -30,22 +37,66 @@ def warm_up(task: TrainingTask) -> None:
         task.model()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        _one_step(DeviceMesh("cpu", [0]))
+        _one_step(DeviceMesh("cpu", [0]), torch.device("cpu"))
     finally:
         dist.destroy_process_group()
 
 
-def _one_step(mesh: DeviceMesh) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+def warm_up_device(task: TrainingTask, device: torch.device, shapes: Sequence[tuple[int, int, int]]) -> None:
+    """The same on one GPU: its context, NCCL's first group there, and the kernels for attention of these `shapes`.
+
+    The calling thread's current device becomes `device`. Leaves no group and no cached memory behind.
+    """
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        _one_step(DeviceMesh("cuda", [0]), device)
+        torch.cuda.synchronize(device)
+    finally:
+        dist.destroy_process_group()
+    step, dtype = task.step, getattr(torch, task.step.param_dtype)
+    for num_heads, num_kv_heads, head_dim in shapes:
+        group = num_heads // num_kv_heads
+        backend = select(device, dtype, head_dim, step.deterministic, step.kernel or None, group=group)
+        failure = rehearse(backend, str(device), dtype, head_dim, group)
+        log.info("%s: attention kernel %s, %s", device, backend.name, failure or "warm")
+    torch.cuda.empty_cache()
+
+
+def attention_shapes(task: TrainingTask) -> tuple[tuple[int, int, int], ...]:
+    """(query heads, K/V heads, head dim) of the model's attention calls, each once, found without memory: by its
+    loss on the meta device, which ends where it first looks at a value."""
+    found: dict[tuple[int, int, int], None] = {}
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found[q.size(2), k.size(2), q.size(3)] = None
+        return torch.empty_like(q)
+
+    with torch.device("meta"), torch.no_grad():
+        model = task.model()
+        integers = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.int64)
+        try:
+            task.loss(model, Batch(integers, integers, integers, integers.int(), attention))
+        except Exception as error:  # a value was read, or the user's code wants more than shapes
+            log.info("the pass on the meta device ended after %d kinds of attention: %s", len(found), error)
+    return tuple(found)
+
+
+def _one_step(mesh: DeviceMesh, device: torch.device) -> None:
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    on_gpu = device.type == "cuda"
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if on_gpu else None, reduce_dtype=torch.float32, cast_forward_inputs=on_gpu
+    )
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    attention = RingAttention(plan(Pattern(), make_layout("zigzag", WIDTH, 1)), 0, None)
-    x = model(torch.ones(1, WIDTH, WIDTH)).unsqueeze(2)
+    attention = RingAttention(plan(Pattern(), make_layout("zigzag", WIDTH, 1)), 0, None, backend="reference")
+    x = model(torch.ones(1, WIDTH, WIDTH, device=device)).unsqueeze(2)
     attention(x, x, x).sum().backward()
     params = local_params(model)
-    shard = Shard(0, params, torch.optim.AdamW(list(params.values()), foreach=True))
+    shard = Shard(0, params, torch.optim.AdamW(list(params.values()), foreach=not on_gpu, fused=on_gpu))
     shard.apply({name: torch.zeros_like(p) for name, p in params.items()}, 0.0)
     _, tensors = shard.pack()
     digest_of(shard.counters, tensors)

@@ -187,3 +187,25 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     log.write_text("".join(f"line {n}\n" for n in range(10_000)))
     assert tail(log, 2) == ["line 9998", "line 9999"]
     assert tail(log, 100, max_bytes=25) == ["line 9998", "line 9999"]
+
+
+def test_a_death_is_seen_when_it_begins_and_told_of_again_when_its_cause_is_known(
+    parent: Callable[[str], Parent],
+) -> None:
+    with ExitWatch() as watch:
+        someone = parent("input()")
+        watch.watch(someone.grandchild, "one")
+        assert watch.ending() == []
+        os.kill(someone.grandchild, signal.SIGKILL)
+        notices = watch.wait(60)
+        assert [notice.signal for notice in notices] == [signal.SIGKILL]
+    with ExitWatch() as watch:
+        someone = parent("input()")
+        watch.watch(someone.grandchild, "two")
+        os.kill(someone.grandchild, signal.SIGKILL)
+        seen: list[str] = []
+        while not seen:
+            seen = watch.ending()
+        assert seen == ["two"]
+        assert watch.ending() == []
+        assert [notice.key for notice in watch.wait(60)] == ["two"]

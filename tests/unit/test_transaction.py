@@ -14,7 +14,8 @@ from elastic_ring.data.loader import digest_value
 from elastic_ring.errors import TooManySkipped
 from elastic_ring.mesh import Mesh
 from elastic_ring.state.shard import Counters
-from elastic_ring.train.transaction import sequence_seed
+from elastic_ring.train import transaction
+from elastic_ring.train.transaction import sequence_seed, squared_norm
 from tests.unit import tiny_task
 from tests.unit.crew import Crew, crew
 from tests.unit.tiny_task import (
@@ -215,3 +216,14 @@ def test_random_numbers_depend_on_what_is_computed_and_not_on_what_came_before()
     assert len(seeds) == 5
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert sequence_seed(0, 12, 3, 4) != sequence_seed(0, 1, 23, 4)
+
+
+def test_the_norm_is_summed_piece_by_piece_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    wanted = float(flat.double().square().sum())
+    assert float(squared_norm(flat)) == pytest.approx(wanted, rel=1e-14)
+    monkeypatch.setattr(transaction, "BUCKET_ELEMENTS", 7)
+    assert float(squared_norm(flat)) == pytest.approx(wanted, rel=1e-14)
+    assert float(squared_norm(flat[:0])) == 0.0
+    flat[50] = float("nan")
+    assert not torch.isfinite(squared_norm(flat))

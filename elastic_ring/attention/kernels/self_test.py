@@ -39,7 +39,7 @@ def self_test(
     proof = None if cache_dir is None else cache_dir / f"kernel-{_key(backend, device, dtype, head_dim, group)}.json"
     if proof is not None and proof.exists():
         return None
-    failure = _run(backend, device, dtype, head_dim, group)
+    failure = rehearse(backend, device, dtype, head_dim, group)
     if failure is None and proof is not None:
         proof.parent.mkdir(parents=True, exist_ok=True)
         scratch = proof.with_suffix(f".{os.getpid()}")
@@ -56,12 +56,13 @@ def _key(backend: Backend, device: str, dtype: torch.dtype, head_dim: int, group
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
-def _run(backend: Backend, device: str, dtype: torch.dtype, head_dim: int, group: int) -> str | None:
+def rehearse(backend: Backend, device: str, dtype: torch.dtype, head_dim: int, group: int) -> str | None:
+    """The test itself, remembered nowhere: it also loads (and compiles) the kernels on `device`."""
     inputs = _sample(device, dtype, head_dim, group)
     try:
         found = _two_tiles(backend.forward, backend.backward, *inputs)
         again = found
-        if device == "cuda" and backend.deterministic:
+        if device != "cpu" and backend.deterministic:
             again = _two_tiles(backend.forward, backend.backward, *inputs)
     except (RuntimeError, ImportError, NotImplementedError, TypeError, AssertionError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"

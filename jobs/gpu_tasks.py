@@ -1,0 +1,133 @@
+"""What the measuring jobs on GPUs share: random tokens without documents, quick first values, trainers of a preset.
+
+Speed does not depend on what the tokens say; a sequence that is one document is the whole causal triangle.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
+from elastic_ring.config import Timeouts
+from elastic_ring.data.packing import Sample
+from elastic_ring.model.config import ModelConfig, preset
+from elastic_ring.model.transformer import Transformer
+
+# Kernels that are compiled, and modules that are loaded, hold a process's GIL for seconds at a first start.
+TIMEOUTS = Timeouts(heart_floor_s=15.0, heart_cap_s=25.0, build_s=300.0, start_s=300.0)
+BLOCK_ELEMENTS = (1 << 22) + 3
+COPY_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """Sequences of random tokens, each one document."""
+
+    context_tokens: int
+    vocab_size: int
+    num_sequences: int = 1 << 12
+    fingerprint: str = "random tokens"
+
+    def open(self) -> RandomTokens:
+        return self
+
+    def read(self, sample_id: int) -> Sample:
+        tokens = np.random.default_rng(sample_id).integers(self.vocab_size, size=self.context_tokens + 1)
+        return Sample(tokens, (0,))
+
+
+@dataclass(frozen=True)
+class QuickInitial:
+    """One block of normal numbers, repeated: drawing billions would take longer than the measurement."""
+
+    num_layers: int
+
+    def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor:
+        start, stop = rows if rows is not None else (0, shape[0])
+        kept = (stop - start, *shape[1:])
+        if len(shape) < 2:
+            return torch.ones(kept)
+        block = torch.empty(BLOCK_ELEMENTS).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
+        at = (zlib.crc32(name.encode()) + start * math.prod(shape[1:])) % BLOCK_ELEMENTS
+        num_elements = math.prod(kept)
+        times = -(-num_elements // BLOCK_ELEMENTS)
+        flat = torch.roll(block, -at).repeat(times)[:num_elements].view(kept)
+        return flat / math.sqrt(2 * self.num_layers) if name.endswith(("output.weight", "down.weight")) else flat
+
+
+@dataclass(frozen=True)
+class GpuRun:
+    """What a run on GPUs is made of."""
+
+    preset: str = "1b"
+    context: int = 8192
+    batch: int = 4
+    cp: int = 2
+    dp: int = 2
+    spares: int = 1
+    deterministic: bool = True
+    kernel: str = ""
+    checkpoint: bool = True
+
+    @property
+    def model(self) -> ModelConfig:
+        return replace(preset(self.preset), checkpoint_activations=self.checkpoint)
+
+    def trainer(self, folder: Path, name: str, steps: int, faults: str = "") -> ElasticRingTrainer:
+        step = StepConfig(
+            steps=steps, global_batch=self.batch, context_tokens=self.context, param_dtype="bfloat16",
+            check_model=False, deterministic=self.deterministic, kernel=self.kernel,
+        )  # fmt: skip
+        return ElasticRingTrainer(
+            partial(Transformer, self.model), RandomTokens(self.context, self.model.vocab_size), step=step,
+            optim=OptimConfig(peak_lr=3e-4, min_lr=3e-5, warmup_steps=min(10, steps), total_steps=steps),
+            scaling=ScalingConfig(
+                dp=self.dp, cp=self.cp, spares=self.spares, device="cuda", resources_per_worker={"CPU": 1.0}
+            ),
+            run=RunConfig(name, str(folder / name), faults=faults, progress=False, timeouts=TIMEOUTS),  # type: ignore[arg-type]
+            initial=QuickInitial(self.model.num_layers),
+        )  # fmt: skip
+
+
+def link_rate() -> float:
+    """GB/s of copies from one GPU's memory to another's: the best of several."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda:0")
+    target = torch.empty_like(source, device="cuda:1")
+    rates = []
+    for _ in range(5):
+        _settle()
+        begun = time.monotonic()
+        target.copy_(source)
+        _settle()
+        rates.append(COPY_BYTES / (time.monotonic() - begun) / 1e9)
+    del source, target
+    torch.cuda.empty_cache()
+    return max(rates)
+
+
+def _settle() -> None:
+    for index in (0, 1):
+        torch.cuda.synchronize(index)
+
+
+def device_memory_mib() -> list[int]:
+    """Memory in use on each GPU, by all processes."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+
+
+def described(run: GpuRun) -> dict[str, Any]:
+    return {**vars(run), "gpu": torch.cuda.get_device_name(0), "gpus": torch.cuda.device_count(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version()))}  # fmt: skip

@@ -1,0 +1,251 @@
+"""Where closing a ring of GPUs spends its time: death noticed, groups aborted, built again, a link for healing.
+
+    python jobs/probe_close_gpu.py --variants default,no-cumem
+
+Bare processes and the product's `Connector`, no Ray and no training: mesh 2 x 2 on four GPUs and a standby process
+that takes the place of rank 3, which is killed in the middle of an exchange with `--hold-gib` of its GPU's memory in
+hand. A variant is a setting of NCCL's environment. Prints one JSON line for each measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import multiprocessing
+import os
+import select
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+if __name__ in ("__main__", "__mp_main__"):  # run from a checkout, where jobs is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch.distributed import TCPStore
+
+from elastic_ring.mesh import Mesh
+from elastic_ring.runtime import nccl
+from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups
+
+MESH, STANDBY, VICTIM, DONOR = Mesh(2, 2), 4, 3, 1
+VARIANTS: dict[str, dict[str, str]] = {
+    "default": {},
+    "no-cumem": {"NCCL_CUMEM_ENABLE": "0"},
+    "connect": {"NCCL_RUNTIME_CONNECT": "0"},
+    "no-cumem-connect": {"NCCL_CUMEM_ENABLE": "0", "NCCL_RUNTIME_CONNECT": "0"},
+    "few-channels": {"NCCL_CUMEM_ENABLE": "0", "NCCL_RUNTIME_CONNECT": "0", "NCCL_MAX_NCHANNELS": "8"},
+}
+PF_EXITING = 0x4
+HELD_BYTES = 1 << 30
+
+
+class Process:
+    """One process: its main thread trains, a thread of its own aborts. Runs in the child."""
+
+    def __init__(self, index: int, end: Connection, lock: str) -> None:
+        self.index, self.end, self.lock = index, end, lock
+        self.connector: Connector | None = None
+        self.groups: Groups | None = None
+        self.held: Any = None
+        self.parked = threading.Event()
+        self.device = torch.device("cuda", index if index != STANDBY else VICTIM)
+
+    def serve(self) -> None:
+        begun = time.monotonic()
+        for index in range(torch.cuda.device_count()) if self.index == STANDBY else [self.device.index]:
+            torch.ones(64, 64, device=torch.device("cuda", index)).sum().item()
+        torch.cuda.set_device(self.device)
+        self.end.send({"what": "warm", "s": time.monotonic() - begun})
+        while True:
+            name, arguments = self.end.recv()
+            try:
+                self.end.send(getattr(self, name)(*arguments))
+            except BaseException as error:
+                self.end.send({"what": name, "error": f"{type(error).__name__}: {error}"[:300]})
+
+    def connect(self, port: int, prefix: str, rank: int) -> dict[str, Any]:
+        begun = time.monotonic()
+        self.groups = None
+        forget_groups()
+        if self.connector is not None:
+            self.connector.close()
+        freed = time.monotonic()
+        where = Rendezvous("127.0.0.1", port, prefix, "127.0.0.1", 60.0, 600.0)
+        self.connector = Connector(where, self.device)
+        self.groups = self.connector.connect(MESH, rank)
+        return {"what": "connect", "rank": rank, "free_s": freed - begun, **self.connector.timings,
+                "total_s": time.monotonic() - begun}  # fmt: skip
+
+    def hold(self, gib: int) -> dict[str, Any]:
+        fd = os.open(self.lock, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        self.held = [torch.ones(HELD_BYTES, dtype=torch.uint8, device=self.device) for _ in range(gib)]
+        torch.cuda.synchronize()
+        return {"what": "hold", "gib": gib}
+
+    def exchange(self) -> dict[str, Any]:
+        """Exchanges until one breaks off; an abort comes from the other thread, on a signal file of the driver."""
+        assert self.groups is not None
+        assert self.connector is not None
+        groups, connector = self.groups, self.connector
+        self.parked.clear()
+        watcher = threading.Thread(target=self._abort_on_word, args=(connector,), daemon=True)
+        watcher.start()
+        x, why = torch.ones(16 << 20, device=self.device), ""
+        try:
+            while True:
+                groups.shard.allreduce([x]).wait()
+                groups.replica.allreduce([x]).wait()
+                x.fill_(1.0)
+                torch.cuda.synchronize()
+                groups.check()
+        except BaseException as error:
+            why = f"{type(error).__name__}: {error}"[:200]
+        parked_at = time.monotonic()
+        self.parked.set()
+        watcher.join()
+        return {"what": "abort", "parked_s": parked_at - self.told_at, "why": why, "probe_ok": nccl.probe(self.device)}
+
+    def _abort_on_word(self, connector: Connector) -> None:
+        while not os.path.exists(self.lock + ".abort"):
+            time.sleep(0.001)
+        self.told_at = time.monotonic()
+        connector.abort_until(self.parked, 30.0)
+
+    def heal(self, role: int, gib: int) -> dict[str, Any]:
+        assert self.connector is not None
+        x = torch.full((gib << 30,), role, dtype=torch.uint8, device=self.device)
+        torch.cuda.synchronize()
+        begun = time.monotonic()
+        link = self.connector.link("probe", ("donor", "newcomer"), ("donor", "newcomer")[role])
+        linked = time.monotonic()
+        rates = []
+        for _ in range(4):
+            start = time.monotonic()
+            link.device._start_coalescing()
+            for piece in x.split(64 << 20):
+                link.device.send([piece], 1, 0) if role == 0 else link.device.recv([piece], 0, 0)
+            link.device._end_coalescing().wait()
+            torch.cuda.synchronize()
+            rates.append(x.numel() / (time.monotonic() - start) / 1e9)
+        ok = role == 0 or int(x[::4096].sum()) == 0
+        self.connector.retire(link)
+        return {"what": "heal", "role": role, "link_s": linked - begun, "GB_per_s": [round(r, 1) for r in rates],
+                "ok": ok}  # fmt: skip
+
+    def memory(self) -> dict[str, Any]:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return {"what": "memory", "used_gib": (total - free) / 2**30, "torch_gib": torch.cuda.memory_reserved() / 2**30}
+
+
+def child(index: int, end: Connection, lock: str) -> None:
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s [{index}] %(message)s")
+    Process(index, end, lock).serve()
+
+
+def tell(ends: dict[int, Connection], calls: dict[int, tuple[Any, ...]], timeout_s: float = 90.0) -> dict[int, Any]:
+    for index, (name, *arguments) in calls.items():
+        ends[index].send((name, arguments))
+    return {index: ends[index].recv() if ends[index].poll(timeout_s) else {"error": "no answer"} for index in calls}
+
+
+def watch_death(pid: int, lock: str) -> dict[str, float]:
+    """SIGKILL, then when each sign of death is to be seen, in seconds."""
+    seen: dict[str, float] = {}
+    pidfd = os.pidfd_open(pid)
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    begun = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    while len(seen) < 3 and time.monotonic() - begun < 20:
+        now = time.monotonic() - begun
+        if "exiting_s" not in seen:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if int(fields[6]) & PF_EXITING:
+                seen["exiting_s"] = now
+        if "lock_free_s" not in seen:
+            fd = os.open(lock, os.O_RDWR)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                seen["lock_free_s"] = now
+            except BlockingIOError:
+                pass
+            os.close(fd)
+        if "pidfd_s" not in seen and poller.poll(0):
+            seen["pidfd_s"] = now
+    return seen
+
+
+def measure(variant: str, hold_gib: int) -> None:
+    def show(row: Any) -> None:
+        print(json.dumps({"variant": variant, **row}, default=str), flush=True)
+
+    os.environ.update({**nccl.ENVIRONMENT, **VARIANTS[variant]})
+    context = multiprocessing.get_context("spawn")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        lock, ends, processes = f"{folder}/lock", {}, {}
+        for index in range(5):
+            ends[index], theirs = context.Pipe()
+            processes[index] = context.Process(target=child, args=(index, theirs, lock), daemon=True)
+            processes[index].start()
+        for index, end in ends.items():
+            show({"process": index, **(end.recv() if end.poll(120) else {"error": "no start"})})
+        members = range(MESH.size)
+        for answer in tell(ends, {i: ("connect", store.port, "1/1", i) for i in members}).values():
+            show({"generation": 1, **answer})
+        show({"generation": 1, **tell(ends, {0: ("memory",)})[0]})
+        show(tell(ends, {VICTIM: ("hold", hold_gib)})[VICTIM])
+        for index in members:
+            ends[index].send(("exchange", ()))
+        time.sleep(1.0)
+        show({"what": "death", **watch_death(int(processes[VICTIM].pid or 0), lock)})
+        Path(lock + ".abort").touch()
+        survivors = [i for i in members if i != VICTIM]
+        for index in survivors:
+            show({"survivor": index, **(ends[index].recv() if ends[index].poll(60) else {"error": "not parked"})})
+        seats = {**{i: i for i in survivors}, STANDBY: VICTIM}
+        for generation in (2, 3, 4):
+            begun = time.monotonic()
+            calls = {i: ("connect", store.port, f"1/{generation}", rank) for i, rank in seats.items()}
+            answers = tell(ends, calls)
+            for answer in answers.values():
+                show({"generation": generation, **answer})
+            totals = [answer.get("total_s", 0.0) for answer in answers.values()]
+            show({"generation": generation, "what": "built", "wall_s": time.monotonic() - begun,
+                  "median_s": statistics.median(totals)})  # fmt: skip
+            show({"generation": generation, **tell(ends, {0: ("memory",)})[0]})
+        for answer in tell(ends, {DONOR: ("heal", 0, 4), STANDBY: ("heal", 1, 4)}).values():
+            show(answer)
+        for process in processes.values():
+            process.kill()
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--hold-gib", type=int, default=20)
+    args = parser.parse_args(argv)
+    for variant in args.variants.split(","):
+        # A process of its own for each: NCCL reads its environment once.
+        process = multiprocessing.get_context("spawn").Process(target=measure, args=(variant, args.hold_gib))
+        process.start()
+        process.join(120)
+        if process.is_alive():
+            print(json.dumps({"variant": variant, "error": "not done within 120 s"}), flush=True)
+            process.kill()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

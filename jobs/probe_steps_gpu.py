@@ -1,0 +1,217 @@
+"""The product's step on static groups of GPUs, without Ray and coordinator: its bits, its time, what it spends it on.
+
+    python jobs/probe_steps_gpu.py bits --preset 100m --context 8192
+    python jobs/probe_steps_gpu.py speed --preset 1b --context 131072 --batch 2
+
+`bits` trains twice from the same beginning and compares, on every rank and after every step, the summed gradient and
+the parameters. `speed` prints step time, model FLOPs utilisation and memory, and with `--profile` where rank 0's GPU
+spent a step. Processes are spawned with the environment of the product's workers; groups are made by its `Connector`.
+
+Model FLOPs are `jobs.model_plan`'s; recomputation does not count. Peak: PEAK_FLOPS for each GPU, the dense bf16 rate
+of the vendor's data sheet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import json
+import logging
+import multiprocessing
+import os
+import pstats
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if __name__ in ("__main__", "__mp_main__"):  # run from a checkout, where jobs is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch.distributed import TCPStore
+
+from elastic_ring.data.loader import Loader
+from elastic_ring.data.order import Order
+from elastic_ring.mesh import Mesh
+from elastic_ring.runtime import nccl
+from elastic_ring.runtime.devices import KERNEL_CACHE, warm_devices
+from elastic_ring.runtime.groups import Connector, Rendezvous
+from elastic_ring.state.device_digest import device_digest, device_digests
+from elastic_ring.train.transaction import Transaction
+from jobs.gpu_tasks import GpuRun
+from jobs.model_plan import model_flops
+
+PEAK_FLOPS = 989.4e12
+
+
+def build(run: GpuRun, rank: int, port: int, prefix: str, device: torch.device) -> Transaction:
+    task = run.trainer(Path("/tmp"), "probe", 1000).task
+    mesh = Mesh(run.dp, run.cp)
+    where = Rendezvous("127.0.0.1", port, prefix, "127.0.0.1", 120.0, 900.0)
+    connector = Connector(where, device)
+    groups = connector.connect(mesh, rank)
+    source = task.data.open()
+    state = Transaction(
+        task, Loader(source), Order(task.step.seed, task.step.global_batch, source.num_sequences),
+        lambda phase, step, hop=None: None, KERNEL_CACHE,
+    )  # fmt: skip
+    state.use(device)
+    state.enter(groups, (1, 1), keep=False)
+    state.initialise()
+    return state
+
+
+def one_step(state: Transaction, step: int, spans: dict[str, float] | None = None) -> tuple[float, str]:
+    """(seconds, digest of the gradient)."""
+    begun = time.monotonic()
+    local = state.compute(step)
+    if spans is not None:
+        torch.cuda.synchronize()
+        spans["compute_s"] = time.monotonic() - begun
+    state.reduce(step)
+    gradient = device_digest(state._gradient.flat).hex() if spans is not None and state._gradient else ""
+    outcome = state.vote(step, local, boundary=False)
+    state.apply(outcome)
+    torch.cuda.synchronize()
+    if spans is not None:
+        spans["loss"] = outcome.loss
+    return time.monotonic() - begun, gradient
+
+
+def bits(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    stories: list[list[dict[str, Any]]] = []
+    for attempt in range(2):
+        state = build(run, rank, ports[attempt], f"{attempt}/1", device)
+        story: list[dict[str, Any]] = []
+        for step in range(args.steps):
+            spans: dict[str, float] = {}
+            profile = cProfile.Profile() if args.profile and rank == 0 and attempt == 0 and step == 0 else None
+            if profile:
+                profile.enable()
+            seconds, gradient = one_step(state, step, spans)
+            if profile:
+                profile.disable()
+                text = io.StringIO()
+                pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(30)
+                pstats.Stats(profile, stream=text).sort_stats("cumtime").print_stats(60)
+                Path(args.profile).write_text(text.getvalue())
+            assert state.shard is not None
+            params = list(state.shard.params.values())
+            whole = "".join(d.hex()[16:48] for d in device_digests(params))
+            story.append({"loss": spans["loss"], "gradient": gradient[16:48], "params": hash(whole), "s": seconds,
+                          "each": [d.hex()[16:] for d in device_digests(params)]})  # fmt: skip
+        stories.append(story)
+        names = list(state.shard.params)  # type: ignore[union-attr]
+        del state
+    same = [
+        {what: a[what] == b[what] for what in ("loss", "gradient", "params")} for a, b in zip(*stories, strict=True)
+    ]
+    odd: list[str] = []
+    for a, b in zip(*stories, strict=True):
+        odd = [n for n, x, y in zip(names, a["each"], b["each"], strict=True) if x != y]
+        if odd:
+            break
+    times = [round(x["s"], 3) for x in stories[1][:4]]
+    equal = sum(all(row.values()) for row in same)
+    return {"equal_steps": equal, "of": len(same), "same": same[:equal + 1][-1], "odd": len(odd), "s": times}
+
+
+def speed(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    state = build(run, rank, ports[0], "0/1", device)
+    seconds = [one_step(state, step)[0] for step in range(args.steps)]
+    if args.profile and rank == 0:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            one_step(state, args.steps)
+        Path(args.profile).write_text(seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=45))
+    elif args.profile:
+        one_step(state, args.steps)
+    steady = median(seconds[1:])
+    flops = model_flops(run.model, run.context) * run.batch / (run.dp * run.cp)
+    return {
+        "first_s": round(seconds[0], 3), "step_s": round(steady, 4), "mfu": round(flops / steady / PEAK_FLOPS, 4),
+        "tflops": round(flops / steady / 1e12, 1), "spread": round((max(seconds[1:]) - min(seconds[1:])) / steady, 3),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 1),
+    }  # fmt: skip
+
+
+def child(rank: int, end: Connection, ports: list[int], run: GpuRun, args: argparse.Namespace) -> None:
+    logging.basicConfig(level=logging.WARNING, format=f"[{rank}] %(message)s")
+    try:
+        device = torch.device("cuda", rank)
+        begun = time.monotonic()
+        task = run.trainer(Path("/tmp"), "probe", 1000).task
+        if args.warm_all:
+            warm_devices(task)
+        else:
+            from elastic_ring.train.warm import attention_shapes, warm_up_device
+
+            if task.step.deterministic:
+                torch.use_deterministic_algorithms(True, warn_only=True)
+                torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            warm_up_device(task, device, attention_shapes(task))
+        torch.cuda.set_device(device)
+        warm_s = time.monotonic() - begun
+        work = bits if args.what == "bits" else speed
+        end.send({"rank": rank, "warm_s": round(warm_s, 2), **work(run, rank, ports, device, args)})
+    except BaseException:
+        end.send({"rank": rank, "error": traceback.format_exc()[-1500:]})
+    end.recv()  # the others may still need this rank's groups
+
+
+def measure(run: GpuRun, args: argparse.Namespace) -> list[dict[str, Any]]:
+    os.environ.update({**nccl.ENVIRONMENT, **dict(pair.split("=") for pair in args.env)})
+    context = multiprocessing.get_context("spawn")
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    ends, processes = [], []
+    for rank in range(run.dp * run.cp):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=child, args=(rank, theirs, [s.port for s in stores], run, args), daemon=True)
+        process.start()
+        ends.append(ours)
+        processes.append(process)
+    answers = [
+        end.recv() if end.poll(args.timeout) else {"rank": i, "error": "no answer"} for i, end in enumerate(ends)
+    ]
+    for process in processes:
+        process.kill()
+    return answers
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["bits", "speed"])
+    parser.add_argument("--preset", default="100m")
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--dp", type=int, default=2)
+    parser.add_argument("--cp", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--kernel", default="")
+    parser.add_argument("--fast", action="store_true", help="kernels that need not repeat their bits")
+    parser.add_argument("--no-checkpoint", action="store_true", help="keep all activations")
+    parser.add_argument("--warm-all", action="store_true", help="warm every GPU, as a standby does")
+    parser.add_argument("--profile", default="", help="write a profile to this file")
+    parser.add_argument("--env", nargs="*", default=[], help="NAME=VALUE for the processes")
+    parser.add_argument("--timeout", type=float, default=120.0)
+    args = parser.parse_args(argv)
+    run = GpuRun(
+        args.preset, args.context, args.batch, args.cp, args.dp, deterministic=not args.fast, kernel=args.kernel,
+        checkpoint=not args.no_checkpoint,
+    )  # fmt: skip
+    answers = measure(run, args)
+    for answer in answers:
+        print(json.dumps({**{k: v for k, v in vars(args).items() if k in ("what", "preset", "context", "kernel", "fast",
+                             "no_checkpoint", "dp", "cp", "batch", "env")}, **answer}), flush=True)  # fmt: skip
+    return int(any("error" in answer for answer in answers))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,44 @@
+"""One GPU's fused sums: the same bits as their eager twins, however often they run. No rank, no ring."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elastic_ring.attention.merge import eager_merge_, merge_
+from elastic_ring.state import device_digest
+
+pytestmark = pytest.mark.gpu
+
+NUM_REPEATS = 300
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_merge_has_the_same_bits_every_time(head_dim: int) -> None:
+    """Several warps read the lse that one of them overwrites: without a barrier a late one reads the new value."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    shape = (1, 2048, 12, head_dim)
+    out, part = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(2))
+    lse, part_lse = (torch.randn(1, 12, 2048, device="cuda", generator=generator).transpose(1, 2) for _ in range(2))
+    wanted, wanted_lse = out.clone(), lse.clone()
+    eager_merge_(wanted, wanted_lse, part, part_lse)
+    first: tuple[torch.Tensor, torch.Tensor] | None = None
+    for _ in range(NUM_REPEATS):
+        merged, merged_lse = out.clone(), lse.clone()
+        merge_(merged, merged_lse, part, part_lse)
+        first = first or (merged, merged_lse)
+        assert torch.equal(merged, first[0])
+        assert torch.equal(merged_lse, first[1])
+    assert first is not None
+    torch.testing.assert_close(first[0].float(), wanted.float(), rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(first[1], wanted_lse, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_words", [1, 7, 4096, 5_000_003, 2 * device_digest.PIECE_WORDS + 3])
+def test_a_digest_in_one_pass_is_the_eager_one(num_words: int) -> None:
+    words = torch.randint(-(2**62), 2**62, (num_words,), device="cuda", dtype=torch.int64)
+    sums = torch.zeros(2, dtype=torch.int64, device="cuda")
+    device_digest.eager_sums(words, sums)
+    wanted = sums.tolist()
+    _, first, second = map(int, torch.frombuffer(bytearray(device_digest.device_digest(words)), dtype=torch.int64))
+    assert [first, second] == wanted

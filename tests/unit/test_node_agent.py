@@ -1,0 +1,84 @@
+"""A node agent of a host with GPUs tells of a death when it begins, and again when its cause is known."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ring.config import Timeouts
+from elastic_ring.monitor.stamps import Phase, StampWriter
+from elastic_ring.runtime.node_agent import NodeAgent
+
+
+class Line:
+    """What the agent says, kept; nothing is ever said to it."""
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, Any]] = []
+        self._ends = os.pipe()
+
+    def fileno(self) -> int:
+        return self._ends[0]
+
+    def send(self, message: dict[str, Any]) -> bool:
+        self.said.append(message)
+        return True
+
+    def deaths(self) -> list[str]:
+        return [message["how"] for message in self.said if message["kind"] == "death"]
+
+    def close(self) -> None:
+        for end in self._ends:
+            os.close(end)
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    made = Line()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_death_is_told_when_it_begins_and_its_cause_follows(tmp_path: Path, line: Line, forgotten: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        stamps = StampWriter(tmp_path / "stamp").open()
+        stamps.stamp(7, Phase.BACKWARD)
+        agent: Any = NodeAgent("node", Timeouts(), early=True)
+        agent._exits.open()
+        agent._line = line
+        agent._begin_to_watch({"worker": "w", "pid": process.pid, "stamp_path": str(stamps.path), "log_path": ""})
+        agent._turn()
+        assert line.deaths() == []
+        process.kill()
+        while not line.deaths():
+            agent._turn()
+        first = next(message for message in line.said if message["kind"] == "death")
+        assert (first["step"], first["phase"]) == (7, "backward")
+        if forgotten:  # the coordinator is done with this worker; it still wants to know what happened
+            agent._forget("w")
+        while line.deaths()[-1] != "killed by SIGKILL":
+            agent._turn()
+        # The kernel may be done before the first look: then the cause is the first news.
+        assert line.deaths() in (["its process is ending", "killed by SIGKILL"], ["killed by SIGKILL"])
+        assert not agent._watched
+        stamps.close(unlink=False)
+
+
+def test_without_gpus_a_death_is_told_once(tmp_path: Path, line: Line) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        agent: Any = NodeAgent("node", Timeouts())
+        agent._exits.open()
+        agent._line = line
+        agent._begin_to_watch({"worker": "w", "pid": process.pid, "stamp_path": str(tmp_path / "no"), "log_path": ""})
+        process.kill()
+        while not line.deaths():
+            agent._turn()
+        agent._turn()
+        assert line.deaths() == ["killed by SIGKILL"]

@@ -1,0 +1,76 @@
+"""Checkpointing runs a block's attention once: the same bits, half the kernels and hops, in a ring and alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastic_ring.attention.kernels.table import BACKENDS
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.schedule import plan
+from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.init import Initialiser, initialise_module
+from elastic_ring.model.transformer import Transformer
+from tests.unit.attention_rings import ThreadRings, in_threads, one_thread
+
+CONFIG = ModelConfig(64, 3, 32, 4, 2, 8, 64)
+NUM_TOKENS = 32
+
+
+class Plain:
+    """The same attention without what checkpointing looks for: it is run again."""
+
+    def __init__(self, ring: RingAttention) -> None:
+        self._ring = ring
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._ring(q, k, v)
+
+
+def train(cp: int, cp_rank: int, group: Any, *, keep: bool) -> tuple[list[Tensor], int, int]:
+    """(loss and gradients, kernels run forward, bytes of forward hops) of one sequence's slice."""
+    backend, counted = next(b for b in BACKENDS if b.name == "aten-cpu"), [0]
+
+    def forward(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        counted[0] += 1
+        return backend.forward(*args, **options)
+
+    layout = make_layout("zigzag", NUM_TOKENS, cp)
+    ring = RingAttention(plan(Pattern(), layout), cp_rank, group, backend=replace(backend, forward=forward))
+    model = Transformer(CONFIG)
+    initialise_module(model, Initialiser(0, CONFIG.num_layers))
+    tokens = torch.arange(NUM_TOKENS).unsqueeze(0) * 7 % 64
+    positions = layout.scatter(torch.arange(NUM_TOKENS).unsqueeze(0), cp_rank, 1)
+    mine = layout.scatter(tokens, cp_rank, 1)
+    loss, _ = model(
+        mine, positions=positions, document_ids=mine, attention=ring if keep else Plain(ring), targets=mine
+    )
+    loss.backward()
+    num_bytes = sum(n for (direction, _), n in ring.ledger.sent_bytes.items() if direction == "forward")
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], counted[0], num_bytes
+
+
+def one_rank(cp: int, groups: Any, keep: bool, cp_rank: int) -> tuple[list[Tensor], int, int]:
+    return train(cp, cp_rank, groups[cp_rank], keep=keep)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_attention_is_not_run_again_and_no_bit_changes(cp: int) -> None:
+    with one_thread():
+        rings = ThreadRings()
+        found = {}
+        for keep in (True, False):
+            groups = rings.groups(cp) if cp > 1 else [None]
+            # Autograd's one thread for the CPU is the caller's own: the ranks may run side by side.
+            found[keep] = in_threads(cp, partial(one_rank, cp, groups, keep))
+    for kept, again in zip(found[True], found[False], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(kept[0], again[0], strict=True))
+        assert 2 * kept[1] == again[1]
+        assert 2 * kept[2] == again[2]

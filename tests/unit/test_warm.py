@@ -1,0 +1,60 @@
+"""What a standby finds out and does before it has a place, as far as a CPU can show it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_ring.config import StepConfig
+from elastic_ring.data.source import StdlibText
+from elastic_ring.model.config import preset
+from elastic_ring.model.transformer import Transformer
+from elastic_ring.train.optim import OptimConfig
+from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.warm import attention_shapes
+
+
+def task_of(model: partial[Transformer]) -> TrainingTask:
+    return TrainingTask(model, StdlibText(64), StepConfig(context_tokens=64), OptimConfig())
+
+
+@pytest.mark.parametrize("name", ["laptop", "1b", "8b", "1t"])
+def test_the_shapes_of_attention_are_known_without_memory(name: str) -> None:
+    config = replace(preset(name), num_layers=2)
+    shapes = attention_shapes(task_of(partial(Transformer, config)))
+    assert shapes == ((config.num_heads, config.num_kv_heads, config.head_dim),)
+
+
+class NoAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, *_: object, **__: object) -> tuple[torch.Tensor, int]:
+        raise ValueError("wants values")
+
+
+def test_a_model_that_wants_values_is_no_mistake() -> None:
+    assert attention_shapes(TrainingTask(NoAttention, StdlibText(64), StepConfig(), OptimConfig())) == ()
+
+
+WARM = """
+import torch.distributed as dist
+from functools import partial
+from tests.unit.test_warm import task_of
+from elastic_ring.model.config import preset
+from elastic_ring.model.transformer import Transformer
+from elastic_ring.train.warm import warm_up
+warm_up(task_of(partial(Transformer, preset("laptop"))))
+assert not dist.is_initialized()
+"""
+
+
+def test_warming_up_leaves_no_group_behind() -> None:
+    subprocess.run([sys.executable, "-c", WARM], check=True, timeout=120)
