@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
+from elastic_ring.attention.layers import LayerPatterns
+from elastic_ring.attention.spec import read_pattern
 from elastic_ring.data.source import SourceConfig, StdlibText, TextFiles, TokenShards
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.faults import parse_faults
@@ -60,6 +62,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--faults", help="a schedule of planned faults, or none; kill@step=21,phase=backward,rank=3")
     parser.add_argument("--data", help="text files (path, directory or glob), or shards:URI; default: Python's library")
     parser.add_argument("--layout", choices=["zigzag", "contiguous"])
+    parser.add_argument(
+        "--pattern", help="which keys attention keeps: a JSON file, or sinks:64+window:512;dense@3; default: all"
+    )
     parser.add_argument("--cpus-per-worker", type=float)
     parser.add_argument("--run-name")
     parser.add_argument("--run-dir")
@@ -89,8 +94,21 @@ def build(args: argparse.Namespace) -> ElasticRingTrainer:
     logging.info("%s parameters, mesh %s, %d spare(s)", f"{num_parameters(model):,}", scaling.mesh, scaling.spares)
     return ElasticRingTrainer(
         partial(Transformer, model), _data(args.data, step.context_tokens), step=step, optim=optim, scaling=scaling,
-        run=run, initial=Initialiser(step.seed, model.num_layers),
+        run=run, initial=Initialiser(step.seed, model.num_layers), pattern=_pattern(args.pattern, model, step),
     )  # fmt: skip
+
+
+def _pattern(text: str | None, model: ModelConfig, step: StepConfig) -> LayerPatterns | None:
+    if text is None:
+        return None
+    try:
+        pattern = read_pattern(text)
+        pattern.check(model.num_layers, model.num_heads, model.num_kv_heads)
+    except ValueError as error:
+        raise ValueError(f"--pattern: {error}") from error
+    density = pattern.density(step.context_tokens, model.num_layers, model.num_heads, model.num_kv_heads)
+    logging.info("attention: %s; density %.3f of a document of %d tokens", pattern, density, step.context_tokens)
+    return pattern
 
 
 def _data(text: str | None, context_tokens: int) -> SourceConfig:
