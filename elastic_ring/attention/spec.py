@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import reduce
+from functools import partial, reduce
 from itertools import product
 from operator import or_
 from pathlib import Path
@@ -121,7 +121,7 @@ def _listed(name: str, words: list[str], whole: str) -> tuple[Rule, ...]:
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"pattern {whole!r}: longnet takes segment/rate pairs, for example longnet:512/1,2048/4")
     segments, rates = zip(*pairs, strict=True)
-    return tuple(_made(lambda at=at: Dilated(segments, rates, at, unit), whole) for at in range(max(1, *rates)))
+    return tuple(_made(partial(Dilated, segments, rates, at, unit), whole) for at in range(max(1, *rates)))
 
 
 def _made(make: Callable[[], Rule], whole: str) -> Rule:

@@ -21,8 +21,17 @@ from elastic_ring.train.task import Batch, TrainingTask
 from tests.unit import tiny_task
 from tests.unit.crew import Crew, crew
 from tests.unit.tiny_task import (
-    CONTEXT, STEP, RandomText, abort_until_parked, begin, break_off, facts, make_task, plain_training, plan_break,
-    rebuild, run_steps,
+    CONTEXT,
+    STEP,
+    abort_until_parked,
+    begin,
+    break_off,
+    facts,
+    make_task,
+    plain_training,
+    plan_break,
+    rebuild,
+    run_steps,
 )  # fmt: skip
 
 NUM_STEPS = 3

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_ring.data.source import SourceConfig, StdlibText
-from elastic_ring.data.source import open_source as open_
+from elastic_ring.data.source import SourceConfig, StdlibText, open_source
 
 Tokens = NDArray[np.int64]
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 20}]
@@ -41,7 +40,8 @@ def corpus(seq_len: int, num_held: int, *, limit: int = 4096, source: SourceConf
 
     Raises `ValueError` where the source has fewer than twice `num_held` of them.
     """
-    opened = open_(source or StdlibText(seq_len))
+    config = source or StdlibText(seq_len)
+    opened = open_source(config)
     found = []
     every = max(1, opened.num_sequences // limit)
     for number in range(0, opened.num_sequences, every):
@@ -51,7 +51,7 @@ def corpus(seq_len: int, num_held: int, *, limit: int = 4096, source: SourceConf
     if len(found) < 2 * num_held:
         raise ValueError(f"only {len(found)} sequences of {seq_len} tokens lie within a document; shorten seq_len")
     order = np.random.Generator(np.random.PCG64(0)).permutation(len(found))
-    return Corpus(np.stack(found)[order].astype(np.int64), num_held, opened.vocab_size)
+    return Corpus(np.stack(found)[order].astype(np.int64), num_held, config.vocab_size)
 
 
 def batch(corpus_: Corpus, seed: int, step: int, size: int) -> Tokens:
