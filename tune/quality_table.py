@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, tasks: Settings, text: Settings) -> None:
         append(options.out, {"part": "signal", "family": "", "seed": 0, "value": bits})
     for seed in options.seeds:
         for name in options.families:
-            for part in ("cost", "tasks", "text") if seed == options.seeds[0] else ("tasks", "text"):
+            for part in options.parts.split(","):
                 if (part, name, 0 if part == "cost" else seed) in finished(options.out):
                     continue
                 value = measure(part, name, seed, options, tasks, text, texts)
@@ -99,7 +99,7 @@ def measure(
     model, value = train_text(family, seed, text, texts)
     if name != "dense":
         return {"value": value}
-    tokens = torch.from_numpy(texts.held[:8, :-1])
+    tokens = torch.from_numpy(texts.held[:8, :-1]).to(text.device)
     # Gates are trained or they are nothing: a dense model has none to look at.
     every = [family for family in families(text.seq_len, text.block).values() if not family.window]
     return {"value": value, "fidelity": fidelity(model, tokens, every, text)}
@@ -173,6 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text-steps", type=int, default=150, help="training steps on text (150)")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens of a task (128)")
     parser.add_argument("--text-len", type=int, default=1024, help="tokens of a sequence of text (1024)")
+    parser.add_argument("--text-batch", type=int, default=4, help="sequences of text a step (4)")
+    parser.add_argument("--text-width", type=int, default=64, help="width of the model of text (64)")
+    parser.add_argument("--text-device", default="cpu", choices=["cpu", "cuda"], help="where text is trained (cpu)")
+    parser.add_argument("--parts", default="cost,tasks,text", help="(cost,tasks,text)")
     parser.add_argument("--cost-len", type=int, default=8192, help="tokens of the calls that are timed (8192)")
     parser.add_argument("--seeds", default="0,1,2", help="(0,1,2)")
     parser.add_argument("--families", help="comma-separated; default: all")
@@ -187,7 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--families: {unknown[0]!r} is none of {', '.join(known)}")
         torch.set_num_threads(1)
         tasks = Settings(steps=options.steps, seq_len=options.seq_len, block=options.seq_len // 16)
-        text = replace(tasks, steps=options.text_steps, seq_len=options.text_len, block=options.text_len // 32)
+        text = replace(
+            tasks, steps=options.text_steps, seq_len=options.text_len, block=options.text_len // 32,
+            batch=options.text_batch, width=options.text_width, device=options.text_device,
+        )  # fmt: skip
         if not options.table:
             run(options, tasks, text)
         print("\n".join(table(finished(options.out))))

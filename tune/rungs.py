@@ -105,7 +105,7 @@ def proxies(climb: Climb, steps: int) -> dict[str, dict[str, float]]:
     """By name of every point: {"mass", "worst_head", "error"} under one dense model of `steps` steps."""
     settings = climb.settings(steps)
     model, _ = train_text(dense_family(climb), climb.seed, settings, texts(climb))
-    tokens = torch.from_numpy(texts(climb).held[:8, :-1])
+    tokens = torch.from_numpy(texts(climb).held[:8, :-1]).to(settings.device)
     every = [candidate.scaled(climb.seq_len) for candidate in candidates()]
     return fidelity(model, tokens, every, settings)
 

@@ -74,13 +74,13 @@ def choose_blocks(mean_q: torch.Tensor, mean_k: torch.Tensor, rows: list[int], t
     `mean_q` (n, H, D) and `mean_k` (n, Hkv, D). Among equal scores the earlier block wins.
     """
     sharing = mean_q.size(1) // mean_k.size(1)
-    own = torch.tensor(rows, dtype=torch.int64)
+    own = torch.tensor(rows, dtype=torch.int64, device=mean_q.device)
     scores = torch.einsum("ihd,jhd->hij", mean_q[own], mean_k.repeat_interleave(sharing, dim=1))
-    past = torch.arange(mean_k.size(0))[None, :] < own[:, None]
+    past = torch.arange(mean_k.size(0), device=mean_q.device)[None, :] < own[:, None]
     scores = scores.masked_fill(~past, -math.inf)
     best = scores.argsort(dim=-1, descending=True, stable=True)[..., : top_k - 1]
-    chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter_(-1, best, True) & past
-    chosen[:, torch.arange(len(rows)), own] = True
+    chosen = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device).scatter_(-1, best, True) & past
+    chosen[:, torch.arange(len(rows), device=own.device), own] = True
     return chosen
 
 

@@ -86,7 +86,7 @@ def test_the_model_sees_what_the_pattern_keeps_and_nothing_else() -> None:
             config = SmallConfig(VOCAB_SIZE)
             masks = Masks(family.pattern(), LENGTH, config.num_heads, top_k=0, block=BLOCK)
             q, k, v = (torch.randn(1, LENGTH, 4, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
-            mask = masks.of_layer(0)
+            mask = masks.of_layer(0, q.device)
             base = attend(q, k, v, mask)
             changed = v.clone()
             changed[:, 5] += 1

@@ -67,5 +67,5 @@ def families(seq_len: int, block: int) -> dict[str, Family]:
     }
     found = {name: Family(name, text, block) for name, text in texts.items()}
     found["content top-k"] = Family("content top-k", "", block, max(2, num_blocks // 8))
-    found["gated"] = Family("gated", "", block, max(2, num_blocks // 16), window)
+    found["gated"] = Family("gated", "", block, max(2, num_blocks // 16), window // 2)
     return found

@@ -31,7 +31,7 @@ def fidelity(
         masks = masks_of(family, settings, config)
         kept, error, size = [], 0.0, 0.0
         for number, (q, k, v) in enumerate(layered):
-            mask = masks.by_content(q, k) if family.top_k else masks.of_layer(number)
+            mask = masks.by_content(q, k) if family.top_k else masks.of_layer(number, q.device)
             dense = attend(q, k, v, None)
             sparse = attend(q, k, v, mask)
             error += float((sparse - dense).square().sum())
@@ -57,8 +57,8 @@ def _dense_heads(model: SmallModel, tokens: Tensor) -> list[tuple[Tensor, Tensor
 def _mass(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     """(H,): the share of softmax weight on kept keys, the mean over queries and sequences."""
     if mask is None:
-        return torch.ones(q.size(2))
+        return torch.ones(q.size(2), device=q.device)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.size(-1) ** -0.5
-    causal = torch.ones(q.size(1), q.size(1), dtype=torch.bool).tril()
+    causal = torch.ones(q.size(1), q.size(1), dtype=torch.bool, device=q.device).tril()
     shares = scores.masked_fill(~causal, -math.inf).softmax(-1)
     return (shares * mask).sum(-1).mean((0, 2))

@@ -47,13 +47,14 @@ class Masks:
     ) -> None:
         self.pattern, self.seq_len, self.num_heads = pattern, seq_len, num_heads
         self.top_k, self.block, self.window = top_k, block, window
-        self._kept: dict[int, Tensor | None] = {}
+        self._kept: dict[tuple[int, torch.device], Tensor | None] = {}
 
-    def of_layer(self, layer: int) -> Tensor | None:
+    def of_layer(self, layer: int, device: torch.device) -> Tensor | None:
         """Bool (H, S, S), or None for plain causal attention."""
-        if layer not in self._kept:
-            self._kept[layer] = self._make(layer)
-        return self._kept[layer]
+        if (layer, device) not in self._kept:
+            made = self._make(layer)
+            self._kept[layer, device] = None if made is None else made.to(device)
+        return self._kept[layer, device]
 
     def _make(self, layer: int) -> Tensor | None:
         if self.pattern is None:
@@ -73,7 +74,7 @@ class Masks:
         rows = list(range(num_blocks))
         chosen = torch.stack([choose_blocks(a, b, rows, self.top_k) for a, b in zip(mean_q, mean_k, strict=True)])
         wide = chosen.repeat_interleave(self.block, 2).repeat_interleave(self.block, 3)
-        return wide & torch.ones(self.seq_len, self.seq_len, dtype=torch.bool).tril()
+        return wide & torch.ones(self.seq_len, self.seq_len, dtype=torch.bool, device=q.device).tril()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -82,7 +83,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     blind = ~mask.any(-1)
-    bias = torch.zeros(mask.shape).masked_fill_(~mask, -math.inf)
+    bias = torch.zeros(mask.shape, device=q.device).masked_fill_(~mask, -math.inf)
     if bool(blind.any()):
         bias = bias.masked_fill(blind.unsqueeze(-1), 0.0)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias if bias.dim() == 4 else bias.unsqueeze(0))
@@ -128,7 +129,7 @@ class Layer(nn.Module):
         if self.gated is not None:
             seen = self.gated(self.attention_norm(x), q, k, v)
         else:
-            seen = attend(q, k, v, masks.by_content(q, k) if masks.top_k else masks.of_layer(layer))
+            seen = attend(q, k, v, masks.by_content(q, k) if masks.top_k else masks.of_layer(layer, q.device))
         x = x + self.output(seen.flatten(2))
         gate, up = self.up(self.ffn_norm(x)).chunk(2, dim=-1)
         out: Tensor = x + self.down(F.silu(gate) * up)
@@ -148,9 +149,11 @@ class SmallModel(nn.Module):
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
 
     def turn(self, seq_len: int) -> tuple[Tensor, Tensor]:
+        """cos and sin (S, 1, D/8), on the model's device."""
         half = self.config.head_dim // 8
         angles = torch.arange(seq_len)[:, None] * self.config.rope_theta ** (-torch.arange(half) / half)
-        return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+        angles = angles.unsqueeze(1).to(self.head.weight.device)
+        return angles.cos(), angles.sin()
 
     def forward(self, tokens: Tensor, masks: Masks) -> Tensor:
         x, turn = self.embedding(tokens), self.turn(tokens.size(1))

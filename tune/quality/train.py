@@ -40,6 +40,7 @@ class Settings:
     tail_share: float = 0.25
     num_evaluated: int = 64
     width: int = 64
+    device: str = "cpu"
 
 
 def train_tasks(family: Family, seed: int, settings: Settings) -> dict[str, Any]:
@@ -96,8 +97,9 @@ def held_losses(model: SmallModel, masks: Masks, corpus: Corpus, settings: Setti
     model.eval()
     found = []
     for rows in torch.from_numpy(corpus.held).split(settings.batch):
+        rows = rows.to(settings.device)
         logits = model(rows[:, :-1], masks)
-        found.append(F.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none"))
+        found.append(F.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none").cpu())
     return torch.cat(found).double()
 
 
@@ -112,26 +114,27 @@ def _trained(
     """Model, masks, the mean loss of the last tenth of the steps, CPU seconds."""
     config = SmallConfig(vocab_size, settings.width, ffn_width=2 * settings.width)
     masks = masks_of(family, settings, config)
-    model = SmallModel(config, seed, masks)
+    model = SmallModel(config, seed, masks).to(settings.device)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
         lr=settings.peak_lr, betas=(0.9, 0.98), foreach=True,
     )  # fmt: skip
-    losses, start = [], time.process_time()
+    losses: list[Tensor] = []
+    start = time.process_time()
     model.train()
     for step in range(settings.steps):
         for group in optimizer.param_groups:
             group["lr"] = _learning_rate(step, settings)
-        tokens, targets = draw(step)
+        tokens, targets = (x.to(settings.device) for x in draw(step))
         loss = F.cross_entropy(model(tokens, masks).transpose(1, 2), targets, ignore_index=IGNORED)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(float(loss.detach()))
-    last = losses[-max(1, settings.steps // 10) :]
+        losses.append(loss.detach())
+    last = [float(loss) for loss in losses[-max(1, settings.steps // 10) :]]
     return model, masks, _mean(last), time.process_time() - start
 
 
@@ -145,7 +148,8 @@ def _learning_rate(step: int, settings: Settings) -> float:
 @torch.no_grad()
 def _said(model: SmallModel, masks: Masks, tokens: Any) -> Any:
     model.eval()
-    parts = [model(rows, masks).argmax(-1) for rows in torch.from_numpy(tokens).split(16)]
+    device = model.head.weight.device
+    parts = [model(rows.to(device), masks).argmax(-1).cpu() for rows in torch.from_numpy(tokens).split(16)]
     return torch.cat(parts).numpy()
 
 
