@@ -85,7 +85,8 @@ def measure(
 ) -> dict[str, Any]:
     if part == "cost":
         scaled = families(options.cost_len, 128)[name]
-        timed = not scaled.window  # the gated module has no path that skips blocks
+        # The gated module has no path that skips blocks; the choice by first queries costs what the other does.
+        timed = not scaled.window and not scaled.first_query
         value = {
             "density": families(text.seq_len, text.block)[name].density(text.seq_len, NUM_LAYERS, NUM_HEADS),
             "cost_density": scaled.density(options.cost_len, NUM_LAYERS, NUM_HEADS),

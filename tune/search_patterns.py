@@ -1,12 +1,12 @@
 """Search sparse patterns for the best trade between quality, time and bytes, with Ray Tune and Optuna.
 
     python tune/search_patterns.py --out runs/search [--trials 24] [--cpus-per-trial 0.5]
-    ray job submit --working-dir . -- python tune/search_patterns.py --out /shared/search
+    ray job submit --working-dir . -- python tune/search_patterns.py --address auto --out /shared/search
 
 Every trial is one pattern that climbs the rungs of `tune.rungs`; one that falls behind two fronts of the others
 at a rung is stopped there. The same command goes on where a killed one stopped: finished trials are kept. Leaves
 in `--out`: front.md (the table), front.png, pattern-1.json ... for `jobs/train_1t.py --pattern`, trials.jsonl
-(which trials really ran), baseline.json. Gaps are to dense after the same steps from the same seed; "step" is CPU
+(every rung that was measured), baseline.json. Gaps are to dense after the same steps from the same seed; "step" is CPU
 time of one attention call over dense's on the same path, "bytes" a ring's over the dense ring's.
 """
 
@@ -43,6 +43,8 @@ def cheap_of(base: dict[str, Any]) -> Cheap:
     features, costs = {}, {}
     for candidate in candidates():
         plan, proxy = base["plans"][candidate.name], base["proxies"][candidate.name]
+        if plan["rejected"]:
+            continue
         features[candidate.name] = (proxy["mass"], -proxy["error"], plan["density"], float(candidate.mix != "all"))
         costs[candidate.name] = (plan["density"], plan["bytes"])
     return Cheap(features, costs)
@@ -157,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trials", type=int, default=24, help="(24)")
     parser.add_argument("--concurrent", type=int, default=2, help="trials at a time (2)")
     parser.add_argument("--cpus-per-trial", type=float, default=0.5, help="(0.5)")
+    parser.add_argument("--address", default="local", help="of Ray: local starts one, auto attaches (local)")
     parser.add_argument("--seed", type=int, default=0, help="of the search (0)")
     parser.add_argument("--short-steps", type=int, default=defaults.short_steps, help=f"({defaults.short_steps})")
     parser.add_argument("--long-steps", type=int, default=defaults.long_steps, help=f"({defaults.long_steps})")
@@ -173,8 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"search_patterns: {error}", file=sys.stderr)
         return 2
     assert base["climb"] == asdict(climb)
-    if not ray.is_initialized():
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address=options.address, log_to_driver=False, logging_level="ERROR")
     print(report(search(options, base), options, base))
     return 0
 

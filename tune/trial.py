@@ -23,7 +23,11 @@ NUM_RUNGS = 4
 
 class PatternTrial(ray_tune.Trainable):
     """One pattern; every `step` is one rung. An actor is reused for the next pattern, so that imports and the
-    corpus are paid once."""
+    corpus are paid once.
+
+    Every measured rung is a line of the log at once. Tune writes its own record only now and then, so after a
+    SIGKILL it may have forgotten the last trials; what the log has of a pattern is not measured again.
+    """
 
     def setup(self, config: dict[str, Any], shared: dict[str, Any] | None = None) -> None:
         if shared is not None:
@@ -32,12 +36,24 @@ class PatternTrial(ray_tune.Trainable):
         self._climb = Climb(**self._shared["climb"])
         self._candidate = Candidate.of(config)
         self._rung, self._found = 0, dict[str, Any]()
+        self._measured = self._logged()
 
     def step(self) -> dict[str, Any]:
-        name, shared = self._candidate.name, self._shared
         start = time.process_time()
+        if self._rung in self._measured:
+            self._found = self._measured[self._rung]
+        else:
+            self._measure()
+            self._note()
+        done = bool(self._found["rejected"]) or self._rung == NUM_RUNGS - 1
+        result = {"name": self._candidate.name, "rung": self._rung, "rung_cpu_s": time.process_time() - start}
+        self._rung += 1
+        return {**self._found, **result, "done": done}
+
+    def _measure(self) -> None:
+        """Add what the present rung says to what is known of the pattern."""
+        name, shared = self._candidate.name, self._shared
         if self._rung == 0:
-            self._note("began")
             plan = shared["plans"][name]
             self._found = {**plan, "mass": shared["proxies"][name]["mass"], "gap": REJECTED_GAP}
             # What was not measured is told as dense's, so that a rejected pattern never looks good.
@@ -50,18 +66,24 @@ class PatternTrial(ray_tune.Trainable):
             steps = self._climb.short_steps if self._rung == 2 else self._climb.long_steps
             loss, _ = tail_loss(self._candidate.scaled(self._climb.seq_len), self._climb, steps)
             self._found["gap"] = self._found[f"{kind}_gap"] = loss - shared[kind]
-        done = bool(self._found["rejected"]) or self._rung == NUM_RUNGS - 1
-        if done:
-            self._note("ended")
-        result = {**self._found, "name": name, "rung": self._rung, "rung_cpu_s": time.process_time() - start}
-        self._rung += 1
-        return {**result, "done": done}
 
-    def _note(self, what: str) -> None:
-        """One line in the log of trials: what really ran, whoever was killed meanwhile."""
-        line = json.dumps({"what": what, "trial": self.trial_id, "name": self._candidate.name, "pid": os.getpid()})
+    def _note(self) -> None:
+        line = {"name": self._candidate.name, "rung": self._rung, "pid": os.getpid(), "found": self._found}
         with Path(self._shared["log"]).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(json.dumps(line) + "\n")
+
+    def _logged(self) -> dict[int, dict[str, Any]]:
+        """What earlier processes measured of this pattern, by rung. A line that a kill cut short is no line."""
+        found: dict[int, dict[str, Any]] = {}
+        log = Path(self._shared["log"])
+        for text in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if line["name"] == self._candidate.name:
+                found[line["rung"]] = line["found"]
+        return found
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         state = {"rung": self._rung, "found": self._found}

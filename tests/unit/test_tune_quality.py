@@ -108,6 +108,18 @@ def test_content_keeps_own_blocks_and_no_future() -> None:
         assert int(per_row.max()) == family.top_k * BLOCK
 
 
+def test_the_causal_choice_does_not_change_with_later_queries_of_the_block() -> None:
+    with one_thread():
+        generator = torch.Generator().manual_seed(0)
+        q, k, other = (torch.randn(1, LENGTH, 4, 16, generator=generator) for _ in range(3))
+        first = (torch.arange(LENGTH) % BLOCK == 0)[None, :, None, None]
+        moved = torch.where(first, q, other)
+        for name, same in (("causal content", True), ("content top-k", False)):
+            family = families(LENGTH, BLOCK)[name]
+            masks = Masks(None, LENGTH, 4, top_k=family.top_k, block=BLOCK, first_query=family.first_query)
+            assert torch.equal(masks.by_content(q, k), masks.by_content(moved, k)) == same
+
+
 def test_equal_seeds_train_to_equal_figures() -> None:
     with one_thread():
         family = families(64, 4)["sinks + window"]

@@ -15,13 +15,15 @@ from elastic_ring.attention.spec import parse_pattern
 @dataclass(frozen=True)
 class Family:
     """`text` for `parse_pattern`; or, with `top_k`, blocks of `block` tokens chosen by content, and with `window`
-    also a window and the means of all blocks, mixed by learned gates."""
+    also a window and the means of all blocks, mixed by learned gates. `first_query` chooses by a block's first
+    query instead of the mean of all, which lets later tokens of the block have a say in what earlier ones see."""
 
     name: str
     text: str
     block: int
     top_k: int = 0
     window: int = 0
+    first_query: bool = False
 
     def pattern(self) -> LayerPatterns | None:
         """None for content, whose pattern depends on the sequence."""
@@ -67,5 +69,6 @@ def families(seq_len: int, block: int) -> dict[str, Family]:
     }
     found = {name: Family(name, text, block) for name, text in texts.items()}
     found["content top-k"] = Family("content top-k", "", block, max(2, num_blocks // 8))
+    found["causal content"] = Family("causal content", "", block, max(2, num_blocks // 8), first_query=True)
     found["gated"] = Family("gated", "", block, max(2, num_blocks // 16), window // 2)
     return found

@@ -43,10 +43,12 @@ class Masks:
     the layers have gates and mask for themselves."""
 
     def __init__(
-        self, pattern: LayerPatterns | None, seq_len: int, num_heads: int, *, top_k: int, block: int, window: int = 0
-    ) -> None:
+        self, pattern: LayerPatterns | None, seq_len: int, num_heads: int, *, top_k: int, block: int, window: int = 0,
+        first_query: bool = False,
+    ) -> None:  # fmt: skip
         self.pattern, self.seq_len, self.num_heads = pattern, seq_len, num_heads
         self.top_k, self.block, self.window = top_k, block, window
+        self.first_query = first_query
         self._kept: dict[tuple[int, torch.device], Tensor | None] = {}
 
     def of_layer(self, layer: int, device: torch.device) -> Tensor | None:
@@ -71,6 +73,8 @@ class Masks:
         """Bool (B, H, S, S): the blocks that `choose_blocks` picks for each sequence; q, k (B, S, H, D)."""
         num_blocks = -(-self.seq_len // self.block)
         mean_q, mean_k = (x.detach().unflatten(1, (num_blocks, self.block)).mean(2) for x in (q, k))
+        if self.first_query:
+            mean_q = q.detach()[:, :: self.block]
         rows = list(range(num_blocks))
         chosen = torch.stack([choose_blocks(a, b, rows, self.top_k) for a, b in zip(mean_q, mean_k, strict=True)])
         wide = chosen.repeat_interleave(self.block, 2).repeat_interleave(self.block, 3)

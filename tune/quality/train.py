@@ -105,7 +105,7 @@ def held_losses(model: SmallModel, masks: Masks, corpus: Corpus, settings: Setti
 
 def masks_of(family: Family, settings: Settings, config: SmallConfig) -> Masks:
     return Masks(family.pattern(), settings.seq_len, config.num_heads, top_k=family.top_k, block=family.block,
-                 window=family.window)  # fmt: skip
+                 window=family.window, first_query=family.first_query)  # fmt: skip
 
 
 def _trained(
