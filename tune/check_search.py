@@ -78,7 +78,7 @@ def cheap_of(points: dict[str, dict[str, float]]) -> Cheap:
     features = {
         name: (p["mass"], -p["error"], p["density"], float(not name.endswith("/all"))) for name, p in points.items()
     }
-    return Cheap(features, {name: (p["density"], p["bytes"]) for name, p in points.items()})
+    return Cheap(features, {name: (p["step_s"], p["bytes"]) for name, p in points.items()})
 
 
 class Grid:

@@ -1,8 +1,9 @@
 """The rungs that a pattern climbs, from cheap to honest, and what each of them says. No Ray in here.
 
 0 plan: density, reach over the model's depth, bytes on a ring; hopeless ones are rejected. 1 kernel: CPU seconds
-of one attention call. 2 short training and 3 longer training: the gap to dense on the trailing tokens after the
-same steps from the same seed. The proxy beside rung 0 is the attention mass that a trained dense model would keep.
+of one attention call. Both are so cheap that the whole space climbs them before anything is trained. 2 short
+training and 3 longer training: the gap to dense on the trailing tokens after the same steps from the same seed.
+The proxy beside rung 0 is the attention mass that a trained dense model would keep.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def proxies(climb: Climb, steps: int) -> dict[str, dict[str, float]]:
 
 
 def baseline(path: Path, climb: Climb) -> dict[str, Any]:
-    """What all points are compared with, measured once and kept in `path`: dense's losses, seconds, and proxies.
+    """What is measured once and kept in `path`: dense's losses, and of every point the plan, the proxies and, unless
+    the plan rejects it, the time of its kernel over dense's.
 
     Raises `ValueError` for a file that was made with other settings.
     """
@@ -121,12 +123,16 @@ def baseline(path: Path, climb: Climb) -> dict[str, Any]:
             raise ValueError(f"{path} was measured with other settings; name another --out, or give the same")
         return found
     dense = dense_family(climb)
+    plans = {candidate.name: planned(candidate, climb) for candidate in candidates()}
+    dense_s = kernel_s(Family("dense", "dense", climb.cost_len // 32), climb)
+    timed = [candidate for candidate in candidates() if not plans[candidate.name]["rejected"]]
     found = {
         "climb": asdict(climb),
         "short": tail_loss(dense, climb, climb.short_steps)[0],
         "long": tail_loss(dense, climb, climb.long_steps)[0],
-        "step_s": kernel_s(Family("dense", "dense", climb.cost_len // 32), climb),
-        "plans": {candidate.name: planned(candidate, climb) for candidate in candidates()},
+        "step_s": dense_s,
+        "plans": plans,
+        "kernels": {c.name: kernel_s(c.scaled(climb.cost_len), climb) / dense_s for c in timed},
         "proxies": proxies(climb, climb.short_steps),
     }
     path.parent.mkdir(parents=True, exist_ok=True)

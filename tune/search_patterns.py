@@ -46,7 +46,7 @@ def cheap_of(base: dict[str, Any]) -> Cheap:
         if plan["rejected"]:
             continue
         features[candidate.name] = (proxy["mass"], -proxy["error"], plan["density"], float(candidate.mix != "all"))
-        costs[candidate.name] = (plan["density"], plan["bytes"])
+        costs[candidate.name] = (base["kernels"][candidate.name], plan["bytes"])
     return Cheap(features, costs)
 
 
@@ -54,7 +54,7 @@ def search(options: argparse.Namespace, base: dict[str, Any]) -> list[dict[str, 
     """The last result of every trial, in the order of trials. Goes on with an earlier search in `--out`."""
     shared = {
         "climb": base["climb"], "plans": base["plans"], "proxies": base["proxies"], "short": base["short"],
-        "long": base["long"], "step_s": base["step_s"], "log": str(options.out / "trials.jsonl"),
+        "long": base["long"], "kernels": base["kernels"], "log": str(options.out / "trials.jsonl"),
     }  # fmt: skip
     trainable: Any = ray_tune.with_resources(
         ray_tune.with_parameters(PatternTrial, shared=shared), {"cpu": options.cpus_per_trial}

@@ -14,7 +14,7 @@ from ray import tune as ray_tune
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
 from tune.pareto import ranks
-from tune.rungs import REJECTED_GAP, Climb, kernel_s, tail_loss
+from tune.rungs import REJECTED_GAP, Climb, tail_loss
 from tune.space import AXES, Candidate
 
 OBJECTIVES = ("gap", "step_s", "bytes")
@@ -59,8 +59,7 @@ class PatternTrial(ray_tune.Trainable):
             # What was not measured is told as dense's, so that a rejected pattern never looks good.
             self._found.update(step_s=1.0, short_gap=None, long_gap=None)
         elif self._rung == 1:
-            seconds = kernel_s(self._candidate.scaled(self._climb.cost_len), self._climb)
-            self._found["step_s"] = seconds / shared["step_s"]
+            self._found["step_s"] = shared["kernels"][name]
         else:
             kind = "short" if self._rung == 2 else "long"
             steps = self._climb.short_steps if self._rung == 2 else self._climb.long_steps

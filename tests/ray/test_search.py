@@ -19,7 +19,7 @@ NUM_TRIALS = 7
 
 
 def command(folder: Path) -> list[str]:
-    small = "--short-steps 1 --long-steps 2 --seq-len 128 --cost-len 512 --cpus-per-trial 0.5".split()
+    small = ["--short-steps=1", "--long-steps=2", "--seq-len=128", "--cost-len=512", "--cpus-per-trial=0.5"]
     return [sys.executable, "tune/search_patterns.py", "--out", str(folder), "--trials", str(NUM_TRIALS), *small]
 
 

@@ -36,7 +36,7 @@ def test_every_point_is_a_pattern_near_the_density_it_names(seq_len: int) -> Non
 
 
 def test_a_value_that_the_space_does_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match="keep=0.3: the space has 0.08, 0.15, 0.25, 0.4"):
+    with pytest.raises(ValueError, match=r"keep=0\.3: the space has 0\.08, 0\.15, 0\.25, 0\.4"):
         Candidate.of({"family": "near", "keep": 0.3, "num_blocks": 16, "mix": "all"})
 
 
