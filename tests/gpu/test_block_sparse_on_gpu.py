@@ -19,7 +19,12 @@ from elastic_ring.attention.families import BigBird, Hierarchical, Profile, long
 from elastic_ring.attention.rules import Dense, Rule, Strided, Window
 from elastic_ring.attention.sparse import SparsePattern, mixed
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # The kernels' compilers warn of their own deprecations.
+    pytest.mark.filterwarnings("default"),
+]
 
 LENGTH = 1536
 PATTERNS: dict[str, tuple[Rule, ...]] = {

@@ -63,8 +63,9 @@ def families(seq_len: int, block: int) -> dict[str, Family]:
         "hierarchical": f"hierarchical:2,{unit}",
         "random": f"random:{num_blocks // 8},{unit}",
         "last layer dense": f"{near};dense@1",
-        "window + 1/4 dense": (
-            f'{{"groups": [{{"heads": [{{"count": 3, "rule": "window:{window}"}}, {{"rule": "dense"}}]}}]}}'
+        # The dense head is one of those that begin by matching (see `model.Layer`): another would need far longer.
+        "1/4 dense + window": (
+            f'{{"groups": [{{"heads": [{{"rule": "dense"}}, {{"count": 3, "rule": "window:{window}"}}]}}]}}'
         ),
     }
     found = {name: Family(name, text, block) for name, text in texts.items()}
