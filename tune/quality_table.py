@@ -128,7 +128,7 @@ def table(records: dict[tuple[str, str, int], dict[str, Any]]) -> list[str]:
     head = f"{'family':<20} {'density':>7} {'tail gap':>24} {'worst task':>22}"
     head += f" {'CPU s':>6} {'bytes':>6} {'mass':>5} {'error':>5}"
     lines.append(head + "  " + " ".join(f"{task[:9]:>9}" for task in TASKS))
-    seeds = sorted({seed for part, _, seed in records if part == "text"})
+    seeds = sorted({seed for part, _, seed in records if part in ("tasks", "text")})
     kept = [records[key]["fidelity"] for key in records if "fidelity" in records[key]]
     for name in names:
         lines.append(_row(name, records, seeds, kept))

@@ -4,6 +4,8 @@ After MoBA (Lu et al. 2025, arXiv:2502.13189): each block of queries keeps its o
 whose mean key scores highest with its mean query. Here one choice serves a block of queries, not one token,
 so that it is a block pattern like any other: once made, it is a `SparsePattern` and runs as one, exactly and
 sending no key that no query chose. The choice itself has no gradient, as in the paper; what was chosen has.
+A block's later queries have a say in which past blocks its earlier ones see: no key of the future is read, but
+the choice is not strictly causal.
 """
 
 from __future__ import annotations
