@@ -24,6 +24,8 @@ from torch import nn
 
 from elastic_ring import errors
 from elastic_ring.attention.kernels.table import BACKENDS
+from elastic_ring.attention.layers import LayerPatterns
+from elastic_ring.attention.spec import parse_pattern
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_together, digest
 from elastic_ring.data.order import Order
 from elastic_ring.data.source import SourceConfig, hold_out, open_source
@@ -69,6 +71,8 @@ class ElasticRingTrainer:
         optimizer: named local shards -> optimizer; AdamW from `optim` by default.
         initial: first values by parameter name; by default the module's own under the seed.
         units: the submodules that FSDP2 gathers one at a time; by default the largest ModuleList's items.
+        pattern: which keys each layer's attention keeps, as `LayerPatterns` or in the short form of
+            `attention.spec`, for example "sinks:64+window:512"; by default all (dense, causal).
 
     Raises: ValueError for any setting that cannot work, before anything is started.
     """
@@ -86,15 +90,22 @@ class ElasticRingTrainer:
         optimizer: OptimizerFactory | None = None,
         initial: Initial | None = None,
         units: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
+        pattern: LayerPatterns | str | None = None,
     ) -> None:
         step = step or StepConfig()
         self.scaling = scaling or ScalingConfig()
         self.run = run or RunConfig()
         self.task = TrainingTask(
-            model, data, step, optim or OptimConfig(total_steps=step.steps), loss, optimizer, initial, units
-        )
+            model, data, step, optim or OptimConfig(total_steps=step.steps), loss, optimizer, initial, units,
+            parse_pattern(pattern) if isinstance(pattern, str) else pattern,
+        )  # fmt: skip
         check_together(self.scaling, step, self.run.faults)
         check_kernel(step.kernel, self.scaling.device)
+        if pattern is not None and self.scaling.device != "cpu":
+            raise ValueError(
+                f"pattern={str(self.task.pattern)!r}: sparse patterns train on device='cpu' so far, not on "
+                f"{self.scaling.device!r}; leave pattern out for dense attention"
+            )
         if data.context_tokens != step.context_tokens:
             raise ValueError(
                 f"data.context_tokens={data.context_tokens} differs from step.context_tokens={step.context_tokens}: "
@@ -155,7 +166,9 @@ class ElasticRingTrainer:
         task = self.task
         faults = [str(fault) for fault in self.run.faults]
         code = [described(part) for part in (task.model, task.loss, task.optimizer, task.initial, task.units)]
-        return digest(self.scaling, task.step, task.optim, described(task.data), faults, code)
+        # Only a run that has a pattern names one: runs without keep the digest they had.
+        pattern = [] if task.pattern is None else [task.pattern.identity]
+        return digest(self.scaling, task.step, task.optim, described(task.data), faults, code, *pattern)
 
     def _ended_meanwhile(self) -> Result:
         done = self._finished()
@@ -199,7 +212,8 @@ class ElasticRingTrainer:
         settings = {"scaling": self.scaling, "step": self.task.step, "optim": self.task.optim, "data": self.task.data,
                     "run": self.run}  # fmt: skip
         shown = {name: json.loads(json.dumps(vars(value), default=str)) for name, value in settings.items()}
-        write_json(self.run.folder / CONFIG_NAME, {"digest": self._digest, **shown})
+        pattern = {} if self.task.pattern is None else {"pattern": str(self.task.pattern)}
+        write_json(self.run.folder / CONFIG_NAME, {"digest": self._digest, **shown, **pattern})
 
     # ------------------------------------------------------------ following
 

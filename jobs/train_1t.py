@@ -23,6 +23,8 @@ if __name__ == "__main__":  # run from a checkout, where jobs is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
+from elastic_ring.attention.layers import LayerPatterns
+from elastic_ring.attention.spec import read_pattern
 from elastic_ring.data.source import SourceConfig, StdlibText, TextFiles, TokenShards
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.faults import parse_faults
@@ -85,6 +87,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--faults", help="a schedule of planned faults, or none; kill@step=21,phase=backward,rank=3")
     parser.add_argument("--data", help="text files (path, directory or glob), or shards:URI; default: Python's library")
     parser.add_argument("--layout", choices=["zigzag", "contiguous"])
+    parser.add_argument(
+        "--pattern", help="which keys attention keeps: a JSON file, or sinks:64+window:512;dense@3; default: all"
+    )
     parser.add_argument("--cpus-per-worker", type=float)
     parser.add_argument("--kernel", help="pin one attention kernel instead of the best that passes its test")
     parser.add_argument("--plan", action="store_true", help="print what the run needs, and start nothing")
@@ -116,8 +121,21 @@ def build(args: argparse.Namespace) -> ElasticRingTrainer:
     logging.info("%s parameters, mesh %s, %d spare(s)", f"{num_parameters(model):,}", scaling.mesh, scaling.spares)
     return ElasticRingTrainer(
         partial(Transformer, model), _data(args.data, step.context_tokens), step=step, optim=optim, scaling=scaling,
-        run=run, initial=Initialiser(step.seed, model.num_layers),
+        run=run, initial=Initialiser(step.seed, model.num_layers), pattern=_pattern(args.pattern, model, step),
     )  # fmt: skip
+
+
+def _pattern(text: str | None, model: ModelConfig, step: StepConfig) -> LayerPatterns | None:
+    if text is None:
+        return None
+    try:
+        pattern = read_pattern(text)
+        pattern.check(model.num_layers, model.num_heads, model.num_kv_heads)
+    except ValueError as error:
+        raise ValueError(f"--pattern: {error}") from error
+    density = pattern.density(step.context_tokens, model.num_layers, model.num_heads, model.num_kv_heads)
+    logging.info("attention: %s; density %.3f of a document of %d tokens", pattern, density, step.context_tokens)
+    return pattern
 
 
 def _data(text: str | None, context_tokens: int) -> SourceConfig:

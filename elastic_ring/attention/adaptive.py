@@ -4,6 +4,8 @@ After MoBA (Lu et al. 2025, arXiv:2502.13189): each block of queries keeps its o
 whose mean key scores highest with its mean query. Here one choice serves a block of queries, not one token,
 so that it is a block pattern like any other: once made, it is a `SparsePattern` and runs as one, exactly and
 sending no key that no query chose. The choice itself has no gradient, as in the paper; what was chosen has.
+A block's later queries have a say in which past blocks its earlier ones see: no key of the future is read, but
+the choice is not strictly causal.
 """
 
 from __future__ import annotations
@@ -74,13 +76,13 @@ def choose_blocks(mean_q: torch.Tensor, mean_k: torch.Tensor, rows: list[int], t
     `mean_q` (n, H, D) and `mean_k` (n, Hkv, D). Among equal scores the earlier block wins.
     """
     sharing = mean_q.size(1) // mean_k.size(1)
-    own = torch.tensor(rows, dtype=torch.int64)
+    own = torch.tensor(rows, dtype=torch.int64, device=mean_q.device)
     scores = torch.einsum("ihd,jhd->hij", mean_q[own], mean_k.repeat_interleave(sharing, dim=1))
-    past = torch.arange(mean_k.size(0))[None, :] < own[:, None]
+    past = torch.arange(mean_k.size(0), device=mean_q.device)[None, :] < own[:, None]
     scores = scores.masked_fill(~past, -math.inf)
     best = scores.argsort(dim=-1, descending=True, stable=True)[..., : top_k - 1]
-    chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter_(-1, best, True) & past
-    chosen[:, torch.arange(len(rows)), own] = True
+    chosen = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device).scatter_(-1, best, True) & past
+    chosen[:, torch.arange(len(rows), device=own.device), own] = True
     return chosen
 
 

@@ -7,7 +7,7 @@ promises. Process groups are passed in: none is made, found by environment or to
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,15 +26,18 @@ from elastic_ring.errors import RunFailed
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
+Observer = Callable[[Direction, int, int], None]
+"""Called as observer(direction, call_index, hop) just before a hop's tiles run."""
+
 
 class SparseRingAttention:
     """Exact attention under `schedule.pattern` over a sequence whose slices lie on the ranks of a ring.
 
     `group` is a process group of exactly the ring's ranks in cp_rank order, or None for cp = 1; every rank
     makes the same calls in the same order. `ahead` hops are posted before their kernels run (1 overlaps hop
-    by hop; cp - 1 posts all at once); `first_call_index` is the first call's place among those of the group.
-    A query that sees nothing gives 0. All results are added up in a fixed
-    order, so equal calls give equal bits. On the CPU only.
+    by hop; cp - 1 posts all at once); `first_call_index` is the first call's place among those of the group;
+    `observer` sees every hop. A query that sees nothing gives 0. All results are added up in a fixed order, so
+    equal calls give equal bits. On the CPU only.
 
     Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
     the buffers which the group may still write to are kept until this object is dropped.
@@ -49,6 +52,7 @@ class SparseRingAttention:
         ahead: int = 1,
         ledger: HopLedger | None = None,
         first_call_index: int = 0,
+        observer: Observer | None = None,
     ) -> None:
         _check_group(schedule, cp_rank, group)
         if ahead < 1:
@@ -58,6 +62,7 @@ class SparseRingAttention:
         self.ledger = HopLedger() if ledger is None else ledger
         self._group = group
         self._ahead = ahead
+        self._observer = observer
         self._next_call_index = first_call_index
         self._abandoned: list[torch.Tensor] = []
 
@@ -100,6 +105,7 @@ class SparseRingAttention:
             for index, own in enumerate(tiles(self.schedule, self.cp_rank)):
                 keys = self._keys(exchange, index, k, v)
                 exchange.post_keys(index, k, v)
+                self._observe("forward", call_index, index)
                 for tile in own:
                     rows, tile_q, tile_k, tile_v = _gather(tile, q, keys)
                     part, part_lse = masked_cpu.forward(
@@ -123,6 +129,7 @@ class SparseRingAttention:
             for index, own in enumerate(tiles(self.schedule, self.cp_rank)):
                 keys = self._keys(exchange, index, k, v)
                 exchange.post_keys(index, k, v)
+                self._observe("backward", call_index, index)
                 fetch = self.schedule.hops[self.cp_rank][index].fetch
                 if index > 0:
                     exchange.expect_partials(index, k)
@@ -186,6 +193,10 @@ class SparseRingAttention:
                 rows = as_index(ranges)
                 for total, part in zip((dk, dv), parts, strict=True):
                     _put(total, rows, group.kv_heads, _heads(total[:, rows], group.kv_heads) + part)
+
+    def _observe(self, direction: Direction, call_index: int, hop: int) -> None:
+        if self._observer is not None:
+            self._observer(direction, call_index, hop)
 
     @contextmanager
     def _exchange(self, direction: Direction, call_index: int) -> Iterator[SparseExchange]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from elastic_ring.attention.layers import of_layer
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.loss import chunked_cross_entropy
 
@@ -169,8 +170,8 @@ class Transformer(nn.Module):
         """
         x = self.embedding(tokens)
         rotation = Rotation.at(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
-        for block in self.blocks:
-            x = block(x, rotation, attention)
+        for index, block in enumerate(self.blocks):
+            x = block(x, rotation, of_layer(attention, index))
         x = self.final_norm(x)
         if targets is None:
             logits: Tensor = self.head(x)

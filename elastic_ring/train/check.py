@@ -12,14 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.schedule import plan
 from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.train.task import Batch, TrainingTask
-from elastic_ring.train.transaction import batch_of
+from elastic_ring.train.transaction import attention_of, batch_of
 
 TOKENS_PER_RANK = 24
 TOLERANCE = {"float32": 5e-3, "bfloat16": 0.3}
@@ -105,11 +102,7 @@ def _batch(task: TrainingTask, model: nn.Module, sample: Sample, wires: Any, cp:
     cp_rank = wires.mesh.seat(wires.global_rank).cp_rank if cp > 1 else 0
     layout = make_layout(task.step.layout, len(sample.tokens) - 1, cp)
     piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
-    schedule = plan(Pattern(causal=True, document_starts=piece.document_starts), layout)
-    attention = RingAttention(
-        schedule, cp_rank, wires.ring if cp > 1 else None, backend=task.step.kernel or None,
-        deterministic=task.step.deterministic,
-    )  # fmt: skip
+    attention = attention_of(task, piece, layout, cp_rank, wires.ring if cp > 1 else None)
     return batch_of(piece, attention, next(model.parameters()).device)
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.config import StepConfig
 from elastic_ring.data.source import SourceConfig
 from elastic_ring.model.loss import language_model_loss
@@ -22,7 +23,8 @@ class Batch:
     """One sequence's slice on one rank. tokens, targets, positions, document_ids: (1, S_local).
 
     A target of -100 counts for nothing. `positions` are indices in the global sequence. `attention` is the
-    ring's: a model that calls plain scaled-dot-product attention would see its own slice only.
+    ring's: a model that calls plain scaled-dot-product attention would see its own slice only. Where layers
+    follow different patterns, layer i calls `attention.layers.of_layer(attention, i)`.
     """
 
     tokens: Tensor
@@ -49,6 +51,7 @@ class TrainingTask:
     `model()` builds the module; it may be built on the meta device. `initial=None` takes the module's own
     initialisation under the run's seed, which holds the whole model in memory once per rank. `units` names
     the submodules that FSDP2 gathers one at a time; by default the items of the largest `ModuleList`.
+    `pattern` None is dense causal attention.
     """
 
     model: Callable[[], nn.Module]
@@ -59,3 +62,4 @@ class TrainingTask:
     optimizer: OptimizerFactory | None = None
     initial: Initial | None = None
     units: Callable[[nn.Module], Sequence[nn.Module]] | None = None
+    pattern: LayerPatterns | None = None

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_ring.attention.exchange import HopBuffers
+from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layout import Layout, make_layout
 from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.ring import Observer, RingAttention
 from elastic_ring.attention.schedule import plan
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import Loader, Slice, consumed_digest
@@ -324,22 +325,18 @@ class Transaction:
     def layout(self) -> Layout:
         return make_layout(self.task.step.layout, self.task.step.context_tokens, self._mesh.cp)
 
-    def _attention(self, piece: Slice, step: int) -> RingAttention:
-        schedule = plan(Pattern(causal=True, document_starts=piece.document_starts), self.layout)
+    def _attention(self, piece: Slice, step: int) -> RingAttention | PatternedAttention:
         group = self._wires.ring if self._wires is not None and self._mesh.cp > 1 else None
 
         def observe(direction: str, call_index: int, hop: int) -> None:
             # A forward hop inside backward is activation checkpointing's recomputation.
             self._watch(direction, step, hop if call_index == 0 or direction == "backward" else None)
 
-        step_config = self.task.step
-        return RingAttention(
-            schedule, self._seat.cp_rank, group, backend=step_config.kernel or None,
-            deterministic=step_config.deterministic, cache_dir=self._kernel_cache, observer=observe,
-            buffers=self._buffers,
-        )  # fmt: skip
+        return attention_of(
+            self.task, piece, self.layout, self._seat.cp_rank, group, observe, self._kernel_cache, self._buffers
+        )
 
-    def _batch(self, piece: Slice, attention: RingAttention) -> Batch:
+    def _batch(self, piece: Slice, attention: RingAttention | PatternedAttention) -> Batch:
         return batch_of(piece, attention, self.device)
 
     def _clear_gradients(self) -> None:
@@ -369,7 +366,23 @@ def sequence_seed(seed: int, step: int, sample_id: int, cp_rank: int) -> int:
     return int.from_bytes(hashlib.sha256(key).digest()[:7], "little")
 
 
-def batch_of(piece: Slice, attention: RingAttention, device: torch.device) -> Batch:
+def attention_of(
+    task: TrainingTask, piece: Slice, layout: Layout, cp_rank: int, group: Any, observer: Observer | None = None,
+    kernel_cache: Path | None = None, buffers: HopBuffers | None = None,
+) -> RingAttention | PatternedAttention:
+    """The attention of one sequence: dense, by the task's kernel, or as its pattern says."""
+    if task.pattern is not None:
+        return PatternedAttention(
+            task.pattern, layout, cp_rank, group, document_starts=piece.document_starts, observer=observer
+        )
+    schedule = plan(Pattern(causal=True, document_starts=piece.document_starts), layout)
+    return RingAttention(
+        schedule, cp_rank, group, backend=task.step.kernel or None, deterministic=task.step.deterministic,
+        cache_dir=kernel_cache, observer=observer, buffers=buffers,
+    )  # fmt: skip
+
+
+def batch_of(piece: Slice, attention: RingAttention | PatternedAttention, device: torch.device) -> Batch:
     """What the user's loss gets, on the device that computes."""
     here = piece.to(device)
     return Batch(here.tokens, here.targets, here.positions, here.document_ids, attention)

@@ -1,0 +1,83 @@
+"""Three views of the past, mixed by learned gates: compressed blocks, selected blocks, and a window.
+
+After native sparse attention (Yuan et al. 2025, arXiv:2502.11089). Simpler than the paper in two places: blocks
+are compressed by their mean, not by a small network, and one selection serves a block of queries, not a token,
+so that it is a block pattern like any other. Each view has its own softmax; the gates mix their outputs. One
+process holds the whole sequence: there are no hops in here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from elastic_ring.attention.adaptive import choose_blocks
+from elastic_ring.attention.checks import check_tensors
+from elastic_ring.attention.rules import require
+
+NUM_VIEWS = 3
+
+
+class GatedSparseAttention(nn.Module):
+    """Attention of `num_heads` query heads with one gate for each head and view, read from the layer's input.
+
+    `block` tokens make a block; each block of queries sees its own and the `top_k` - 1 past blocks that score
+    highest; `window` tokens are seen beside. Gates start even, so that every view gets gradients at once.
+    Raises `ValueError` for numbers below 1.
+    """
+
+    def __init__(self, width: int, num_heads: int, *, block: int, top_k: int, window: int) -> None:
+        super().__init__()
+        require("block", block, 1, "128 suits the kernels")
+        require("top_k", top_k, 1, "1 keeps only the own block")
+        require("window", window, 1, "a window holds at least the query's own token")
+        self.num_heads, self.block, self.top_k, self.window = num_heads, block, top_k, window
+        self.gates = nn.Linear(width, num_heads * NUM_VIEWS)
+        nn.init.zeros_(self.gates.weight)
+        nn.init.zeros_(self.gates.bias)
+
+    def forward(self, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """x (B, S, width), q (B, S, H, D), k and v (B, S, Hkv, D) to out (B, S, H, D). S is a multiple of `block`."""
+        check_tensors(q, k, v)
+        if q.size(1) % self.block:
+            raise ValueError(f"S={q.size(1)}: not a multiple of block={self.block}; pad the sequence")
+        shares = torch.sigmoid(self.gates(x)).unflatten(-1, (self.num_heads, NUM_VIEWS)).unbind(-1)
+        chosen, near = (self._masked(q, k, v, mask) for mask in (self.selected(q, k), self._near(q)))
+        views = (self._compressed(q, k, v), chosen, near)
+        out = torch.zeros_like(q)
+        for share, view in zip(shares, views, strict=True):
+            out = out + share.unsqueeze(-1) * view
+        return out
+
+    def selected(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """Bool (B, H, S, S): the pairs of the chosen blocks. The choice has no gradient; what is chosen has."""
+        mean_q, mean_k = (x.detach().unflatten(1, (-1, self.block)).mean(2) for x in (q, k))
+        rows = list(range(mean_q.size(1)))
+        chosen = torch.stack([choose_blocks(a, b, rows, self.top_k) for a, b in zip(mean_q, mean_k, strict=True)])
+        wide = chosen.repeat_interleave(self.block, 2).repeat_interleave(self.block, 3)
+        return wide & _causal(q)
+
+    def _compressed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Over the means of the blocks that ended before the query's own began; a query of the first block gets 0."""
+        mean_k, mean_v = (x.unflatten(1, (-1, self.block)).mean(2) for x in (k, v))
+        num_blocks = mean_k.size(1)
+        own = torch.arange(q.size(1), device=q.device) // self.block
+        past = torch.arange(num_blocks, device=q.device)[None, :] < own[:, None]
+        return self._masked(q, mean_k, mean_v, past)
+
+    def _near(self, q: torch.Tensor) -> torch.Tensor:
+        return _causal(q) & _causal(q).triu(1 - self.window)
+
+    def _masked(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        blind = ~mask.any(-1, keepdim=True)
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask & ~blind, -math.inf)
+        q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q_, k_, v_, attn_mask=bias, enable_gqa=q.size(2) != k.size(2))
+        return out.masked_fill(blind, 0.0).transpose(1, 2)
+
+
+def _causal(q: torch.Tensor) -> torch.Tensor:
+    return torch.ones(q.size(1), q.size(1), dtype=torch.bool, device=q.device).tril()

@@ -1,0 +1,210 @@
+"""Which layer follows which pattern, and the attention that a model's layers call over one ring.
+
+`LayerPatterns` is plain data: it knows nothing of rings, lengths or documents, so a resized ring keeps its
+meaning. `PatternedAttention` serves one sequence: it gives each layer the ring of its pattern. Text forms of
+patterns belong in `spec`; kernels, hops and planning are the rings' own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger
+from elastic_ring.attention.layout import Layout
+from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.ring import Observer, RingAttention
+from elastic_ring.attention.rules import Dense, Rule
+from elastic_ring.attention.schedule import plan
+from elastic_ring.attention.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern
+from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.sparse_schedule import plan_sparse
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """The layers `layers` (None: all that no other group names) and the rules of their heads.
+
+    One rule serves all heads; otherwise there is one for each query head, or, `dealt`, K/V head i and its
+    query heads follow `rules[i % len(rules)]`.
+    """
+
+    rules: tuple[Rule, ...]
+    layers: tuple[int, ...] | None = None
+    dealt: bool = False
+
+    def heads(self, num_heads: int, num_kv_heads: int) -> tuple[Rule, ...]:
+        """The rule of each query head, or one for all. Raises `ValueError` when their number does not fit."""
+        if len(set(self.rules)) == 1:
+            return self.rules[:1]
+        if self.dealt:
+            sharing = num_heads // num_kv_heads
+            return tuple(self.rules[head // sharing % len(self.rules)] for head in range(num_heads))
+        return SparsePattern(self.rules).rules(num_heads)
+
+
+@dataclass(frozen=True)
+class LayerPatterns:
+    """The pattern of every layer. Raises `ValueError` for a layer named twice, or two groups for the rest."""
+
+    groups: tuple[LayerGroup, ...]
+    block: int = DEFAULT_BLOCK_TOKENS
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ValueError("groups=(): a pattern needs rules for at least one group of layers")
+        if sum(group.layers is None for group in self.groups) > 1:
+            raise ValueError("two groups of rules for all other layers: name the layers of all groups but one")
+        named = [layer for group in self.groups for layer in group.layers or ()]
+        for layer in named:
+            if layer < 0 or named.count(layer) > 1:
+                raise ValueError(f"layer {layer}: name each layer once, counted from 0")
+        for group in self.groups:
+            SparsePattern(group.rules, self.block)
+
+    @property
+    def same_everywhere(self) -> bool:
+        """Whether all layers follow the same rules, so that nobody need say which layer calls."""
+        return len(self.groups) == 1 and self.groups[0].layers is None
+
+    def of_layer(self, layer: int) -> LayerGroup:
+        """Raises `ValueError` for a layer that no group covers."""
+        rest = None
+        for group in self.groups:
+            if group.layers is None:
+                rest = group
+            elif layer in group.layers:
+                return group
+        if rest is None:
+            raise ValueError(f"layer {layer}: the pattern has no rules for it; add a group without layers for the rest")
+        return rest
+
+    def check(self, num_layers: int, num_heads: int, num_kv_heads: int) -> None:
+        """Raises `ValueError` unless the pattern fits a model of these numbers."""
+        for layer in range(num_layers):
+            self.of_layer(layer).heads(num_heads, num_kv_heads)
+        beyond = [layer for group in self.groups for layer in group.layers or () if layer >= num_layers]
+        if beyond:
+            raise ValueError(f"layer {beyond[0]}: the model has layers 0 to {num_layers - 1}; name one of these")
+
+    def density(self, seq_len: int, num_layers: int, num_heads: int, num_kv_heads: int) -> float:
+        """The kept share of the causal triangle of one document of `seq_len` tokens, the mean over layers."""
+        heads = [self.of_layer(layer).heads(num_heads, num_kv_heads) for layer in range(num_layers)]
+        return sum(SparsePattern(rules, self.block).density(seq_len) for rules in heads) / num_layers
+
+    @property
+    def identity(self) -> str:
+        """What it keeps, as text: equal in every process for equal patterns, functions by their name in the code."""
+        return _identity(self)
+
+    def __str__(self) -> str:
+        parts = []
+        for group in self.groups:
+            where = "" if self.same_everywhere else f"layers {_spelled(group.layers)}: "
+            parts.append(where + str(SparsePattern(group.rules, self.block)))
+        return "; ".join(parts)
+
+
+class PatternedAttention:
+    """Causal attention of a model whose layers follow `patterns`, over the ranks of a ring, for one sequence.
+
+    `layer(i)` is layer i's callable; where all layers follow the same rules the object itself will do. Layers
+    without a sparse rule run on the dense ring and its kernels. `group` is a process group of exactly the
+    ring's ranks in cp_rank order, or None for cp = 1; every rank makes the same calls in the same order.
+    `observer` sees every hop with the number of its call, counted over all layers.
+    """
+
+    def __init__(
+        self,
+        patterns: LayerPatterns,
+        layout: Layout,
+        cp_rank: int,
+        group: Group | None,
+        *,
+        document_starts: Sequence[int] = (0,),
+        observer: Observer | None = None,
+        ledger: HopLedger | None = None,
+    ) -> None:
+        self.patterns, self.layout, self.cp_rank = patterns, layout, cp_rank
+        self.ledger = HopLedger() if ledger is None else ledger
+        self._group = group
+        self._document_starts = tuple(int(start) for start in document_starts)
+        self._observer = observer
+        self._buffers = HopBuffers()
+        self._num_calls = 0
+        self._rings: list[object] = []  # a call that raised leaves buffers with its ring
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D).
+
+        Raises `ValueError` where layers differ: it cannot know which one calls.
+        """
+        if not self.patterns.same_everywhere:
+            raise ValueError(
+                "the layers follow different patterns, and attention(q, k, v) does not say which layer calls: use"
+                " attention.layer(i)(q, k, v), or `of_layer(attention, i)` where the attention may be a dense one"
+            )
+        return self._attend(0, q, k, v)
+
+    def layer(self, index: int) -> Attention:
+        """What layer `index` calls. Raises `ValueError` for one that the pattern does not cover."""
+        self.patterns.of_layer(index)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return self._attend(index, q, k, v)
+
+        return attend
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rules = self.patterns.of_layer(layer).heads(q.size(2), k.size(2))
+        number = self._num_calls
+        self._num_calls += 1
+        ring: RingAttention | SparseRingAttention
+        if set(rules) == {Dense()}:
+            dense = plan(Pattern(True, self._document_starts), self.layout)
+            ring = RingAttention(
+                dense, self.cp_rank, self._group, ledger=self.ledger, buffers=self._buffers,
+                observer=_numbered(self._observer, number),
+            )  # fmt: skip
+        else:
+            pattern = SparsePattern(rules, self.patterns.block, self._document_starts)
+            ring = SparseRingAttention(
+                plan_sparse(pattern, self.layout, q.size(2), k.size(2)), self.cp_rank, self._group,
+                ledger=self.ledger, first_call_index=number, observer=self._observer,
+            )  # fmt: skip
+        self._rings.append(ring)
+        return ring(q, k, v)
+
+
+def of_layer(attention: Any, index: int) -> Attention:
+    """What layer `index` of a model calls: for a dense attention itself, since there all layers are alike."""
+    chosen: Attention = attention.layer(index) if isinstance(attention, PatternedAttention) else attention
+    return chosen
+
+
+def _numbered(observer: Observer | None, number: int) -> Observer | None:
+    """The ring of one call counts from 0; its observer hears the call's number in the sequence."""
+    if observer is None:
+        return None
+    return lambda direction, call_index, hop: observer(direction, number, hop)
+
+
+def _identity(value: object) -> str:
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_identity, value)) + ")"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = ", ".join(f"{f.name}={_identity(getattr(value, f.name))}" for f in dataclasses.fields(value))
+        return f"{type(value).__qualname__}({fields})"
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return repr(value)
+
+
+def _spelled(layers: tuple[int, ...] | None) -> str:
+    return "others" if layers is None else ",".join(map(str, layers))

@@ -1,0 +1,202 @@
+"""Patterns as text: the short form of a command line, and the JSON that a file holds. Text in, `LayerPatterns` out.
+
+    window:512                               all layers
+    sinks:64+window:512                      what either keeps
+    longnet:512/1,2048/4,8192/16,unit=64     segments with their rates, heads shifted as in the paper
+    window:512;dense@3                       layer 3 dense, the others a window; @0,2-5 names several
+
+A file is `{"block": 128, "groups": [{"layers": [3], "rule": "dense"}, {"heads": [{"count": 3, "rule":
+"window:512"}, {"count": 1, "rule": "dense"}]}]}`; `block` may be left out, and so may `layers` once, for the
+rest. Keys `about` and `measured` are for people and are not read. What rules mean is said in `rules` and
+`families`; no file is opened anywhere but in `read_pattern`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
+from itertools import product
+from operator import or_
+from pathlib import Path
+from typing import Any
+
+from elastic_ring.attention.families import BigBird, Dilated, Hierarchical, Profile
+from elastic_ring.attention.layers import LayerGroup, LayerPatterns
+from elastic_ring.attention.rules import Dense, Rule, Sinks, Strided, Window
+from elastic_ring.attention.sparse import DEFAULT_BLOCK_TOKENS
+
+_UNIT = {"unit": 128}
+# Name -> its numbers in order, with their defaults (None: must be given), and what they make.
+_FAMILIES: dict[str, tuple[dict[str, int | None], Callable[..., Rule]]] = {
+    "dense": ({}, Dense),
+    "window": ({"tokens": None}, Window),
+    "sinks": ({"tokens": None}, Sinks),
+    "strided": ({"every": None, "local": 1, **_UNIT}, Strided),
+    "bigbird": ({"window": 3, "globals": 1, "randoms": 3, "seed": 0, **_UNIT}, BigBird),
+    "random": (
+        {"blocks": None, "seed": 0, **_UNIT},
+        lambda blocks, seed, unit: BigBird(1, 0, blocks, seed, unit),
+    ),
+    "hierarchical": ({"base": 4, **_UNIT}, Hierarchical),
+}
+_LISTED = ("longnet", "profile")
+"""Families whose arguments are a list of their own."""
+
+
+def read_pattern(text_or_path: str) -> LayerPatterns:
+    """The pattern of a short form or of a JSON file. Raises `ValueError` for anything else."""
+    path = Path(text_or_path)
+    if text_or_path.endswith(".json") or path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"pattern {text_or_path!r}: the file cannot be read: {error}") from error
+        try:
+            return parse_pattern(text)
+        except ValueError as error:
+            raise ValueError(f"pattern file {text_or_path}: {error}") from error
+    return parse_pattern(text_or_path)
+
+
+def parse_pattern(text: str) -> LayerPatterns:
+    """The pattern of a short form, or of JSON text. Raises `ValueError` that names the part and a way out."""
+    if text.lstrip().startswith(("{", "[")):
+        return _from_json(text)
+    groups = []
+    for part in text.split(";"):
+        rule, at, layers = part.strip().partition("@")
+        rules, dealt = _rules(rule, text)
+        groups.append(LayerGroup(rules, _layers(layers, text) if at else None, dealt))
+    return LayerPatterns(tuple(groups))
+
+
+def _rules(text: str, whole: str) -> tuple[tuple[Rule, ...], bool]:
+    """The rules of one group, and whether they are dealt to the K/V heads in turn: those of a longnet are."""
+    terms = [_term(term.strip(), whole) for term in text.split("+")]
+    rules = tuple(reduce(or_, chosen) for chosen in product(*terms))
+    return rules, len(rules) > 1
+
+
+def _term(text: str, whole: str) -> tuple[Rule, ...]:
+    name, _, rest = text.partition(":")
+    words = [word.strip() for word in rest.split(",")] if rest else []
+    if name in _LISTED:
+        return _listed(name, words, whole)
+    if name not in _FAMILIES:
+        known = ", ".join((*_FAMILIES, *_LISTED))
+        raise ValueError(f"pattern {whole!r}: {name or text!r} is no family; choose one of {known}")
+    defaults, make = _FAMILIES[name]
+    values = dict(defaults)
+    for place, word in enumerate(words):
+        key, given, value = word.rpartition("=")
+        key = key.strip() if given else (list(defaults)[place] if place < len(defaults) else "")
+        if key not in defaults:
+            takes = ", ".join(defaults) or "nothing"
+            raise ValueError(f"pattern {whole!r}: {name} takes {takes}; {word!r} is none of these")
+        values[key] = _number(value, name, whole)
+    missing = [key for key, value in values.items() if value is None]
+    if missing:
+        raise ValueError(f"pattern {whole!r}: {name} needs {', '.join(missing)}, for example {name}:{_EXAMPLES[name]}")
+    return (_made(lambda: make(*values.values()), whole),)
+
+
+_EXAMPLES = {"window": "512", "sinks": "64", "strided": "16,2", "random": "4"}
+
+
+def _listed(name: str, words: list[str], whole: str) -> tuple[Rule, ...]:
+    unit = 128 if name == "profile" else 1
+    pairs: list[tuple[int, ...]] = []
+    for word in words:
+        key, given, value = word.rpartition("=")
+        if given:
+            if key.strip() != "unit":
+                raise ValueError(f"pattern {whole!r}: {name} takes a list and unit; {word!r} is neither")
+            unit = _number(value, name, whole)
+        else:
+            pairs.append(tuple(_number(number, name, whole) for number in word.split("/")))
+    if name == "profile":
+        return (_made(lambda: Profile(tuple(n for pair in pairs for n in pair), unit), whole),)
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"pattern {whole!r}: longnet takes segment/rate pairs, for example longnet:512/1,2048/4")
+    segments, rates = zip(*pairs, strict=True)
+    return tuple(_made(partial(Dilated, segments, rates, at, unit), whole) for at in range(max(1, *rates)))
+
+
+def _made(make: Callable[[], Rule], whole: str) -> Rule:
+    try:
+        return make()
+    except ValueError as error:
+        raise ValueError(f"pattern {whole!r}: {error}") from error
+
+
+def _number(text: str, name: str, whole: str) -> int:
+    if not re.fullmatch(r"\s*\d+\s*", text):
+        raise ValueError(f"pattern {whole!r}: {name} takes whole numbers, not {text.strip()!r}")
+    return int(text)
+
+
+def _layers(text: str, whole: str) -> tuple[int, ...]:
+    """`0,2-5` as numbers."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f"pattern {whole!r}: layers after @ are numbers and ranges such as 0,2-5, not {part!r}")
+        found.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(found)
+
+
+# ------------------------------------------------------------ the file
+
+
+def _from_json(text: str) -> LayerPatterns:
+    try:
+        loaded: Any = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(loaded, dict) or not isinstance(loaded.get("groups"), list):
+        raise ValueError('give an object with "groups", a list of {"layers": [...], "rule": "window:512"}')
+    _only(loaded, {"block", "groups", "about", "measured"}, "the pattern")
+    block = loaded.get("block", DEFAULT_BLOCK_TOKENS)
+    if not isinstance(block, int) or isinstance(block, bool):
+        raise ValueError(f"block={block!r}: a whole number of tokens; 128 suits the kernels")
+    return LayerPatterns(tuple(_group(entry) for entry in loaded["groups"]), block)
+
+
+def _group(entry: Any) -> LayerGroup:
+    if not isinstance(entry, dict) or ("rule" in entry) == ("heads" in entry):
+        raise ValueError(f"group {entry!r}: give an object with either a rule or heads")
+    _only(entry, {"layers", "rule", "heads"}, "a group")
+    layers = entry.get("layers")
+    if layers is not None:
+        if not isinstance(layers, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in layers):
+            raise ValueError(f"layers={layers!r}: a list of numbers counted from 0, or leave it out for the rest")
+        layers = tuple(layers)
+    if "rule" in entry:
+        rules, dealt = _rules(str(entry["rule"]), str(entry["rule"]))
+        return LayerGroup(rules, layers, dealt)
+    return LayerGroup(_mixed(entry["heads"]), layers)
+
+
+def _mixed(heads: Any) -> tuple[Rule, ...]:
+    if not isinstance(heads, list) or not all(isinstance(part, dict) and "rule" in part for part in heads):
+        raise ValueError(f'heads={heads!r}: a list of {{"count": 3, "rule": "window:512"}}')
+    found: list[Rule] = []
+    for part in heads:
+        _only(part, {"count", "rule"}, "an entry of heads")
+        count = part.get("count", 1)
+        rules, dealt = _rules(str(part["rule"]), str(part["rule"]))
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"count={count!r}: how many query heads follow the rule, at least 1")
+        if dealt:
+            raise ValueError(f"rule {part['rule']!r}: longnet shifts its heads itself; give it as the group's rule")
+        found.extend(rules * count)
+    return tuple(found)
+
+
+def _only(entry: Mapping[str, Any], known: set[str], what: str) -> None:
+    unknown = sorted(set(entry) - known)
+    if unknown:
+        raise ValueError(f"{what} has an unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")

@@ -1,0 +1,158 @@
+"""Training with a pattern: right, the same on every ring, and the same bits after a step that broke off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elastic_ring import ElasticRingTrainer, ScalingConfig
+from elastic_ring.attention.layers import of_layer
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.spec import parse_pattern
+from elastic_ring.data.loader import slice_sample
+from elastic_ring.mesh import Mesh
+from elastic_ring.train.task import Batch, TrainingTask
+from tests.unit import tiny_task
+from tests.unit.crew import Crew, crew
+from tests.unit.tiny_task import (
+    CONTEXT,
+    STEP,
+    abort_until_parked,
+    begin,
+    break_off,
+    facts,
+    make_task,
+    plain_training,
+    plan_break,
+    rebuild,
+    run_steps,
+)  # fmt: skip
+
+NUM_STEPS = 3
+MIXED = (
+    '{"block": 4, "groups": [{"layers": [0], "rule": "sinks:2+window:5"},'
+    ' {"heads": [{"rule": "random:1,unit=4"}, {"rule": "window:3"}]}]}'
+)
+"""Layer 0 of the tiny model one way, layer 1 another; its two heads apart."""
+
+
+def patterned(text: str = MIXED, **settings: Any) -> TrainingTask:
+    pattern = parse_pattern(text)
+    pattern.check(tiny_task.MODEL.num_layers, tiny_task.MODEL.num_heads, tiny_task.MODEL.num_kv_heads)
+    return make_task(pattern=pattern, **settings)
+
+
+@pytest.fixture(scope="module")
+def six() -> Iterator[Crew]:
+    with crew(6) as made:
+        yield made
+
+
+def losses_on(six: Crew, mesh: Mesh, task: TrainingTask) -> list[float]:
+    ranks = range(mesh.size)
+    six.all(begin, six.meeting(), mesh, task, ranks=ranks)
+    results = six.all(run_steps, NUM_STEPS, ranks=ranks)
+    assert all(result == results[0] for result in results)
+    return [float.fromhex(loss) for loss, _ in results[0]]
+
+
+def masked_batch(task: TrainingTask) -> Any:
+    """For `plain_training`: dense attention under the mask that the rules spell out pair by pair."""
+
+    def batch(sample: Any) -> Batch:
+        piece = slice_sample(sample, make_layout("contiguous", CONTEXT, 1), 0, sample_id=0, index_in_batch=0)
+        ids = piece.document_ids[0]
+        starts = torch.tensor([int((ids == i).nonzero()[0, 0]) for i in range(int(ids.max()) + 1)])
+        at = torch.arange(CONTEXT) - starts[ids]
+        causal = (ids[:, None] == ids[None, :]) & torch.ones(CONTEXT, CONTEXT, dtype=torch.bool).tril()
+        return Batch(piece.tokens, piece.targets, piece.positions, piece.document_ids, Masked(task, at, causal))
+
+    return batch
+
+
+class Masked:
+    """What each layer sees, from its rules and nothing else of the package."""
+
+    def __init__(self, task: TrainingTask, at: Tensor, causal: Tensor) -> None:
+        self.task, self.at, self.causal = task, at, causal
+
+    def layer(self, index: int) -> Any:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            assert self.task.pattern is not None
+            rules = self.task.pattern.of_layer(index).heads(q.size(2), k.size(2))
+            at = self.at.numpy()
+            seen = torch.stack([torch.from_numpy(rule.sees(at[:, None], at[None, :]).copy()) for rule in rules])
+            heads = [x.transpose(1, 2) for x in (q, k, v)]
+            out = F.scaled_dot_product_attention(*heads, attn_mask=seen & self.causal, enable_gqa=True)
+            return out.transpose(1, 2)
+
+        return attend
+
+
+def layer_of(attention: Any, index: int) -> Any:
+    return attention.layer(index) if isinstance(attention, Masked) else of_layer(attention, index)
+
+
+def test_training_with_a_pattern_is_masked_training_and_every_ring_gives_its_losses(
+    six: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cp 1, 2 and 3 and two rings, 26 tokens in two documents, layers and heads that differ."""
+    task = patterned()
+    dense, _ = plain_training(make_task(), NUM_STEPS)
+    monkeypatch.setattr(tiny_task, "dense_batch", masked_batch(task))
+    monkeypatch.setattr("elastic_ring.model.transformer.of_layer", layer_of)
+    wanted, _ = plain_training(task, NUM_STEPS)
+    for mesh in (Mesh(1, 1), Mesh(1, 2), Mesh(1, 3), Mesh(2, 3)):
+        assert losses_on(six, mesh, task) == pytest.approx(wanted, abs=1e-5), mesh
+    assert abs(dense[-1] - wanted[-1]) > 1e-4, "the pattern makes no difference: the test could not see one"
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_dense_pattern_gives_the_bits_of_no_pattern(six: Crew, layout: str) -> None:
+    step = replace(STEP, layout=layout)
+    mesh = Mesh(1, 2)
+    assert losses_on(six, mesh, patterned("dense", step=step)) == losses_on(six, mesh, make_task(step=step))
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "reduce"])
+def test_a_step_with_a_pattern_that_breaks_off_and_runs_again_gives_the_same_bits(six: Crew, phase: str) -> None:
+    """Rank 2 of two rings of two breaks off; all abort, meet again, and run the step once more."""
+    square, ranks = Mesh(2, 2), range(4)
+    six.all(begin, six.meeting(), square, patterned(), ranks=ranks)
+    six.all(run_steps, NUM_STEPS, ranks=ranks)
+    undisturbed = six.all(facts, ranks=ranks)
+    six.all(begin, six.meeting(), square, patterned(), ranks=ranks)
+    six.call(2, plan_break, phase, 1)
+    for rank in ranks:
+        six.start(rank, break_off, 2)
+    assert six.result(2) == "Broken"
+    assert all(six.now(rank, abort_until_parked) for rank in ranks)
+    assert {six.result(rank) for rank in (0, 1, 3)} == {"GroupAborted"}
+    six.all(rebuild, six.meeting(), square, ranks=ranks)
+    six.all(run_steps, NUM_STEPS - 1, ranks=ranks)
+    assert six.all(facts, ranks=ranks) == [{**fact, "gradient_cast": (1, 1)} for fact in undisturbed]
+
+
+def test_the_pattern_is_part_of_what_a_run_is(tmp_path: Any) -> None:
+    def digest(pattern: str | None) -> str:
+        task = make_task()
+        return ElasticRingTrainer(task.model, task.data, step=task.step, pattern=pattern)._digest
+
+    assert digest("window:8") == digest("window:8")
+    assert len({digest(None), digest("window:8"), digest("window:9"), digest("window:8;dense@0")}) == 4
+
+
+def test_the_trainer_refuses_a_wrong_pattern_before_anything_starts() -> None:
+    task = make_task()
+    with pytest.raises(ValueError, match="'windw' is no family"):
+        ElasticRingTrainer(task.model, task.data, step=task.step, pattern="windw:8")
+    with pytest.raises(ValueError, match="sparse patterns train on device='cpu' so far"):
+        ElasticRingTrainer(
+            task.model, task.data, step=task.step, pattern="window:8", scaling=ScalingConfig(device="cuda")
+        )

@@ -1,0 +1,75 @@
+"""The families that quality, speed and bytes are compared over: the same shape at any length, near one density.
+
+A family is a text that `attention.spec` reads, so that what was measured is what `--pattern` takes; content
+chooses `top_k` blocks instead. No training and no timing in here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_ring.attention.layers import LayerPatterns
+from elastic_ring.attention.spec import parse_pattern
+
+
+@dataclass(frozen=True)
+class Family:
+    """`text` for `parse_pattern`; or, with `top_k`, blocks of `block` tokens chosen by content, and with `window`
+    also a window and the means of all blocks, mixed by learned gates. `first_query` chooses by a block's first
+    query instead of the mean of all, which lets later tokens of the block have a say in what earlier ones see."""
+
+    name: str
+    text: str
+    block: int
+    top_k: int = 0
+    window: int = 0
+    first_query: bool = False
+
+    def pattern(self) -> LayerPatterns | None:
+        """None for content, whose pattern depends on the sequence."""
+        return None if self.top_k else LayerPatterns(parse_pattern(self.text).groups, self.block)
+
+    def density(self, seq_len: int, num_layers: int, num_heads: int) -> float:
+        """Of one document; for content, what `top_k` blocks come to, with gates what all three views come to."""
+        pattern = self.pattern()
+        if pattern is not None:
+            return pattern.density(seq_len, num_layers, num_heads, num_heads)
+        num_blocks, block = -(-seq_len // self.block), self.block
+        earlier = sum(min(self.top_k, row + 1) - 1 for row in range(num_blocks))
+        kept = earlier * block * block + num_blocks * block * (block + 1) // 2
+        if self.window:
+            kept += sum(min(self.window, row + 1) + row // block for row in range(seq_len))
+        return kept / (seq_len * (seq_len + 1) / 2)
+
+
+def families(seq_len: int, block: int) -> dict[str, Family]:
+    """One of each family for sequences of `seq_len` tokens, mostly at about a quarter of dense's pairs.
+
+    Raises `ValueError` where there are fewer than 16 blocks.
+    """
+    num_blocks = seq_len // block
+    if num_blocks < 16:
+        raise ValueError(f"seq_len={seq_len}, block={block}: give at least 16 blocks, by a smaller block")
+    window, unit = seq_len // 8, f"unit={block}"
+    near = f"sinks:{block // 4}+window:{window}"
+    texts = {
+        "dense": "dense",
+        "window": f"window:{window}",
+        "sinks + window": near,
+        "strided": f"strided:8,{num_blocks // 16},{unit}",
+        "longnet": f"longnet:{seq_len // 8}/1,{seq_len // 2}/4,{seq_len}/8",
+        "longnet + window": f"longnet:{seq_len // 2}/4,{seq_len}/8+window:{seq_len // 16}",
+        "bigbird": f"bigbird:{num_blocks // 16},1,{num_blocks // 16},{unit}",
+        "hierarchical": f"hierarchical:2,{unit}",
+        "random": f"random:{num_blocks // 8},{unit}",
+        "last layer dense": f"{near};dense@1",
+        # The dense head is one of those that begin by matching (see `model.Layer`): another would need far longer.
+        "1/4 dense + window": (
+            f'{{"groups": [{{"heads": [{{"rule": "dense"}}, {{"count": 3, "rule": "window:{window}"}}]}}]}}'
+        ),
+    }
+    found = {name: Family(name, text, block) for name, text in texts.items()}
+    found["content top-k"] = Family("content top-k", "", block, max(2, num_blocks // 8))
+    found["causal content"] = Family("causal content", "", block, max(2, num_blocks // 8), first_query=True)
+    found["gated"] = Family("gated", "", block, max(2, num_blocks // 16), window // 2)
+    return found

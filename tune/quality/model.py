@@ -1,0 +1,183 @@
+"""A decoder small enough to be trained in a minute, whose attention follows a pattern by mask.
+
+What is kept is decided by the package's own rules (and `choose_blocks` for content), so the meaning is the one
+that rings run; only the path is another: at these lengths a mask over dense attention is the quicker one, and
+it takes batches. Time and bytes of patterns are measured elsewhere, never with this.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elastic_ring.attention.adaptive import choose_blocks
+from elastic_ring.attention.blocks import visible
+from elastic_ring.attention.gated import GatedSparseAttention
+from elastic_ring.attention.layers import LayerPatterns
+from elastic_ring.attention.rules import Dense
+
+
+@dataclass(frozen=True)
+class SmallConfig:
+    """A decoder's sizes. `rope_theta` as usual."""
+
+    vocab_size: int
+    width: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    ffn_width: int = 128
+    rope_theta: float = 10_000.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.num_heads
+
+
+class Masks:
+    """What each head of a layer sees, as (H, S, S). `top_k` blocks are chosen by content instead; with `window`
+    the layers have gates and mask for themselves."""
+
+    def __init__(
+        self, pattern: LayerPatterns | None, seq_len: int, num_heads: int, *, top_k: int, block: int, window: int = 0,
+        first_query: bool = False,
+    ) -> None:  # fmt: skip
+        self.pattern, self.seq_len, self.num_heads = pattern, seq_len, num_heads
+        self.top_k, self.block, self.window = top_k, block, window
+        self.first_query = first_query
+        self._kept: dict[tuple[int, torch.device], Tensor | None] = {}
+
+    def of_layer(self, layer: int, device: torch.device) -> Tensor | None:
+        """Bool (H, S, S), or None for plain causal attention."""
+        if (layer, device) not in self._kept:
+            made = self._make(layer)
+            self._kept[layer, device] = None if made is None else made.to(device)
+        return self._kept[layer, device]
+
+    def _make(self, layer: int) -> Tensor | None:
+        if self.pattern is None:
+            return None
+        rules = self.pattern.of_layer(layer).heads(self.num_heads, self.num_heads)
+        if set(rules) == {Dense()}:
+            return None
+        at = np.arange(self.seq_len, dtype=np.int64)
+        seen = {rule: visible(rule, at, at) for rule in dict.fromkeys(rules)}
+        heads = rules * self.num_heads if len(rules) == 1 else rules
+        return torch.from_numpy(np.stack([seen[rule] for rule in heads]))
+
+    def by_content(self, q: Tensor, k: Tensor) -> Tensor:
+        """Bool (B, H, S, S): the blocks that `choose_blocks` picks for each sequence; q, k (B, S, H, D)."""
+        num_blocks = -(-self.seq_len // self.block)
+        mean_q, mean_k = (x.detach().unflatten(1, (num_blocks, self.block)).mean(2) for x in (q, k))
+        if self.first_query:
+            mean_q = q.detach()[:, :: self.block]
+        rows = list(range(num_blocks))
+        chosen = torch.stack([choose_blocks(a, b, rows, self.top_k) for a, b in zip(mean_q, mean_k, strict=True)])
+        wide = chosen.repeat_interleave(self.block, 2).repeat_interleave(self.block, 3)
+        return wide & torch.ones(self.seq_len, self.seq_len, dtype=torch.bool, device=q.device).tril()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """q, k, v (B, S, H, D) to out (B, S, H, D); a query that sees nothing gives 0, as in rings."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    blind = ~mask.any(-1)
+    bias = torch.zeros(mask.shape, device=q.device).masked_fill_(~mask, -math.inf)
+    if bool(blind.any()):
+        bias = bias.masked_fill(blind.unsqueeze(-1), 0.0)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias if bias.dim() == 4 else bias.unsqueeze(0))
+    if bool(blind.any()):
+        out = out.masked_fill(blind.unsqueeze(-1), 0.0)
+    return out.transpose(1, 2)
+
+
+class Layer(nn.Module):
+    """Attention and SwiGLU; queries, keys and values read a token and the one before it.
+
+    That shift (as in many small recurrent and convolutional mixers) and the start of half of the heads, whose
+    queries match keys of tokens that follow an equal one (after mimetic initialization, Trockman & Kolter 2023,
+    arXiv:2305.09828), are the same for every pattern. They spare a minute of training the long plateau before
+    looking back is discovered; what a pattern hides stays hidden.
+    """
+
+    def __init__(self, config: SmallConfig, gated: GatedSparseAttention | None) -> None:
+        super().__init__()
+        self.num_heads, self.gated = config.num_heads, gated
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(config.width), nn.RMSNorm(config.width)
+        self.qkv = nn.Linear(2 * config.width, 3 * config.width, bias=False)
+        self.output = nn.Linear(config.width, config.width, bias=False)
+        self.up = nn.Linear(config.width, 2 * config.ffn_width, bias=False)
+        self.down = nn.Linear(config.ffn_width, config.width, bias=False)
+        matched = config.num_heads // 2 * config.head_dim
+        with torch.no_grad():
+            self.qkv.weight.mul_(0.5)
+            queries, keys, _ = self.qkv.weight.split(config.width)
+            shared = 1.2 * torch.randn(matched, config.width) / config.width**0.5
+            queries[:matched, : config.width] += shared
+            keys[:matched, config.width :] += shared
+
+    def heads(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v (B, S, H, D) of x (B, S, width)."""
+        x = self.attention_norm(x)
+        x = torch.cat([x, F.pad(x, (0, 0, 1, 0))[:, :-1]], dim=-1)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        return _turned(q, turn), _turned(k, turn), v
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], masks: Masks, layer: int) -> Tensor:
+        q, k, v = self.heads(x, turn)
+        if self.gated is not None:
+            seen = self.gated(self.attention_norm(x), q, k, v)
+        else:
+            seen = attend(q, k, v, masks.by_content(q, k) if masks.top_k else masks.of_layer(layer, q.device))
+        x = x + self.output(seen.flatten(2))
+        gate, up = self.up(self.ffn_norm(x)).chunk(2, dim=-1)
+        out: Tensor = x + self.down(F.silu(gate) * up)
+        return out
+
+
+class SmallModel(nn.Module):
+    """tokens (B, S) to logits (B, S, vocab_size). `masks` given here only says whether layers have gates."""
+
+    def __init__(self, config: SmallConfig, seed: int, masks: Masks | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.layers = nn.ModuleList(Layer(config, _gates(config, masks)) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+
+    def turn(self, seq_len: int) -> tuple[Tensor, Tensor]:
+        """cos and sin (S, 1, D/8), on the model's device."""
+        half = self.config.head_dim // 8
+        angles = torch.arange(seq_len)[:, None] * self.config.rope_theta ** (-torch.arange(half) / half)
+        angles = angles.unsqueeze(1).to(self.head.weight.device)
+        return angles.cos(), angles.sin()
+
+    def forward(self, tokens: Tensor, masks: Masks) -> Tensor:
+        x, turn = self.embedding(tokens), self.turn(tokens.size(1))
+        for number, layer in enumerate(self.layers):
+            x = layer(x, turn, masks, number)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _gates(config: SmallConfig, masks: Masks | None) -> GatedSparseAttention | None:
+    if masks is None or not masks.window:
+        return None
+    return GatedSparseAttention(
+        config.width, config.num_heads, block=masks.block, top_k=masks.top_k, window=masks.window
+    )
+
+
+def _turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary on a quarter of the channels, so that matching by content is free of distance."""
+    cos, sin = turn
+    half = cos.size(-1)
+    first, second, rest = x.split([half, half, x.size(-1) - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos, rest], dim=-1)
