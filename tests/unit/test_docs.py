@@ -127,7 +127,8 @@ def test_ring_attention_alone_runs_on_two_ranks_and_agrees_with_one_process() ->
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    said = re.findall(r"^rank (\d) of 2: (\w+) \(", done.stdout, re.MULTILINE)
+    # Two processes write to one pipe, and without buffering the ends of lines come apart from the lines.
+    said = re.findall(r"rank (\d) of 2: (\w+) \(", done.stdout)
     assert sorted(said) == sorted((rank, name) for rank in "01" for name in ("out", "dk", "dv"))
 
 
