@@ -99,7 +99,8 @@ def choose(
 ) -> Choice:
     """The fewest bytes among the candidates that are even and fast enough, and then the fastest of those.
 
-    Even enough is a work max/mean of at most `balance_limit`, or the evenest where none is; fast enough is
+    Even enough is a work max/mean of at most `balance_limit`, or within `SLACK` of the evenest where none is: a
+    hair of balance is not worth many bytes. Fast enough is
     within `SLACK` of the fastest even one by the model, since bytes that hide on an idle machine do not on a
     busy one. Pure, so cached.
     """
@@ -107,7 +108,8 @@ def choose(
     for layout in layouts_for(pattern, seq_len, cp, balance_limit):
         weighed += price(pattern, layout, sizes, machine)
     evenest = min(c.work_max_over_mean for c in weighed)
-    even = [c for c in weighed if c.work_max_over_mean <= max(balance_limit, evenest)]
+    limit = balance_limit if evenest <= balance_limit else evenest * SLACK
+    even = [c for c in weighed if c.work_max_over_mean <= limit]
     fast_s = SLACK * min(c.forward_s for c in even)
     ranked = sorted(even, key=lambda c: (c.forward_s > fast_s, c.all_bytes, c.forward_s))
     best = ranked[0]

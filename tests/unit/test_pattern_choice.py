@@ -85,6 +85,14 @@ def test_uneven_layouts_with_fewer_bytes_are_passed_over_and_named() -> None:
     assert choose(SparsePattern((Window(1024),)), 65536, 8, SIZES).best.layout.name == "contiguous"
 
 
+def test_a_hair_of_balance_is_not_bought_with_many_bytes() -> None:
+    """A window as wide as a slice: no layout is even within a twentieth, contiguous slices are nearly the evenest."""
+    chosen = choose(SparsePattern((Window(1024),)), 8192, 8, Sizes(4, 4, 64))
+    assert min(c.work_max_over_mean for c in chosen.candidates) > 1.05
+    assert chosen.schedule.layout.name == "contiguous"
+    assert chosen.best.all_bytes == min(c.all_bytes for c in chosen.candidates)
+
+
 def test_a_machine_with_dear_messages_packs_them_and_one_with_slow_links_hides_them() -> None:
     pattern = SparsePattern(FAMILIES["longnet, blocks"])
     dear = choose(pattern, 65536, 8, SIZES, Machine(message_s=1e-2))
