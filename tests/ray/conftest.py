@@ -82,6 +82,27 @@ def tiny_trainer(
     )  # fmt: skip
 
 
+@pytest.fixture(scope="session")
+def undisturbed() -> dict[tuple[int, int, int], dict[str, Any]]:
+    """Fault-free runs by (dp, cp, steps), filled as they are needed: their bits are the same on any cluster here."""
+    return {}
+
+
+def fault_free(
+    known: dict[tuple[int, int, int], dict[str, Any]], folder: Path, dp: int = 2, cp: int = 2, steps: int = 12
+) -> dict[str, Any]:
+    """The summary of the run that `tiny_trainer` describes, without a fault."""
+    if (dp, cp, steps) not in known:
+        name = f"calm-{dp}x{cp}x{steps}"
+        trainer = tiny_trainer(folder, name, dp=dp, cp=cp, steps=steps, spares=0)
+        result = trainer.fit()
+        assert left_behind(name) == []
+        check_records(trainer, result)
+        assert result.summary["recoveries"] == []
+        known[dp, cp, steps] = result.summary
+    return known[dp, cp, steps]
+
+
 @pytest.fixture
 def train(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
     """Runs to the end and returns the summary; nothing of the run may be left in the cluster."""

@@ -24,7 +24,7 @@ from elastic_ring.runtime.charter import Charter
 from elastic_ring.runtime.cluster import NAMESPACE, actor_name, left_behind
 from elastic_ring.runtime.coordinator import Coordinator
 from jobs.drills import actor_pids
-from tests.ray.conftest import check_records, tiny_trainer, wait_for
+from tests.ray.conftest import check_records, fault_free, tiny_trainer, wait_for
 
 
 def notes(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -110,9 +110,9 @@ def test_a_coordinator_that_died_before_the_summary_was_written_writes_it_when_i
 
 
 def test_a_coordinator_that_dies_while_the_ring_is_being_built_changes_no_bit(
-    local_ray: None, tmp_path: Path
+    local_ray: None, tmp_path: Path, undisturbed: dict[tuple[int, int, int], dict[str, Any]]
 ) -> None:
-    calm = tiny_trainer(tmp_path, "calm-build", spares=0).fit().summary
+    calm = fault_free(undisturbed, tmp_path)
     trainer = tiny_trainer(
         tmp_path, "mid-build", spares=1,
         faults="kill@step=3,phase=backward,rank=1; kill-coordinator@step=3,phase=heal,role=donor",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ray.conftest import fault_free
+
 Train = Callable[..., dict[str, Any]]
 Summary = dict[str, Any]
+Known = dict[tuple[int, int, int], Summary]
 
 EVERY_PHASE = (
     "kill@step=1,phase=forward,hop=1,rank=0; kill@step=2,phase=backward,rank=1; kill@step=3,phase=reduce,rank=2;"
@@ -32,19 +36,6 @@ THREE_RINGS_MORE = (
 OTHER_WAYS_TO_GO = "freeze@step=2,phase=backward,rank=2; gil@step=4,rank=1; exit@step=6,phase=forward,rank=3"
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> dict[tuple[int, int], Summary]:
-    """Fault-free runs by (dp, cp), filled as they are needed."""
-    return {}
-
-
-def fault_free(train: Train, known: dict[tuple[int, int], Summary], dp: int, cp: int) -> Summary:
-    if (dp, cp) not in known:
-        known[dp, cp] = train(f"calm-{dp}x{cp}", dp=dp, cp=cp, spares=0)
-        assert known[dp, cp]["recoveries"] == []
-    return known[dp, cp]
-
-
 def assert_same_bits(summary: Summary, reference: Summary) -> None:
     assert summary["losses"] == reference["losses"]
     assert summary["weights_sha256"] == reference["weights_sha256"]
@@ -60,45 +51,45 @@ def faults_of(summary: Summary) -> list[int]:
 
 
 def test_a_kill_in_each_phase_and_of_each_rank_changes_no_bit(
-    train: Train, undisturbed: dict[tuple[int, int], Summary]
+    train: Train, undisturbed: Known, tmp_path: Path
 ) -> None:
-    reference = fault_free(train, undisturbed, 2, 2)
+    reference = fault_free(undisturbed, tmp_path, 2, 2)
     summary = train("every-phase", spares=6, faults=EVERY_PHASE)
     assert_same_bits(summary, reference)
     assert faults_of(summary) == [1] * 6
 
 
 def test_two_kills_at_once_and_a_newcomer_that_dies_while_it_heals_change_no_bit(
-    train: Train, undisturbed: dict[tuple[int, int], Summary]
+    train: Train, undisturbed: Known, tmp_path: Path
 ) -> None:
-    reference = fault_free(train, undisturbed, 2, 2)
+    reference = fault_free(undisturbed, tmp_path, 2, 2)
     summary = train("at-once", spares=4, faults=AT_ONCE_AND_IN_HEAL)
     assert_same_bits(summary, reference)
     assert faults_of(summary) == [2, 2]
 
 
 def test_three_rings_of_three_survive_a_donor_that_dies_in_a_heal(
-    train: Train, undisturbed: dict[tuple[int, int], Summary]
+    train: Train, undisturbed: Known, tmp_path: Path
 ) -> None:
-    reference = fault_free(train, undisturbed, 3, 3)
+    reference = fault_free(undisturbed, tmp_path, 3, 3)
     summary = train("three-rings", dp=3, cp=3, spares=6, faults=THREE_RINGS)
     assert_same_bits(summary, reference)
     assert faults_of(summary) == [1, 2, 1, 2]
 
 
 def test_each_other_rank_of_three_rings_may_die_too(
-    train: Train, undisturbed: dict[tuple[int, int], Summary]
+    train: Train, undisturbed: Known, tmp_path: Path
 ) -> None:
-    reference = fault_free(train, undisturbed, 3, 3)
+    reference = fault_free(undisturbed, tmp_path, 3, 3)
     summary = train("three-rings-more", dp=3, cp=3, spares=4, faults=THREE_RINGS_MORE)
     assert_same_bits(summary, reference)
     assert faults_of(summary) == [1, 2, 1]
 
 
 def test_a_frozen_a_stuck_and_a_leaving_process_are_replaced_without_changing_a_bit(
-    train: Train, undisturbed: dict[tuple[int, int], Summary]
+    train: Train, undisturbed: Known, tmp_path: Path
 ) -> None:
-    reference = fault_free(train, undisturbed, 2, 2)
+    reference = fault_free(undisturbed, tmp_path, 2, 2)
     summary = train("other-ways", spares=3, faults=OTHER_WAYS_TO_GO)
     assert_same_bits(summary, reference)
     causes = [recovery["cause"] for recovery in summary["recoveries"]]
@@ -108,18 +99,18 @@ def test_a_frozen_a_stuck_and_a_leaving_process_are_replaced_without_changing_a_
 
 
 def test_an_exception_in_one_step_is_survived_in_place(
-    train: Train, undisturbed: dict[tuple[int, int], Summary]
+    train: Train, undisturbed: Known, tmp_path: Path
 ) -> None:
-    reference = fault_free(train, undisturbed, 2, 2)
+    reference = fault_free(undisturbed, tmp_path, 2, 2)
     summary = train("raise", spares=0, faults="raise@step=3,phase=backward,rank=2")
     assert_same_bits(summary, reference)
     assert summary["recoveries"][0]["action"] == "rebuilt in place"
 
 
 def test_a_drained_rank_hands_its_place_over_without_a_lost_step(
-    train: Train, undisturbed: dict[tuple[int, int], Summary]
+    train: Train, undisturbed: Known, tmp_path: Path
 ) -> None:
-    reference = fault_free(train, undisturbed, 2, 2)
+    reference = fault_free(undisturbed, tmp_path, 2, 2)
     summary = train("drain", spares=1, faults="drain@step=3,rank=1")
     assert_same_bits(summary, reference)
     assert summary["recoveries"][0]["action"] == "drained"
@@ -128,9 +119,9 @@ def test_a_drained_rank_hands_its_place_over_without_a_lost_step(
 
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_training_goes_on_while_the_coordinator_is_gone(
-    train: Train, undisturbed: dict[tuple[int, int], Summary], kind: str
+    train: Train, undisturbed: Known, tmp_path: Path, kind: str
 ) -> None:
-    reference = fault_free(train, undisturbed, 2, 2)
+    reference = fault_free(undisturbed, tmp_path, 2, 2)
     summary = train(f"{kind}-coordinator", spares=0, faults=f"{kind}-coordinator@step=2", slow_s=0.4)
     assert_same_bits(summary, reference)
     assert summary["generations"][-1]["generation"] == 1

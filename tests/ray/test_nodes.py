@@ -18,7 +18,9 @@ from ray.cluster_utils import Cluster
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.cluster import NAMESPACE, left_behind
-from tests.ray.conftest import check_records, tiny_trainer, wait_for
+from tests.ray.conftest import check_records, fault_free, tiny_trainer, wait_for
+
+Known = dict[tuple[int, int, int], dict[str, Any]]
 
 
 @pytest.fixture
@@ -64,8 +66,10 @@ def started_on(folder: Path, node: str) -> bool:
     return any(event["type"] == "WorkerReady" and event["node"] == node for event in events)
 
 
-def test_a_node_that_dies_with_a_whole_ring_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:
-    calm = tiny_trainer(tmp_path, "calm-nodes", spares=0).fit().summary
+def test_a_node_that_dies_with_a_whole_ring_changes_no_bit(
+    cluster: Cluster, tmp_path: Path, undisturbed: Known
+) -> None:
+    calm = fault_free(undisturbed, tmp_path)
     trainer = tiny_trainer(tmp_path, "node", spares=2, faults="kill-node@step=4,phase=backward,rank=1")
     result = trainer.fit()
     check_records(trainer, result)
@@ -105,19 +109,11 @@ def test_a_node_that_falls_silent_is_lost_once_and_nothing_is_started_there(clus
     assert recovery["exact"]
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> dict[int, dict[str, Any]]:
-    """Summaries of fault-free runs by their number of steps, filled as they are needed."""
-    return {}
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_node_that_dies_at_a_random_moment_is_replaced_by_one_that_joins(
-    cluster: Cluster, tmp_path: Path, seed: int, undisturbed: dict[int, dict[str, Any]]
+    cluster: Cluster, tmp_path: Path, seed: int, undisturbed: Known
 ) -> None:
-    if 30 not in undisturbed:
-        undisturbed[30] = tiny_trainer(tmp_path, "calm-random", spares=0, steps=30).fit().summary
-    calm = undisturbed[30]
+    calm = fault_free(undisturbed, tmp_path, steps=30)
     folder, gate = tmp_path / "random-node", tmp_path / "gate"
     trainer = tiny_trainer(tmp_path, "random-node", spares=2, steps=30, gate=gate)
     with ThreadPoolExecutor(1) as pool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ray.conftest import fault_free
 
 Train = Callable[..., dict[str, Any]]
 Summary = dict[str, Any]
@@ -20,16 +23,9 @@ def assert_same_samples(summary: Summary, reference: Summary) -> None:
     assert all(recovery["steps_undone"] == 0 for recovery in summary["recoveries"])
 
 
-@pytest.fixture(scope="module")
-def calm() -> dict[str, Summary]:
-    return {}
-
-
 @pytest.fixture
-def reference(train: Train, calm: dict[str, Summary]) -> Summary:
-    if not calm:
-        calm["2x2"] = train("calm", spares=0)
-    return calm["2x2"]
+def reference(local_ray: None, undisturbed: dict[tuple[int, int, int], Summary], tmp_path: Path) -> Summary:
+    return fault_free(undisturbed, tmp_path)
 
 
 def test_a_loss_without_a_spare_shrinks_the_mesh_and_it_grows_back(train: Train, reference: Summary) -> None:
