@@ -37,7 +37,7 @@ test: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest --numprocesses 2 tests/unit tests/sim
-	$(BIN)/python -m pytest tests/ray tests/gpu
+	$(BIN)/python -m pytest --durations 12 tests/ray tests/gpu
 
 clean:
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

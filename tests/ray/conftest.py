@@ -29,6 +29,8 @@ from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.runtime.charter import Charter, control_options
 from elastic_ring.runtime.cluster import NAMESPACE, left_behind
 
+ALONE = {"dp": 1, "cp": 1, "spares": 0}
+"""The mesh of tests that are not about a mesh: one worker starts sooner than five."""
 TINY = ModelConfig(257, 2, 32, 4, 2, 8, 64)
 
 

@@ -24,7 +24,7 @@ from elastic_ring.runtime.charter import Charter
 from elastic_ring.runtime.cluster import NAMESPACE, actor_name, left_behind
 from elastic_ring.runtime.coordinator import Coordinator
 from jobs.drills import actor_pids
-from tests.ray.conftest import check_records, fault_free, tiny_trainer, wait_for
+from tests.ray.conftest import ALONE, check_records, fault_free, tiny_trainer, wait_for
 
 
 def notes(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(
 ) -> None:
     caplog.set_level(logging.INFO)
     gate = tmp_path / "gate"
-    trainers = [tiny_trainer(tmp_path, "followed", steps=6, gate=gate) for _ in range(2)]
+    trainers = [tiny_trainer(tmp_path, "followed", steps=6, gate=gate, **ALONE) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(trainers[0].fit)
         wait_for(lambda: (tmp_path / "followed" / "metrics.jsonl").exists())
@@ -57,8 +57,8 @@ def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(
 def test_a_submission_that_overlaps_the_end_of_its_run_takes_the_result_and_moves_nothing(
     local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = tiny_trainer(tmp_path, "overlap", steps=2).fit()
-    late, known = tiny_trainer(tmp_path, "overlap", steps=2), []
+    first = tiny_trainer(tmp_path, "overlap", steps=2, **ALONE).fit()
+    late, known = tiny_trainer(tmp_path, "overlap", steps=2, **ALONE), []
     look = late._finished
 
     def not_yet_at_the_first_look() -> Result | None:
@@ -89,7 +89,7 @@ def test_a_death_while_the_ring_validates_loses_neither_a_bit_nor_a_validation(
 def test_a_coordinator_that_died_before_the_summary_was_written_writes_it_when_it_comes_back(
     local_ray: None, tmp_path: Path
 ) -> None:
-    trainer = tiny_trainer(tmp_path, "last-words", steps=3)
+    trainer = tiny_trainer(tmp_path, "last-words", steps=3, **ALONE)
     first = trainer.fit()
     (first.run_dir / "summary.json").unlink()
     (begin,) = notes(first.run_dir, "begin")

@@ -88,26 +88,27 @@ def driver_of(name: str) -> psutil.Process:
 
 
 def test_a_job_ends_well_says_so_when_submitted_again_and_refuses_other_settings(head: None, tmp_path: Path) -> None:
-    first = submit("plain", tmp_path)
+    alone = ("--dp", "1", "--cp", "1", "--spares", "0")
+    first = submit("plain", tmp_path, *alone)
     assert first.startswith("exit 0"), first[-2000:]
     summary = json.loads((tmp_path / "plain" / "summary.json").read_text())
     assert summary["steps"] == 6
-    again = submit("plain", tmp_path)
+    again = submit("plain", tmp_path, *alone)
     assert again.startswith("exit 0"), again[-2000:]
     assert "finished already" in again
-    other = submit("plain", tmp_path, "--seed", "5")
+    other = submit("plain", tmp_path, *alone, "--seed", "5")
     assert other.startswith("exit 1"), other[-2000:]
     assert "taken by a run with other settings" in other
     assert left_behind("plain") == []
 
 
 def test_a_job_whose_driver_was_killed_goes_on_when_submitted_again(head: None, tmp_path: Path) -> None:
-    submit("orphan", tmp_path, steps=60, wait=False)
+    submit("orphan", tmp_path, "--spares", "0", "--dp", "1", steps=60, wait=False)
     folder = tmp_path / "orphan"
     wait_for(lambda: num_steps(folder) >= 2)
     driver_of("orphan").send_signal(signal.SIGKILL)
     seen = num_steps(folder)
-    again = submit("orphan", tmp_path, steps=60)
+    again = submit("orphan", tmp_path, "--spares", "0", "--dp", "1", steps=60)
     assert again.startswith("exit 0"), again[-2000:]
     assert num_steps(folder) == 60
     assert seen < 60

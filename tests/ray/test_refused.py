@@ -23,7 +23,7 @@ from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.metrics import write_json
 from elastic_ring.runtime.cluster import left_behind
-from tests.ray.conftest import TINY, tiny_trainer
+from tests.ray.conftest import ALONE, TINY, tiny_trainer
 
 Train = Callable[..., dict[str, Any]]
 
@@ -118,7 +118,7 @@ def test_a_model_that_cannot_be_built_or_sent_is_refused_before_anything_starts(
 
 
 def test_workers_may_reserve_memory_and_what_ray_gives_no_actor_is_refused(local_ray: None, tmp_path: Path) -> None:
-    trainer = tiny_trainer(tmp_path, "memory", steps=2, spares=0, resources_per_worker={"CPU": 1, "memory": 2**20})
+    trainer = tiny_trainer(tmp_path, "memory", steps=2, resources_per_worker={"CPU": 1, "memory": 2**20}, **ALONE)
     assert trainer.fit().summary["steps"] == 2
     with pytest.raises(ValueError, match="object_store_memory"):
         tiny_trainer(tmp_path, "store", resources_per_worker={"CPU": 1, "object_store_memory": 2**20})
@@ -131,8 +131,8 @@ def test_workers_that_all_fail_to_start_end_the_run_with_their_own_error(local_r
 
 
 def test_a_folder_belongs_to_one_run_name(local_ray: None, tmp_path: Path) -> None:
-    tiny_trainer(tmp_path, "first", steps=2).fit()
-    second = tiny_trainer(tmp_path, "second", steps=2)
+    tiny_trainer(tmp_path, "first", steps=2, **ALONE).fit()
+    second = tiny_trainer(tmp_path, "second", steps=2, **ALONE)
     second.run = RunConfig("second", str(tmp_path / "first"), progress=False)
     with pytest.raises(ValueError, match="holds run 'first', not 'second'"):
         second.fit()
@@ -161,7 +161,7 @@ def test_a_folder_that_another_cluster_writes_to_is_refused(local_ray: None, tmp
 
 
 def test_a_run_that_was_abandoned_starts_anew_when_submitted_again(local_ray: None, tmp_path: Path) -> None:
-    run = tiny_trainer(tmp_path, "again", steps=3)
+    run = tiny_trainer(tmp_path, "again", steps=3, **ALONE)
     corpse = run._coordinator(open_source(run.task.data).fingerprint, "abandoned")
     corpse.abandon.remote("no driver")
     while ray.get(corpse.follow.remote(-1, 0))["ended"] is None:
@@ -176,7 +176,7 @@ def test_an_exception_of_the_users_stops_the_run_the_second_time_with_their_trac
     local_ray: None, tmp_path: Path
 ) -> None:
     with pytest.raises(UserCodeFailed, match="no such feature: colour") as caught:
-        trainer(tmp_path, "mistake", loss=FailingLoss(4)).fit()
+        trainer(tmp_path, "mistake", loss=FailingLoss(4), scaling=ScalingConfig(dp=2, cp=1, spares=0)).fit()
     assert str(caught.value).startswith("Traceback")
     assert "__call__" in str(caught.value)
     assert left_behind("mistake") == []
@@ -197,7 +197,7 @@ def test_an_exception_in_the_users_optimizer_ends_the_run_with_their_traceback(
     local_ray: None, tmp_path: Path
 ) -> None:
     with pytest.raises(UserCodeFailed, match=r"(?s)Traceback.*no such momentum"):
-        trainer(tmp_path, "optimizer", optimizer=failing_optimizer).fit()
+        trainer(tmp_path, "optimizer", optimizer=failing_optimizer, scaling=ScalingConfig(2, 1, 0)).fit()
     assert left_behind("optimizer") == []
 
 
@@ -209,31 +209,31 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
 
 def test_too_many_skipped_steps_stop_the_run(local_ray: None, tmp_path: Path) -> None:
     with pytest.raises(TooManySkipped, match="3 steps in a row"):
-        trainer(tmp_path, "nan", loss=nan_loss).fit()
+        trainer(tmp_path, "nan", loss=nan_loss, scaling=ScalingConfig(**ALONE)).fit()
 
 
 def test_a_model_that_attends_to_its_own_slice_is_refused_at_the_start(local_ray: None, tmp_path: Path) -> None:
     step = StepConfig(steps=6, global_batch=4, context_tokens=96)
     with pytest.raises(RunFailed, match=r"it must attend through batch\.attention"):
-        trainer(tmp_path, "plain", model=PlainAttention, initial=None, step=step).fit()
+        trainer(tmp_path, "plain", model=PlainAttention, initial=None, step=step, scaling=ScalingConfig(1, 2, 0)).fit()
 
 
 def test_a_step_that_kills_members_three_times_stops_the_run_and_names_it(local_ray: None, tmp_path: Path) -> None:
     faults = ";".join(f"kill@step=2,phase=backward,rank={rank}" for rank in (0, 0, 0))
     # One after the other: each strikes whoever has taken the place of rank 0.
     with pytest.raises(CrashLoop, match=r"step 2(.|\n)*SIGKILL(.|\n)*The batch of that step is sequences \d+"):
-        tiny_trainer(tmp_path, "loop", faults=faults, spares=3).fit()
+        tiny_trainer(tmp_path, "loop", faults=faults, cp=1, spares=3).fit()
     assert left_behind("loop") == []
 
 
 def test_a_fault_that_never_fired_fails_the_run(local_ray: None, tmp_path: Path) -> None:
     with pytest.raises(FaultNeverFired, match="role=spare"):
-        tiny_trainer(tmp_path, "unfired", faults="kill@step=2,phase=heal,role=spare", steps=4).fit()
+        tiny_trainer(tmp_path, "unfired", faults="kill@step=2,phase=heal,role=spare", steps=4, cp=1).fit()
 
 
 def test_a_finished_name_says_so_and_another_config_is_refused(local_ray: None, tmp_path: Path) -> None:
-    first = tiny_trainer(tmp_path, "done", steps=3).fit()
-    again = tiny_trainer(tmp_path, "done", steps=3).fit()
+    first = tiny_trainer(tmp_path, "done", steps=3, **ALONE).fit()
+    again = tiny_trainer(tmp_path, "done", steps=3, **ALONE).fit()
     assert again.summary == first.summary
     with pytest.raises(ValueError, match="run name 'done' is taken by a run with other settings"):
-        tiny_trainer(tmp_path, "done", steps=4).fit()
+        tiny_trainer(tmp_path, "done", steps=4, **ALONE).fit()
