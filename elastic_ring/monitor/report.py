@@ -108,7 +108,8 @@ def _state_line(folder: Path, status: Mapping[str, Any], summary: Mapping[str, A
 def _mesh_line(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     newest = status or ((summary.get("generations") or [{}])[-1])
     mesh = newest.get("mesh")
-    shape = f"dp={mesh['dp']} x cp={mesh['cp']}" if mesh and mesh["dp"] else "none yet"
+    nobody = "none any more" if status.get("ended") else "none yet"
+    shape = f"dp={mesh['dp']} x cp={mesh['cp']}" if mesh and mesh["dp"] else nobody
     term, generation = newest.get("term", "?"), newest.get("generation", "?")
     return _row("mesh", f"{shape}   generation {generation}   term {term}")
 

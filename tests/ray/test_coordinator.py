@@ -47,10 +47,15 @@ def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(
         wait_for(lambda: (tmp_path / "followed" / "metrics.jsonl").exists())
         second = pool.submit(trainers[1].fit)
         wait_for(lambda: "attached to run followed" in caplog.text)
+        gone = ray.get_actor(actor_name("followed", "coordinator"), namespace=NAMESPACE)
         gate.touch()
         summaries = [run.result().summary for run in (first, second)]
     assert summaries[0] == summaries[1]
     assert summaries[0]["steps"] == 6
+    # Whichever of the two came late met a coordinator that is gone, as this one does for certain.
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(gone.identity.remote())
+    assert trainers[1]._follow(gone)["summary"] == summaries[0]
     assert left_behind("followed") == []
 
 
