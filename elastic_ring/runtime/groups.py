@@ -139,8 +139,9 @@ class Connector:
             if self.device.type != "cuda":
                 return Link(host)
             own_store = PrefixStore(f"{self.where.prefix}/link/{name}/nccl", self._open_store())
-            backend = self._nccl_backend(own_store, index, len(workers))
-            return Link(host, JoinedGroup(backend, self._gate.launching))
+            group = JoinedGroup(self._nccl_backend(own_store, index, len(workers)), self._gate.launching)
+            nccl.first_exchange(group, self.device)
+            return Link(host, group)
 
     def abort(self) -> None:
         """Fail every operation of this generation, blocked or to come; the peers see it once `close` is called."""

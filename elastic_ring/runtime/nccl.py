@@ -51,6 +51,19 @@ def make_backend(
     return backend
 
 
+def first_exchange(group: Any, device: torch.device) -> None:
+    """One element from rank 0 to every other: NCCL connects two ranks when something first goes between them, which
+    takes as long as gigabytes do later."""
+    token = torch.zeros(1, device=device)
+    group._start_coalescing()
+    for peer in range(1, group.size()) if group.rank() == 0 else ():
+        group.send([token], peer, 0)
+    if group.rank() != 0:
+        group.recv([token], 0, 0)
+    group._end_coalescing().wait()
+    torch.cuda.current_stream(device).synchronize()
+
+
 def in_parallel(builds: Sequence[Callable[[], Any]]) -> list[Any]:
     """The results of several builds in order, each made by a thread of its own; raises the first error."""
     results: list[Any] = [None] * len(builds)
