@@ -98,7 +98,8 @@ def memory_gib(pid: int) -> tuple[float, ...]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     run = GpuRun(args.preset, args.context, args.batch, args.cp, spares=args.spares, kernel=args.kernel)
-    figures: dict[str, Any] = {"run": gpu_tasks.described(run), "paced": args.paced, "parameters": num_parameters(run.model)}
+    figures: dict[str, Any] = {"run": gpu_tasks.described(run), "parameters": num_parameters(run.model)}
+    figures["paced"] = args.paced
     figures["link_GB_s"] = gpu_tasks.link_rate()
     with drills.scratch() as folder, drills.local_ray(num_cpus=32):
         try:

@@ -2,10 +2,13 @@
 
     python jobs/probe_steps_gpu.py bits --preset 100m --context 8192
     python jobs/probe_steps_gpu.py speed --preset 1b --context 131072 --batch 2
+    python jobs/probe_steps_gpu.py broken --preset 100m --dp 1 --generations 8
 
 `bits` trains twice from the same beginning and compares, on every rank and after every step, the summed gradient and
 the parameters. `speed` prints step time, model FLOPs utilisation and memory, and with `--profile` where rank 0's GPU
-spent a step. Processes are spawned with the environment of the product's workers; groups are made by its `Connector`.
+spent a step. `broken` aborts the groups at any moment of a step, again and again, and prints what each generation
+finds in memory: what a broken-off one leaves behind. Processes are spawned with the environment of the product's
+workers; groups are made by its `Connector`.
 
 Model FLOPs are `jobs.model_plan`'s; recomputation does not count. Peak: PEAK_FLOPS for each GPU, the dense bf16 rate
 of the vendor's data sheet.
@@ -15,13 +18,16 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import io
 import json
 import logging
 import multiprocessing
 import os
 import pstats
+import random
 import sys
+import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -32,29 +38,34 @@ from typing import Any
 if __name__ in ("__main__", "__mp_main__"):  # run from a checkout, where jobs is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import psutil
 import torch
 from torch.distributed import TCPStore
+from torch.distributed.fsdp import FSDPModule
 
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.order import Order
+from elastic_ring.errors import GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime import nccl
-from elastic_ring.runtime.devices import KERNEL_CACHE, warm_devices
-from elastic_ring.runtime.groups import Connector, Rendezvous
+from elastic_ring.runtime.devices import KERNEL_CACHE, let_go_of_cache, warm_devices
+from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups, translated
 from elastic_ring.state.device_digest import device_digest, device_digests
 from elastic_ring.train.transaction import Transaction
+from elastic_ring.train.warm import attention_shapes, warm_up_device
 from jobs.gpu_tasks import GpuRun
 from jobs.model_plan import model_flops
 
 PEAK_FLOPS = 989.4e12
 
 
-def build(run: GpuRun, rank: int, port: int, prefix: str, device: torch.device) -> Transaction:
-    task = run.trainer(Path("/tmp"), "probe", 1000).task
-    mesh = Mesh(run.dp, run.cp)
+def connected(run: GpuRun, rank: int, port: int, prefix: str, device: torch.device) -> Groups:
     where = Rendezvous("127.0.0.1", port, prefix, "127.0.0.1", 120.0, 900.0)
-    connector = Connector(where, device)
-    groups = connector.connect(mesh, rank)
+    return Connector(where, device).connect(Mesh(run.dp, run.cp), rank)
+
+
+def build(run: GpuRun, groups: Groups, device: torch.device) -> Transaction:
+    task = run.trainer(Path("/tmp"), "probe", 1000).task
     source = task.data.open()
     state = Transaction(
         task, Loader(source), Order(task.step.seed, task.step.global_batch, source.num_sequences),
@@ -71,13 +82,13 @@ def one_step(state: Transaction, step: int, spans: dict[str, float] | None = Non
     begun = time.monotonic()
     local = state.compute(step)
     if spans is not None:
-        torch.cuda.synchronize()
+        settle(state.device)
         spans["compute_s"] = time.monotonic() - begun
     state.reduce(step)
     gradient = device_digest(state._gradient.flat).hex() if spans is not None and state._gradient else ""
     outcome = state.vote(step, local, boundary=False)
     state.apply(outcome)
-    torch.cuda.synchronize()
+    settle(state.device)
     if spans is not None:
         spans["loss"] = outcome.loss
     return time.monotonic() - begun, gradient
@@ -86,7 +97,7 @@ def one_step(state: Transaction, step: int, spans: dict[str, float] | None = Non
 def bits(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     stories: list[list[dict[str, Any]]] = []
     for attempt in range(2):
-        state = build(run, rank, ports[attempt], f"{attempt}/1", device)
+        state = build(run, connected(run, rank, ports[attempt], f"{attempt}/1", device), device)
         story: list[dict[str, Any]] = []
         for step in range(args.steps):
             spans: dict[str, float] = {}
@@ -122,7 +133,7 @@ def bits(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: a
 
 
 def speed(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    state = build(run, rank, ports[0], "0/1", device)
+    state = build(run, connected(run, rank, ports[0], "0/1", device), device)
     seconds = [one_step(state, step)[0] for step in range(args.steps)]
     if args.profile and rank == 0:
         from torch.profiler import ProfilerActivity, profile
@@ -142,24 +153,112 @@ def speed(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: 
     }  # fmt: skip
 
 
+def broken(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    if args.trace:
+        torch.cuda.memory._record_memory_history(max_entries=10, stacks="python")
+    state: Transaction | None = None
+    rows: list[dict[str, Any]] = []
+    old: Connector | None = None
+    for generation in range(1, args.generations + 1):
+        if old is not None:
+            old.close()
+        groups = connected(run, rank, ports[0], f"1/{generation}", device)
+        if state is None:
+            state = build(run, groups, device)
+        else:
+            state.enter(groups, (1, generation), keep=True)
+        let_go_of_cache(device)
+        rows.append(in_memory(device))
+        old = groups.connector
+        steps_until_aborted(state, old, random.Random(100 * generation + rank).uniform(0.1, args.break_s))
+        state.leave()
+        del groups
+        forget_groups()
+    return {"rows": rows, "holders": holders(), "blocks": blocks_left() if args.trace else []}
+
+
+def blocks_left() -> list[str]:
+    """MiB, number and origin of what is still allocated on the GPU, the largest first."""
+    sums: dict[str, list[int]] = {}
+    for segment in torch.cuda.memory._snapshot()["segments"]:
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated":
+                frames = [f"{Path(f['filename']).name}:{f['line']}" for f in block.get("frames", [])][:7]
+                total = sums.setdefault(" < ".join(frames), [0, 0])
+                total[0] += block["size"]
+                total[1] += 1
+    largest = sorted(sums.items(), key=lambda item: -item[1][0])[:14]
+    return [f"{size >> 20} MiB in {number}: {where}" for where, (size, number) in largest]
+
+
+def steps_until_aborted(state: Transaction, connector: Connector, after_s: float) -> None:
+    parked = threading.Event()
+
+    def abort() -> None:
+        time.sleep(after_s)
+        connector.abort_until(parked, 60.0)
+
+    aborter = threading.Thread(target=abort)
+    aborter.start()
+    try:
+        with translated(connector):
+            while True:
+                one_step(state, state.applied)
+    except (GroupAborted, PeerFailed):
+        pass
+    parked.set()
+    aborter.join()
+
+
+def in_memory(device: torch.device) -> dict[str, Any]:
+    on_gpu = device.type == "cuda"
+    return {
+        "gpu_mib": torch.cuda.memory_allocated(device) >> 20 if on_gpu else 0,
+        "host_mib": psutil.Process().memory_info().rss >> 20,
+        "modules": len(modules_left()),
+    }
+
+
+def modules_left() -> list[Any]:
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), FSDPModule)]
+
+
+def holders() -> list[str]:
+    """What refers to the modules that are left: of each the types of its referrers' referrers."""
+    found: list[str] = []
+    for thing in modules_left()[:3]:
+        for one in gc.get_referrers(thing):
+            above = [type(two).__name__ for two in gc.get_referrers(one)][:8]
+            found.append(f"{type(thing).__name__} < {type(one).__name__} < {above}")
+    return found[:24]
+
+
+def warm(run: GpuRun, device: torch.device, all_devices: bool) -> None:
+    task = run.trainer(Path("/tmp"), "probe", 1000).task
+    if all_devices:
+        warm_devices(task)
+    else:
+        if task.step.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        warm_up_device(task, device, attention_shapes(task))
+    torch.cuda.set_device(device)
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def child(rank: int, end: Connection, ports: list[int], run: GpuRun, args: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.WARNING, format=f"[{rank}] %(message)s")
     try:
-        device = torch.device("cuda", rank)
+        device = torch.device("cpu") if args.cpu else torch.device("cuda", rank)
         begun = time.monotonic()
-        task = run.trainer(Path("/tmp"), "probe", 1000).task
-        if args.warm_all:
-            warm_devices(task)
-        else:
-            from elastic_ring.train.warm import attention_shapes, warm_up_device
-
-            if task.step.deterministic:
-                torch.use_deterministic_algorithms(True, warn_only=True)
-                torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-            warm_up_device(task, device, attention_shapes(task))
-        torch.cuda.set_device(device)
+        if not args.cpu:
+            warm(run, device, args.warm_all)
         warm_s = time.monotonic() - begun
-        work = bits if args.what == "bits" else speed
+        work = {"bits": bits, "speed": speed, "broken": broken}[args.what]
         end.send({"rank": rank, "warm_s": round(warm_s, 2), **work(run, rank, ports, device, args)})
     except BaseException:
         end.send({"rank": rank, "error": traceback.format_exc()[-1500:]})
@@ -187,13 +286,17 @@ def measure(run: GpuRun, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["bits", "speed"])
+    parser.add_argument("what", choices=["bits", "speed", "broken"])
     parser.add_argument("--preset", default="100m")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--cp", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--generations", type=int, default=8, help="of broken")
+    parser.add_argument("--break-s", type=float, default=1.0, help="of broken: the latest moment of an abort")
+    parser.add_argument("--trace", action="store_true", help="of broken: where what is left was allocated")
+    parser.add_argument("--cpu", action="store_true", help="broken on gloo instead")
     parser.add_argument("--kernel", default="")
     parser.add_argument("--fast", action="store_true", help="kernels that need not repeat their bits")
     parser.add_argument("--no-checkpoint", action="store_true", help="keep all activations")

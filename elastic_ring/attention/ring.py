@@ -257,7 +257,9 @@ class _RingFunction(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: RingAttention, scale: float
     ) -> torch.Tensor:
-        out, lse, ctx.call_index = ring._forward(q, k, v, scale)
+        # Detached, and so below: what is sent are views, a view keeps its base, and a group that is aborted keeps for
+        # ever what it was sending. Through the base it would keep the whole graph, and the module with it.
+        out, lse, ctx.call_index = ring._forward(q.detach(), k.detach(), v.detach(), scale)
         ctx.ring, ctx.scale = ring, scale
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -266,7 +268,8 @@ class _RingFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # A loss such as out.sum() hands over a broadcast scalar, which kernels do not take.
-        grads = ctx.ring._run_backward(dout.contiguous(), ctx.saved_tensors, ctx.scale, ctx.call_index)
+        saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
+        grads = ctx.ring._run_backward(dout.contiguous(), saved, ctx.scale, ctx.call_index)
         return (*grads, None, None)
 
 
