@@ -53,6 +53,7 @@ from elastic_ring import ElasticRingTrainer, RunConfig
 from elastic_ring.config import Timeouts
 from elastic_ring.runtime.cluster import WORKER_ENVIRONMENT
 from jobs import drills, train_1t
+from jobs.gpu_tasks import TIMEOUTS, GpuRun, utilisation
 from jobs.peers import common
 from jobs.plain_loop import Gate, GatedLoss, PlainWorker
 
@@ -111,13 +112,15 @@ def standing_still() -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
+def gpu_run(arguments: argparse.Namespace) -> GpuRun:
+    preset = arguments.model.removeprefix("gpu-")
+    return GpuRun(preset, arguments.context, arguments.batch, kernel=arguments.kernel)
+
+
 def trainer_of(model: str, folder: Path, arguments: argparse.Namespace) -> ElasticRingTrainer:
     """The product's run, its loss not gated yet."""
     if model.startswith("gpu-"):
-        from jobs.gpu_tasks import TIMEOUTS, GpuRun
-
-        run = GpuRun(model.removeprefix("gpu-"), arguments.context, arguments.batch, kernel=arguments.kernel)
-        trainer = run.trainer(folder, "bench-overhead", NEVER)
+        trainer = gpu_run(arguments).trainer(folder, "bench-overhead", NEVER)
         patient = {name: max(getattr(PATIENT, name), value) for name, value in vars(TIMEOUTS).items()}
         timeouts = Timeouts(**{**patient, "boundary_s": 3600.0})
         trainer.run = RunConfig("bench-overhead", trainer.run.run_dir, timeouts=timeouts, progress=False)
@@ -190,6 +193,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         workers = [actor.remote(task, mesh, rank, turns.gate("plain"), device) for rank in range(mesh.size)]
         ours, theirs = drills.train_while(trainer, partial(alternate, turns, workers, num_blocks, block_steps))
     product, plain = step_times(ours), step_times(theirs)
+    used = {}
+    if model.startswith("gpu-"):
+        run = gpu_run(arguments)
+        used = {"mfu_product": utilisation(run, float(np.median(product))),
+                "mfu_plain": utilisation(run, float(np.median(plain)))}  # fmt: skip
     pairs = zip([x for _, x in ours[0]], [x for _, x in theirs[0]], strict=True)
     return {
         "model": f"{model} at {arguments.context} tokens" if model.startswith("gpu-") else model, "blocks": num_blocks,
@@ -197,7 +205,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "product_s": product.tolist(), "plain_s": plain.tolist(),
         "median_product_s": float(np.median(product)), "median_plain_s": float(np.median(plain)),
         "mean_product_s": float(product.mean()), "mean_plain_s": float(plain.mean()),
-        "ratio": float(np.median(product) / np.median(plain)), "upper_bound": upper_bound(product, plain),
+        **used, "ratio": float(np.median(product) / np.median(plain)), "upper_bound": upper_bound(product, plain),
         "worst_loss_error": max(abs(a - b) / abs(b) for a, b in pairs),
     }  # fmt: skip
 
@@ -212,6 +220,11 @@ def report(figures: dict[str, Any], limit: float) -> tuple[str, list[str]]:
         + f"\noverhead {over[0]}, 95 % upper bound {over[1]} (limit {100 * limit:g} %); of the means {mean:+.2f} %"
         + f"\nlosses of the first block agree to {figures['worst_loss_error']:.1e} relative"
     )
+    if "mfu_product" in figures:
+        text += (
+            f"\nmodel FLOPs utilisation {100 * figures['mfu_product']:.1f} % with the machinery,"
+            f" {100 * figures['mfu_plain']:.1f} % without"
+        )
     missed = []
     if figures["upper_bound"] - 1 > limit:
         missed.append(f"the upper bound is {over[1]}, more than {100 * limit:g} %")
@@ -235,7 +248,8 @@ def main() -> int:
     text += "\n" + ("\n".join(f"MISSED: {line}" for line in missed) or "all bounds hold")
     drills.show("\n" + text)
     if arguments.save:
-        drills.save("bench_overhead", text, {**figures, "missed": missed})
+        name = "bench_overhead" if arguments.model == "laptop" else f"bench_overhead-{arguments.model}"
+        drills.save(name, text, {**figures, "missed": missed})
     return 1 if missed else 0
 
 

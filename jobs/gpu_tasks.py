@@ -24,11 +24,14 @@ from elastic_ring.config import Timeouts
 from elastic_ring.data.packing import Sample
 from elastic_ring.model.config import ModelConfig, preset
 from elastic_ring.model.transformer import Transformer
+from jobs.model_plan import model_flops
 
 # Kernels that are compiled, and modules that are loaded, hold a process's GIL for seconds at a first start.
 TIMEOUTS = Timeouts(heart_floor_s=15.0, heart_cap_s=25.0, build_s=300.0, start_s=300.0)
 BLOCK_ELEMENTS = (1 << 22) + 3
 COPY_BYTES = 4 << 30
+PEAK_FLOPS = 989.4e12
+"""Of one H200 in bf16 without sparsity, by the vendor's data sheet."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,11 @@ class GpuRun:
             run=RunConfig(name, str(folder / name), faults=faults, progress=False, timeouts=TIMEOUTS),  # type: ignore[arg-type]
             initial=QuickInitial(self.model.num_layers),
         )  # fmt: skip
+
+
+def utilisation(run: GpuRun, step_s: float) -> float:
+    """Model FLOPs (`jobs.model_plan`: recomputation does not count) over what the GPUs could do in a step's time."""
+    return model_flops(run.model, run.context) * run.batch / (run.dp * run.cp) / step_s / PEAK_FLOPS
 
 
 def link_rate() -> float:

@@ -65,6 +65,14 @@ class GatedLoss:
         return self._loss(model, batch)
 
 
+def _urgent(kind: str) -> Any:
+    if kind == "cpu":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
+
+
 class PlainWorker:
     """One rank of the plain loop; a Ray actor like its rival."""
 
@@ -99,7 +107,8 @@ class PlainWorker:
             device_id=self._device if kind == "cuda" else None,
         )  # fmt: skip
         groups = init_device_mesh(kind, (mesh.dp, mesh.cp), mesh_dim_names=("dp", "cp"))
-        rings = [dist.new_group(list(mesh.ring(dp_rank))) for dp_rank in range(mesh.dp)]
+        # Hops go before kernels that are running, as in the product.
+        rings = [dist.new_group(list(mesh.ring(dp_rank)), pg_options=_urgent(kind)) for dp_rank in range(mesh.dp)]
         self._seat = mesh.seat(self._rank)
         self._ring, self._replicas = rings[self._seat.dp_rank], groups["dp"].get_group()
         maker = ModuleMaker(task, self._device)

@@ -10,8 +10,7 @@ spent a step. `broken` aborts the groups at any moment of a step, again and agai
 finds in memory: what a broken-off one leaves behind. Processes are spawned with the environment of the product's
 workers; groups are made by its `Connector`.
 
-Model FLOPs are `jobs.model_plan`'s; recomputation does not count. Peak: PEAK_FLOPS for each GPU, the dense bf16 rate
-of the vendor's data sheet.
+Model FLOPs utilisation is `jobs.gpu_tasks`'s.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_gr
 from elastic_ring.state.device_digest import device_digest, device_digests
 from elastic_ring.train.transaction import Transaction
 from elastic_ring.train.warm import attention_shapes, warm_up_device
-from jobs.gpu_tasks import GpuRun
-from jobs.model_plan import model_flops
-
-PEAK_FLOPS = 989.4e12
+from jobs.gpu_tasks import PEAK_FLOPS, GpuRun, utilisation
 
 
 def connected(run: GpuRun, rank: int, port: int, prefix: str, device: torch.device) -> Groups:
@@ -144,10 +140,11 @@ def speed(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: 
     elif args.profile:
         one_step(state, args.steps)
     steady = median(seconds[1:])
-    flops = model_flops(run.model, run.context) * run.batch / (run.dp * run.cp)
+    used = utilisation(run, steady)
     return {
-        "first_s": round(seconds[0], 3), "step_s": round(steady, 4), "mfu": round(flops / steady / PEAK_FLOPS, 4),
-        "tflops": round(flops / steady / 1e12, 1), "spread": round((max(seconds[1:]) - min(seconds[1:])) / steady, 3),
+        "first_s": round(seconds[0], 3), "step_s": round(steady, 4), "mfu": round(used, 4),
+        "tflops": round(used * PEAK_FLOPS / 1e12, 1),
+        "spread": round((max(seconds[1:]) - min(seconds[1:])) / steady, 3),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 1),
     }  # fmt: skip
