@@ -35,7 +35,7 @@ from tune.quality.tasks import CHANCE, TASKS
 from tune.quality.text import Corpus, corpus, long_range_bits
 from tune.quality.train import Settings, train_tasks, train_text
 
-NUM_LAYERS, NUM_HEADS, CP = 2, 4, 8
+NUM_HEADS, CP = 4, 8
 
 
 def finished(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
@@ -83,26 +83,27 @@ def run(options: argparse.Namespace, tasks: Settings, text: Settings) -> None:
 def measure(
     part: str, name: str, seed: int, options: argparse.Namespace, tasks: Settings, text: Settings, texts: Corpus
 ) -> dict[str, Any]:
+    of_text = families(text.seq_len, text.block, text.num_layers)
     if part == "cost":
-        scaled = families(options.cost_len, 128)[name]
+        scaled = families(options.cost_len, 128, text.num_layers)[name]
         # The gated module has no path that skips blocks; the choice by first queries costs what the other does.
         timed = not scaled.window and not scaled.first_query
         value = {
-            "density": families(text.seq_len, text.block)[name].density(text.seq_len, NUM_LAYERS, NUM_HEADS),
-            "cost_density": scaled.density(options.cost_len, NUM_LAYERS, NUM_HEADS),
-            "step_s": step_s(scaled, options.cost_len, NUM_LAYERS) if timed else float("nan"),
-            "bytes": ring_bytes(scaled, options.cost_len, CP, NUM_LAYERS),
+            "density": of_text[name].density(text.seq_len, text.num_layers, NUM_HEADS),
+            "cost_density": scaled.density(options.cost_len, text.num_layers, NUM_HEADS),
+            "step_s": step_s(scaled, options.cost_len, text.num_layers) if timed else float("nan"),
+            "bytes": ring_bytes(scaled, options.cost_len, CP, text.num_layers),
         }
         return {"value": value}
     if part == "tasks":
         return {"value": train_tasks(families(tasks.seq_len, tasks.block)[name], seed, tasks)}
-    family = families(text.seq_len, text.block)[name]
+    family = of_text[name]
     model, value = train_text(family, seed, text, texts)
     if name != "dense":
         return {"value": value}
     tokens = torch.from_numpy(texts.held[:8, :-1]).to(text.device)
     # Gates are trained or they are nothing: a dense model has none to look at.
-    every = [family for family in families(text.seq_len, text.block).values() if not family.window]
+    every = [family for family in of_text.values() if not family.window]
     return {"value": value, "fidelity": fidelity(model, tokens, every, text)}
 
 
@@ -176,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text-len", type=int, default=1024, help="tokens of a sequence of text (1024)")
     parser.add_argument("--text-batch", type=int, default=4, help="sequences of text a step (4)")
     parser.add_argument("--text-width", type=int, default=64, help="width of the model of text (64)")
+    parser.add_argument("--text-layers", type=int, default=2, help="layers of the model of text (2)")
     parser.add_argument("--text-device", default="cpu", choices=["cpu", "cuda"], help="where text is trained (cpu)")
     parser.add_argument("--parts", default="cost,tasks,text", help="(cost,tasks,text)")
     parser.add_argument("--cost-len", type=int, default=8192, help="tokens of the calls that are timed (8192)")
@@ -194,7 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tasks = Settings(steps=options.steps, seq_len=options.seq_len, block=options.seq_len // 16)
         text = replace(
             tasks, steps=options.text_steps, seq_len=options.text_len, block=options.text_len // 32,
-            batch=options.text_batch, width=options.text_width, device=options.text_device,
+            batch=options.text_batch, width=options.text_width, num_layers=options.text_layers,
+            device=options.text_device,
         )  # fmt: skip
         if not options.table:
             run(options, tasks, text)

@@ -42,8 +42,10 @@ class Family:
         return kept / (seq_len * (seq_len + 1) / 2)
 
 
-def families(seq_len: int, block: int) -> dict[str, Family]:
+def families(seq_len: int, block: int, num_layers: int = 2) -> dict[str, Family]:
     """One of each family for sequences of `seq_len` tokens, mostly at about a quarter of dense's pairs.
+
+    "one dense layer", with half the window in the others, is at that density from 8 layers on.
 
     Raises `ValueError` where there are fewer than 16 blocks.
     """
@@ -62,7 +64,8 @@ def families(seq_len: int, block: int) -> dict[str, Family]:
         "bigbird": f"bigbird:{num_blocks // 16},1,{num_blocks // 16},{unit}",
         "hierarchical": f"hierarchical:2,{unit}",
         "random": f"random:{num_blocks // 8},{unit}",
-        "last layer dense": f"{near};dense@1",
+        "last layer dense": f"{near};dense@{num_layers - 1}",
+        "one dense layer": f"sinks:{block // 4}+window:{window // 2};dense@{num_layers // 2}",
         # The dense head is one of those that begin by matching (see `model.Layer`): another would need far longer.
         "1/4 dense + window": (
             f'{{"groups": [{{"heads": [{{"rule": "dense"}}, {{"count": 3, "rule": "window:{window}"}}]}}]}}'

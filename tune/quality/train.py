@@ -40,6 +40,7 @@ class Settings:
     tail_share: float = 0.25
     num_evaluated: int = 64
     width: int = 64
+    num_layers: int = 2
     device: str = "cpu"
 
 
@@ -112,7 +113,9 @@ def _trained(
     family: Family, seed: int, settings: Settings, vocab_size: int, draw: Callable[[int], tuple[Tensor, Tensor]]
 ) -> tuple[SmallModel, Masks, float, float]:
     """Model, masks, the mean loss of the last tenth of the steps, CPU seconds."""
-    config = SmallConfig(vocab_size, settings.width, ffn_width=2 * settings.width)
+    config = SmallConfig(
+        vocab_size, settings.width, num_layers=settings.num_layers, ffn_width=2 * settings.width
+    )  # fmt: skip
     masks = masks_of(family, settings, config)
     model = SmallModel(config, seed, masks).to(settings.device)
     matrices = [p for p in model.parameters() if p.dim() > 1]
