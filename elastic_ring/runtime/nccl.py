@@ -30,6 +30,9 @@ ENVIRONMENT = {
     "NCCL_CUMEM_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",  # a standby loads what another process has compiled
+    # Groups are built and aborted by threads that come and go, and glibc keeps what each of them freed in an arena of
+    # its own: 30 MiB a generation, none with one arena for all (benchmarks/2026-11-21-training-4xH200.md).
+    "MALLOC_ARENA_MAX": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS may add up in another order each time
 }
 """What a worker's process is started with."""
