@@ -12,7 +12,8 @@ _DTYPES = ("float32", "bfloat16", "float64")
 class ModelConfig:
     """A decoder of `num_layers` blocks; `ffn_width` is the inner width of SwiGLU.
 
-    dtype is that of the parameters as built; what FSDP2 computes in is its own setting. Raises ValueError for
+    dtype is that of the parameters as built; what FSDP2 computes in is its own setting. `offload_activations` moves
+    what checkpointing keeps to host memory between forward and backward. Raises ValueError for
     shapes that do not fit each other.
     """
 
@@ -27,6 +28,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     checkpoint_activations: bool = True
+    offload_activations: bool = False
     loss_chunk_tokens: int = 1024
     dtype: str = "float32"
 
@@ -47,6 +49,11 @@ class ModelConfig:
         if self.rope_theta <= 1.0 or self.norm_eps <= 0.0:
             raise ValueError(
                 f"ModelConfig rope_theta={self.rope_theta} must be above 1, norm_eps={self.norm_eps} above 0"
+            )
+        if self.offload_activations and not self.checkpoint_activations:
+            raise ValueError(
+                "ModelConfig offload_activations=True moves what checkpointing keeps, and checkpoint_activations=False "
+                "keeps it all: set that to True"
             )
         if self.dtype not in _DTYPES:
             raise ValueError(f"ModelConfig dtype={self.dtype!r}: choose one of {', '.join(_DTYPES)}")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from elastic_ring.attention.layers import of_layer
+from elastic_ring.attention.parked import Parked
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.loss import chunked_cross_entropy
 
@@ -92,6 +93,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.checkpoint_activations = config.checkpoint_activations
+        self.offload_activations = config.offload_activations
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.attention = SelfAttention(config)
         self.ffn_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
@@ -104,10 +106,17 @@ class Block(nn.Module):
         # Inside forward, so that FSDP2's hooks on the block see one call. Nothing here draws random numbers.
         # An attention that can give its result again is spared the second run: it is most of a long context's work.
         contexts = getattr(attention, "recomputation", noop_context_fn)
+        start = Parked(x)
         out: Tensor = checkpoint(
-            self._compute, x, rotation, attention, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-        )
+            self._from_start, start, rotation, attention, use_reentrant=False, preserve_rng_state=False,
+            context_fn=contexts,
+        )  # fmt: skip
+        if self.offload_activations:
+            start.leave()
         return out
+
+    def _from_start(self, start: Parked, rotation: Rotation, attention: Attention) -> Tensor:
+        return self._compute(start.tensor(), rotation, attention)
 
     def _compute(self, x: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation, attention)

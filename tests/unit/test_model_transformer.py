@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -139,6 +140,27 @@ def test_recomputing_activations_changes_no_bit(tie_embeddings: bool) -> None:
     assert kept[1].keys() == again[1].keys()
     for name, grad in kept[1].items():
         assert torch.equal(grad, again[1][name]), name
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_offloaded_activations_leave_and_come_back_with_the_same_bits(offload: bool) -> None:
+    kept = gradients(build(replace(TINY, checkpoint_activations=True)), batch())
+    model = build(replace(TINY, checkpoint_activations=True, offload_activations=offload))
+    inputs: list[weakref.ref[Tensor]] = []
+    for block in model.blocks[1:]:  # the first one's input is looked at by the embedding's backward
+        block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    loss, _ = language_model_loss(model, batch())
+    assert [there() is None for there in inputs] == [offload] * (TINY.num_layers - 1)
+    loss.backward()
+    assert torch.equal(kept[0], loss.detach())
+    for name, param in model.named_parameters():
+        assert param.grad is not None
+        assert torch.equal(kept[1][name], param.grad), name
+
+
+def test_offloading_what_is_not_kept_is_refused() -> None:
+    with pytest.raises(ValueError, match="offload_activations=True moves what checkpointing keeps"):
+        replace(TINY, checkpoint_activations=False, offload_activations=True)
 
 
 def test_the_loss_is_that_of_the_logits() -> None:
