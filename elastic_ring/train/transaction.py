@@ -29,6 +29,7 @@ from elastic_ring.data.loader import Loader, Slice, consumed_digest
 from elastic_ring.data.order import Order, share
 from elastic_ring.errors import TooManySkipped
 from elastic_ring.mesh import Mesh, Seat
+from elastic_ring.state.device_squares import squared_norm
 from elastic_ring.state.shard import Counters, Shard
 from elastic_ring.train.optim import learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
@@ -36,6 +37,7 @@ from elastic_ring.train.vote import Ballot, Outcome, count, start_vote
 from elastic_ring.train.wrap import ModuleMaker, full_shapes, local_params
 
 BUCKET_ELEMENTS = 16 << 20
+BUCKET_ELEMENTS_ON_DEVICE = 256 << 20  # each is a launch of its own there, and the next one waits for it
 
 
 class Wires(Protocol):
@@ -235,7 +237,7 @@ class Transaction:
         self._clear_gradients()
         self._watch("reduce", step)
         if self._mesh.dp > 1:
-            for bucket in gradient.flat.split(BUCKET_ELEMENTS):
+            for bucket in gradient.flat.split(BUCKET_ELEMENTS_ON_DEVICE if gradient.flat.is_cuda else BUCKET_ELEMENTS):
                 if bucket.numel():
                     self._wires.replica.allreduce([bucket]).wait()
         gradient.step, gradient.cast = step, self._cast
@@ -351,13 +353,6 @@ class Transaction:
             return self.task.optimizer(named)
         ndims = {name: len(shape) for name, shape in full_shapes(model).items()}
         return make_optimizer(named, self.task.optim, ndims)
-
-
-def squared_norm(flat: Tensor) -> Tensor:
-    """The fp64 sum of squares of a flat fp32 tensor, without dimension; piece by piece, because the cast takes
-    twice the memory of what is summed."""
-    parts = [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in flat.split(BUCKET_ELEMENTS)]
-    return torch.stack(parts).sum()
 
 
 def sequence_seed(seed: int, step: int, sample_id: int, cp_rank: int) -> int:

@@ -20,6 +20,7 @@ from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.schedule import plan
+from elastic_ring.state.device_squares import squared_norm
 from elastic_ring.state.shard import Shard, digest_of
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.wrap import local_params
@@ -97,6 +98,7 @@ def _one_step(mesh: DeviceMesh, device: torch.device) -> None:
     attention(x, x, x).sum().backward()
     params = local_params(model)
     shard = Shard(0, params, torch.optim.AdamW(list(params.values()), foreach=not on_gpu, fused=on_gpu))
+    squared_norm(torch.ones(WIDTH, device=device))
     shard.apply({name: torch.zeros_like(p) for name, p in params.items()}, 0.0)
     _, tensors = shard.pack()
     digest_of(shard.counters, tensors)

@@ -7,6 +7,7 @@ import torch
 
 from elastic_ring.attention.merge import eager_merge_, merge_
 from elastic_ring.state import device_digest
+from elastic_ring.state.device_squares import eager_squared_norm, squared_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -42,3 +43,14 @@ def test_a_digest_in_one_pass_is_the_eager_one(num_words: int) -> None:
     wanted = sums.tolist()
     _, first, second = map(int, torch.frombuffer(bytearray(device_digest.device_digest(words)), dtype=torch.int64))
     assert [first, second] == wanted
+
+
+@pytest.mark.parametrize("num_elements", [1, 1000, 16_384, 5_000_003])
+def test_a_squared_norm_in_one_pass_is_the_eager_one_and_has_the_same_bits_every_time(num_elements: int) -> None:
+    flat = torch.randn(num_elements, device="cuda", generator=torch.Generator(device="cuda").manual_seed(0)) * 1e15
+    found = [float(squared_norm(flat)) for _ in range(20)]
+    assert found == found[:1] * 20
+    assert found[0] == pytest.approx(float(eager_squared_norm(flat.cpu())), rel=1e-13)
+    for odd in (float("inf"), float("nan")):
+        flat[num_elements // 2] = odd
+        assert not torch.isfinite(squared_norm(flat))

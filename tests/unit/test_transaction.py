@@ -13,9 +13,10 @@ from torch import Tensor
 from elastic_ring.data.loader import digest_value
 from elastic_ring.errors import TooManySkipped
 from elastic_ring.mesh import Mesh
+from elastic_ring.state import device_squares
+from elastic_ring.state.device_squares import squared_norm
 from elastic_ring.state.shard import Counters
-from elastic_ring.train import transaction
-from elastic_ring.train.transaction import sequence_seed, squared_norm
+from elastic_ring.train.transaction import sequence_seed
 from tests.unit import tiny_task
 from tests.unit.crew import Crew, crew
 from tests.unit.tiny_task import (
@@ -222,7 +223,7 @@ def test_the_norm_is_summed_piece_by_piece_in_fp64(monkeypatch: pytest.MonkeyPat
     flat = torch.randn(100, generator=torch.Generator().manual_seed(0))
     wanted = float(flat.double().square().sum())
     assert float(squared_norm(flat)) == pytest.approx(wanted, rel=1e-14)
-    monkeypatch.setattr(transaction, "BUCKET_ELEMENTS", 7)
+    monkeypatch.setattr(device_squares, "PIECE_ELEMENTS", 7)
     assert float(squared_norm(flat)) == pytest.approx(wanted, rel=1e-14)
     assert float(squared_norm(flat[:0])) == 0.0
     flat[50] = float("nan")
