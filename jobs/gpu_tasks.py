@@ -83,10 +83,13 @@ class GpuRun:
     deterministic: bool = True
     kernel: str = ""
     checkpoint: bool = True
+    offload: bool = False
 
     @property
     def model(self) -> ModelConfig:
-        return replace(preset(self.preset), checkpoint_activations=self.checkpoint)
+        return replace(
+            preset(self.preset), checkpoint_activations=self.checkpoint, offload_activations=self.offload
+        )
 
     def trainer(self, folder: Path, name: str, steps: int, faults: str = "") -> ElasticRingTrainer:
         step = StepConfig(

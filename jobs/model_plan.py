@@ -31,13 +31,15 @@ class ModelPlan:
     activation_bytes: int
     largest_unit_bytes: int
     flops: float
+    offloaded: bool = False
 
     def lines(self) -> list[str]:
         gib = 2**30
         return [
             f"{self.num_parameters:,} parameters on {self.num_ranks} ranks, {self.tokens_per_rank:,} tokens on each",
             f"a rank holds {self.state_bytes / gib:.1f} GiB of state and {self.activation_bytes / gib:.1f} GiB of "
-            f"checkpointed activations; the largest block is {self.largest_unit_bytes / gib:.2f} GiB when gathered",
+            f"checkpointed activations{' in host memory' * self.offloaded}",
+            f"the largest block is {self.largest_unit_bytes / gib:.2f} GiB when gathered",
             f"{self.flops:.3g} FLOP for a sequence",
         ]
 
@@ -64,5 +66,5 @@ def plan_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig) -> Mo
     return ModelPlan(
         built, scaling.mesh.size, tokens, STATE_BYTES * -(-built // scaling.cp),
         tokens * per_token * config.num_layers if config.checkpoint_activations else 0, block * element,
-        model_flops(config, step.context_tokens),
+        model_flops(config, step.context_tokens), config.offload_activations,
     )  # fmt: skip

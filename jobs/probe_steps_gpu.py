@@ -297,6 +297,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kernel", default="")
     parser.add_argument("--fast", action="store_true", help="kernels that need not repeat their bits")
     parser.add_argument("--no-checkpoint", action="store_true", help="keep all activations")
+    parser.add_argument("--offload", action="store_true", help="activations wait in host memory")
     parser.add_argument("--warm-all", action="store_true", help="warm every GPU, as a standby does")
     parser.add_argument("--profile", default="", help="write a profile to this file")
     parser.add_argument("--env", nargs="*", default=[], help="NAME=VALUE for the processes")
@@ -304,12 +305,12 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     run = GpuRun(
         args.preset, args.context, args.batch, args.cp, args.dp, deterministic=not args.fast, kernel=args.kernel,
-        checkpoint=not args.no_checkpoint,
+        checkpoint=not args.no_checkpoint, offload=args.offload,
     )  # fmt: skip
     answers = measure(run, args)
+    told = ("what", "preset", "context", "kernel", "fast", "no_checkpoint", "offload", "dp", "cp", "batch", "env")
     for answer in answers:
-        print(json.dumps({**{k: v for k, v in vars(args).items() if k in ("what", "preset", "context", "kernel", "fast",
-                             "no_checkpoint", "dp", "cp", "batch", "env")}, **answer}), flush=True)  # fmt: skip
+        print(json.dumps({**{name: getattr(args, name) for name in told}, **answer}), flush=True)
     return int(any("error" in answer for answer in answers))
 
 

@@ -92,10 +92,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--cpus-per-worker", type=float)
     parser.add_argument("--kernel", help="pin one attention kernel instead of the best that passes its test")
+    parser.add_argument(
+        "--offload-activations", action="store_true", help="what checkpointing keeps waits in the host's memory"
+    )
     parser.add_argument("--plan", action="store_true", help="print what the run needs, and start nothing")
     parser.add_argument("--run-name")
     parser.add_argument("--run-dir")
     return parser.parse_args(argv)
+
+
+def model_of(args: argparse.Namespace) -> ModelConfig:
+    model = PRESETS[args.preset]().model
+    return dataclasses.replace(model, offload_activations=True) if args.offload_activations else model
 
 
 def build(args: argparse.Namespace) -> ElasticRingTrainer:
@@ -117,7 +125,7 @@ def build(args: argparse.Namespace) -> ElasticRingTrainer:
         faults = tuple(f for f in faults if f.step < step.steps and (f.rank or 0) < scaling.mesh.size)
     name = args.run_name or f"train-1t-{args.preset}"
     run = RunConfig(name=name, run_dir=args.run_dir or f"runs/{name}", faults=faults)
-    model = base.model
+    model = model_of(args)
     logging.info("%s parameters, mesh %s, %d spare(s)", f"{num_parameters(model):,}", scaling.mesh, scaling.spares)
     return ElasticRingTrainer(
         partial(Transformer, model), _data(args.data, step.context_tokens), step=step, optim=optim, scaling=scaling,
@@ -156,7 +164,7 @@ def main(argv: list[str]) -> int:
         args = parse(argv)
         trainer = build(args)
         if args.plan:
-            print("\n".join(plan_of(PRESETS[args.preset]().model, trainer.scaling, trainer.task.step).lines()))
+            print("\n".join(plan_of(model_of(args), trainer.scaling, trainer.task.step).lines()))
             return 0
         result = trainer.fit()
     except ValueError as error:
