@@ -80,6 +80,7 @@ class GpuRun:
     deterministic: bool = True
     kernel: str = ""
     checkpoint: bool = True
+    pattern: str = ""
 
     @property
     def model(self) -> ModelConfig:
@@ -97,7 +98,7 @@ class GpuRun:
                 dp=self.dp, cp=self.cp, spares=self.spares, device="cuda", resources_per_worker={"CPU": 1.0}
             ),
             run=RunConfig(name, str(folder / name), faults=faults, progress=False, timeouts=TIMEOUTS),  # type: ignore[arg-type]
-            initial=QuickInitial(self.model.num_layers),
+            initial=QuickInitial(self.model.num_layers), pattern=self.pattern or None,
         )  # fmt: skip
 
 

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import noop_context_fn
 
 from elastic_ring.attention.kernels.table import BACKENDS
+from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.schedule import plan
+from elastic_ring.attention.spec import parse_pattern
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer
@@ -72,5 +75,53 @@ def test_attention_is_not_run_again_and_no_bit_changes(cp: int) -> None:
             found[keep] = in_threads(cp, partial(one_rank, cp, groups, keep))
     for kept, again in zip(found[True], found[False], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(kept[0], again[0], strict=True))
+        assert 2 * kept[1] == again[1]
+        assert 2 * kept[2] == again[2]
+
+
+PATTERN = '{"block": 128, "groups": [{"layers": [1], "rule": "dense"}, {"rule": "bigbird:1,0,1"}]}'
+
+
+def train_patterned(cp: int, sparse_kernel: str | None, group: Any, cp_rank: int, *, keep: bool) -> Any:
+    """As `train`, layers 0 and 2 sparse and layer 1 dense; hops forward instead of kernels."""
+    num_tokens, heard = 128 * 2 * cp, [0]
+    layout = make_layout("zigzag", num_tokens, cp)
+
+    def observe(direction: str, call_index: int, hop: int) -> None:
+        heard[0] += direction == "forward"
+
+    attention: Any = PatternedAttention(
+        parse_pattern(PATTERN), layout, cp_rank, group, observer=observe, sparse_kernel=sparse_kernel
+    )
+    model = Transformer(CONFIG)
+    initialise_module(model, Initialiser(0, CONFIG.num_layers))
+    tokens = torch.arange(num_tokens).unsqueeze(0) * 7 % 64
+    mine = layout.scatter(tokens, cp_rank, 1)
+    positions = layout.positions(cp_rank).unsqueeze(0)
+    ledger = attention.ledger
+    if not keep:
+        attention.recomputation = noop_context_fn  # what a layer's callable hands on
+    loss, _ = model(mine, positions=positions, document_ids=mine, attention=attention, targets=mine)
+    loss.backward()
+    num_bytes = sum(n for (direction, _), n in ledger.sent_bytes.items() if direction == "forward")
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], heard[0], num_bytes
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("sparse_kernel", [None, "reference-sparse"], ids=["tiles", "blocks"])
+def test_layers_with_patterns_of_their_own_are_not_run_again_either(sparse_kernel: str | None, cp: int) -> None:
+    with one_thread():
+        rings = ThreadRings()
+        found = {}
+        for keep in (True, False):
+            groups = rings.groups(cp) if cp > 1 else [None]
+
+            def work(cp_rank: int, groups: Any = groups, keep: bool = keep) -> Any:
+                return train_patterned(cp, sparse_kernel, groups[cp_rank], cp_rank, keep=keep)
+
+            found[keep] = in_threads(cp, work)
+    for kept, again in zip(found[True], found[False], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(kept[0], again[0], strict=True))
+        assert kept[1] == CONFIG.num_layers * cp
         assert 2 * kept[1] == again[1]
         assert 2 * kept[2] == again[2]

@@ -1,0 +1,56 @@
+"""Activation checkpointing without a second run of attention: what a ring gave in forward, it gives again in backward.
+
+An attention is most of a long context's work, its result a small part of what a layer would keep. No kernel and no
+hop in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+Result = tuple[torch.Tensor, torch.Tensor, int]
+"""out (B, S, H, D), lse (B, S, H) as backward wants it, and the call's number."""
+
+
+class KeepsResults:
+    """The base of rings: `_forward` runs `_run_forward`, or gives what an earlier run of the same call gave."""
+
+    _record: list[Result] | None = None
+    _replay: Iterator[Result] | None = None
+
+    def recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """What `torch.utils.checkpoint` takes as `context_fn`: `out` and `lse` of the calls in the first context are
+        kept and given again, call by call, in the second, whose kernels and hops need not run once more."""
+        kept: list[Result] = []
+        return self.recording(kept), self.replaying(kept)
+
+    @contextmanager
+    def recording(self, kept: list[Result]) -> Iterator[None]:
+        outer, self._record = self._record, kept
+        try:
+            yield
+        finally:
+            self._record = outer
+
+    @contextmanager
+    def replaying(self, kept: list[Result]) -> Iterator[None]:
+        outer, self._replay = self._replay, iter(kept)
+        try:
+            yield
+        finally:
+            self._replay = outer
+
+    def _forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+        if self._replay is not None:
+            out, lse, call_index = next(self._replay)
+            return out.detach(), lse, call_index
+        result = self._run_forward(q, k, v, scale)
+        if self._record is not None:
+            self._record.append((result[0].detach(), *result[1:]))
+        return result
+
+    def _run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+        raise NotImplementedError
