@@ -290,12 +290,12 @@ def check_pattern(task: TrainingTask, cp: int) -> None:
     step = task.step
     what = f"pattern={str(task.pattern)!r} on device='cuda' with context_tokens={step.context_tokens}"
     if step.param_dtype != "bfloat16":
-        raise ValueError(f"{what}: the sparse kernels take bfloat16, not {step.param_dtype}; set param_dtype='bfloat16'")
+        raise ValueError(f"{what}: sparse kernels take bfloat16, not {step.param_dtype}; set param_dtype='bfloat16'")
     try:
         task.pattern.check_blocks(make_layout(step.layout, step.context_tokens, cp))
         check_documents(open_source(task.data).read(0).document_starts)
     except ValueError as error:
-        raise ValueError(f"{what}: {error}. Or train on device='cpu', or leave pattern out for dense attention") from error
+        raise ValueError(f"{what}: {error}. Or train on device='cpu', or leave pattern out: dense attention") from error
     for _, _, head_dim in attention_shapes(task):
         reasons = [kernel.refusal(head_dim, torch.bfloat16, step.deterministic) for kernel in KERNELS]
         if all(reasons):

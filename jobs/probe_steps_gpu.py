@@ -7,7 +7,8 @@
 `bits` trains twice from the same beginning and compares, on every rank and after every step, the summed gradient and
 the parameters. `speed` prints step time, model FLOPs utilisation and memory, and with `--profile` where rank 0's GPU
 spent a step. With `--pattern` the step is timed dense, with the pattern, and with each query's own block alone: what
-is left then is not attention's, and bounds what any pattern can gain (Amdahl). Processes are spawned with the environment of the product's workers; groups are made by its `Connector`.
+is left then is not attention's, and bounds what any pattern can gain (Amdahl). Processes are spawned with the
+environment of the product's workers; groups are made by its `Connector`.
 
 Model FLOPs are `jobs.model_plan`'s; recomputation does not count. Peak: PEAK_FLOPS for each GPU, the dense bf16 rate
 of the vendor's data sheet.

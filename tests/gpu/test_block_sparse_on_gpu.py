@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from elastic_ring.attention.block_proof import as_tokens, reference
 from elastic_ring.attention.block_sparse import (
     KERNELS,
     BlockSparseAttention,
@@ -13,7 +14,6 @@ from elastic_ring.attention.block_sparse import (
     select_sparse,
     self_test,
 )  # fmt: skip
-from elastic_ring.attention.block_proof import as_tokens, reference
 from elastic_ring.attention.blocks import block_kinds
 from elastic_ring.attention.families import BigBird, Hierarchical, Profile, longnet
 from elastic_ring.attention.rules import Dense, Rule, Strided, Window

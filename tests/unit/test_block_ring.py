@@ -51,9 +51,13 @@ def check(case: BlockCase, found: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp64_agrees_with_the_masked_reference_and_moves_the_planned_bytes(
-    rings: ThreadRings, family: str, cp: int, halves: None
+    rings: ThreadRings, family: str, cp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = LAYOUTS[(cp + list(FAMILIES).index(family)) % len(LAYOUTS)]
+    """Layouts take turns, and so do own gradients in one part and in two around the fetched ones."""
+    number = cp + list(FAMILIES).index(family)
+    if number % 8 >= 4:
+        monkeypatch.setattr(block_pass, "HALVED_FLOPS", 0)
+    layout = LAYOUTS[number % 4]
     case = block_case(family, cp, layout, num_kv_heads=4 if cp == 3 else 2)
     found, ledgers = run_sparse(case, rings.groups(cp), kernel=KERNEL)
     check(case, found)
@@ -74,8 +78,9 @@ def test_every_layout_serves_every_grouping_of_heads(
 
 @pytest.mark.parametrize("family", ["bigbird", "longnet with rows that see nothing", "heads in turn"])
 def test_posted_as_one_operation_a_pass_and_direction_the_bits_are_the_same(
-    rings: ThreadRings, family: str, halves: None
+    rings: ThreadRings, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(block_pass, "HALVED_FLOPS", 0)
     case = block_case(family, 4, "zigzag")
     want, _ = run_sparse(case, rings.groups(4), kernel=KERNEL)
     wires = Wires(4)
@@ -112,15 +117,14 @@ def test_queries_that_see_nothing_give_zeros_and_no_gradient(rings: ThreadRings)
     assert all(torch.isfinite(tensor).all() for tensor in found)
 
 
-def test_blocks_and_tiles_agree_and_partials_may_travel_in_the_kernels_type(rings: ThreadRings) -> None:
+def test_partials_may_travel_in_the_kernels_type_at_the_cost_of_a_rounding(rings: ThreadRings) -> None:
     case = block_case("bigbird", 3, "zigzag", dtype=torch.bfloat16)
-    by_tiles, _ = run_sparse(case, rings.groups(3))
     want = masked_reference(case)
     for partials, itemsize in ((None, None), (torch.bfloat16, 2)):
         found, ledgers = run_sparse(case, rings.groups(3), kernel=KERNEL, partials=partials)
         check_bytes(case, ledgers, itemsize)
-        for got, other, exact in zip(found, by_tiles, want, strict=True):
-            assert relative_error(got, exact) <= 1.25 * relative_error(other, exact)
+        for got, exact in zip(found, want, strict=True):
+            assert relative_error(got, exact) <= 4e-3
 
 
 def test_calls_share_buffers_and_make_none_after_the_first(rings: ThreadRings) -> None:

@@ -23,7 +23,8 @@ def seen_by(tables: BlockTables) -> torch.Tensor:
 
 def seen_by_key(tables: BlockTables) -> torch.Tensor:
     """The same by the lists for backward."""
-    own, full = (_dense(lists, tables.num_q_blocks).transpose(1, 2) for lists in (tables.own_by_key, tables.full_by_key))
+    by_key = (tables.own_by_key, tables.full_by_key)
+    own, full = (_dense(lists, tables.num_q_blocks).transpose(1, 2) for lists in by_key)
     causal = torch.ones(BLOCK_TOKENS, BLOCK_TOKENS, dtype=torch.bool, device=tables.device).tril()
     return _of_tokens(own) & causal.repeat(own.size(1), own.size(2)) | _of_tokens(full)
 
