@@ -44,7 +44,8 @@ def rehearse(kernel: SparseKernel, head_dim: int, dtype: torch.dtype, device: st
         inputs, kept, run = case(head_dim, dtype, device, group)
         found = run(kernel, *inputs, head_dim**-0.5)
         again = run(kernel, *inputs, head_dim**-0.5) if kernel.deterministic else found
-        wanted = reference(*inputs, kept, head_dim**-0.5)
+        q, k, v, dout = inputs
+        wanted = reference(q, k, v, dout, kept, head_dim**-0.5)
         for name, got, repeated, want in zip(("out", "lse", "dq", "dk", "dv"), found, again, wanted, strict=True):
             if not torch.equal(got.isinf(), want.isinf()):
                 return f"{name} of a sparse case is infinite elsewhere than where a query sees nothing"

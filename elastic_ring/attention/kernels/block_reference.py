@@ -70,7 +70,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _):  # type: ignore[no-untyped-def]
-        return (*backward(dout, *ctx.saved_tensors, ctx.tables, ctx.scale), None, None)
+        q, k, v, out, lse = ctx.saved_tensors
+        return (*backward(dout, q, k, v, out, lse, ctx.tables, ctx.scale), None, None)
 
 
 def whole(

@@ -82,7 +82,8 @@ class _FlashFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        grads = flash_backward(dout.contiguous(), *ctx.saved_tensors, ctx.tables, ctx.scale)
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = flash_backward(dout.contiguous(), q, k, v, out, lse, ctx.tables, ctx.scale)
         return (*grads, None, None)
 
 

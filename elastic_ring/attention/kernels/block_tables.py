@@ -56,7 +56,8 @@ class BlockTables:
     def of_heads(self, first: int, last: int) -> BlockTables:
         """The tables of query heads `first` to `last`."""
         lists = (self.own, self.own_by_key, self.full, self.full_by_key)
-        return BlockTables(*(each.of_heads(first, last) for each in lists), self.num_q_blocks, self.num_k_blocks)
+        own, own_by_key, full, full_by_key = (each.of_heads(first, last) for each in lists)
+        return BlockTables(own, own_by_key, full, full_by_key, self.num_q_blocks, self.num_k_blocks)
 
 
 def tables_of(kept: torch.Tensor, *, width: int | None = None) -> BlockTables:
