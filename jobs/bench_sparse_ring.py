@@ -114,14 +114,15 @@ class Bench:
 
     def __init__(self, cp_rank: int, cp: int, options: argparse.Namespace) -> None:
         self.cp_rank, self.cp, self.options = cp_rank, cp, options
+        self.device = torch.device("cuda", cp_rank)
         self.group = dist.group.WORLD if cp > 1 else None
         self.buffers = HopBuffers()
 
     def tensors(self, length: int, seed: int) -> Tensors:
-        generator = torch.Generator("cuda").manual_seed(seed)
+        generator = torch.Generator(self.device).manual_seed(seed)
         heads, kv_heads = self.options.heads
         shapes = [(1, length, n, self.options.head_dim) for n in (heads, kv_heads, kv_heads, heads)]
-        made = [torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes]
+        made = [torch.randn(s, generator=generator, device=self.device, dtype=torch.bfloat16) for s in shapes]
         return made[0], made[1], made[2], made[3]
 
     def dense(self, tokens: int) -> Row:
@@ -224,12 +225,12 @@ class Bench:
         if self.options.watched:
             exposed = sum(event.exposed_s() for event in system.ledger.events) / self.options.watched
             system.row.exposed_s = self._most(exposed)
-            total = torch.tensor([float(sum(system.ledger.sent_bytes.values()))], device="cuda")
+            total = torch.tensor([float(sum(system.ledger.sent_bytes.values()))], device=self.device)
             dist.all_reduce(total)
             system.row.sent_bytes = total.item() / self.options.watched / self.cp
 
     def _most(self, value: float) -> float:
-        most = torch.tensor([value], device="cuda", dtype=torch.float64)
+        most = torch.tensor([value], device=self.device, dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return float(most.item())
 
