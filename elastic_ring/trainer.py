@@ -20,11 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from torch import nn
 
 from elastic_ring import errors
+from elastic_ring.attention.block_kernels import KERNELS
+from elastic_ring.attention.kernels.block_tables import check_documents
 from elastic_ring.attention.kernels.table import BACKENDS
 from elastic_ring.attention.layers import LayerPatterns
+from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.spec import parse_pattern
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_together, digest
 from elastic_ring.data.order import Order
@@ -40,6 +44,7 @@ from elastic_ring.runtime.coordinator import Coordinator
 from elastic_ring.runtime.session import interruptible, lease, ray_session
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory
 from elastic_ring.train.task import Initial, LossFunction, TrainingTask
+from elastic_ring.train.warm import attention_shapes
 from elastic_ring.train.wrap import check_buildable
 
 log = logging.getLogger(__name__)
@@ -101,11 +106,6 @@ class ElasticRingTrainer:
         )  # fmt: skip
         check_together(self.scaling, step, self.run.faults)
         check_kernel(step.kernel, self.scaling.device)
-        if pattern is not None and self.scaling.device != "cpu":
-            raise ValueError(
-                f"pattern={str(self.task.pattern)!r}: sparse patterns train on device='cpu' so far, not on "
-                f"{self.scaling.device!r}; leave pattern out for dense attention"
-            )
         if data.context_tokens != step.context_tokens:
             raise ValueError(
                 f"data.context_tokens={data.context_tokens} differs from step.context_tokens={step.context_tokens}: "
@@ -126,6 +126,8 @@ class ElasticRingTrainer:
         training_order(self.task)
         check_writable(self.run.folder)
         check_buildable(self.task)
+        if self.scaling.device == "cuda":
+            check_pattern(self.task, self.scaling.cp)
         check_portable(self.task)
         if self.scaling.device == "cuda":
             log.warning("device='cuda': runs on one host of several GPUs only, so far; see Limits in the README")
@@ -279,6 +281,26 @@ def check_kernel(name: str, device: str) -> None:
     if name and name not in names:
         raise ValueError(f"kernel={name!r} is no attention kernel for device={device!r}: choose one of "
                          f"{', '.join(names)}, or leave it out to have one chosen")  # fmt: skip
+
+
+def check_pattern(task: TrainingTask, cp: int) -> None:
+    """Raises ValueError for a pattern that the block-sparse kernels of GPUs cannot run with these settings."""
+    if task.pattern is None or not task.pattern.any_sparse:
+        return
+    step = task.step
+    what = f"pattern={str(task.pattern)!r} on device='cuda' with context_tokens={step.context_tokens}"
+    if step.param_dtype != "bfloat16":
+        raise ValueError(f"{what}: sparse kernels take bfloat16, not {step.param_dtype}; set param_dtype='bfloat16'")
+    try:
+        task.pattern.check_blocks(make_layout(step.layout, step.context_tokens, cp))
+        check_documents(open_source(task.data).read(0).document_starts)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}. Or train on device='cpu', or leave pattern out: dense attention") from error
+    for _, _, head_dim in attention_shapes(task):
+        reasons = [kernel.refusal(head_dim, torch.bfloat16, step.deterministic) for kernel in KERNELS]
+        if all(reasons):
+            listed = "; ".join(f"{kernel.name} {reason}" for kernel, reason in zip(KERNELS, reasons, strict=True))
+            raise ValueError(f"{what}: no sparse kernel for the model: {listed}. Leave pattern out for dense attention")
 
 
 def described(part: Any) -> str:

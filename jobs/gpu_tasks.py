@@ -84,6 +84,7 @@ class GpuRun:
     kernel: str = ""
     checkpoint: bool = True
     offload: bool = False
+    pattern: str = ""
 
     @property
     def model(self) -> ModelConfig:
@@ -103,7 +104,7 @@ class GpuRun:
                 dp=self.dp, cp=self.cp, spares=self.spares, device="cuda", resources_per_worker={"CPU": 1.0}
             ),
             run=RunConfig(name, str(folder / name), faults=faults, progress=False, timeouts=TIMEOUTS),  # type: ignore[arg-type]
-            initial=QuickInitial(self.model.num_layers),
+            initial=QuickInitial(self.model.num_layers), pattern=self.pattern or None,
         )  # fmt: skip
 
 

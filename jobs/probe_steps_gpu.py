@@ -2,13 +2,15 @@
 
     python jobs/probe_steps_gpu.py bits --preset 100m --context 8192
     python jobs/probe_steps_gpu.py speed --preset 1b --context 131072 --batch 2
+    python jobs/probe_steps_gpu.py speed --preset 1b --context 131072 --fast --pattern bigbird:52,0,52
     python jobs/probe_steps_gpu.py broken --preset 100m --dp 1 --generations 8
 
 `bits` trains twice from the same beginning and compares, on every rank and after every step, the summed gradient and
 the parameters. `speed` prints step time, model FLOPs utilisation and memory, and with `--profile` where rank 0's GPU
-spent a step. `broken` aborts the groups at any moment of a step, again and again, and prints what each generation
-finds in memory: what a broken-off one leaves behind. Processes are spawned with the environment of the product's
-workers; groups are made by its `Connector`.
+spent a step. With `--pattern` the step is timed dense, with the pattern, and with each query's own block alone: what
+is left then is not attention's, and bounds what any pattern can gain (Amdahl). `broken` aborts the groups at any moment
+of a step, again and again, and prints what each generation finds in memory: what a broken-off one leaves behind.
+Processes are spawned with the environment of the product's workers; groups are made by its `Connector`.
 
 Model FLOPs utilisation is `jobs.gpu_tasks`'s.
 """
@@ -29,6 +31,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -42,6 +45,7 @@ import torch
 from torch.distributed import TCPStore
 from torch.distributed.fsdp import FSDPModule
 
+from elastic_ring.attention.spec import parse_pattern
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.order import Order
 from elastic_ring.errors import GroupAborted, PeerFailed
@@ -278,6 +282,8 @@ def measure(run: GpuRun, args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
     for process in processes:
         process.kill()
+    for process in processes:
+        process.join()  # its memory on the GPU is free when it is gone
     return answers
 
 
@@ -295,6 +301,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--trace", action="store_true", help="of broken: where what is left was allocated")
     parser.add_argument("--cpu", action="store_true", help="broken on gloo instead")
     parser.add_argument("--kernel", default="")
+    parser.add_argument("--pattern", default="", help="a sparse pattern, in short form or a JSON file")
     parser.add_argument("--fast", action="store_true", help="kernels that need not repeat their bits")
     parser.add_argument("--no-checkpoint", action="store_true", help="keep all activations")
     parser.add_argument("--offload", action="store_true", help="activations wait in host memory")
@@ -307,11 +314,53 @@ def main(argv: list[str]) -> int:
         args.preset, args.context, args.batch, args.cp, args.dp, deterministic=not args.fast, kernel=args.kernel,
         checkpoint=not args.no_checkpoint, offload=args.offload,
     )  # fmt: skip
+    text = Path(args.pattern).read_text(encoding="utf-8") if Path(args.pattern).is_file() else args.pattern
+    if text and args.what == "speed":
+        return against_dense(run, text, args)
+    run = replace(run, pattern=text)
     answers = measure(run, args)
-    told = ("what", "preset", "context", "kernel", "fast", "no_checkpoint", "offload", "dp", "cp", "batch", "env")
-    for answer in answers:
-        print(json.dumps({**{name: getattr(args, name) for name in told}, **answer}), flush=True)
+    show(answers, args)
     return int(any("error" in answer for answer in answers))
+
+
+def show(answers: list[dict[str, Any]], args: argparse.Namespace, pattern: str = "") -> None:
+    chosen = ("what", "preset", "context", "kernel", "fast", "no_checkpoint", "offload", "dp", "cp", "batch", "env")
+    asked = {name: value for name, value in vars(args).items() if name in chosen}
+    for answer in answers:
+        print(json.dumps({**asked, **({"pattern": pattern} if pattern else {}), **answer}), flush=True)
+
+
+OWN_BLOCK = "bigbird:1,0,0"
+"""As little attention as the same kernels can be asked for."""
+
+
+def against_dense(run: GpuRun, text: str, args: argparse.Namespace) -> int:
+    """The step dense, with the pattern and with own blocks alone, and Amdahl's bound for the pattern's density."""
+    steps = {}
+    for name, pattern in (("dense", ""), ("pattern", text), ("own block", OWN_BLOCK)):
+        answers = measure(replace(run, pattern=pattern), args)
+        show(answers, args, pattern or "dense")
+        if any("error" in answer for answer in answers):
+            return 1
+        steps[name] = max(answer["step_s"] for answer in answers)
+    model = run.model
+    densities = {
+        name: parse_pattern(each).density(run.context, model.num_layers, model.num_heads, model.num_kv_heads)
+        for name, each in (("pattern", text), ("own block", OWN_BLOCK))
+    }
+    # Own blocks are not nothing: the line through dense and them is followed to density 0.
+    least = densities["own block"]
+    other = (steps["own block"] - steps["dense"] * least) / (1 - least)
+    attention = steps["dense"] - other
+    bound = steps["dense"] / (other + attention * densities["pattern"])
+    gained = steps["dense"] / steps["pattern"]
+    print(json.dumps({
+        "pattern": args.pattern, "density": round(densities["pattern"], 5), "dense_s": steps["dense"],
+        "sparse_s": steps["pattern"], "own_block_s": steps["own block"], "not_attention_s": round(other, 4),
+        "attention_share": round(attention / steps["dense"], 4), "speed_up": round(gained, 3),
+        "amdahl_bound": round(bound, 3), "of_bound": round(gained / bound, 4),
+    }), flush=True)  # fmt: skip
+    return 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic_ring.attention.rules import Kinds, Mask, Positions, Rule, require
+from elastic_ring.attention.rules import FULL, Kinds, Mask, Positions, Rule, require
 
 __all__ = ["BigBird", "BlockFunction", "Dilated", "Hierarchical", "Profile", "load_profile", "longnet"]
 
@@ -72,6 +72,16 @@ class Dilated(Rule):
             q_kept, k_kept = (x % segment // self.unit_tokens % rate == kept for x in (q, k))
             seen |= (q // segment == k // segment) & q_kept & k_kept
         return seen
+
+    def kinds(self, num_blocks: int, block: int) -> Kinds:
+        if block != self.unit_tokens:
+            return super().kinds(num_blocks, block)
+        kinds = np.zeros((num_blocks, num_blocks), dtype=np.uint8)
+        for segment, rate in zip(self.segments, self.rates, strict=True):
+            for first in range(0, num_blocks, segment // block):
+                kept = np.arange(first + self.offset % rate, min(first + segment // block, num_blocks), rate)
+                kinds[np.ix_(kept, kept)] = FULL
+        return kinds
 
 
 def longnet(
@@ -139,32 +149,51 @@ class BigBird(Rule):
             at_random |= drawn[row, choice] == column
         return (row - column < self.window) | (column < self.globals) | at_random
 
+    def kinds(self, num_blocks: int, block: int) -> Kinds:
+        if block != self.unit_tokens:
+            return super().kinds(num_blocks, block)
+        at = np.arange(num_blocks, dtype=np.int64)
+        kept = (at[:, None] - at[None, :] < self.window) | (at[None, :] < self.globals)
+        num_rows = 1 << (num_blocks - 1).bit_length()
+        drawn = _drawn(self.seed, self.randoms, self.window, self.globals, num_rows)[:num_blocks]
+        row, choice = np.nonzero(drawn >= 0)
+        kept[row, drawn[row, choice]] = True
+        return kept.astype(np.uint8) * np.uint8(FULL)
+
 
 @lru_cache(maxsize=32)
 def _drawn(seed: int, randoms: int, window: int, first: int, num_rows: int) -> Positions:
     """(num_rows, randoms): the columns that each row draws, without repeating; -1 where there are too few."""
     drawn = np.full((num_rows, randoms), -1, dtype=np.int64)
-    for row in range(num_rows):
-        num_open = row - window + 1 - first
-        found: list[int] = []
-        attempt = 0
-        while len(found) < min(randoms, num_open):
-            candidate = first + _hashed(seed, row, attempt) % num_open
-            attempt += 1
-            if candidate not in found:
-                found.append(candidate)
-        drawn[row, : len(found)] = found
+    for begun in range(0, num_rows, _DRAWN_TOGETHER):
+        rows = np.arange(begun, min(begun + _DRAWN_TOGETHER, num_rows), dtype=np.uint64)
+        tries = np.zeros((len(rows), 0), dtype=np.uint64)
+        for row in range(begun, begun + len(rows)):
+            num_open = row - window + 1 - first
+            wanted = min(randoms, num_open)
+            while wanted > 0:
+                candidates = (tries[row - begun] % np.uint64(num_open)).astype(np.int64) + first
+                _, places = np.unique(candidates, return_index=True)
+                if len(places) >= wanted:
+                    drawn[row, :wanted] = candidates[np.sort(places)[:wanted]]
+                    break
+                more = np.arange(tries.shape[1], 2 * max(randoms, tries.shape[1]), dtype=np.uint64)
+                tries = np.concatenate([tries, _hashed(seed, rows[:, None], more[None, :])], axis=1)
     return drawn
 
 
-def _hashed(*words: int) -> int:
-    """SplitMix64 over the words: integers only, so equal on every machine and library version."""
-    mask, state = (1 << 64) - 1, 0
+_DRAWN_TOGETHER = 256
+"""Rows whose attempts are hashed at once: the first ones, which may draw all there is, need many."""
+
+
+def _hashed(*words: Any) -> Any:
+    """SplitMix64 over the words, integers or arrays of them: equal on every machine and library version."""
+    state = np.zeros((1, 1), dtype=np.uint64)
     for word in words:
-        state = (state + word + 0x9E3779B97F4A7C15) & mask
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
-        state ^= state >> 31
+        state = state + np.asarray(word, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
     return state
 
 

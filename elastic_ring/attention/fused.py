@@ -1,4 +1,4 @@
-"""Triton kernels for the two sums of a ring: merging (out, lse), and adding gradient shares.
+"""Triton kernels for the sums of a ring: merging (out, lse), and adding gradient shares, in place or by rows.
 
 Each reads every operand once and writes the sum once, forming it in fp32 registers; the eager twins in
 `merge` say what is computed. Imported only where a GPU accumulator meets them.
@@ -71,6 +71,27 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     tl.store(total_at, total.to(total_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _add_placed_kernel(  # type: ignore[no-untyped-def]
+    total_ptr, inbox_ptr, places_ptr,
+    num_rows, total_b, inbox_b,
+    num_hops: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    dim = tl.arange(0, padded_dim)
+    inside = row < num_rows
+    mask = inside[:, None] & (dim < head_dim)[None, :]
+    total_at = total_ptr + batch * total_b + row[:, None] * head_dim + dim[None, :]
+    total = tl.load(total_at, mask=mask, other=0.0).to(tl.float32)
+    for hop in tl.static_range(num_hops):
+        place = tl.load(places_ptr + hop * num_rows.to(tl.int64) + row, mask=inside, other=-1).to(tl.int64)
+        found = mask & (place >= 0)[:, None]
+        inbox_at = inbox_ptr + batch * inbox_b + place[:, None] * head_dim + dim[None, :]
+        total += tl.load(inbox_at, mask=found, other=0.0).to(tl.float32)
+    tl.store(total_at, total.to(total_ptr.dtype.element_ty), mask=mask)
+
+
 def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
     """`merge.eager_merge_` for `out`, `part_out` (B, n, H, D) and `lse`, `part_lse` (B, n, H) on a GPU."""
     batch, num_rows, num_heads, head_dim = out.shape
@@ -99,6 +120,21 @@ def add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         return
     for first in range(0, len(parts), _NUM_PARTS):
         _add_few(total, [_whole_contiguous(part) for part in parts[first : first + _NUM_PARTS]])
+
+
+def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) -> None:
+    """`merge.eager_add_placed_` for contiguous rows on a GPU: every total is read and written once."""
+    if total.numel() == 0 or places.numel() == 0:
+        return
+    assert _is_whole_contiguous(total), "the running sum must have contiguous rows"
+    assert _is_whole_contiguous(inbox), "the shares must have contiguous rows"
+    batch, num_rows, head_dim = total.shape
+    padded_dim = triton.next_power_of_2(head_dim)
+    block = max(1, 4096 // padded_dim)
+    _add_placed_kernel[(triton.cdiv(num_rows, block), batch)](
+        total, inbox, places, num_rows, total.stride(0), inbox.stride(0), num_hops=places.size(0), head_dim=head_dim,
+        padded_dim=padded_dim, block=block,
+    )  # fmt: skip
 
 
 def _add_few(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

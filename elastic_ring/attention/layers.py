@@ -8,19 +8,24 @@ patterns belong in `spec`; kernels, hops and planning are the rings' own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from elastic_ring.attention.block_kernels import sparse_form
 from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger
 from elastic_ring.attention.layout import Layout
 from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.recomputation import Kept
 from elastic_ring.attention.ring import Observer, RingAttention
 from elastic_ring.attention.rules import Dense, Rule
 from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern
+from elastic_ring.attention.sparse_blocks import check_blocks
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.attention.sparse_schedule import plan_sparse
 
@@ -73,6 +78,21 @@ class LayerPatterns:
         """Whether all layers follow the same rules, so that nobody need say which layer calls."""
         return len(self.groups) == 1 and self.groups[0].layers is None
 
+    @property
+    def any_dense(self) -> bool:
+        """Whether some layers attend densely, by the dense ring."""
+        return any(set(group.rules) == {Dense()} for group in self.groups)
+
+    @property
+    def any_sparse(self) -> bool:
+        return any(set(group.rules) != {Dense()} for group in self.groups)
+
+    def check_blocks(self, layout: Layout) -> None:
+        """Raises `ValueError` for what GPUs cannot run of it on `layout`: they take whole blocks of 128 tokens."""
+        for group in self.groups:
+            if set(group.rules) != {Dense()}:
+                check_blocks(SparsePattern(group.rules, self.block), layout)
+
     def of_layer(self, layer: int) -> LayerGroup:
         """Raises `ValueError` for a layer that no group covers."""
         rest = None
@@ -117,7 +137,9 @@ class PatternedAttention:
     `layer(i)` is layer i's callable; where all layers follow the same rules the object itself will do. Layers
     without a sparse rule run on the dense ring and its kernels. `group` is a process group of exactly the
     ring's ranks in cp_rank order, or None for cp = 1; every rank makes the same calls in the same order.
-    `observer` sees every hop with the number of its call, counted over all layers.
+    `observer` sees every hop with the number of its call, counted over all layers. `backend`, `deterministic`,
+    `cache_dir` and `buffers` are as for `RingAttention`; on a GPU a backend that has a sparse form also names that of
+    the sparse layers. `sparse_kernel` names it apart, and has CPUs run what GPUs do.
     """
 
     def __init__(
@@ -130,15 +152,25 @@ class PatternedAttention:
         document_starts: Sequence[int] = (0,),
         observer: Observer | None = None,
         ledger: HopLedger | None = None,
+        backend: str | None = None,
+        deterministic: bool = True,
+        cache_dir: Path | None = None,
+        buffers: HopBuffers | None = None,
+        sparse_kernel: str | None = None,
     ) -> None:
         self.patterns, self.layout, self.cp_rank = patterns, layout, cp_rank
         self.ledger = HopLedger() if ledger is None else ledger
         self._group = group
         self._document_starts = tuple(int(start) for start in document_starts)
         self._observer = observer
-        self._buffers = HopBuffers()
+        self._backend, self._deterministic, self._cache_dir = backend, deterministic, cache_dir
+        self._sparse_kernel = sparse_kernel
+        self._buffers = HopBuffers() if buffers is None else buffers
         self._num_calls = 0
         self._rings: list[object] = []  # a call that raised leaves buffers with its ring
+        self._record: _Kept | None = None
+        self._offload = False
+        self._replay: Iterator[tuple[_Ring, list[Kept]]] | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D).
@@ -155,31 +187,79 @@ class PatternedAttention:
     def layer(self, index: int) -> Attention:
         """What layer `index` calls. Raises `ValueError` for one that the pattern does not cover."""
         self.patterns.of_layer(index)
+        return _Layer(self, index)
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return self._attend(index, q, k, v)
+    def recomputation(
+        self, *, offload: bool = False
+    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """As `RingAttention.recomputation`: each call in the first context is given again by its ring in the second."""
+        kept: _Kept = []
+        return self._recording(kept, offload), self._replaying(kept)
 
-        return attend
+    @contextmanager
+    def _recording(self, kept: _Kept, offload: bool) -> Iterator[None]:
+        outer, self._record, self._offload = self._record, kept, offload
+        try:
+            yield
+        finally:
+            self._record = outer
+
+    @contextmanager
+    def _replaying(self, kept: _Kept) -> Iterator[None]:
+        outer, self._replay = self._replay, iter(kept)
+        try:
+            yield
+        finally:
+            self._replay = outer
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self._replay is not None:
+            ring, results = next(self._replay)
+            with ring.replaying(results):
+                return ring(q, k, v)
+        ring = self._ring(layer, q, k)
+        self._rings.append(ring)
+        if self._record is None:
+            return ring(q, k, v)
+        self._record.append((ring, []))
+        with ring.recording(self._record[-1][1], offload=self._offload):
+            return ring(q, k, v)
+
+    def _ring(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> _Ring:
         rules = self.patterns.of_layer(layer).heads(q.size(2), k.size(2))
         number = self._num_calls
         self._num_calls += 1
-        ring: RingAttention | SparseRingAttention
         if set(rules) == {Dense()}:
             dense = plan(Pattern(True, self._document_starts), self.layout)
-            ring = RingAttention(
-                dense, self.cp_rank, self._group, ledger=self.ledger, buffers=self._buffers,
+            return RingAttention(
+                dense, self.cp_rank, self._group, ledger=self.ledger, buffers=self._buffers, backend=self._backend,
+                deterministic=self._deterministic, cache_dir=self._cache_dir,
                 observer=_numbered(self._observer, number),
             )  # fmt: skip
-        else:
-            pattern = SparsePattern(rules, self.patterns.block, self._document_starts)
-            ring = SparseRingAttention(
-                plan_sparse(pattern, self.layout, q.size(2), k.size(2)), self.cp_rank, self._group,
-                ledger=self.ledger, first_call_index=number, observer=self._observer,
-            )  # fmt: skip
-        self._rings.append(ring)
-        return ring(q, k, v)
+        pattern = SparsePattern(rules, self.patterns.block, self._document_starts)
+        kernel = self._sparse_kernel
+        if kernel is None and q.is_cuda:
+            kernel = sparse_form(self._backend)
+        return SparseRingAttention(
+            plan_sparse(pattern, self.layout, q.size(2), k.size(2)), self.cp_rank, self._group, ledger=self.ledger,
+            first_call_index=number, observer=self._observer, kernel=kernel, deterministic=self._deterministic,
+            buffers=self._buffers,
+        )  # fmt: skip
+
+
+_Ring = RingAttention | SparseRingAttention
+_Kept = list[tuple[_Ring, list[Kept]]]
+
+
+class _Layer:
+    """One layer's attention; what it calls knows which layer called."""
+
+    def __init__(self, attention: PatternedAttention, index: int) -> None:
+        self._attention, self._index = attention, index
+        self.recomputation = attention.recomputation
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self._attention._attend(self._index, q, k, v)
 
 
 def of_layer(attention: Any, index: int) -> Attention:

@@ -110,6 +110,13 @@ def add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     (eager_add_ if fused is None else fused.add_)(total, parts)
 
 
+def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) -> None:
+    """In place: row r of `total` (B, n, D) grows by row places[i, r] of `inbox` (B, m, D) for every i in order that
+    has it (-1: none), rounded once to `total`'s type. `places` (hops, n) int32."""
+    fused = _fused_for(total)
+    (eager_add_placed_ if fused is None else fused.add_placed_)(total, inbox, places)
+
+
 def eager_merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
     part_lse = part_lse.to(lse.dtype)
     # From the difference alone, so that the two weights add up to 1 however large the scores are. A part
@@ -130,6 +137,14 @@ def eager_add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     exact = total.to(accumulate_dtype(total.dtype))
     for part in parts:
         exact += part
+    total.copy_(exact)
+
+
+def eager_add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) -> None:
+    exact = total.to(accumulate_dtype(total.dtype))
+    for place in places:
+        found = inbox.index_select(1, place.clamp(min=0))
+        exact = torch.where((place >= 0)[None, :, None], exact + found, exact)
     total.copy_(exact)
 
 

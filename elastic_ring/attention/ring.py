@@ -7,7 +7,7 @@ loop. Process groups are passed in: none is made, found by environment or torn d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from elastic_ring.attention.merge import Accumulator, lse_for_backward
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.peer_exchange import PeerExchange
 from elastic_ring.attention.peer_memory import PeerMemory
+from elastic_ring.attention.recomputation import KeepsResults
 from elastic_ring.attention.schedule import Direction, Schedule, plan
 from elastic_ring.attention.stages import Stage, choose_hops_per_stage, num_row_visits, stages
 
@@ -34,7 +35,7 @@ GATHER_LIMIT_BYTES = 3 << 29
 """On a GPU, as many hops share one round of kernels as have K and V of this size together on every rank."""
 
 
-class RingAttention:
+class RingAttention(KeepsResults):
     """Exact attention over a sequence whose slices lie on the ranks of a ring (Liu et al. 2023,
     arXiv:2310.01889), pulled by the hops of `schedule`.
 
@@ -84,8 +85,6 @@ class RingAttention:
         self._selected: dict[tuple[torch.device, torch.dtype, int, int], Backend] = {}
         self._next_call_index = 0
         self._abandoned: list[torch.Tensor] = []
-        self._record: list[tuple[torch.Tensor, torch.Tensor, int]] | None = None
-        self._replay: Iterator[tuple[torch.Tensor, torch.Tensor, int]] | None = None
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
@@ -106,39 +105,6 @@ class RingAttention:
     def reset_calls(self) -> None:
         """Start counting calls from 0 again; all ranks do so at the same place (once a step)."""
         self._next_call_index = 0
-
-    def recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """What `torch.utils.checkpoint` takes as `context_fn`: `out` and `lse` of the calls in the first context are
-        kept and given again, call by call, in the second, whose kernels and hops need not run once more."""
-        kept: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        return self._recording(kept), self._replaying(kept)
-
-    @contextmanager
-    def _recording(self, kept: list[tuple[torch.Tensor, torch.Tensor, int]]) -> Iterator[None]:
-        outer, self._record = self._record, kept
-        try:
-            yield
-        finally:
-            self._record = outer
-
-    @contextmanager
-    def _replaying(self, kept: list[tuple[torch.Tensor, torch.Tensor, int]]) -> Iterator[None]:
-        outer, self._replay = self._replay, iter(kept)
-        try:
-            yield
-        finally:
-            self._replay = outer
-
-    def _forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        if self._replay is not None:
-            out, lse, call_index = next(self._replay)
-            return out.detach(), lse, call_index
-        result = self._run_forward(q, k, v, scale)
-        if self._record is not None:
-            self._record.append((result[0].detach(), *result[1:]))
-        return result
 
     def _run_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float

@@ -1,7 +1,8 @@
 """Ring attention over a sparse schedule: hops of just the keys that are seen, kernels over just those tiles.
 
 `SparseRingAttention` is to `plan_sparse` what `ring.RingAttention` is to `plan`: the same calls, the same
-promises. Process groups are passed in: none is made, found by environment or torn down here.
+promises. On a CPU it runs hop by hop over tiles of any shape, in here; on a GPU over whole blocks, all fetched keys
+at once, in `block_pass`. Process groups are passed in: none is made, found by environment or torn down here.
 """
 
 from __future__ import annotations
@@ -9,16 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from elastic_ring.attention.block_kernels import SparseKernel, select_sparse
+from elastic_ring.attention.block_pass import BlockPass
 from elastic_ring.attention.checks import check_local_length, check_tensors
-from elastic_ring.attention.exchange import Group, HopLedger
+from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger
 from elastic_ring.attention.kernels import masked_cpu
 from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward, merge_
+from elastic_ring.attention.packed_exchange import PackedExchange
+from elastic_ring.attention.recomputation import KeepsResults
 from elastic_ring.attention.schedule import Direction
+from elastic_ring.attention.sparse_blocks import on_device
 from elastic_ring.attention.sparse_exchange import SparseExchange, as_index, select_heads
 from elastic_ring.attention.sparse_schedule import SparseSchedule
 from elastic_ring.attention.sparse_tiles import SparseTile, tiles
@@ -30,14 +37,20 @@ Observer = Callable[[Direction, int, int], None]
 """Called as observer(direction, call_index, hop) just before a hop's tiles run."""
 
 
-class SparseRingAttention:
+class SparseRingAttention(KeepsResults):
     """Exact attention under `schedule.pattern` over a sequence whose slices lie on the ranks of a ring.
 
     `group` is a process group of exactly the ring's ranks in cp_rank order, or None for cp = 1; every rank
     makes the same calls in the same order. `ahead` hops are posted before their kernels run (1 overlaps hop
     by hop; cp - 1 posts all at once); `first_call_index` is the first call's place among those of the group;
     `observer` sees every hop. A query that sees nothing gives 0. All results are added up in a fixed order, so
-    equal calls give equal bits. On the CPU only.
+    equal calls give equal bits.
+
+    On a GPU, or where `kernel` names one of `block_kernels`, everything is fetched at once and `ahead` says nothing;
+    the pattern must keep whole blocks of 128 tokens of one document, and the layout cut at their boundaries.
+    `deterministic` takes a kernel whose gradients repeat bit for bit. `partials` is the type that dK and dV travel
+    in: fp32 (fp64 for fp64 inputs), or the kernel's own, which is half the bytes. `buffers` may be shared by rings
+    that are used one after another. `coalesced` posts the messages of a direction as one operation; None: on a GPU.
 
     Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
     the buffers which the group may still write to are kept until this object is dropped.
@@ -53,6 +66,11 @@ class SparseRingAttention:
         ledger: HopLedger | None = None,
         first_call_index: int = 0,
         observer: Observer | None = None,
+        kernel: str | None = None,
+        deterministic: bool = True,
+        partials: torch.dtype | None = None,
+        buffers: HopBuffers | None = None,
+        coalesced: bool | None = None,
     ) -> None:
         _check_group(schedule, cp_rank, group)
         if ahead < 1:
@@ -64,6 +82,10 @@ class SparseRingAttention:
         self._ahead = ahead
         self._observer = observer
         self._next_call_index = first_call_index
+        self._kernel, self._deterministic = kernel, deterministic
+        self._partials = partials
+        self._buffers = HopBuffers() if buffers is None else buffers
+        self._coalesced = coalesced
         self._abandoned: list[torch.Tensor] = []
 
     def __call__(
@@ -82,11 +104,15 @@ class SparseRingAttention:
                 f"q has {q.size(2)} heads and k {k.size(2)}, the schedule is for {self.schedule.num_heads} and"
                 f" {self.schedule.num_kv_heads}; plan for these"
             )
-        if q.device.type != "cpu":
-            raise ValueError(f"device {q.device}: sparse patterns run on the CPU so far; move the tensors there")
-        failure = masked_cpu.self_test(q.dtype, q.size(-1))
-        if failure is not None:
-            raise RunFailed(f"the sparse CPU kernel fails its self-test: {failure}")
+        if self._in_blocks(q):
+            # Chosen, and proven, before anything is sent.
+            on_device(self.schedule, self.cp_rank, q.device)
+            self._sparse_kernel(q)
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        else:
+            failure = masked_cpu.self_test(q.dtype, q.size(-1))
+            if failure is not None:
+                raise RunFailed(f"the sparse CPU kernel fails its self-test: {failure}")
         out: torch.Tensor = _SparseFunction.apply(q, k, v, self, q.size(-1) ** -0.5 if scale is None else scale)
         return out
 
@@ -99,6 +125,9 @@ class SparseRingAttention:
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         call_index = self._next_call_index
         self._next_call_index += 1
+        if self._in_blocks(q):
+            with self._block_pass("forward", call_index, q, scale) as blocks:
+                return (*blocks.forward(q, k, v), call_index)
         out = torch.zeros(q.shape, dtype=accumulate_dtype(q.dtype), device=q.device)
         lse = torch.full(q.shape[:3], -math.inf, dtype=out.dtype, device=q.device)
         with self._exchange("forward", call_index) as exchange:
@@ -122,6 +151,9 @@ class SparseRingAttention:
         self, dout: torch.Tensor, saved: tuple[torch.Tensor, ...], scale: float, call_index: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v, *_ = saved
+        if self._in_blocks(q):
+            with self._block_pass("backward", call_index, q, scale) as blocks:
+                return blocks.backward(dout, *saved)
         dq = torch.zeros(q.shape, dtype=accumulate_dtype(q.dtype), device=q.device)
         dk = torch.zeros(k.shape, dtype=dq.dtype, device=k.device)
         dv = torch.zeros_like(dk)
@@ -198,6 +230,30 @@ class SparseRingAttention:
         if self._observer is not None:
             self._observer(direction, call_index, hop)
 
+    def _in_blocks(self, q: torch.Tensor) -> bool:
+        return q.is_cuda or self._kernel is not None
+
+    def _sparse_kernel(self, q: torch.Tensor) -> SparseKernel:
+        return select_sparse(q.size(-1), q.dtype, self._deterministic, self._kernel, q.device.type)
+
+    @contextmanager
+    def _block_pass(
+        self, direction: Direction, call_index: int, q: torch.Tensor, scale: float
+    ) -> Iterator[BlockPass]:
+        blocks = on_device(self.schedule, self.cp_rank, q.device)
+        exchange = PackedExchange(
+            blocks, self.schedule.cp, self._group, direction, call_index, self.ledger, self._buffers,
+            accumulate_dtype(q.dtype) if self._partials is None else self._partials,
+            coalesced=q.is_cuda if self._coalesced is None else self._coalesced,
+        )  # fmt: skip
+        observe = partial(self._observe, direction, call_index)
+        try:
+            yield BlockPass(blocks, self._sparse_kernel(q), exchange, observe, self.schedule.cp, scale)
+            exchange.finish()
+        except BaseException:
+            self._abandoned += exchange.abandon()
+            raise
+
     @contextmanager
     def _exchange(self, direction: Direction, call_index: int) -> Iterator[SparseExchange]:
         exchange = SparseExchange(
@@ -216,7 +272,7 @@ class _SparseFunction(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: SparseRingAttention, scale: float
     ) -> torch.Tensor:
-        out, lse, ctx.call_index = ring._run_forward(q, k, v, scale)
+        out, lse, ctx.call_index = ring._forward(q.detach(), k.detach(), v.detach(), scale)  # as in `ring`
         ctx.ring, ctx.scale = ring, scale
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -224,7 +280,8 @@ class _SparseFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grads = ctx.ring._run_backward(dout.contiguous(), ctx.saved_tensors, ctx.scale, ctx.call_index)
+        saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
+        grads = ctx.ring._run_backward(dout.contiguous(), saved, ctx.scale, ctx.call_index)
         return (*grads, None, None)
 
 

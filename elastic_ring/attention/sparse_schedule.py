@@ -85,14 +85,18 @@ class SparseSchedule:
         *,
         batch: int = 1,
         side: Side = "received",
+        partial_itemsize: int | None = None,
     ) -> int:
-        """Bytes that `cp_rank` receives (or sends) in one hop of one attention call, as `Schedule.hop_bytes`."""
+        """Bytes that `cp_rank` receives (or sends) in one hop of one attention call, as `Schedule.hop_bytes`.
+
+        dK and dV travel in `partial_itemsize` bytes an element, or as the ring has it by default, in 4 at least.
+        """
         pulled = self.num_head_tokens(cp_rank, hop)
         served = self.num_head_tokens(self.reader(cp_rank, hop), hop)
         keys, partials = (pulled, served) if side == "received" else (served, pulled)
         num_bytes = 2 * batch * head_dim * keys * itemsize
         if direction == "backward":
-            num_bytes += 2 * batch * head_dim * partials * max(itemsize, 4)
+            num_bytes += 2 * batch * head_dim * partials * (partial_itemsize or max(itemsize, 4))
         return num_bytes
 
     def received_bytes(self, cp_rank: int, head_dim: int, itemsize: int, direction: Direction = "forward") -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import overload
 
 import torch
@@ -105,7 +106,8 @@ class Block(nn.Module):
             return self._compute(x, rotation, attention)
         # Inside forward, so that FSDP2's hooks on the block see one call. Nothing here draws random numbers.
         # An attention that can give its result again is spared the second run: it is most of a long context's work.
-        contexts = getattr(attention, "recomputation", noop_context_fn)
+        own = getattr(attention, "recomputation", None)
+        contexts = noop_context_fn if own is None else partial(own, offload=self.offload_activations)
         start = Parked(x)
         out: Tensor = checkpoint(
             self._from_start, start, rotation, attention, use_reentrant=False, preserve_rng_state=False,

@@ -368,8 +368,10 @@ def attention_of(
     """The attention of one sequence: dense, by the task's kernel, or as its pattern says."""
     if task.pattern is not None:
         return PatternedAttention(
-            task.pattern, layout, cp_rank, group, document_starts=piece.document_starts, observer=observer
-        )
+            task.pattern, layout, cp_rank, group, document_starts=piece.document_starts, observer=observer,
+            backend=task.step.kernel or None, deterministic=task.step.deterministic, cache_dir=kernel_cache,
+            buffers=buffers,
+        )  # fmt: skip
     schedule = plan(Pattern(causal=True, document_starts=piece.document_starts), layout)
     return RingAttention(
         schedule, cp_rank, group, backend=task.step.kernel or None, deterministic=task.step.deterministic,

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from elastic_ring.attention import block_proof
+from elastic_ring.attention.block_kernels import select_sparse, sparse_form
 from elastic_ring.attention.kernels.self_test import rehearse
 from elastic_ring.attention.kernels.table import select
 from elastic_ring.attention.layout import make_layout
@@ -58,9 +60,14 @@ def warm_up_device(task: TrainingTask, device: torch.device, shapes: Sequence[tu
     step, dtype = task.step, getattr(torch, task.step.param_dtype)
     for num_heads, num_kv_heads, head_dim in shapes:
         group = num_heads // num_kv_heads
-        backend = select(device, dtype, head_dim, step.deterministic, step.kernel or None, group=group)
-        failure = rehearse(backend, str(device), dtype, head_dim, group)
-        log.info("%s: attention kernel %s, %s", device, backend.name, failure or "warm")
+        if task.pattern is None or task.pattern.any_dense:
+            backend = select(device, dtype, head_dim, step.deterministic, step.kernel or None, group=group)
+            failure = rehearse(backend, str(device), dtype, head_dim, group)
+            log.info("%s: attention kernel %s, %s", device, backend.name, failure or "warm")
+        if task.pattern is not None and task.pattern.any_sparse:
+            kernel = select_sparse(head_dim, dtype, step.deterministic, sparse_form(step.kernel))
+            failure = block_proof.rehearse(kernel, head_dim, dtype, str(device), group)
+            log.info("%s: sparse attention kernel %s, %s", device, kernel.name, failure or "warm")
     torch.cuda.empty_cache()
 
 

@@ -1,4 +1,4 @@
-"""A ring on one GPU: a thread for each rank, messages as copies on the stream that all of them share.
+"""A ring on one device: a thread for each rank, messages as copies on the stream that all of them share.
 
 One thread runs at a time (the kernels' compiler takes no two), and gives way where it waits for a message.
 Forward and backward are called without autograd: its one thread for the device would serve all ranks.
@@ -15,7 +15,9 @@ import torch
 
 from elastic_ring.attention.ledger import HopLedger
 from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.sparse_ring import SparseRingAttention
 from tests.unit.attention_rings import Case, Outcome, in_threads
+from tests.unit.pattern_cases import SparseCase
 
 
 @dataclass
@@ -50,6 +52,7 @@ class ThreadGroup:
     cp_rank: int
     posted: list[tuple[str, tuple[int, int], torch.Tensor]] = field(default_factory=list)
     log: list[tuple[str, int, tuple[int, ...]]] = field(default_factory=list)
+    num_operations: int = 0
 
     def rank(self) -> int:
         return self.cp_rank
@@ -75,6 +78,7 @@ class ThreadGroup:
             queues[pair].append((tensor, work))
             self.wires.match(pair)
         self.posted = []
+        self.num_operations += 1
         return work
 
 
@@ -85,6 +89,28 @@ class CopyWork:
 
     def wait(self) -> None:
         assert self.baton.wait_for(lambda: self.num_open == 0, timeout=60), "a message nobody sent or received"
+
+
+def run_sparse_on(
+    device: str, case: SparseCase, wires: Wires | None = None, **options: Any
+) -> tuple[list[torch.Tensor], list[HopLedger]]:
+    """out, dq, dk, dv of a sparse case over the whole sequence, on the CPU, and each rank's ledger."""
+    cp, layout, scale = case.layout.cp, case.layout, case.head_dim**-0.5
+    wires = Wires(cp) if wires is None else wires
+    groups = wires.groups()
+    tensors = [tensor.to(device) for tensor in case.tensors()]
+
+    @torch.no_grad()
+    def work(cp_rank: int) -> tuple[list[torch.Tensor], HopLedger]:
+        with wires.baton:
+            q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
+            ring = SparseRingAttention(case.schedule, cp_rank, groups[cp_rank], coalesced=True, **options)
+            out, lse, call = ring._run_forward(q, k, v, scale)
+            return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call)], ring.ledger
+
+    results = in_threads(cp, work)
+    gathered = [layout.gather([locals_[i] for locals_, _ in results], 1).cpu() for i in range(4)]
+    return gathered, [ledger for _, ledger in results]
 
 
 def run_on_gpu(case: Case, wires: Wires | None = None, **options: Any) -> Outcome:

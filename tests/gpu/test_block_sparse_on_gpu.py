@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from elastic_ring.attention.block_proof import as_tokens, reference
 from elastic_ring.attention.block_sparse import (
     KERNELS,
     BlockSparseAttention,
     SparseKernel,
-    _reference,
     choose_on_device,
     select_sparse,
     self_test,
@@ -35,6 +35,7 @@ PATTERNS: dict[str, tuple[Rule, ...]] = {
     "profile": (Profile((0, 1, 4)),),
     "dilated": tuple(rule | BigBird(2, 0, 0) for rule in longnet(4, (512, 1536), (1, 4), unit_tokens=128)),
     "mix of heads": mixed((3, BigBird(2, 0, 0)), (1, Dense())),
+    "dilated, rows that see nothing": longnet(4, (512, 1536), (1, 4), unit_tokens=128),
 }
 
 
@@ -61,7 +62,7 @@ def test_outputs_and_gradients_are_those_of_a_masked_softmax(kernel: SparseKerne
     out = BlockSparseAttention(pattern, kernel=kernel.name, deterministic=False)(*leaves)
     grads = torch.autograd.grad(out, leaves, dout)
     kept = torch.stack([torch.from_numpy(block_kinds(rule, LENGTH, 128) != 0) for rule in pattern.rules(4)]).cuda()
-    wanted = _reference(q, k, v, dout, kept, 128**-0.5)
+    wanted = reference(q, k, v, dout, as_tokens(kept), 128**-0.5)
     for part, got, want in zip(("out", "dq", "dk", "dv"), (out, *grads), (wanted[0], *wanted[2:]), strict=True):
         assert ((got.double() - want).norm() / want.norm()).item() < 6e-3, part
 
@@ -76,7 +77,7 @@ def test_content_keeps_the_own_block_and_at_most_top_k_and_trains(kernel: Sparse
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     out = BlockSparseAttention(top_k=4, kernel=kernel.name, deterministic=False)(*leaves)
     grads = torch.autograd.grad(out, leaves, dout)
-    wanted = _reference(q, k, v, dout, kept, 128**-0.5)
+    wanted = reference(q, k, v, dout, as_tokens(kept), 128**-0.5)
     for got, want in zip((out, *grads), (wanted[0], *wanted[2:]), strict=True):
         assert ((got.double() - want).norm() / want.norm()).item() < 6e-3
 

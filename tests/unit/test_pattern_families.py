@@ -245,3 +245,37 @@ def test_planning_needs_no_torch() -> None:
 
 def test_kinds_are_ordered_so_that_a_union_takes_the_larger() -> None:
     assert (NONE, PART, FULL) == (0, 1, 2)
+
+
+def by_definition(seed: int, row: int, window: int, first: int, randoms: int) -> list[int]:
+    """SplitMix64 over (seed, row, attempt), one attempt after the other, in plain integers."""
+    mask, found, attempt = (1 << 64) - 1, [], 0
+    num_open = row - window + 1 - first
+    while len(found) < min(randoms, num_open):
+        state = 0
+        for word in (seed, row, attempt):
+            state = (state + word + 0x9E3779B97F4A7C15) & mask
+            state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+            state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+            state ^= state >> 31
+        attempt += 1
+        if first + state % num_open not in found:
+            found.append(first + state % num_open)
+    return found
+
+
+@pytest.mark.parametrize("rule", [BigBird(2, 1, 5, seed=3), BigBird(1, 0, 40, seed=0), BigBird(3, 2, 0)])
+def test_what_bigbird_draws_is_the_same_on_every_machine(rule: BigBird) -> None:
+    kinds = rule.kinds(300, 128)
+    for row in range(0, 300, 7):
+        near = set(range(max(0, row - rule.window + 1), row + 1)) | set(range(min(rule.globals, row + 1)))
+        drawn = by_definition(rule.seed, row, rule.window, rule.globals, rule.randoms)
+        assert set(np.flatnonzero(kinds[row, : row + 1])) == near | set(drawn)
+
+
+@pytest.mark.parametrize(
+    "rule", [BigBird(2, 1, 5, seed=3), Dilated((512, 2048, 4096), (1, 3, 8), 5, 128), BigBird(1, 0, 3)]
+)
+def test_kinds_of_whole_blocks_are_what_the_rule_says_of_every_pair(rule: Rule) -> None:
+    for num_blocks in (1, 7, 64, 65):
+        assert np.array_equal(np.tril(rule.kinds(num_blocks, 128)), np.tril(Rule.kinds(rule, num_blocks, 128)))

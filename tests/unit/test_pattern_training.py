@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elastic_ring import ElasticRingTrainer, ScalingConfig
-from elastic_ring.attention.layers import of_layer
+from elastic_ring import ElasticRingTrainer, RunConfig, ScalingConfig, StepConfig
+from elastic_ring.attention.layers import PatternedAttention, of_layer
 from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.spec import parse_pattern
 from elastic_ring.data.loader import slice_sample
+from elastic_ring.data.packing import Sample
 from elastic_ring.mesh import Mesh
+from elastic_ring.model.init import Initialiser, initialise_module
+from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.task import Batch, TrainingTask
+from elastic_ring.trainer import check_pattern
 from tests.unit import tiny_task
+from tests.unit.attention_rings import ThreadRings, in_threads
 from tests.unit.crew import Crew, crew
 from tests.unit.tiny_task import (
     CONTEXT,
@@ -152,7 +161,89 @@ def test_the_trainer_refuses_a_wrong_pattern_before_anything_starts() -> None:
     task = make_task()
     with pytest.raises(ValueError, match="'windw' is no family"):
         ElasticRingTrainer(task.model, task.data, step=task.step, pattern="windw:8")
-    with pytest.raises(ValueError, match="sparse patterns train on device='cpu' so far"):
-        ElasticRingTrainer(
-            task.model, task.data, step=task.step, pattern="window:8", scaling=ScalingConfig(device="cuda")
+
+def packed(num_tokens: int) -> Any:
+    """Sequences of random tokens: one document each, or two."""
+
+    class Source(RandomSource):
+        document_starts = (0, num_tokens // 2)
+
+    return Source(num_tokens)
+
+
+class RandomSource:
+    document_starts: tuple[int, ...] = (0,)
+
+    def __init__(self, num_tokens: int) -> None:
+        self.context_tokens = num_tokens
+        self.num_sequences = 64
+        self.fingerprint = "random"
+
+    def open(self) -> RandomSource:
+        return self
+
+    def read(self, sample_id: int) -> Sample:
+        return Sample(np.full(self.context_tokens + 1, sample_id % 7), self.document_starts)
+
+
+REFUSED = {
+    "in part": ("window:200", 512, {}, r"pattern='Window\(tokens=200\).*context_tokens=512.*in part.*bigbird:8,0,0"),
+    "cut blocks": ("bigbird:2,0,0", 384, {}, r"layout zigzag of 384 tokens over cp=2 .* multiple of 512"),
+    "documents": ("bigbird:2,0,0", 512, {"source": packed}, r"document_starts=\(0, 256\)"),
+    "type": ("bigbird:2,0,0", 512, {"param_dtype": "float32"}, r"set param_dtype='bfloat16'"),
+    "heads": ("bigbird:2,0,0", 512, {"head_dim": 8}, r"takes head_dim 64, 128, not 8"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_pattern_that_gpus_cannot_run_is_refused_by_fit_before_anything_starts(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, num_tokens, change, message = REFUSED[why]
+    monkeypatch.setattr("elastic_ring.trainer.ray_session", None)  # it would start Ray
+    step = StepConfig(
+        steps=1, global_batch=2, context_tokens=num_tokens, param_dtype=change.get("param_dtype", "bfloat16")
+    )
+    model = replace(tiny_task.MODEL, head_dim=change.get("head_dim", 64))
+    trainer = ElasticRingTrainer(
+        partial(Transformer, model), change.get("source", RandomSource)(num_tokens), step=step, pattern=text,
+        scaling=ScalingConfig(device="cuda"), run=RunConfig("refused", str(tmp_path / "run")),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        trainer.fit()
+
+
+def test_a_pattern_of_whole_blocks_is_let_through_to_gpus() -> None:
+    step = StepConfig(steps=1, global_batch=2, context_tokens=512, param_dtype="bfloat16")
+    model = partial(Transformer, replace(tiny_task.MODEL, head_dim=64))
+    trainer = ElasticRingTrainer(
+        model, RandomSource(512), step=step, pattern="bigbird:2,1,1;dense@1", scaling=ScalingConfig(device="cuda")
+    )
+    check_pattern(trainer.task, 2)
+
+
+@pytest.mark.parametrize("text", ["bigbird:2,0,1,unit=128", "bigbird:1,0,0;dense@1", "longnet:256/1,512/2,unit=128"])
+def test_training_in_blocks_gives_the_losses_of_training_in_tiles(text: str) -> None:
+    """What GPUs run, with the spelled-out kernel: both layers of the tiny model, two ranks."""
+    layout = make_layout("zigzag", 512, 2)
+    model = Transformer(tiny_task.MODEL)
+    initialise_module(model, Initialiser(0, tiny_task.MODEL.num_layers))
+    tokens = torch.arange(512).unsqueeze(0) * 5 % tiny_task.MODEL.vocab_size
+    rings = ThreadRings()
+
+    def work(cp_rank: int, kernel: str | None) -> list[Tensor]:
+        own = copy.deepcopy(model)
+        attention = PatternedAttention(
+            parse_pattern(text), layout, cp_rank, rings.groups(2)[cp_rank], sparse_kernel=kernel
         )
+        mine = layout.scatter(tokens, cp_rank, 1)
+        loss, _ = own(mine, positions=layout.positions(cp_rank).unsqueeze(0), document_ids=mine, attention=attention,
+                      targets=mine)  # fmt: skip
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in own.parameters() if p.grad is not None)]
+
+    rings.groups(2)
+    found = {kernel: in_threads(2, partial(work, kernel=kernel)) for kernel in (None, "reference-sparse")}
+    for tiles, blocks in zip(*found.values(), strict=True):
+        for a, b in zip(tiles, blocks, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

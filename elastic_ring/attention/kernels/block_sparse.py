@@ -1,7 +1,8 @@
 """Block-sparse kernels on one GPU: flash-attn-4 and FlexAttention over the same tables, causal on own blocks.
 
-Whole sequences only, no hops: out and gradients of one rank's attention. Imported lazily; each variant is compiled
-once. Choosing and testing are in `attention.block_sparse`.
+`*_forward` and `*_backward` serve any stretch of keys: the gradients are taken from `out` and `lse` merged over all
+of them. `flash` and `flex` are whole sequences through autograd. Imported lazily; each variant is compiled once. No
+hops in here; choosing and testing are in `attention.block_sparse`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockTables
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+_Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 # ------------------------------------------------------------ flash-attn-4
 
@@ -37,16 +42,39 @@ def _flash_tables(kind: Any, own: BlockLists, full: BlockLists) -> Any:
     )  # fmt: skip
 
 
+def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
+    """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H), fp32.
+
+    A query that sees none of these keys gives 0 and -inf.
+    """
+    interface, kind, causal = _flash()
+    out, lse = interface._flash_attn_fwd(
+        q, k, v, softmax_scale=scale, mask_mod=causal, return_lse=True,
+        block_sparse_tensors=_flash_tables(kind, tables.own, tables.full),
+    )[:2]  # fmt: skip
+    return out, lse.transpose(1, 2)
+
+
+def flash_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    tables: BlockTables, scale: float,
+) -> _Grads:  # fmt: skip
+    """These keys' share of dq, and their dk and dv, in the inputs' type, from the merged `out` and `lse`
+    (+inf where a query sees nothing at all)."""
+    interface, kind, causal = _flash()
+    grads: _Grads = interface._flash_attn_bwd(
+        q, k, v, out, dout, lse.transpose(1, 2).contiguous(), softmax_scale=scale, mask_mod=causal,
+        block_sparse_tensors=_flash_tables(kind, tables.own_by_key, tables.full_by_key),
+    )[:3]  # fmt: skip
+    return grads
+
+
 class _FlashFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        interface, kind, causal = _flash()
-        out, lse = interface._flash_attn_fwd(
-            q, k, v, softmax_scale=scale, mask_mod=causal, return_lse=True,
-            block_sparse_tensors=_flash_tables(kind, tables.own, tables.full),
-        )[:2]  # fmt: skip
+    ) -> _Pair:
+        out, lse = flash_forward(q, k, v, tables, scale)
         ctx.tables, ctx.scale = tables, scale
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
@@ -54,31 +82,28 @@ class _FlashFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        interface, kind, causal = _flash()
         q, k, v, out, lse = ctx.saved_tensors
-        grads = interface._flash_attn_bwd(
-            q, k, v, out, dout.contiguous(), lse, softmax_scale=ctx.scale, mask_mod=causal,
-            block_sparse_tensors=_flash_tables(kind, ctx.tables.own, ctx.tables.full_by_key),
-        )[:3]  # fmt: skip
+        grads = flash_backward(dout.contiguous(), q, k, v, out, lse, ctx.tables, ctx.scale)
         return (*grads, None, None)
 
 
-def flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (B, S, H, D), k and v (B, S, Hkv, D) to out (B, S, H, D), differentiable, and natural-log lse (B, S, H)."""
+def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
+    """As `flash_forward`, differentiable."""
     out, lse = _FlashFunction.apply(q, k, v, tables, scale)
-    return out, lse.transpose(1, 2)
+    return out, lse
 
 
 # ------------------------------------------------------------ FlexAttention
+
+NUM_VARIANTS = 256
+"""More shapes than torch.compile takes by default before it gives up, which here would write all scores down."""
 
 
 @lru_cache(maxsize=1)
 def _flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def _causal(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
@@ -86,26 +111,78 @@ def _causal(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: 
 
 
 def flex_mask(tables: BlockTables) -> Any:
-    """The tables as FlexAttention's BlockMask. Its lists are as wide as the sequence has blocks."""
+    """The tables as FlexAttention's BlockMask, made once. Its lists are as wide as the other side has blocks.
+
+    The keys are as many as `_padded` makes them.
+    """
+    if "flex" not in tables.made:
+        tables.made["flex"] = _make_flex_mask(tables)
+    return tables.made["flex"]
+
+
+def _make_flex_mask(tables: BlockTables) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
-    wide = [_widened(lists, tables.num_blocks) for lists in (tables.own, tables.full)]
-    return BlockMask.from_kv_blocks(
-        wide[0].counts, wide[0].indices, wide[1].counts, wide[1].indices, BLOCK_SIZE=BLOCK_TOKENS, mask_mod=_causal
-    )
+    num_q, num_k = tables.num_q_blocks, num_padded_blocks(tables)
+    own, full = (_widened(lists, num_q, num_k) for lists in (tables.own, tables.full))
+    own_by_key, full_by_key = (_widened(lists, num_k, num_q) for lists in (tables.own_by_key, tables.full_by_key))
+    return BlockMask(
+        seq_lengths=(num_q * BLOCK_TOKENS, num_k * BLOCK_TOKENS),
+        kv_num_blocks=own.counts, kv_indices=own.indices,
+        full_kv_num_blocks=full.counts, full_kv_indices=full.indices,
+        q_num_blocks=own_by_key.counts, q_indices=own_by_key.indices,
+        full_q_num_blocks=full_by_key.counts, full_q_indices=full_by_key.indices,
+        BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS), mask_mod=_causal,
+    )  # fmt: skip
 
 
-def _widened(lists: BlockLists, width: int) -> BlockLists:
-    missing = width - lists.indices.size(-1)
-    return BlockLists(lists.counts, torch.nn.functional.pad(lists.indices, (0, missing)))
+def num_padded_blocks(tables: BlockTables) -> int:
+    """Of keys that are not the queries' own: so many that their lengths take few values, each of which is compiled
+    for itself. A power of two, or one and a half of it."""
+    num_blocks = tables.num_k_blocks
+    if num_blocks == tables.num_q_blocks:
+        return num_blocks
+    power = 1 << (num_blocks - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and power * 3 // 4 >= num_blocks else power
 
 
-def flex(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `flash`."""
-    wide = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = _flex()(
-        *wide, block_mask=flex_mask(tables), scale=scale, enable_gqa=q.size(2) != k.size(2), return_lse=True
-    )
-    return out.transpose(1, 2), lse.detach().transpose(1, 2)
+def _widened(lists: BlockLists, num_rows: int, width: int) -> BlockLists:
+    rows, columns = num_rows - lists.counts.size(-1), width - lists.indices.size(-1)
+    return BlockLists(functional.pad(lists.counts, (0, rows)), functional.pad(lists.indices, (0, columns, 0, rows)))
+
+
+def _padded(x: torch.Tensor, tables: BlockTables) -> torch.Tensor:
+    missing = num_padded_blocks(tables) * BLOCK_TOKENS - x.size(1)
+    return functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+
+
+def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
+    """As `flash`; lse is differentiable too."""
+    wide = (x.transpose(1, 2) for x in (q, _padded(k, tables), _padded(v, tables)))
+    with torch._dynamo.config.patch(recompile_limit=NUM_VARIANTS):
+        out, lse = _flex()(
+            *wide, block_mask=flex_mask(tables), scale=scale, enable_gqa=q.size(2) != k.size(2), return_lse=True
+        )
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def flex_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
+    """As `flash_forward`."""
+    with torch.no_grad():
+        return flex(q, k, v, tables, scale)
+
+
+def flex_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    tables: BlockTables, scale: float,
+) -> _Grads:  # fmt: skip
+    """As `flash_backward`. The keys run again and are weighed by exp(own lse - merged lse), as in `kernels.flex`."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        own_out, own_lse = flex(leaves[0], leaves[1], leaves[2], tables, scale)
+    # The merged lse is never -inf: of a query that sees nothing the weight is exp(-inf), not NaN.
+    weight = torch.exp(own_lse.detach() - lse)
+    weighted = dout.float() * weight.unsqueeze(-1)
+    dlse = (weighted * (own_out.detach().float() - out.float())).sum(-1)
+    grads = torch.autograd.grad((own_out, own_lse), leaves, (weighted.to(dout.dtype), dlse.to(own_lse.dtype)))
+    return grads[0], grads[1], grads[2]

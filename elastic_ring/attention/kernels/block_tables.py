@@ -1,47 +1,63 @@
 """Which blocks a GPU's block-sparse kernel visits, as tensors on the device, in both directions.
 
-Made on the device from one bool per pair of blocks, so that a pattern chosen by content never visits the host.
-No kernels in here.
+Made on the device from one bool per pair of blocks where content chooses, so that it never visits the host; made
+by numpy on the host for a static pattern, once. Queries and keys may be different stretches of a sequence: of a
+ring's rank, its own slice against the keys it fetched. No kernels in here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 
 from elastic_ring.attention.blocks import block_kinds
-from elastic_ring.attention.rules import FULL, NONE, PART
+from elastic_ring.attention.rules import NONE, PART, Mask, Positions, Rule
 from elastic_ring.attention.sparse import SparsePattern
 
 BLOCK_TOKENS = 128
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockLists:
     """int32 counts (1, H or 1, n) and, ascending and packed to the left, indices (1, H or 1, n, width)."""
 
     counts: torch.Tensor
     indices: torch.Tensor
 
+    def of_heads(self, first: int, last: int) -> BlockLists:
+        return self if self.counts.size(1) == 1 else BlockLists(self.counts[:, first:last], self.indices[:, first:last])
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class BlockTables:
     """Blocks of 128 tokens: each query block's own, under the causal mask, and the earlier ones it sees wholly.
 
-    `own` and `full` list key blocks by query block, for forward; `full_by_key` lists query blocks by key block,
-    for backward (`own` is its own transpose). `num_blocks` is on both sides.
+    `own` and `full` list key blocks by query block, for forward; `own_by_key` and `full_by_key` list query blocks
+    by key block, for backward. Keys that were fetched from elsewhere are nobody's own: all counts of `own` are 0.
+    `made` is what a kernel has made of the tables, kept as long as they are.
     """
 
     own: BlockLists
+    own_by_key: BlockLists
     full: BlockLists
     full_by_key: BlockLists
-    num_blocks: int
+    num_q_blocks: int
+    num_k_blocks: int
+    made: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> torch.device:
         return self.own.counts.device
+
+    def of_heads(self, first: int, last: int) -> BlockTables:
+        """The tables of query heads `first` to `last`."""
+        lists = (self.own, self.own_by_key, self.full, self.full_by_key)
+        own, own_by_key, full, full_by_key = (each.of_heads(first, last) for each in lists)
+        return BlockTables(own, own_by_key, full, full_by_key, self.num_q_blocks, self.num_k_blocks)
 
 
 def tables_of(kept: torch.Tensor, *, width: int | None = None) -> BlockTables:
@@ -56,26 +72,71 @@ def tables_of(kept: torch.Tensor, *, width: int | None = None) -> BlockTables:
     ones = torch.ones(1, num_heads, num_blocks, dtype=torch.int32, device=kept.device)
     own = BlockLists(ones, at.view(1, 1, -1, 1).expand(1, num_heads, -1, 1).contiguous())
     by_key = _listed(earlier.transpose(1, 2), None if width is None else num_blocks)
-    return BlockTables(own, _listed(earlier, width), by_key, num_blocks)
+    return BlockTables(own, own, _listed(earlier, width), by_key, num_blocks, num_blocks)
+
+
+def tables_between(own: Mask | None, full: Mask, device: torch.device) -> BlockTables:
+    """From full (H or 1, n, m) bool, queries first: the blocks seen wholly; and own (H or 1, n), whether a query
+    block sees what causality leaves of key block n, its own. `own` None where no key is a query's own."""
+    num_heads, num_q_blocks, num_k_blocks = full.shape
+    if own is None:
+        lists = (_nothing(num_heads, num_q_blocks, device), _nothing(num_heads, num_k_blocks, device))
+    else:
+        counts = torch.from_numpy(own.astype(np.int32)).unsqueeze(0).to(device)
+        at = torch.arange(num_q_blocks, dtype=torch.int32, device=device)
+        lists = (BlockLists(counts, at.view(1, 1, -1, 1).expand(1, num_heads, -1, 1).contiguous()),) * 2
+    by_key = _listed_by_host(np.ascontiguousarray(full.transpose(0, 2, 1)), device)
+    return BlockTables(*lists, _listed_by_host(full, device), by_key, num_q_blocks, num_k_blocks)
 
 
 def tables_for(pattern: SparsePattern, seq_len: int, num_heads: int, device: torch.device) -> BlockTables:
     """Of a static pattern on one document. Raises `ValueError` for one that the kernels cannot run, by name."""
     if seq_len % BLOCK_TOKENS:
         raise ValueError(f"seq_len={seq_len}: block-sparse kernels take multiples of {BLOCK_TOKENS} tokens")
-    if pattern.document_starts != (0,):
-        raise ValueError("block-sparse kernels take one document at a time; call once for each")
-    rules = pattern.rules(num_heads)
-    kept = []
-    for rule in rules if len(set(rules)) > 1 else rules[:1]:
-        kinds = block_kinds(rule, seq_len, BLOCK_TOKENS)
-        if (np.tril(kinds, -1) == PART).any() or (np.diagonal(kinds) != FULL).any():
-            raise ValueError(
-                f"{rule}: keeps blocks of {BLOCK_TOKENS} tokens in part, which block-sparse kernels cannot; choose a"
-                " rule over whole blocks, such as BigBird(window=8, globals=0, randoms=0) for a window"
-            )
-        kept.append(torch.from_numpy(kinds != NONE))
-    return tables_of(torch.stack(kept).to(device))
+    check_documents(pattern.document_starts)
+    blocks = np.arange(seq_len // BLOCK_TOKENS)
+    kept = kept_between(pattern.rules(num_heads), seq_len, blocks, blocks)
+    at = np.arange(len(blocks))
+    own = kept[:, at, at]
+    kept[:, at, at] = False
+    return tables_between(own, kept, device)
+
+
+def kept_between(rules: tuple[Rule, ...], seq_len: int, queries: Positions, keys: Positions) -> Mask:
+    """(H, n, m) bool, or (1, n, m) where all heads follow one rule: the kept pairs of these blocks of a document.
+
+    Raises `ValueError` for a rule that keeps blocks in part.
+    """
+    for rule in dict.fromkeys(rules):
+        check_whole_blocks(rule, seq_len)
+    chosen = rules[:1] if len(set(rules)) == 1 else rules
+    of_rule = {
+        rule: block_kinds(rule, seq_len, BLOCK_TOKENS)[np.ix_(queries, keys)] != NONE for rule in dict.fromkeys(chosen)
+    }
+    return np.stack([of_rule[rule] for rule in chosen])
+
+
+def check_documents(document_starts: tuple[int, ...]) -> None:
+    if document_starts != (0,):
+        raise ValueError(
+            f"document_starts={document_starts}: block-sparse kernels take one document a sequence; call once for"
+            " each, or pack none together"
+        )
+
+
+@lru_cache(maxsize=256)
+def check_whole_blocks(rule: Rule, seq_len: int) -> None:
+    """Raises `ValueError` when `rule` keeps some block of a document of `seq_len` tokens in part.
+
+    The blocks on the diagonal are kept whole when all that causality leaves of them is.
+    """
+    if rule.unit % BLOCK_TOKENS == 0:
+        return
+    if (np.tril(block_kinds(rule, seq_len, BLOCK_TOKENS)) == PART).any():
+        raise ValueError(
+            f"{rule}: keeps blocks of {BLOCK_TOKENS} tokens in part, which block-sparse kernels cannot; choose a rule"
+            " over whole blocks, such as BigBird(window=8, globals=0, randoms=0), in short bigbird:8,0,0, for a window"
+        )
 
 
 def _listed(chosen: torch.Tensor, width: int | None) -> BlockLists:
@@ -85,3 +146,20 @@ def _listed(chosen: torch.Tensor, width: int | None) -> BlockLists:
     # Stable: the chosen columns come first, in their order.
     order = chosen.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)
     return BlockLists(counts.unsqueeze(0), order[..., :width].to(torch.int32).unsqueeze(0).contiguous())
+
+
+def _listed_by_host(chosen: Mask, device: torch.device) -> BlockLists:
+    """The same of an array, in time and memory that follow what is chosen."""
+    counts = chosen.sum(-1, dtype=np.int32)
+    indices = np.zeros((*counts.shape, max(1, int(counts.max(initial=0)))), dtype=np.int32)
+    head, row, column = np.nonzero(chosen)
+    starts = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)
+    indices[head, row, np.arange(len(column)) - starts[head, row]] = column
+    return BlockLists(*(torch.from_numpy(each).unsqueeze(0).to(device) for each in (counts, indices)))
+
+
+def _nothing(num_heads: int, num_rows: int, device: torch.device) -> BlockLists:
+    counts = torch.zeros(1, num_heads, num_rows, dtype=torch.int32, device=device)
+    return BlockLists(counts, counts.unsqueeze(-1))
+
+

@@ -1,0 +1,109 @@
+"""Which block-sparse kernels there are, and which one serves a call.
+
+A kernel is served only after it passed `block_proof.self_test`. No hops in here, and no tables.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
+
+import torch
+
+from elastic_ring.attention.block_proof import self_test
+from elastic_ring.attention.kernels import block_reference, block_sparse
+from elastic_ring.attention.kernels.block_tables import BlockTables
+from elastic_ring.errors import RunFailed
+
+log = logging.getLogger(__name__)
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockTables, float], _Pair]
+"""q (B, Sq, H, D), k and v (B, Sk, Hkv, D), tables, scale to out (B, Sq, H, D) and natural-log lse (B, Sq, H)."""
+Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""(dout, q, k, v, out, lse, tables, scale) to dq, dk, dv, from the merged out and lse."""
+
+
+@dataclass(frozen=True)
+class SparseKernel:
+    """`run` is differentiable and for whole sequences; `forward` and `backward` serve any stretch of keys.
+
+    `deterministic` says that equal calls give equal bits, gradients included; the self-test checks it.
+    """
+
+    name: str
+    run: Run
+    forward: Run
+    backward: Backward
+    deterministic: bool
+    head_dims: tuple[int, ...] | None = (64, 128)
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    devices: tuple[str, ...] = ("cuda",)
+    package: str | None = None
+
+    def refusal(self, head_dim: int, dtype: torch.dtype, deterministic: bool, device: str = "cuda") -> str | None:
+        """Why it cannot serve such calls, or None when it can."""
+        if device not in self.devices:
+            return f"runs on {', '.join(self.devices)}, not on {device}"
+        if deterministic and not self.deterministic:
+            return "has no deterministic sparse backward on this device"
+        if self.head_dims is not None and head_dim not in self.head_dims:
+            return f"takes head_dim {', '.join(map(str, self.head_dims))}, not {head_dim}"
+        if dtype not in self.dtypes:
+            return f"takes {', '.join(str(each).removeprefix('torch.') for each in self.dtypes)}, not {dtype}"
+        if self.package is not None:
+            try:
+                metadata.version(self.package)
+            except metadata.PackageNotFoundError:
+                return f"needs {self.package}, which is not installed"
+        return None
+
+
+KERNELS = (
+    SparseKernel(
+        "flash-attn-4-sparse", block_sparse.flash, block_sparse.flash_forward, block_sparse.flash_backward, False,
+        package="flash-attn-4",
+    ),
+    SparseKernel("flex-sparse", block_sparse.flex, block_sparse.flex_forward, block_sparse.flex_backward, True),
+)  # fmt: skip
+"""In order of preference."""
+
+REFERENCE = SparseKernel(
+    "reference-sparse", block_reference.whole, block_reference.forward, block_reference.backward, True, None,
+    (torch.float64, torch.float32, torch.bfloat16, torch.float16), ("cpu", "cuda"),
+)  # fmt: skip
+"""Writes all scores down, in fp64. Served only when pinned."""
+
+
+@lru_cache(maxsize=64)
+def select_sparse(
+    head_dim: int, dtype: torch.dtype, deterministic: bool, pin: str | None = None, device: str = "cuda"
+) -> SparseKernel:
+    """The first kernel that can serve such calls and passes its self-test; `pin` names the only candidate.
+
+    Raises `ValueError` when `pin` is unknown or cannot serve the call, and `RunFailed` when none passes.
+    """
+    chosen = [kernel for kernel in (*KERNELS, REFERENCE) if pin == kernel.name or (pin is None and kernel in KERNELS)]
+    if not chosen:
+        names = ", ".join(kernel.name for kernel in (*KERNELS, REFERENCE))
+        raise ValueError(f"kernel={pin!r}: unknown; choose one of {names}")
+    reasons = []
+    for kernel in chosen:
+        reason = kernel.refusal(head_dim, dtype, deterministic, device)
+        if reason is not None and pin is not None:
+            raise ValueError(f"kernel={pin!r} {reason}; leave kernel out to have one chosen")
+        reason = reason or self_test(kernel, head_dim, dtype, device)
+        if reason is None:
+            return kernel
+        log.warning("sparse kernel %s passed over: %s", kernel.name, reason)
+        reasons.append(f"{kernel.name} {reason}")
+    raise RunFailed(f"no sparse kernel serves head_dim={head_dim}, {dtype}: {'; '.join(reasons)}")
+
+
+def sparse_form(backend: str | None) -> str | None:
+    """The sparse kernel of a dense backend's family, by name; None where it has none."""
+    name = f"{backend}-sparse"
+    return name if any(kernel.name == name for kernel in KERNELS) else None

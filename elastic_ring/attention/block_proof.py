@@ -1,0 +1,153 @@
+"""The proof that a block-sparse kernel works here: values and gradients of small cases against an fp64 softmax.
+
+Sparse backward passes have been silently wrong before, so none is used without. Nothing here may be shared with a
+kernel that it is to judge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, tables_between, tables_of
+from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward, merge_
+
+if TYPE_CHECKING:
+    from elastic_ring.attention.block_kernels import SparseKernel
+
+
+@lru_cache(maxsize=64)
+def self_test(kernel: SparseKernel, head_dim: int, dtype: torch.dtype, device: str = "cuda") -> str | None:
+    """None when out, lse, dq, dk, dv of small sparse cases agree with an fp64 softmax, else what disagrees.
+
+    A whole sequence of five blocks with heads that keep different ones, a key block that no later query sees and
+    grouped K/V heads; and a rank's part of a ring, see `_ring_case`. A kernel that claims to be deterministic runs
+    twice and must repeat every bit.
+    """
+    try:
+        # The first call may come inside a checkpointed block, which counts what autograd saves: not this.
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            return rehearse(kernel, head_dim, dtype, device)
+    except (RuntimeError, ImportError, NotImplementedError, TypeError, AssertionError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def rehearse(kernel: SparseKernel, head_dim: int, dtype: torch.dtype, device: str, group: int = 2) -> str | None:
+    """The test itself, remembered nowhere: it also loads (and compiles) the kernels on `device` for `group` query
+    heads to a K/V head."""
+    for case in (_whole_case, _ring_case):
+        inputs, kept, run = case(head_dim, dtype, device, group)
+        found = run(kernel, *inputs, head_dim**-0.5)
+        again = run(kernel, *inputs, head_dim**-0.5) if kernel.deterministic else found
+        q, k, v, dout = inputs
+        wanted = reference(q, k, v, dout, kept, head_dim**-0.5)
+        for name, got, repeated, want in zip(("out", "lse", "dq", "dk", "dv"), found, again, wanted, strict=True):
+            if not torch.equal(got.isinf(), want.isinf()):
+                return f"{name} of a sparse case is infinite elsewhere than where a query sees nothing"
+            difference = (got.double() - want).nan_to_num(0.0)
+            worst = (difference.norm() / want.masked_fill(want.isinf(), 0.0).norm()).item()
+            if not worst <= _TOLERANCE[dtype] or got.isnan().any():
+                return f"{name} of a sparse case differs by {worst:.2e} relative, allowed {_TOLERANCE[dtype]:.0e}"
+            if not torch.equal(got, repeated):
+                return f"{name} is not the same in a second run, though the kernel claims to be deterministic"
+    return None
+
+
+_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+_Case = tuple[list[torch.Tensor], torch.Tensor, Callable[..., list[torch.Tensor]]]
+
+
+def _whole_case(head_dim: int, dtype: torch.dtype, device: str, group: int) -> _Case:
+    generator = torch.Generator().manual_seed(0)
+    shapes = _shapes(2, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS, group, head_dim)
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+    kept = torch.rand(2 * group, 5, 5, generator=generator) < 0.5
+    kept[:, :, 1] = False
+    kept = (kept | torch.eye(5, dtype=torch.bool)).tril().to(device)
+
+    def run(kernel: SparseKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
+            scale: float) -> list[torch.Tensor]:  # fmt: skip
+        with torch.enable_grad():
+            leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+            out, lse = kernel.run(leaves[0], leaves[1], leaves[2], tables_of(kept), scale)
+            grads = torch.autograd.grad(out, leaves, dout)
+        return [out.detach(), lse.detach(), *grads]
+
+    return inputs, as_tokens(kept), run
+
+
+def _ring_case(head_dim: int, dtype: torch.dtype, device: str, group: int) -> _Case:
+    """Three query blocks, their own keys and four fetched blocks, out and lse merged before gradients are taken.
+
+    The first query block sees nothing anywhere, the second none of the fetched keys, the third not its own block;
+    nobody sees the own keys of the first and of the third, nor one fetched block. All heads share their tables.
+    """
+    generator = torch.Generator().manual_seed(1)
+    shapes = _shapes(1, 3 * BLOCK_TOKENS, 7 * BLOCK_TOKENS, group, head_dim)
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+    own, earlier = np.array([[False, True, False]]), np.zeros((1, 3, 3), dtype=bool)
+    earlier[0, 2, 1] = True
+    fetched = np.zeros((1, 3, 4), dtype=bool)
+    fetched[0, 2] = (True, False, True, True)
+    place = torch.device(device)
+    tables = (tables_between(own, earlier, place), tables_between(None, fetched, place))
+    diagonal = np.zeros_like(earlier)
+    diagonal[:, range(3), range(3)] = own
+    kept = torch.from_numpy(np.concatenate([earlier | diagonal, fetched], axis=2)).to(device)
+    spans = (slice(0, 3 * BLOCK_TOKENS), slice(3 * BLOCK_TOKENS, 7 * BLOCK_TOKENS))
+
+    @torch.no_grad()
+    def run(kernel: SparseKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
+            scale: float) -> list[torch.Tensor]:  # fmt: skip
+        parts = [
+            kernel.forward(q, k[:, span], v[:, span], each, scale) for span, each in zip(spans, tables, strict=True)
+        ]
+        out, lse = (x.to(accumulate_dtype(dtype)).contiguous() for x in parts[0])
+        merge_(out, lse, *parts[1])
+        merged = (out.to(dtype), lse_for_backward(lse))
+        shares = [
+            kernel.backward(dout, q, k[:, span], v[:, span], *merged, each, scale)
+            for span, each in zip(spans, tables, strict=True)
+        ]
+        dk, dv = (torch.cat([share[i] for share in shares], dim=1) for i in (1, 2))
+        return [out, lse, shares[0][0].to(out.dtype) + shares[1][0].to(out.dtype), dk, dv]
+
+    return inputs, as_tokens(kept, num_own_keys=3), run
+
+
+def _shapes(batch: int, num_queries: int, num_keys: int, group: int, head_dim: int) -> list[tuple[int, ...]]:
+    """Of q, k, v, dout for two K/V heads."""
+    queries, keys = (batch, num_queries, 2 * group, head_dim), (batch, num_keys, 2, head_dim)
+    return [queries, keys, keys, queries]
+
+
+def as_tokens(kept: torch.Tensor, num_own_keys: int | None = None) -> torch.Tensor:
+    """(H, n, m) blocks to (H, Sq, Sk): causal where a query block meets its own keys, the first `num_own_keys`."""
+    mask = kept.repeat_interleave(BLOCK_TOKENS, 1).repeat_interleave(BLOCK_TOKENS, 2)
+    own = BLOCK_TOKENS * (kept.size(2) if num_own_keys is None else num_own_keys)
+    mask[:, :, :own] = mask[:, :, :own].tril()
+    return mask
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, mask: torch.Tensor, scale: float
+) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv of one masked fp64 softmax; mask (H or 1, Sq, Sk). A query that sees nothing gives 0."""
+    group = q.size(2) // k.size(2)
+    q, k, v, dout = (x.detach().double() for x in (q, k, v, dout))
+    wide_k, wide_v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    scores = (torch.einsum("bqhd,bkhd->bhqk", q, wide_k) * scale).masked_fill(~mask, -math.inf)
+    lse = scores.logsumexp(-1)
+    shares = torch.where(mask, torch.exp(scores - lse.unsqueeze(-1)), 0.0)
+    out = torch.einsum("bhqk,bkhd->bqhd", shares, wide_v)
+    row_sums = (dout * out).sum(-1).transpose(1, 2).unsqueeze(-1)
+    dscores = shares * (torch.einsum("bqhd,bkhd->bhqk", dout, wide_v) - row_sums) * scale
+    dq = torch.einsum("bhqk,bkhd->bqhd", dscores, wide_k)
+    dk, dv = torch.einsum("bhqk,bqhd->bkhd", dscores, q), torch.einsum("bhqk,bqhd->bkhd", shares, dout)
+    fold = [x.reshape(*x.shape[:2], -1, group, x.size(3)).sum(3) for x in (dk, dv)]
+    return [out, lse.transpose(1, 2), dq, *fold]

@@ -1,0 +1,109 @@
+"""Block-sparse attention spelled out: the yardstick of the block-sparse kernels, and a stand-in for them anywhere.
+
+Readable before fast: it writes all scores down, in fp64. Takes the tables that the GPU's kernels take, and shares
+nothing else with them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockTables
+from elastic_ring.attention.merge import accumulate_dtype
+
+
+def seen_by(tables: BlockTables) -> torch.Tensor:
+    """(H or 1, Sq, Sk) bool: what the forward lists of the tables let each query see."""
+    own, full = (_dense(lists, tables.num_k_blocks) for lists in (tables.own, tables.full))
+    causal = torch.ones(BLOCK_TOKENS, BLOCK_TOKENS, dtype=torch.bool, device=tables.device).tril()
+    return _of_tokens(own) & causal.repeat(own.size(1), own.size(2)) | _of_tokens(full)
+
+
+def seen_by_key(tables: BlockTables) -> torch.Tensor:
+    """The same by the lists for backward."""
+    by_key = (tables.own_by_key, tables.full_by_key)
+    own, full = (_dense(lists, tables.num_q_blocks).transpose(1, 2) for lists in by_key)
+    causal = torch.ones(BLOCK_TOKENS, BLOCK_TOKENS, dtype=torch.bool, device=tables.device).tril()
+    return _of_tokens(own) & causal.repeat(own.size(1), own.size(2)) | _of_tokens(full)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) in the inputs' type and natural-log lse (B, Sq, H).
+
+    A query that sees none of these keys gives 0 and -inf.
+    """
+    seen, scores = _scores(q, k, seen_by(tables), scale)
+    lse = scores.logsumexp(-1)
+    weights = torch.where(seen, torch.exp(scores - lse.unsqueeze(-1)), 0.0)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, _expand(v, q))
+    return out.to(q.dtype), lse.transpose(1, 2).to(accumulate_dtype(q.dtype))
+
+
+def backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    tables: BlockTables, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """These keys' share of dq, and their dk and dv, in the inputs' type, from the merged `out` and `lse`."""
+    seen, scores = _scores(q, k, seen_by_key(tables), scale)
+    weights = torch.where(seen, torch.exp(scores - lse.double().transpose(1, 2).unsqueeze(-1)), 0.0)
+    dout = dout.double()
+    row_sums = (dout * out.double()).sum(-1).transpose(1, 2).unsqueeze(-1)
+    dscores = weights * (torch.einsum("bqhd,bkhd->bhqk", dout, _expand(v, q)) - row_sums) * scale
+    dq = torch.einsum("bhqk,bkhd->bqhd", dscores, _expand(k, q))
+    dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q.double())
+    dv = torch.einsum("bhqk,bqhd->bkhd", weights, dout)
+    return dq.to(q.dtype), _fold(dk, k), _fold(dv, v)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, tables, scale):  # type: ignore[no-untyped-def]
+        out, lse = forward(q, k, v, tables, scale)
+        ctx.tables, ctx.scale = tables, scale
+        ctx.save_for_backward(q, k, v, out, lse.masked_fill(lse == -math.inf, math.inf))
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, _):  # type: ignore[no-untyped-def]
+        q, k, v, out, lse = ctx.saved_tensors
+        return (*backward(dout, q, k, v, out, lse, ctx.tables, ctx.scale), None, None)
+
+
+def whole(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `forward`, differentiable."""
+    out, lse = _Function.apply(q, k, v, tables, scale)
+    return out, lse
+
+
+def _dense(lists: BlockLists, num_columns: int) -> torch.Tensor:
+    """(H or 1, n, num_columns) bool."""
+    counts, indices = lists.counts[0], lists.indices[0]
+    listed = torch.arange(indices.size(-1), device=counts.device) < counts.unsqueeze(-1)
+    dense = torch.zeros(*counts.shape, num_columns, dtype=torch.int32, device=counts.device)
+    return dense.scatter_add_(-1, indices.long(), listed.int()) > 0
+
+
+def _of_tokens(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.repeat_interleave(BLOCK_TOKENS, 1).repeat_interleave(BLOCK_TOKENS, 2)
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), _expand(k, q)) * scale
+    return seen, scores.masked_fill(~seen, -math.inf)
+
+
+def _expand(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return x.double().repeat_interleave(q.size(2) // x.size(2), dim=2)
+
+
+def _fold(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return x.reshape(*x.shape[:2], like.size(2), -1, x.size(3)).sum(3).to(like.dtype)

@@ -1,0 +1,358 @@
+"""Sparse ring attention on the GPUs of this host: one process each, against the same sparse work on one of them.
+
+    python -m jobs.bench_sparse_ring --tokens 256K,1M --densities 0.1,0.03 --out benchmarks/sparse-ring.json
+    python -m jobs.bench_sparse_ring --patterns mixed@0.1,window@0.01,longnet --layouts zigzag
+
+bf16, forward and backward, through autograd. Patterns: `mixed@d`, half a window and half random blocks of density d;
+`window@d`; `longnet`, dilated by whole blocks, each query's own block and the one before beside it. *Efficiency* is
+the time of all the sparse work on one GPU, shared out evenly, over the ring's; work max/mean says how uneven the
+layout leaves it, which bounds it. *Of ideal* is the speed-up over the dense ring (zigzag, the dense kernel's best, same
+exchange), over 1/density. Repeats are interleaved in a new order each; a time is the slowest rank's, every figure the
+median over repeats. Tables are made before; how long that took is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from elastic_ring.attention.block_sparse import BlockSparseAttention, select_sparse
+from elastic_ring.attention.exchange import HopBuffers, HopLedger
+from elastic_ring.attention.families import BigBird, longnet
+from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.placement import work_max_over_mean
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.schedule import plan
+from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.sparse_blocks import plan_blocks
+from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.sparse_schedule import plan_sparse
+from jobs.pattern_speed_gpu import pattern_of
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
+SINGLE, DENSE = "one GPU", "dense ring"
+
+
+@dataclass
+class Row:
+    """One system on one length and pattern. Times in seconds, bytes the mean over ranks of one forward and backward."""
+
+    tokens: int
+    pattern: str
+    density: float
+    system: str
+    refusal: str | None = None
+    times_s: list[float] = field(default_factory=list)
+    median_s: float = 0.0
+    efficiency: float | None = None
+    work_max_over_mean: float | None = None
+    of_ideal: float | None = None
+    sent_bytes: float = 0.0
+    of_dense_bytes: float | None = None
+    exposed_s: float | None = None
+    peak_bytes: int = 0
+    driver_bytes: int = 0
+    planned_s: float = 0.0
+
+
+@dataclass
+class System:
+    """One way to compute a pattern on this rank: what it attends with, its tensors, and its ledger if it moves any."""
+
+    row: Row
+    attend: Attend
+    tensors: Tensors
+    ledger: HopLedger | None = None
+
+
+def patterns(options: argparse.Namespace, tokens: int) -> dict[str, SparsePattern]:
+    """By name. Raises `ValueError` for an unknown one."""
+    found = {}
+    for text in options.patterns:
+        family, _, density = text.partition("@")
+        if family == "mixed":
+            found[text] = pattern_of(float(density), tokens)
+        elif family == "window":
+            # A window of w of n blocks keeps w / n of the square, about 2 w / n of the triangle.
+            window = max(2, round(float(density) * tokens / BLOCK_TOKENS / 2))
+            found[text] = SparsePattern((BigBird(window, 0, 0),))
+        elif family == "longnet":
+            found[text] = SparsePattern(_longnet(options.heads, tokens))
+        else:
+            raise ValueError(f"--patterns {text}: unknown; use mixed@DENSITY, window@DENSITY or longnet")
+    return found
+
+
+def _longnet(heads: tuple[int, int], tokens: int) -> tuple[Any, ...]:
+    segments = [2048 * 4**i for i in range(8) if 2048 * 4**i < 4 * tokens]
+    rules = longnet(
+        heads[0], segments, [4**i for i in range(len(segments))], heads_per_offset=heads[0] // heads[1],
+        unit_tokens=BLOCK_TOKENS,
+    )  # fmt: skip
+    return tuple(rule | BigBird(2, 0, 0) for rule in rules)
+
+
+class Bench:
+    """Of one rank. All ranks make the same calls."""
+
+    def __init__(self, cp_rank: int, cp: int, options: argparse.Namespace) -> None:
+        self.cp_rank, self.cp, self.options = cp_rank, cp, options
+        self.device = torch.device("cuda", cp_rank)
+        self.group = dist.group.WORLD if cp > 1 else None
+        self.buffers = HopBuffers()
+
+    def tensors(self, length: int, seed: int) -> Tensors:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        heads, kv_heads = self.options.heads
+        shapes = [(1, length, n, self.options.head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+        made = [torch.randn(s, generator=generator, device=self.device, dtype=torch.bfloat16) for s in shapes]
+        return made[0], made[1], made[2], made[3]
+
+    def dense(self, tokens: int) -> Row:
+        ledger = HopLedger()
+        schedule = plan(Pattern(), make_layout("zigzag", tokens, self.cp))
+        ring = RingAttention(
+            schedule, self.cp_rank, self.group, ledger=ledger, buffers=self.buffers,
+            deterministic=self.options.deterministic,
+        )  # fmt: skip
+        row = Row(tokens, "dense", 1.0, DENSE)
+        system = System(row, ring, self.tensors(tokens // self.cp, self.cp_rank), ledger)
+        self.measure([system], self.options.dense_repeats)
+        return row
+
+    def sparse(self, name: str, pattern: SparsePattern, tokens: int, dense: Row | None) -> list[Row]:
+        density = pattern.density(tokens)
+        kernel = select_sparse(
+            self.options.head_dim, torch.bfloat16, self.options.deterministic, self.options.kernel
+        ).name
+        systems = []
+        if self.options.single:
+            attention = BlockSparseAttention(pattern, kernel=kernel, deterministic=self.options.deterministic)
+            systems.append(System(Row(tokens, name, density, SINGLE), attention, self.tensors(tokens, 0)))
+        for layout_name in self.options.layouts:
+            layout, begun = make_layout(layout_name, tokens, self.cp), time.monotonic()
+            schedule = plan_sparse(pattern, layout, *self.options.heads)
+            plan_blocks(schedule, self.cp_rank)
+            ledger = HopLedger()
+            ring = SparseRingAttention(
+                schedule, self.cp_rank, self.group, ledger=ledger, buffers=self.buffers, kernel=kernel,
+                deterministic=self.options.deterministic, partials=self.options.partials,
+            )  # fmt: skip
+            row = Row(tokens, name, density, f"ring, {layout_name}", planned_s=time.monotonic() - begun)
+            row.work_max_over_mean = work_max_over_mean(layout, pattern.row_pairs(tokens))
+            systems.append(System(row, ring, self.tensors(tokens // self.cp, self.cp_rank), ledger))
+        self.measure(systems, self.options.repeats)
+        rows = [system.row for system in systems]
+        single = next((row.median_s for row in rows if row.system == SINGLE), 0.0)
+        for row in rows:
+            if row.system != SINGLE and row.median_s:
+                row.efficiency = single / self.cp / row.median_s if single else None
+                if dense is not None and dense.median_s:
+                    row.of_ideal = dense.median_s / row.median_s * density
+                    row.of_dense_bytes = row.sent_bytes / dense.sent_bytes if dense.sent_bytes else None
+        return rows
+
+    def measure(self, systems: list[System], repeats: int) -> None:
+        for system in systems:
+            system.row.refusal = self._warm(system)
+        able = [system for system in systems if system.row.refusal is None]
+        for repeat in range(repeats):
+            for system in random.Random(repeat).sample(able, len(able)):
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                system.row.times_s.append(self._timed(system))
+                own = torch.cuda.max_memory_allocated() - before + sum(x.nbytes for x in system.tensors)
+                kept = self.buffers.num_bytes if system.ledger is not None else 0
+                system.row.peak_bytes = max(system.row.peak_bytes, own + kept)
+                free, total = torch.cuda.mem_get_info()
+                system.row.driver_bytes = max(system.row.driver_bytes, total - free)
+        for system in able:
+            row = system.row
+            row.median_s = statistics.median(row.times_s)
+            self._moved(system)
+            row.peak_bytes, row.driver_bytes = (
+                int(self._most(float(n))) for n in (row.peak_bytes, row.driver_bytes)
+            )
+
+    def _warm(self, system: System) -> str | None:
+        """Kernels are compiled, connections made, tables and memory taken. An error on any rank is a refusal."""
+        error = None
+        try:
+            for _ in range(self.options.warm_ups):
+                _both_passes(system)
+            torch.cuda.synchronize()
+        except (RuntimeError, ImportError, TypeError, ValueError, AssertionError) as caught:
+            error = f"{type(caught).__name__}: {caught}"[:300]
+        return "another rank failed" if self._most(float(error is not None)) and error is None else error
+
+    def _timed(self, system: System) -> float:
+        """One forward and backward, started together; the slowest rank's seconds."""
+        self._most(0.0)
+        torch.cuda.synchronize()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        _both_passes(system)
+        end.record()
+        torch.cuda.synchronize()
+        return self._most(begin.elapsed_time(end) / 1e3)
+
+    def _moved(self, system: System) -> None:
+        """Bytes of one pass, and how long the kernels stood still for them: apart from the timed repeats."""
+        if system.ledger is None or self.cp == 1:
+            return
+        system.ledger.clear()
+        system.ledger.keep_events = True
+        for _ in range(self.options.watched):
+            self._timed(system)
+        system.ledger.keep_events = False
+        if self.options.watched:
+            exposed = sum(event.exposed_s() for event in system.ledger.events) / self.options.watched
+            system.row.exposed_s = self._most(exposed)
+            total = torch.tensor([float(sum(system.ledger.sent_bytes.values()))], device=self.device)
+            dist.all_reduce(total)
+            system.row.sent_bytes = total.item() / self.options.watched / self.cp
+
+    def _most(self, value: float) -> float:
+        most = torch.tensor([value], device=self.device, dtype=torch.float64)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return float(most.item())
+
+
+def _both_passes(system: System) -> None:
+    leaves = [x.detach().requires_grad_() for x in system.tensors[:3]]
+    out = system.attend(leaves[0], leaves[1], leaves[2])
+    torch.autograd.grad(out, leaves, system.tensors[3])
+
+
+def _rank(cp_rank: int, cp: int, store: str, options: argparse.Namespace) -> None:
+    torch.cuda.set_device(cp_rank)
+    # Hops must get multiprocessors while a long kernel is running: its blocks end at different times.
+    nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    dist.init_process_group(
+        "nccl", store=dist.FileStore(store, cp), rank=cp_rank, world_size=cp, device_id=torch.device("cuda", cp_rank),
+        pg_options=nccl,
+    )  # fmt: skip
+    bench, done = Bench(cp_rank, cp, options), []
+    if cp_rank == 0:
+        print(f"{cp} x {torch.cuda.get_device_name()}, {options.heads[0]}:{options.heads[1]} heads of"
+              f" {options.head_dim}, bf16, both passes", flush=True)  # fmt: skip
+        print(_HEAD, flush=True)
+    for tokens in options.tokens:
+        dense = bench.dense(tokens) if options.dense_repeats else None
+        done += [dense] if dense is not None else []
+        if cp_rank == 0 and dense is not None:
+            print(_line(dense), flush=True)
+        for name, pattern in patterns(options, tokens).items():
+            begun = time.monotonic()
+            rows = bench.sparse(name, pattern, tokens, dense)
+            bench.buffers.drop()
+            torch.cuda.empty_cache()
+            done += rows
+            if cp_rank == 0:
+                print("\n".join(_line(row) for row in rows), f"   ({time.monotonic() - begun:.0f} s)", flush=True)
+                _write(done, options, cp)
+    dist.destroy_process_group()
+
+
+_HEAD = (
+    f"{'tokens':>9} {'pattern':<14} {'density':>8} {'system':<17} {'ms':>9} {'effic.':>7} {'max/mean':>8} {'ideal':>6}"
+    f" {'sent MiB':>9} {'of dense':>8} {'exposed':>8} {'peak GiB':>8} {'driver':>7} {'plan s':>6}"
+)
+
+
+def _line(row: Row) -> str:
+    begin = f"{row.tokens:>9,} {row.pattern:<14} {row.density:>8.4f} {row.system:<17}"
+    if row.refusal is not None:
+        return f"{begin} not run: {row.refusal}"
+    return (
+        f"{begin} {1e3 * row.median_s:>9.3f} {_figure(row.efficiency, '.3f'):>7}"
+        f" {_figure(row.work_max_over_mean, '.3f'):>8} {_figure(row.of_ideal, '.1%'):>6}"
+        f" {row.sent_bytes / 2**20:>9.1f} {_figure(row.of_dense_bytes, '.1%'):>8}"
+        f" {_figure(None if row.exposed_s is None else 1e3 * row.exposed_s, '.2f'):>8}"
+        f" {row.peak_bytes / 2**30:>8.2f} {row.driver_bytes / 2**30:>7.1f} {row.planned_s:>6.1f}"
+    )
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _write(rows: list[Row], options: argparse.Namespace, cp: int) -> None:
+    if options.out is None:
+        return
+    record = {
+        "date": time.strftime("%Y-%m-%d"), "host": f"{cp} x {torch.cuda.get_device_name()}",
+        "torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "heads": options.heads, "head_dim": options.head_dim, "kernel": options.kernel,
+        "deterministic": options.deterministic, "partials": str(options.partials or "as planned"),
+        "rows": [asdict(row) for row in rows],
+    }  # fmt: skip
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _tokens(text: str) -> int:
+    units = {"K": 2**10, "M": 2**20}
+    return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
+
+
+def _heads(text: str) -> tuple[int, int]:
+    query, _, keys = text.partition(":")
+    return int(query), int(keys or query)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="256K,1M", type=lambda text: [_tokens(x) for x in text.split(",")])
+    parser.add_argument("--heads", default="8:8", type=_heads, help="query:K/V heads (8:8)")
+    parser.add_argument("--head-dim", default=128, type=int, help="(128)")
+    parser.add_argument("--densities", default="0.1,0.03", help="of `mixed` patterns (0.1,0.03)")
+    parser.add_argument("--patterns", help="instead: names as above (mixed@ each density, window@0.01, longnet)")
+    parser.add_argument("--layouts", default="contiguous,zigzag", type=lambda text: text.split(","))
+    parser.add_argument("--repeats", default=5, type=int)
+    parser.add_argument("--dense-repeats", default=2, type=int, help="of the dense ring, once a length; 0: without it")
+    parser.add_argument("--warm-ups", default=2, type=int)
+    parser.add_argument("--watched", default=2, type=int, help="more passes, in which bytes and waits are taken")
+    parser.add_argument("--no-single", dest="single", action="store_false", help="without the same work on one GPU")
+    parser.add_argument("--ranks", default=0, type=int, help="GPUs to use; 0: all of this host")
+    parser.add_argument("--kernel", default=None, help="pin the sparse kernel")
+    parser.add_argument("--deterministic", action="store_true", help="kernels whose gradients repeat bit for bit")
+    parser.add_argument("--partials", choices=["bf16"], help="dK and dV travel in the kernel's type, not in fp32")
+    parser.add_argument("--out", default=None, type=Path)
+    options = parser.parse_args(arguments)
+    options.partials = torch.bfloat16 if options.partials else None
+    named = [f"mixed@{density}" for density in options.densities.split(",")] + ["window@0.01", "longnet"]
+    options.patterns = options.patterns.split(",") if options.patterns else named
+    return options
+
+
+def main() -> None:
+    options = parse()
+    cp = options.ranks or torch.cuda.device_count()
+    if not cp:
+        raise SystemExit("bench_sparse_ring needs at least one CUDA device")
+    # One host: NVLink multicast is not what is measured, and where hosts are shared it may have to stay off.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, args=(cp, f"{folder}/store", options), nprocs=cp)
+
+
+if __name__ == "__main__":
+    main()

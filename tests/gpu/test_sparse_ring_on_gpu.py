@@ -1,0 +1,122 @@
+"""The promises of `tests/unit/test_block_ring.py`, kept by the GPU's kernels: values, gradients, bytes, bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elastic_ring.attention import block_pass, block_proof
+from elastic_ring.attention.block_kernels import KERNELS, SparseKernel
+from elastic_ring.attention.layout import contiguous
+from elastic_ring.attention.merge import eager_add_placed_
+from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.sparse_schedule import plan_sparse
+from tests.gpu.gpu_rings import Wires, run_sparse_on
+from tests.unit.attention_rings import relative_error
+from tests.unit.block_cases import FAMILIES, block_case, check_bytes, masked_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # The kernels' compilers warn of their own deprecations.
+    pytest.mark.filterwarnings("default"),
+]
+
+ALLOWED = 6e-3
+LAYOUTS = ("contiguous", "zigzag", "striped", "by residue")
+
+
+def usable(kernel: SparseKernel, head_dim: int = 128) -> None:
+    reason = kernel.refusal(head_dim, torch.bfloat16, False)
+    if reason is not None and "not installed" in reason:
+        pytest.skip(f"{kernel.name} {reason}")
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_kernel_passes_its_proof_between_stretches_of_keys(
+    kernel: SparseKernel, head_dim: int, group: int
+) -> None:
+    usable(kernel, head_dim)
+    assert block_proof.rehearse(kernel, head_dim, torch.bfloat16, "cuda", group) is None
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_ring_agrees_with_the_masked_fp64_softmax_and_moves_the_planned_bytes(
+    kernel: SparseKernel, family: str, cp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usable(kernel)
+    number = cp + list(FAMILIES).index(family)
+    if number % 2:
+        monkeypatch.setattr(block_pass, "HALVED_FLOPS", 0)
+    case = block_case(
+        family, cp, LAYOUTS[number % 4], head_dim=128, dtype=torch.bfloat16, num_kv_heads=4 if number % 3 == 2 else 2
+    )
+    found, ledgers = run_sparse_on("cuda", case, kernel=kernel.name, deterministic=False)
+    for name, got, want in zip(("out", "dq", "dk", "dv"), found, masked_reference(case, "cuda"), strict=True):
+        assert torch.isfinite(got).all(), name
+        assert relative_error(got, want.cpu()) < ALLOWED, name
+    check_bytes(case, ledgers)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_packed_batches_and_partials_in_the_kernels_type_agree(kernel: SparseKernel) -> None:
+    usable(kernel)
+    case = block_case("bigbird", 4, "zigzag", head_dim=128, dtype=torch.bfloat16, batch=2)
+    found, ledgers = run_sparse_on("cuda", case, kernel=kernel.name, deterministic=False, partials=torch.bfloat16)
+    for got, want in zip(found, masked_reference(case, "cuda"), strict=True):
+        assert relative_error(got, want.cpu()) < ALLOWED
+    check_bytes(case, ledgers, 2)
+
+
+@pytest.mark.parametrize("family", ["bigbird", "heads in turn"])
+def test_the_deterministic_ring_repeats_every_bit_in_one_operation_a_pass_and_direction(family: str) -> None:
+    case = block_case(family, 4, "zigzag", head_dim=128, dtype=torch.bfloat16)
+    wires = Wires(4)
+    groups = wires.groups()
+    wires.groups = lambda: groups  # type: ignore[method-assign]
+    first, _ = run_sparse_on("cuda", case, wires, deterministic=True)
+    assert [group.num_operations for group in groups] == [3] * 4
+    for _ in range(2):
+        again, _ = run_sparse_on("cuda", case, deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_queries_that_see_nothing_give_zeros_and_no_gradient() -> None:
+    case = block_case("one dilation, most rows see nothing", 4, "zigzag", head_dim=128, dtype=torch.bfloat16)
+    empty = ~case.mask()[0].any(-1)
+    for kernel in KERNELS:
+        if kernel.refusal(128, torch.bfloat16, False) is None:
+            found, _ = run_sparse_on("cuda", case, kernel=kernel.name, deterministic=False)
+            assert not found[0][:, empty].any(), kernel.name
+            assert not found[1][:, empty].any(), kernel.name
+            assert all(torch.isfinite(tensor).all() for tensor in found), kernel.name
+
+
+def test_shares_added_by_rows_are_their_eager_twins() -> None:
+    from elastic_ring.attention import fused
+
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        total = torch.randn(2, 301, 128, generator=generator).to("cuda", dtype)
+        inbox = torch.randn(2, 500, 128, generator=generator).cuda()
+        places = torch.full((3, 301), -1, dtype=torch.int32)
+        for hop in range(3):
+            rows = torch.randperm(301, generator=generator)[:150]
+            places[hop, rows] = torch.randperm(500, generator=generator)[:150].int()
+        places, twin = places.cuda(), total.clone()
+        fused.add_placed_(total, inbox, places)
+        eager_add_placed_(twin, inbox, places)
+        assert torch.equal(total, twin)
+
+
+def test_an_own_kernel_is_chosen_and_refused_by_name() -> None:
+    schedule = plan_sparse(SparsePattern(FAMILIES["window"], 128), contiguous(512, 1), 2, 2)
+    x = torch.randn(1, 512, 2, 128, device="cuda", dtype=torch.bfloat16)
+    assert SparseRingAttention(schedule, 0, None)(x, x, x).shape == x.shape
+    with pytest.raises(ValueError, match="'flash-attn-4-sparse' has no deterministic sparse backward"):
+        SparseRingAttention(schedule, 0, None, kernel="flash-attn-4-sparse")(x, x, x)

@@ -1,0 +1,294 @@
+"""A ring over whole blocks, as GPUs run it, here with the spelled-out kernel: values, gradients, bytes and order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ring.attention import block_pass, block_proof
+from elastic_ring.attention.block_kernels import KERNELS, REFERENCE, select_sparse
+from elastic_ring.attention.exchange import HopBuffers
+from elastic_ring.attention.kernels.block_reference import seen_by, seen_by_key
+from elastic_ring.attention.kernels.block_sparse import flex_mask, num_padded_blocks
+from elastic_ring.attention.kernels.block_tables import tables_between, tables_for
+from elastic_ring.attention.layout import contiguous, zigzag
+from elastic_ring.attention.merge import add_placed_
+from elastic_ring.attention.rules import Window
+from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.sparse_blocks import on_device, plan_blocks
+from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.sparse_schedule import plan_sparse
+from tests.gpu.gpu_rings import Wires, run_sparse_on
+from tests.unit.attention_rings import ThreadRings, in_threads, one_thread, relative_error
+from tests.unit.block_cases import FAMILIES, NEAR, BlockCase, block_case, check_bytes, masked_reference
+from tests.unit.pattern_cases import run_sparse
+
+KERNEL = REFERENCE.name
+LAYOUTS = ("contiguous", "zigzag", "striped", "by residue")
+
+
+@pytest.fixture(scope="module")
+def rings() -> Iterator[ThreadRings]:
+    with one_thread():
+        yield ThreadRings()
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "halves"])
+def halves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Own gradients in one part, and in two around the fetched ones."""
+    if request.param:
+        monkeypatch.setattr(block_pass, "HALVED_FLOPS", 0)
+
+
+def check(case: BlockCase, found: list[torch.Tensor]) -> None:
+    for name, got, want in zip(("out", "dq", "dk", "dv"), found, masked_reference(case), strict=True):
+        assert relative_error(got, want) <= 1e-12, (case, name)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp64_agrees_with_the_masked_reference_and_moves_the_planned_bytes(
+    rings: ThreadRings, family: str, cp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layouts take turns, and so do own gradients in one part and in two around the fetched ones."""
+    number = cp + list(FAMILIES).index(family)
+    if number % 8 >= 4:
+        monkeypatch.setattr(block_pass, "HALVED_FLOPS", 0)
+    layout = LAYOUTS[number % 4]
+    case = block_case(family, cp, layout, num_kv_heads=4 if cp == 3 else 2)
+    found, ledgers = run_sparse(case, rings.groups(cp), kernel=KERNEL)
+    check(case, found)
+    check_bytes(case, ledgers)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_every_layout_serves_every_grouping_of_heads(
+    rings: ThreadRings, layout: str, num_kv_heads: int, halves: None
+) -> None:
+    for family in ("heads in turn", "longnet with rows that see nothing"):
+        case = block_case(family, 2, layout, num_kv_heads=num_kv_heads, batch=2)
+        found, ledgers = run_sparse(case, rings.groups(2), kernel=KERNEL)
+        check(case, found)
+        check_bytes(case, ledgers)
+
+
+@pytest.mark.parametrize("family", ["bigbird", "longnet with rows that see nothing", "heads in turn"])
+def test_posted_as_one_operation_a_pass_and_direction_the_bits_are_the_same(
+    rings: ThreadRings, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_pass, "HALVED_FLOPS", 0)
+    case = block_case(family, 4, "zigzag")
+    want, _ = run_sparse(case, rings.groups(4), kernel=KERNEL)
+    wires = Wires(4)
+    groups = wires.groups()
+    wires.groups = lambda: groups  # type: ignore[method-assign]
+    found, ledgers = run_sparse_on("cpu", case, wires, kernel=KERNEL)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    check_bytes(case, ledgers)
+    assert [group.num_operations for group in groups] == [3] * 4  # keys twice, partials once
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_equal_calls_give_equal_bits(rings: ThreadRings, layout: str) -> None:
+    case = block_case("longnet with rows that see nothing", 3, layout, dtype=torch.float32)
+    first, _ = run_sparse(case, rings.groups(3), kernel=KERNEL)
+    again, _ = run_sparse(case, rings.groups(3, fresh=True), kernel=KERNEL)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_where_nothing_is_fetched_nothing_is_sent(rings: ThreadRings) -> None:
+    case = block_case("segments, nothing beyond", 4, "contiguous")
+    found, ledgers = run_sparse(case, rings.groups(4), kernel=KERNEL)
+    check(case, found)
+    assert not any(ledger.sent_bytes or ledger.received_bytes for ledger in ledgers)
+
+
+def test_queries_that_see_nothing_give_zeros_and_no_gradient(rings: ThreadRings) -> None:
+    case = block_case("one dilation, most rows see nothing", 4, "zigzag")
+    found, _ = run_sparse(case, rings.groups(4), kernel=KERNEL)
+    empty = ~case.mask()[0].any(-1)
+    assert empty.sum() == 12 * 128
+    assert not found[0][:, empty].any()
+    assert not found[1][:, empty].any()
+    assert all(torch.isfinite(tensor).all() for tensor in found)
+
+
+def test_partials_may_travel_in_the_kernels_type_at_the_cost_of_a_rounding(rings: ThreadRings) -> None:
+    case = block_case("bigbird", 3, "zigzag", dtype=torch.bfloat16)
+    want = masked_reference(case)
+    for partials, itemsize in ((None, None), (torch.bfloat16, 2)):
+        found, ledgers = run_sparse(case, rings.groups(3), kernel=KERNEL, partials=partials)
+        check_bytes(case, ledgers, itemsize)
+        for got, exact in zip(found, want, strict=True):
+            assert relative_error(got, exact) <= 4e-3
+
+
+def test_calls_share_buffers_and_make_none_after_the_first(rings: ThreadRings) -> None:
+    case = block_case("bigbird", 2, "zigzag")
+
+    def work(cp_rank: int) -> tuple[int, int]:
+        buffers, sizes = HopBuffers(), []
+        q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
+        ring = SparseRingAttention(case.schedule, cp_rank, rings.groups(2)[cp_rank], kernel=KERNEL, buffers=buffers)
+        for _ in range(2):
+            leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+            ring(*leaves).backward(dout)
+            sizes.append((buffers.num_bytes, len(buffers._storages)))
+        assert sizes[0] == sizes[1]
+        return sizes[0]
+
+    rings.groups(2)
+    plan = plan_blocks(case.schedule, 0)
+    rows = 4 * (plan.num_fetched_rows + plan.num_served_rows) * case.head_dim * 8
+    assert in_threads(2, work)[0][0] == rows
+
+
+def test_the_observer_hears_of_every_hop_before_its_keys_are_computed_on(rings: ThreadRings) -> None:
+    case = block_case("bigbird", 3, "zigzag")
+    heard: list[list[Any]] = [[] for _ in range(3)]
+
+    def work(cp_rank: int) -> None:
+        q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
+        ring = SparseRingAttention(
+            case.schedule, cp_rank, rings.groups(3)[cp_rank], kernel=KERNEL,
+            observer=lambda *what: heard[cp_rank].append(what),
+        )  # fmt: skip
+        q.requires_grad_()
+        ring(q, k, v).backward(dout)
+
+    rings.groups(3)
+    in_threads(3, work)
+    want = [(direction, 0, hop) for direction in ("forward", "backward") for hop in range(3)]
+    assert heard == [want] * 3
+
+
+def test_a_peer_that_is_lost_raises_on_the_others_and_leaves_no_work_behind(rings: ThreadRings) -> None:
+    case = block_case("bigbird", 3, "zigzag")
+    groups = rings.groups(3, fresh=True)
+    kept: list[SparseRingAttention] = []
+
+    def work(cp_rank: int) -> None:
+        if cp_rank == 2:
+            groups[2] = None  # its sockets close
+            return
+        ring = SparseRingAttention(case.schedule, cp_rank, groups[cp_rank], kernel=KERNEL)
+        kept.append(ring)
+        q, k, v, _ = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
+        with pytest.raises(RuntimeError):
+            ring(q, k, v)
+        assert ring._abandoned
+        groups[cp_rank] = ring._group = None
+
+    in_threads(3, work)
+    assert len(kept) == 2
+
+
+# ------------------------------------------------------------ what is refused
+
+
+def test_what_the_kernels_cannot_run_is_refused_by_name_with_a_way_out() -> None:
+    def planned(rule: Any, layout: Any, starts: tuple[int, ...] = (0,)) -> Any:
+        return plan_blocks(plan_sparse(SparsePattern((rule,), 128, starts), layout, 2, 2), 0)
+
+    with pytest.raises(ValueError, match=r"Window\(tokens=200\): keeps blocks of 128 tokens in part.*BigBird"):
+        planned(Window(200), contiguous(512, 2))
+    with pytest.raises(ValueError, match=r"document_starts=\(0, 256\): .*one document a sequence"):
+        planned(NEAR, contiguous(512, 2), (0, 256))
+    with pytest.raises(ValueError, match=r"layout zigzag of 512 tokens over cp=4 cuts at .* multiple of 1024 tokens"):
+        planned(NEAR, zigzag(512, 4))
+
+
+def test_kernels_are_refused_where_they_cannot_serve() -> None:
+    with pytest.raises(ValueError, match="'flex-sparse' runs on cuda, not on cpu"):
+        select_sparse(64, torch.bfloat16, True, "flex-sparse", "cpu")
+    with pytest.raises(ValueError, match="'flash-attn-4-sparse' has no deterministic sparse backward"):
+        select_sparse(64, torch.bfloat16, True, "flash-attn-4-sparse")
+    with pytest.raises(ValueError, match="choose one of flash-attn-4-sparse, flex-sparse, reference-sparse"):
+        select_sparse(64, torch.bfloat16, True, "flash")
+    assert REFERENCE not in KERNELS
+
+
+# ------------------------------------------------------------ the proof and the tables
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_spelled_out_kernel_passes_the_self_test(dtype: torch.dtype) -> None:
+    assert block_proof.self_test(REFERENCE, 16, dtype, "cpu") is None
+
+
+@pytest.mark.parametrize("planted", ["forward", "backward", "empty rows", "unseen keys"])
+def test_a_kernel_that_is_wrong_between_stretches_of_keys_is_found(planted: str) -> None:
+    from dataclasses import replace
+
+    def forward(q: Any, k: Any, v: Any, tables: Any, scale: float) -> Any:
+        out, lse = REFERENCE.forward(q, k, v, tables, scale)
+        if planted == "empty rows":
+            return out, lse.nan_to_num(neginf=-30.0)
+        return (out * 1.1, lse) if planted == "forward" and k.size(1) != q.size(1) else (out, lse)
+
+    def backward(*arguments: Any) -> Any:
+        dq, dk, dv = REFERENCE.backward(*arguments)
+        if planted == "unseen keys":
+            dv[:, :128] += 1
+        return (dq, dk * 1.1, dv) if planted == "backward" and dk.size(1) != dq.size(1) else (dq, dk, dv)
+
+    wrong = replace(REFERENCE, name=planted, forward=forward, backward=backward)
+    what = {"forward": "out", "backward": "dk", "empty rows": "lse", "unseen keys": "dv"}[planted]
+    assert (block_proof.self_test(wrong, 16, torch.float64, "cpu") or "").startswith(what)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tables_mean_the_pattern_in_both_directions(family: str) -> None:
+    case = block_case(family, 4, "zigzag")
+    whole = tables_for(SparsePattern(case.rules, 128), case.layout.seq_len, 4, torch.device("cpu"))
+    mask = case.mask()
+    assert torch.equal(seen_by(whole).expand_as(mask), mask)
+    assert torch.equal(seen_by_key(whole).expand_as(mask), mask)
+    for cp_rank in range(4):
+        blocks = on_device(case.schedule, cp_rank, torch.device("cpu"))
+        rows = case.layout.positions(cp_rank)
+        order = list(blocks.plan.head_order)
+        own = mask[order][:, rows][:, :, rows]
+        assert torch.equal(seen_by(blocks.own).expand_as(own), own)
+        assert torch.equal(seen_by_key(blocks.own).expand_as(own), own)
+        for tables in blocks.fetched:
+            if tables is not None:
+                assert torch.equal(seen_by(tables), seen_by_key(tables))
+                assert seen_by(tables).any(1).any(0).all()  # no key was fetched in vain
+
+
+def test_flex_attention_is_told_the_same_of_rectangles() -> None:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    generator = torch.Generator().manual_seed(0)
+    full = torch.rand(2, 3, 5, generator=generator) < 0.4
+    full[:, 1] = False
+    tables = tables_between(None, full.numpy(), torch.device("cpu"))
+    mask = flex_mask(tables)
+    assert num_padded_blocks(tables) == 6
+    assert mask.seq_lengths == (3 * 128, 6 * 128)
+    assert mask.kv_num_blocks.sum() == 0
+    assert torch.equal(mask.to_dense()[0, :, :, :5].bool(), full)
+    assert not mask.to_dense()[0, :, :, 5:].any()
+    made = BlockMask.from_kv_blocks(
+        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, 128,
+        seq_lengths=mask.seq_lengths,
+    )  # fmt: skip
+    assert torch.equal(made.full_q_num_blocks, mask.full_q_num_blocks)
+    for head in range(2):
+        for block in range(6):
+            count = made.full_q_num_blocks[0, head, block]
+            ours, theirs = (x[0, head, block, :count] for x in (mask.full_q_indices, made.full_q_indices))
+            assert torch.equal(ours, theirs)
+    assert flex_mask(tables) is mask
+
+
+def test_shares_are_added_where_they_belong_in_hop_order() -> None:
+    total, inbox = torch.zeros(1, 4, 2), torch.arange(1.0, 7.0).view(1, 3, 2)
+    places = torch.tensor([[0, -1, 1, -1], [-1, -1, 2, -1]], dtype=torch.int32)
+    add_placed_(total, inbox, places)
+    assert total[0].tolist() == [[1, 2], [0, 0], [8, 10], [0, 0]]
