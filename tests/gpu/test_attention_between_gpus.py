@@ -16,7 +16,9 @@ import torch.multiprocessing as mp
 from elastic_ring.attention.exchange import HopLedger
 from elastic_ring.attention.peer_memory import ARRIVED_KEYS, PeerMemory
 from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.sparse_ring import SparseRingAttention
 from tests.unit.attention_rings import Case
+from tests.unit.block_cases import block_case, check_bytes, masked_reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,6 +88,45 @@ def test_copies_between_gpus_and_nccl_move_the_same_bytes_and_give_the_same_bits
     tmp_path: Path, heads: tuple[int, int], starts: tuple[int, ...]
 ) -> None:
     spawn(compare_exchanges, tmp_path, heads, starts)
+
+
+def run_sparse_ring(cp_rank: int, cp: int, kernel: str, deterministic: bool) -> None:
+    """Each case twice: right, the planned bytes, and the same bits where they were asked for."""
+    for family, layout in SPARSE_CASES:
+        case = block_case(family, cp, layout, head_dim=128, dtype=torch.bfloat16)
+        want = [case.layout.scatter(x.cpu(), cp_rank, 1) for x in masked_reference(case, "cuda")]
+        calls = []
+        for _ in range(2):
+            q, k, v, dout = (case.layout.scatter(x, cp_rank, 1).cuda() for x in case.tensors())
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            ring = SparseRingAttention(
+                case.schedule, cp_rank, dist.group.WORLD, kernel=kernel, deterministic=deterministic
+            )
+            out = ring(*leaves)
+            calls.append([x.cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout))])
+        for got, again, exact in zip(*calls, want, strict=True):
+            assert (got.double() - exact).norm() <= 6e-3 * max(exact.norm(), 1.0), (family, layout)
+            assert not deterministic or torch.equal(got, again), (family, layout)
+        ledgers: list[Any] = [None] * cp
+        dist.all_gather_object(ledgers, ring.ledger)
+        check_bytes(case, ledgers)
+
+
+SPARSE_CASES = (
+    ("bigbird", "zigzag"), ("longnet with rows that see nothing", "contiguous"), ("heads in turn", "zigzag"),
+    ("segments, nothing beyond", "contiguous"), ("window", "contiguous"),
+)  # fmt: skip
+"""Of the fourth no rank sends anything, of the last not every rank sends and receives."""
+
+
+@pytest.mark.parametrize(("kernel", "deterministic"), [("flash-attn-4-sparse", False), ("flex-sparse", True)])
+@pytest.mark.filterwarnings("default")
+def test_a_sparse_ring_between_gpus_agrees_with_the_masked_softmax(
+    tmp_path: Path, kernel: str, deterministic: bool
+) -> None:
+    if torch.cuda.device_count() == 3:
+        pytest.skip("needs 2 or 4 devices")
+    spawn(run_sparse_ring, tmp_path, kernel, deterministic)
 
 
 def wait_in_vain(cp_rank: int, cp: int) -> None:

@@ -33,19 +33,19 @@ def usable(kernel: SparseKernel, head_dim: int = 128) -> None:
         pytest.skip(f"{kernel.name} {reason}")
 
 
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_every_kernel_passes_its_proof_between_stretches_of_keys(
-    kernel: SparseKernel, head_dim: int, group: int
-) -> None:
-    usable(kernel, head_dim)
-    assert block_proof.rehearse(kernel, head_dim, torch.bfloat16, "cuda", group) is None
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 1), (128, 4), (64, 1)])
+def test_the_first_kernel_passes_its_proof_for_other_groups_of_heads(head_dim: int, group: int) -> None:
+    usable(KERNELS[0], head_dim)
+    assert block_proof.rehearse(KERNELS[0], head_dim, torch.bfloat16, "cuda", group) is None
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    ("kernel", "family", "cp"),
+    [(KERNELS[0], family, cp) for family in FAMILIES for cp in (1, 2, 4)]
+    # Each length is a compilation of this one.
+    + [(KERNELS[1], family, 4) for family in ("bigbird", "heads in turn", "one dilation, most rows see nothing")],
+    ids=lambda value: value.name if isinstance(value, SparseKernel) else str(value),
+)
 def test_a_ring_agrees_with_the_masked_fp64_softmax_and_moves_the_planned_bytes(
     kernel: SparseKernel, family: str, cp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,9 +53,9 @@ def test_a_ring_agrees_with_the_masked_fp64_softmax_and_moves_the_planned_bytes(
     number = cp + list(FAMILIES).index(family)
     if number % 2:
         monkeypatch.setattr(block_pass, "HALVED_FLOPS", 0)
-    case = block_case(
-        family, cp, LAYOUTS[number % 4], head_dim=128, dtype=torch.bfloat16, num_kv_heads=4 if number % 3 == 2 else 2
-    )
+    layout = LAYOUTS[number % 4] if kernel is KERNELS[0] else "zigzag"
+    num_kv_heads = 4 if number % 3 == 2 else 2
+    case = block_case(family, cp, layout, head_dim=128, dtype=torch.bfloat16, num_kv_heads=num_kv_heads)
     found, ledgers = run_sparse_on("cuda", case, kernel=kernel.name, deterministic=False)
     for name, got, want in zip(("out", "dq", "dk", "dv"), found, masked_reference(case, "cuda"), strict=True):
         assert torch.isfinite(got).all(), name
@@ -63,8 +63,8 @@ def test_a_ring_agrees_with_the_masked_fp64_softmax_and_moves_the_planned_bytes(
     check_bytes(case, ledgers)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_packed_batches_and_partials_in_the_kernels_type_agree(kernel: SparseKernel) -> None:
+def test_batches_and_partials_in_the_kernels_type_agree() -> None:
+    kernel = KERNELS[0]
     usable(kernel)
     case = block_case("bigbird", 4, "zigzag", head_dim=128, dtype=torch.bfloat16, batch=2)
     found, ledgers = run_sparse_on("cuda", case, kernel=kernel.name, deterministic=False, partials=torch.bfloat16)
