@@ -31,7 +31,8 @@ Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 class SparseKernel:
     """`run` is differentiable and for whole sequences; `forward` and `backward` serve any stretch of keys.
 
-    `deterministic` says that equal calls give equal bits, gradients included; the self-test checks it.
+    `deterministic` says that equal calls give equal bits, gradients included; the self-test checks it. `keeps_type`
+    says that gradients come in the inputs' type, so that a wider one on the wire would add bytes and no digits.
     """
 
     name: str
@@ -43,6 +44,7 @@ class SparseKernel:
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     devices: tuple[str, ...] = ("cuda",)
     package: str | None = None
+    keeps_type: bool = True
 
     def refusal(self, head_dim: int, dtype: torch.dtype, deterministic: bool, device: str = "cuda") -> str | None:
         """Why it cannot serve such calls, or None when it can."""
@@ -73,7 +75,7 @@ KERNELS = (
 
 REFERENCE = SparseKernel(
     "reference-sparse", block_reference.whole, block_reference.forward, block_reference.backward, True, None,
-    (torch.float64, torch.float32, torch.bfloat16, torch.float16), ("cpu", "cuda"),
+    (torch.float64, torch.float32, torch.bfloat16, torch.float16), ("cpu", "cuda"), keeps_type=False,
 )  # fmt: skip
 """Writes all scores down, in fp64. Served only when pinned."""
 

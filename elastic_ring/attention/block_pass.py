@@ -13,7 +13,7 @@ import torch
 
 from elastic_ring.attention.block_kernels import SparseKernel
 from elastic_ring.attention.kernels.block_tables import BlockTables
-from elastic_ring.attention.merge import Accumulator, GradientSum, add_placed_, lse_for_backward, merge_
+from elastic_ring.attention.merge import Accumulator, GradientSum, add_, add_placed_, lse_for_backward, merge_
 from elastic_ring.attention.packed_exchange import PackedExchange
 from elastic_ring.attention.sparse_blocks import DeviceBlocks, Region
 
@@ -48,11 +48,14 @@ class BlockPass:
         total.add((0, q.size(1)), *self._kernel.forward(q, k, v, blocks.own, self._scale))
         keys = self._exchange.take_keys()
         self._observe_fetched()
-        for region, tables in zip(blocks.plan.regions, blocks.fetched, strict=True):
+        for region, tables, rows in zip(blocks.plan.regions, blocks.fetched, blocks.readers, strict=True):
             if tables is not None:
                 heads = slice(*region.heads)
-                part = self._kernel.forward(q[:, :, heads], *_of(keys, region), tables, self._scale)
-                merge_(total.out[:, :, heads], total.lse[:, :, heads], *part)
+                part = self._kernel.forward(_taken(q, rows, heads), *_of(keys, region), tables, self._scale)
+                out, lse = _taken(total.out, rows, heads), _taken(total.lse, rows, heads)
+                merge_(out, lse, *part)
+                _put_back(total.out, rows, heads, out)
+                _put_back(total.lse, rows, heads, lse)
         return self._outer(total.out), self._outer(lse_for_backward(total.lse))
 
     def backward(
@@ -76,11 +79,16 @@ class BlockPass:
         keys = self._exchange.take_keys()
         self._observe_fetched()
         partials = self._exchange.partials_buffer()
-        for region, tables in zip(blocks.plan.regions, blocks.fetched, strict=True):
+        for region, tables, rows in zip(blocks.plan.regions, blocks.fetched, blocks.readers, strict=True):
             if tables is not None:
                 heads = slice(*region.heads)
-                share = self._gradients(rank, heads, *_of(keys, region), tables)
-                dq.add((0, rank.q.size(1)), share[0], heads)
+                share = self._gradients(rank, heads, *_of(keys, region), tables, rows)
+                grown = _taken(dq.total, rows, heads)
+                if grown[0].is_contiguous():
+                    add_(grown, [share[0]])
+                else:
+                    grown.add_(share[0])
+                _put_back(dq.total, rows, heads, grown)
                 for place, found in zip(_of(partials, region), share[1:], strict=True):
                     place.copy_(found)
         self._exchange.swap_partials(partials)
@@ -111,9 +119,15 @@ class BlockPass:
         return share[1], share[2]
 
     def _gradients(
-        self, rank: _Queries, heads: slice, k: torch.Tensor, v: torch.Tensor, tables: BlockTables
+        self,
+        rank: _Queries,
+        heads: slice,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tables: BlockTables,
+        rows: slice | torch.Tensor = slice(None),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dout, q, out, lse = (x[:, :, heads] for x in (rank.dout, rank.q, rank.out, rank.lse))
+        dout, q, out, lse = (_taken(x, rows, heads) for x in (rank.dout, rank.q, rank.out, rank.lse))
         return self._kernel.backward(dout, q, k, v, out, lse, tables, self._scale)
 
     def _half(self, q: torch.Tensor) -> int:
@@ -145,6 +159,16 @@ class _Queries:
 
     def __init__(self, dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         self.dout, self.q, self.out, self.lse = dout, q, out, lse
+
+
+def _taken(x: torch.Tensor, rows: slice | torch.Tensor, heads: slice) -> torch.Tensor:
+    """Some tokens and heads of x (B, S, H, ...): a view for a slice of tokens, a copy for an index."""
+    return x[:, rows, heads] if isinstance(rows, slice) else x[:, :, heads].index_select(1, rows)
+
+
+def _put_back(x: torch.Tensor, rows: slice | torch.Tensor, heads: slice, part: torch.Tensor) -> None:
+    if not isinstance(rows, slice):
+        x[:, :, heads].index_copy_(1, rows, part)
 
 
 def _of(buffer: torch.Tensor, region: Region) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,9 @@ from elastic_ring.attention.rules import Mask, Positions
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_schedule import SparseSchedule
 
+WORTH_COPYING = 0.75
+"""Queries are gathered for the fetched keys only where at most so many of a rank's blocks see any of them."""
+
 
 @dataclass(frozen=True)
 class Message:
@@ -55,8 +58,9 @@ class BlockPlan:
 
     `fetched` are the messages that fill the buffer of `num_fetched_rows` rows, group by group, so that each group's
     keys lie together in hop order; `served` those of the buffer of `num_served_rows`, hop by hop, whose rows are the
-    own rows `served_rows` (token * K/V heads + inner K/V head). `places[i]` says for each own row where the i-th of
-    the hops that read from this rank has it among the served rows, or -1.
+    own rows `served_rows` (token * K/V heads + inner K/V head). `readers` are for each group the own blocks whose
+    queries see any fetched key, and `kept` says which of these keys each of them sees. `places[i]` says for each own
+    row where the i-th of the hops that read from this rank has it among the served rows, or -1.
     """
 
     head_order: tuple[int, ...]
@@ -70,6 +74,7 @@ class BlockPlan:
     own: Mask = field(repr=False)
     own_earlier: Mask = field(repr=False)
     kept: tuple[Mask, ...] = field(repr=False)
+    readers: tuple[Positions, ...] = field(repr=False)
     served_rows: Positions = field(repr=False)
     places: np.ndarray = field(repr=False)
 
@@ -106,7 +111,7 @@ def plan_blocks(schedule: SparseSchedule, cp_rank: int) -> BlockPlan:
     at = np.arange(len(own_blocks))
     own = kept[:, at, at]
     kept[:, at, at] = False
-    regions, fetched, of_groups = _fetched(schedule, cp_rank, own_blocks)
+    regions, fetched, of_groups, readers = _fetched(schedule, cp_rank, own_blocks)
     served, served_rows = _served(schedule, cp_rank, kv_order)
     whole = int(kept.sum()) * BLOCK_TOKENS**2 + int(own.sum()) * BLOCK_TOKENS * (BLOCK_TOKENS + 1) // 2
     num_own_rows = schedule.layout.num_tokens(cp_rank) * schedule.num_kv_heads
@@ -114,7 +119,7 @@ def plan_blocks(schedule: SparseSchedule, cp_rank: int) -> BlockPlan:
         head_order=tuple(order), kv_head_order=tuple(kv_order), regions=regions, fetched=fetched, served=served,
         num_fetched_rows=regions[-1].rows[1], num_served_rows=len(served_rows),
         num_own_pairs=whole * (schedule.num_heads // len(kept)), own=own, own_earlier=kept, kept=of_groups,
-        served_rows=served_rows, places=_places(served, served_rows, num_own_rows),
+        readers=readers, served_rows=served_rows, places=_places(served, served_rows, num_own_rows),
     )  # fmt: skip
 
 
@@ -131,11 +136,12 @@ def _blocks_of(layout: Layout, cp_rank: int) -> Positions:
 
 def _fetched(
     schedule: SparseSchedule, cp_rank: int, own_blocks: Positions
-) -> tuple[tuple[Region, ...], tuple[Message, ...], tuple[Mask, ...]]:
-    """Where the fetched keys lie, what fills them, and for each group which of them its queries keep."""
+) -> tuple[tuple[Region, ...], tuple[Message, ...], tuple[Mask, ...], tuple[Positions, ...]]:
+    """Where the fetched keys lie, what fills them, and for each group which of them its queries keep, and whose."""
     regions: list[Region] = []
     messages: list[Message] = []
     kept: list[Mask] = []
+    readers: list[Positions] = []
     sharing = schedule.num_heads // schedule.num_kv_heads
     first_head = row = 0
     for number, group in enumerate(schedule.groups):
@@ -149,12 +155,21 @@ def _fetched(
                 messages.append(Message(hop, own.source, row, row + num_rows))
                 row += num_rows
         keys = np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int64)
-        kept.append(kept_between(group.rules * num_heads, schedule.layout.seq_len, own_blocks, keys))
+        seen = kept_between(group.rules * num_heads, schedule.layout.seq_len, own_blocks, keys)
+        readers.append(_worth_taking(np.asarray(seen.any(axis=(0, 2)))))
+        kept.append(seen[:, readers[-1]])
         last_head = first_head + num_heads
         heads = (first_head * sharing, last_head * sharing)
         regions.append(Region((first_head, last_head), heads, (begun, row), len(keys) * BLOCK_TOKENS))
         first_head = last_head
-    return tuple(regions), tuple(messages), tuple(kept)
+    return tuple(regions), tuple(messages), tuple(kept), tuple(readers)
+
+
+def _worth_taking(seeing: Mask) -> Positions:
+    """The blocks that see something; all of them where leaving the others out would cost copies for little."""
+    found = np.flatnonzero(seeing)
+    scattered = len(found) > 0 and found[-1] - found[0] + 1 != len(found)
+    return np.arange(len(seeing)) if scattered and len(found) > WORTH_COPYING * len(seeing) else found
 
 
 def _served(schedule: SparseSchedule, cp_rank: int, kv_order: list[int]) -> tuple[tuple[Message, ...], Positions]:
@@ -197,13 +212,15 @@ def _as_block(position: int) -> int:
 @dataclass(frozen=True, eq=False)
 class DeviceBlocks:
     """A plan's tables and indices on one device. `own_parts` are the tables of the heads before and from K/V head
-    `half` on, for a backward pass in two parts; orders are None where the heads already lie so."""
+    `half` on, for a backward pass in two parts; orders are None where the heads already lie so. `readers` are the
+    tokens of `BlockPlan.readers`: a slice, or an index where they do not lie together."""
 
     plan: BlockPlan
     own: BlockTables
     own_parts: tuple[BlockTables, BlockTables]
     half: int
     fetched: tuple[BlockTables | None, ...]
+    readers: tuple[slice | torch.Tensor, ...]
     served_rows: torch.Tensor
     places: torch.Tensor
     head_order: torch.Tensor | None
@@ -227,9 +244,18 @@ def on_device(schedule: SparseSchedule, cp_rank: int, device: torch.device) -> D
     orders = [_order(order, device) for order in (plan.head_order, plan.kv_head_order)]
     back = [_order(tuple(np.argsort(order).tolist()), device) for order in (plan.head_order, plan.kv_head_order)]
     return DeviceBlocks(
-        plan, own, parts, half, fetched, torch.from_numpy(plan.served_rows).to(device),
+        plan, own, parts, half, fetched, tuple(_tokens_of(blocks, device) for blocks in plan.readers),
+        torch.from_numpy(plan.served_rows).to(device),
         torch.from_numpy(plan.places).to(device), orders[0], orders[1], back[0], back[1],
     )  # fmt: skip
+
+
+def _tokens_of(blocks: Positions, device: torch.device) -> slice | torch.Tensor:
+    if len(blocks) and blocks[-1] - blocks[0] + 1 != len(blocks):
+        tokens = blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
+        return torch.from_numpy(tokens.ravel()).to(device)
+    first = int(blocks[0]) if len(blocks) else 0
+    return slice(first * BLOCK_TOKENS, (first + len(blocks)) * BLOCK_TOKENS)
 
 
 def _order(heads: tuple[int, ...], device: torch.device) -> torch.Tensor | None:

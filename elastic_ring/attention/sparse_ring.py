@@ -240,15 +240,16 @@ class SparseRingAttention(KeepsResults):
     def _block_pass(
         self, direction: Direction, call_index: int, q: torch.Tensor, scale: float
     ) -> Iterator[BlockPass]:
-        blocks = on_device(self.schedule, self.cp_rank, q.device)
+        blocks, kernel = on_device(self.schedule, self.cp_rank, q.device), self._sparse_kernel(q)
+        own = q.dtype if kernel.keeps_type else accumulate_dtype(q.dtype)
         exchange = PackedExchange(
             blocks, self.schedule.cp, self._group, direction, call_index, self.ledger, self._buffers,
-            accumulate_dtype(q.dtype) if self._partials is None else self._partials,
+            own if self._partials is None else self._partials,
             coalesced=q.is_cuda if self._coalesced is None else self._coalesced,
         )  # fmt: skip
         observe = partial(self._observe, direction, call_index)
         try:
-            yield BlockPass(blocks, self._sparse_kernel(q), exchange, observe, self.schedule.cp, scale)
+            yield BlockPass(blocks, kernel, exchange, observe, self.schedule.cp, scale)
             exchange.finish()
         except BaseException:
             self._abandoned += exchange.abandon()

@@ -292,3 +292,26 @@ def test_shares_are_added_where_they_belong_in_hop_order() -> None:
     places = torch.tensor([[0, -1, 1, -1], [-1, -1, 2, -1]], dtype=torch.int32)
     add_placed_(total, inbox, places)
     assert total[0].tolist() == [[1, 2], [0, 0], [8, 10], [0, 0]]
+
+
+def test_only_queries_that_see_a_fetched_key_meet_them() -> None:
+    near, far = block_case("window", 4, "contiguous"), block_case("local and dense heads", 4, "zigzag")
+    cpu = torch.device("cpu")
+    of_near = [plan_blocks(near.schedule, cp_rank).readers[0].tolist() for cp_rank in range(4)]
+    assert of_near == [[], [0, 1], [0, 1], [0, 1]]  # a window of three blocks reaches back over two
+    assert on_device(near.schedule, 1, cpu).readers == (slice(0, 256),)
+    scattered = [rows for rank in range(4) for rows in on_device(far.schedule, rank, cpu).readers]
+    assert any(isinstance(rows, torch.Tensor) for rows in scattered)
+    for case in (near, far):
+        for cp_rank in range(4):
+            plan = plan_blocks(case.schedule, cp_rank)
+            for kept, readers in zip(plan.kept, plan.readers, strict=True):
+                assert kept.shape[1] == len(readers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tables_lie_by_rows_as_the_kernels_read_them(family: str) -> None:
+    tables = tables_for(SparsePattern(FAMILIES[family]), 2048, 4, torch.device("cpu"))
+    for lists in (tables.own, tables.own_by_key, tables.full, tables.full_by_key):
+        assert lists.counts.stride(-1) == 1
+        assert lists.indices.stride(-1) == 1

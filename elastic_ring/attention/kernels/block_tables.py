@@ -82,7 +82,8 @@ def tables_between(own: Mask | None, full: Mask, device: torch.device) -> BlockT
     if own is None:
         lists = (_nothing(num_heads, num_q_blocks, device), _nothing(num_heads, num_k_blocks, device))
     else:
-        counts = torch.from_numpy(own.astype(np.int32)).unsqueeze(0).to(device)
+        # What numpy picked out of a table may lie by columns, and kernels read rows.
+        counts = torch.from_numpy(np.ascontiguousarray(own, dtype=np.int32)).unsqueeze(0).to(device)
         at = torch.arange(num_q_blocks, dtype=torch.int32, device=device)
         lists = (BlockLists(counts, at.view(1, 1, -1, 1).expand(1, num_heads, -1, 1).contiguous()),) * 2
     by_key = _listed_by_host(np.ascontiguousarray(full.transpose(0, 2, 1)), device)
