@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from elastic_ring import errors
-from elastic_ring.attention.block_kernels import KERNELS
+from elastic_ring.attention.block_kernels import KERNELS, sparse_form
 from elastic_ring.attention.kernels.block_tables import check_documents
 from elastic_ring.attention.kernels.table import BACKENDS
 from elastic_ring.attention.layers import LayerPatterns
@@ -296,11 +296,16 @@ def check_pattern(task: TrainingTask, cp: int) -> None:
         check_documents(open_source(task.data).read(0).document_starts)
     except ValueError as error:
         raise ValueError(f"{what}: {error}. Or train on device='cpu', or leave pattern out: dense attention") from error
+    pinned = sparse_form(step.kernel)
+    able = [kernel for kernel in KERNELS if pinned in (None, kernel.name)]
     for _, _, head_dim in attention_shapes(task):
-        reasons = [kernel.refusal(head_dim, torch.bfloat16, step.deterministic) for kernel in KERNELS]
+        reasons = [kernel.refusal(head_dim, torch.bfloat16, step.deterministic) for kernel in able]
         if all(reasons):
-            listed = "; ".join(f"{kernel.name} {reason}" for kernel, reason in zip(KERNELS, reasons, strict=True))
-            raise ValueError(f"{what}: no sparse kernel for the model: {listed}. Leave pattern out for dense attention")
+            listed = "; ".join(f"{kernel.name} {reason}" for kernel, reason in zip(able, reasons, strict=True))
+            unpin = f", or kernel={step.kernel!r} to have one chosen" if pinned else ""
+            raise ValueError(
+                f"{what}: no sparse kernel for the model: {listed}. Leave pattern out for dense attention{unpin}"
+            )
 
 
 def described(part: Any) -> str:

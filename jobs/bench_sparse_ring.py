@@ -80,6 +80,7 @@ class System:
     attend: Attend
     tensors: Tensors
     ledger: HopLedger | None = None
+    buffers: HopBuffers = field(default_factory=HopBuffers)
 
 
 def patterns(options: argparse.Namespace, tokens: int) -> dict[str, SparsePattern]:
@@ -116,7 +117,6 @@ class Bench:
         self.cp_rank, self.cp, self.options = cp_rank, cp, options
         self.device = torch.device("cuda", cp_rank)
         self.group = dist.group.WORLD if cp > 1 else None
-        self.buffers = HopBuffers()
 
     def tensors(self, length: int, seed: int) -> Tensors:
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -126,14 +126,14 @@ class Bench:
         return made[0], made[1], made[2], made[3]
 
     def dense(self, tokens: int) -> Row:
-        ledger = HopLedger()
+        ledger, buffers = HopLedger(), HopBuffers()
         schedule = plan(Pattern(), make_layout("zigzag", tokens, self.cp))
         ring = RingAttention(
-            schedule, self.cp_rank, self.group, ledger=ledger, buffers=self.buffers,
+            schedule, self.cp_rank, self.group, ledger=ledger, buffers=buffers,
             deterministic=self.options.deterministic,
         )  # fmt: skip
         row = Row(tokens, "dense", 1.0, DENSE)
-        system = System(row, ring, self.tensors(tokens // self.cp, self.cp_rank), ledger)
+        system = System(row, ring, self.tensors(tokens // self.cp, self.cp_rank), ledger, buffers)
         self.measure([system], self.options.dense_repeats)
         return row
 
@@ -150,14 +150,14 @@ class Bench:
             layout, begun = make_layout(layout_name, tokens, self.cp), time.monotonic()
             schedule = plan_sparse(pattern, layout, *self.options.heads)
             plan_blocks(schedule, self.cp_rank)
-            ledger = HopLedger()
+            ledger, buffers = HopLedger(), HopBuffers()
             ring = SparseRingAttention(
-                schedule, self.cp_rank, self.group, ledger=ledger, buffers=self.buffers, kernel=kernel,
+                schedule, self.cp_rank, self.group, ledger=ledger, buffers=buffers, kernel=kernel,
                 deterministic=self.options.deterministic, partials=self.options.partials,
             )  # fmt: skip
             row = Row(tokens, name, density, f"ring, {layout_name}", planned_s=time.monotonic() - begun)
             row.work_max_over_mean = work_max_over_mean(layout, pattern.row_pairs(tokens))
-            systems.append(System(row, ring, self.tensors(tokens // self.cp, self.cp_rank), ledger))
+            systems.append(System(row, ring, self.tensors(tokens // self.cp, self.cp_rank), ledger, buffers))
         self.measure(systems, self.options.repeats)
         rows = [system.row for system in systems]
         single = next((row.median_s for row in rows if row.system == SINGLE), 0.0)
@@ -179,8 +179,7 @@ class Bench:
                 before = torch.cuda.memory_allocated()
                 system.row.times_s.append(self._timed(system))
                 own = torch.cuda.max_memory_allocated() - before + sum(x.nbytes for x in system.tensors)
-                kept = self.buffers.num_bytes if system.ledger is not None else 0
-                system.row.peak_bytes = max(system.row.peak_bytes, own + kept)
+                system.row.peak_bytes = max(system.row.peak_bytes, own + system.buffers.num_bytes)
                 free, total = torch.cuda.mem_get_info()
                 system.row.driver_bytes = max(system.row.driver_bytes, total - free)
         for system in able:
@@ -262,7 +261,6 @@ def _rank(cp_rank: int, cp: int, store: str, options: argparse.Namespace) -> Non
         for name, pattern in patterns(options, tokens).items():
             begun = time.monotonic()
             rows = bench.sparse(name, pattern, tokens, dense)
-            bench.buffers.drop()
             torch.cuda.empty_cache()
             done += rows
             if cp_rank == 0:
@@ -301,7 +299,7 @@ def _write(rows: list[Row], options: argparse.Namespace, cp: int) -> None:
         "date": time.strftime("%Y-%m-%d"), "host": f"{cp} x {torch.cuda.get_device_name()}",
         "torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "heads": options.heads, "head_dim": options.head_dim, "kernel": options.kernel,
-        "deterministic": options.deterministic, "partials": str(options.partials or "as planned"),
+        "deterministic": options.deterministic, "partials": str(options.partials or "the kernel's type"),
         "rows": [asdict(row) for row in rows],
     }  # fmt: skip
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -334,10 +332,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", default=0, type=int, help="GPUs to use; 0: all of this host")
     parser.add_argument("--kernel", default=None, help="pin the sparse kernel")
     parser.add_argument("--deterministic", action="store_true", help="kernels whose gradients repeat bit for bit")
-    parser.add_argument("--partials", choices=["bf16"], help="dK and dV travel in the kernel's type, not in fp32")
+    parser.add_argument("--partials", choices=["fp32"], help="dK and dV travel in fp32, not in the kernel's type")
     parser.add_argument("--out", default=None, type=Path)
     options = parser.parse_args(arguments)
-    options.partials = torch.bfloat16 if options.partials else None
+    options.partials = torch.float32 if options.partials else None
     named = [f"mixed@{density}" for density in options.densities.split(",")] + ["window@0.01", "longnet"]
     options.patterns = options.patterns.split(",") if options.patterns else named
     return options

@@ -1,7 +1,7 @@
 """A tensor that waits in host memory between the forward and the backward pass.
 
-What activation checkpointing keeps of a layer is its input (and attention's result); at long contexts that is most
-of a GPU's memory, and the way to the host and back takes a fraction of a layer's time. No autograd in here.
+What activation checkpointing keeps of a layer is its input (and attention's result); at long contexts that is a good
+part of a GPU's memory. The way there runs beside the computation, the way back in its stream. No autograd in here.
 """
 
 from __future__ import annotations

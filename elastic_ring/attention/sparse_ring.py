@@ -49,8 +49,8 @@ class SparseRingAttention(KeepsResults):
     On a GPU, or where `kernel` names one of `block_kernels`, everything is fetched at once and `ahead` says nothing;
     the pattern must keep whole blocks of 128 tokens of one document, and the layout cut at their boundaries.
     `deterministic` takes a kernel whose gradients repeat bit for bit. `partials` is the type that dK and dV travel
-    in: fp32 (fp64 for fp64 inputs), or the kernel's own, which is half the bytes. `buffers` may be shared by rings
-    that are used one after another. `coalesced` posts the messages of a direction as one operation; None: on a GPU.
+    in: None for the kernel's own, which those of GPUs have rounded to already. `buffers` may be shared by rings that
+    are used one after another. `coalesced` posts the messages of a direction as one operation; None: on a GPU.
 
     Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
     the buffers which the group may still write to are kept until this object is dropped.

@@ -89,7 +89,8 @@ class SparseSchedule:
     ) -> int:
         """Bytes that `cp_rank` receives (or sends) in one hop of one attention call, as `Schedule.hop_bytes`.
 
-        dK and dV travel in `partial_itemsize` bytes an element, or as the ring has it by default, in 4 at least.
+        dK and dV travel in `partial_itemsize` bytes an element, by default in at least 4, as they do on CPUs; on GPUs
+        they travel in the kernel's own type.
         """
         pulled = self.num_head_tokens(cp_rank, hop)
         served = self.num_head_tokens(self.reader(cp_rank, hop), hop)

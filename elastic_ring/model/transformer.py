@@ -107,7 +107,9 @@ class Block(nn.Module):
         # Inside forward, so that FSDP2's hooks on the block see one call. Nothing here draws random numbers.
         # An attention that can give its result again is spared the second run: it is most of a long context's work.
         own = getattr(attention, "recomputation", None)
-        contexts = noop_context_fn if own is None else partial(own, offload=self.offload_activations)
+        contexts = noop_context_fn if own is None else own
+        if own is not None and self.offload_activations:
+            contexts = partial(own, offload=True)
         start = Parked(x)
         out: Tensor = checkpoint(
             self._from_start, start, rotation, attention, use_reentrant=False, preserve_rng_state=False,

@@ -141,6 +141,7 @@ class Connector:
             own_store = PrefixStore(f"{self.where.prefix}/link/{name}/nccl", self._open_store())
             group = JoinedGroup(self._nccl_backend(own_store, index, len(workers)), self._gate.launching)
             nccl.first_exchange(group, self.device)
+            self.raise_if_aborted()  # an abort ends the exchange and raises nothing
             return Link(host, group)
 
     def abort(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from elastic_ring.attention import block_pass, block_proof
+from elastic_ring.attention import block_pass, block_proof, sparse_ring
 from elastic_ring.attention.block_kernels import KERNELS, REFERENCE, select_sparse
 from elastic_ring.attention.exchange import HopBuffers
 from elastic_ring.attention.kernels.block_reference import seen_by, seen_by_key
@@ -309,9 +310,27 @@ def test_only_queries_that_see_a_fetched_key_meet_them() -> None:
                 assert kept.shape[1] == len(readers)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tables_lie_by_rows_as_the_kernels_read_them(family: str) -> None:
-    tables = tables_for(SparsePattern(FAMILIES[family]), 2048, 4, torch.device("cpu"))
-    for lists in (tables.own, tables.own_by_key, tables.full, tables.full_by_key):
-        assert lists.counts.stride(-1) == 1
-        assert lists.indices.stride(-1) == 1
+def test_tables_lie_by_rows_as_the_kernels_read_them(family: str, layout: str) -> None:
+    case, cpu = block_case(family, 4, layout), torch.device("cpu")
+    of_ranks = [on_device(case.schedule, cp_rank, cpu) for cp_rank in range(4)]
+    found = [tables_for(SparsePattern(FAMILIES[family]), 2048, 4, cpu)]
+    for blocks in of_ranks:
+        found += [blocks.own, *blocks.own_parts, *(tables for tables in blocks.fetched if tables is not None)]
+    for tables in found:
+        for lists in (tables.own, tables.own_by_key, tables.full, tables.full_by_key):
+            assert lists.counts.stride(-1) == 1
+            assert lists.indices.stride(-1) == 1
+
+
+def test_partials_of_a_kernel_that_rounds_travel_as_it_rounded_them(
+    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounding = replace(REFERENCE, keeps_type=True)
+    monkeypatch.setattr(sparse_ring, "select_sparse", lambda *_: rounding)
+    case = block_case("bigbird", 3, "zigzag", dtype=torch.bfloat16)
+    found, ledgers = run_sparse(case, rings.groups(3), kernel=KERNEL)
+    check_bytes(case, ledgers, 2)
+    for got, exact in zip(found, masked_reference(case), strict=True):
+        assert relative_error(got, exact) <= 4e-3

@@ -191,6 +191,10 @@ REFUSED = {
     "cut blocks": ("bigbird:2,0,0", 384, {}, r"layout zigzag of 384 tokens over cp=2 .* multiple of 512"),
     "documents": ("bigbird:2,0,0", 512, {"source": packed}, r"document_starts=\(0, 256\)"),
     "type": ("bigbird:2,0,0", 512, {"param_dtype": "float32"}, r"set param_dtype='bfloat16'"),
+    "a pinned kernel": (
+        "bigbird:2,0,0", 512, {"kernel": "flash-attn-4"},
+        r"no deterministic sparse backward.*or kernel='flash-attn-4' to",
+    ),
     "heads": ("bigbird:2,0,0", 512, {"head_dim": 8}, r"takes head_dim 64, 128, not 8"),
 }
 
@@ -202,7 +206,8 @@ def test_a_pattern_that_gpus_cannot_run_is_refused_by_fit_before_anything_starts
     text, num_tokens, change, message = REFUSED[why]
     monkeypatch.setattr("elastic_ring.trainer.ray_session", None)  # it would start Ray
     step = StepConfig(
-        steps=1, global_batch=2, context_tokens=num_tokens, param_dtype=change.get("param_dtype", "bfloat16")
+        steps=1, global_batch=2, context_tokens=num_tokens, param_dtype=change.get("param_dtype", "bfloat16"),
+        kernel=change.get("kernel", ""),
     )
     model = replace(tiny_task.MODEL, head_dim=change.get("head_dim", 64))
     trainer = ElasticRingTrainer(

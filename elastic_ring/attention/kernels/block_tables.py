@@ -82,11 +82,10 @@ def tables_between(own: Mask | None, full: Mask, device: torch.device) -> BlockT
     if own is None:
         lists = (_nothing(num_heads, num_q_blocks, device), _nothing(num_heads, num_k_blocks, device))
     else:
-        # What numpy picked out of a table may lie by columns, and kernels read rows.
         counts = torch.from_numpy(np.ascontiguousarray(own, dtype=np.int32)).unsqueeze(0).to(device)
         at = torch.arange(num_q_blocks, dtype=torch.int32, device=device)
         lists = (BlockLists(counts, at.view(1, 1, -1, 1).expand(1, num_heads, -1, 1).contiguous()),) * 2
-    by_key = _listed_by_host(np.ascontiguousarray(full.transpose(0, 2, 1)), device)
+    by_key = _listed_by_host(full.transpose(0, 2, 1), device)
     return BlockTables(*lists, _listed_by_host(full, device), by_key, num_q_blocks, num_k_blocks)
 
 
@@ -151,6 +150,7 @@ def _listed(chosen: torch.Tensor, width: int | None) -> BlockLists:
 
 def _listed_by_host(chosen: Mask, device: torch.device) -> BlockLists:
     """The same of an array, in time and memory that follow what is chosen."""
+    chosen = np.ascontiguousarray(chosen)  # what numpy picked out of a table lies by columns, and kernels read rows
     counts = chosen.sum(-1, dtype=np.int32)
     indices = np.zeros((*counts.shape, max(1, int(counts.max(initial=0)))), dtype=np.int32)
     head, row, column = np.nonzero(chosen)
