@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -43,7 +45,7 @@ class Upheaval(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 10_000))
     def start(self, seed: int) -> None:
         planned = random_schedule(seed)
-        schedule = type(planned)(planned.options, planned.nodes, (), planned.lost, planned.doubled, 1e9)
+        schedule = replace(planned, faults=(), faults_end_s=1e9)
         self.world = World(seed, schedule)
         self.world.begin()
 
