@@ -172,32 +172,28 @@ def fill_slots(turn: Turn) -> None:
     """
     state = turn.state
     wants = _Wants(state)
-    num_missing = wants.num_missing
-    room = {
-        node.node: node.num_slots - wants.used[node.node] for node in state.nodes.values()
-        if node.backoff_until <= turn.now and wants.may_start_on(node)
-    } if num_missing > 0 else {}
-    if not room:
+    if wants.num_missing <= 0:
         return
-    seats = {name: wants.seats_left(state.nodes[name], room[name]) for name in room}
-    seats = {name: left for name, left in seats.items() if left > 0}
+    usable = [n for n in state.nodes.values() if n.backoff_until <= turn.now and wants.may_start_on(n)]
+    if not usable:
+        return
+    seats = {node.node: left for node in usable if (left := wants.seats_left(node)) > 0}
     workers, num_started = dict(state.workers), state.num_started
-    for _ in range(num_missing):
+    for _ in range(wants.num_missing):
         if seats:
             node = min(seats, key=lambda name: _start_rank(wants.staying[name], seats[name], state.options.cp))
-        elif room and wants.num_standbys > 0:
-            node = min(room, key=lambda name: wants.num_beyond(state.nodes[name]))
+            seats[node] -= 1
+            if seats[node] == 0:
+                del seats[node]
+        elif shelf := [node for node in usable if wants.may_start_on(node)]:
+            node = min(shelf, key=wants.num_beyond).node
             wants.num_standbys -= 1
         else:
             break
         name = f"w{num_started}.t{state.term}"
         num_started += 1
         wants.staying[node] += 1
-        for left in (room, seats):
-            if node in left:
-                left[node] -= 1
-                if left[node] == 0:
-                    del left[node]
+        wants.used[node] += 1
         workers[name] = Worker(name, node, "starting", turn.now + state.options.start_s)
         turn.send(StartWorker(turn.cause, name, node, state.term))
     turn.say(f"{num_started - state.num_started} worker(s) start")
@@ -207,35 +203,48 @@ def fill_slots(turn: Turn) -> None:
 class _Wants:
     """How many workers are missing, and which nodes can be of use.
 
-    Workers beyond their node's seats replace only what dies there, so no more of them count than there are spares
-    wanted: a mesh that lacks GPUs is not brought nearer by more processes on the GPUs that there are.
+    Workers beyond their node's seats replace only what dies there: no more of them count than there are spares
+    wanted, and on each node its share of these. So neither a node that joins first takes up the standbys of all, nor
+    do more processes on the GPUs that there are stand for workers of a mesh that lacks GPUs.
     """
 
     def __init__(self, state: State) -> None:
+        self._options = state.options
         present = [worker for worker in state.workers.values() if worker.life != "dying" and not worker.draining]
         self.used = Counter(worker.node for worker in state.workers.values())
         self.staying = Counter(worker.node for worker in present)
+        # Whoever is to hand over still holds its GPU, and hands over only once another place can be filled.
+        self.leaving = Counter(w.node for w in state.workers.values() if w.draining and w.life == "ready")
         limited = [node for node in state.nodes.values() if node.num_seats is not None]
-        num_beyond = sum(self.num_beyond(node) for node in limited)
-        # Where there is no seat at all nobody can ever be replaced.
-        num_useful = min(sum(self.num_beyond(node) for node in limited if node.num_seats), state.options.spares)
-        self.num_missing = state.options.num_workers_wanted - (len(present) - num_beyond) - num_useful
-        self.num_standbys = state.options.spares - num_useful
+        num_able = len(present) - sum(self.num_beyond(node) for node in limited)
+        num_standing_by = sum(min(self.num_beyond(node), self._share(node)) for node in limited)
+        self.num_standbys = max(0, state.options.spares - num_standing_by)
+        self.num_missing = state.options.dp_limit * state.options.cp - num_able + self.num_standbys
 
     def num_beyond(self, node: Node) -> int:
         """Workers that stay on this node for whom it has no seat."""
-        return 0 if node.num_seats is None else max(0, self.staying[node.node] - node.num_seats)
+        return 0 if node.num_seats is None else max(0, self.staying[node.node] - self._seats(node.node, node.num_seats))
 
-    def seats_left(self, node: Node, room: int) -> int:
-        """Of as many more workers, how many could sit there."""
-        return room if node.num_seats is None else min(room, node.num_seats - self.staying[node.node])
+    def seats_left(self, node: Node) -> int:
+        """How many more workers fit there and could sit."""
+        room = node.num_slots - self.used[node.node]
+        if node.num_seats is None:
+            return room
+        return min(room, self._seats(node.node, node.num_seats) - self.staying[node.node])
+
+    def _seats(self, node: str, num_seats: int) -> int:
+        return max(0, num_seats - self.leaving[node])
 
     def may_start_on(self, node: Node) -> bool:
         """Whether one more worker fits there and would be of use."""
-        room = node.num_slots - self.used[node.node]
-        if node.draining or room <= 0 or node.num_seats == 0:
+        if node.draining or node.num_slots <= self.used[node.node]:
             return False
-        return self.num_standbys > 0 or self.seats_left(node, room) > 0
+        standby = self.num_standbys > 0 and self.num_beyond(node) < self._share(node)
+        return standby or self.seats_left(node) > 0
+
+    def _share(self, node: Node) -> int:
+        """How many standbys a node may have at most: all of them if it alone can hold the mesh."""
+        return -(-self._options.spares * (node.num_seats or 0) // (self._options.dp * self._options.cp))
 
 
 def _start_rank(num_there: int, room: int, cp: int) -> tuple[bool, bool, int]:

@@ -228,8 +228,8 @@ def _free_gpus(turn: Turn, plan: policy.Plan, situation: policy.Situation) -> No
     """
     if not turn.state.fruitless_builds:
         return
-    waiting, seated = set(situation.spares), set(plan.seats)
-    crowded = {situation.node_of[worker] for worker in plan.seats if worker in waiting} & set(situation.seats_on)
+    seated = set(plan.seats)
+    crowded = {situation.node_of[worker] for worker in plan.newcomers} & set(situation.seats_on)
     for worker in situation.spares:
         if worker not in seated and situation.node_of[worker] in crowded:
             turn.send(Stand(turn.cause, worker, turn.state.term, turn.state.generation))

@@ -34,6 +34,15 @@ def test_a_planted_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> 
         _run_seeds(300)
 
 
+@pytest.mark.parametrize("bug", [bug for bug in PLANTED if "GPU" in bug])
+def test_more_members_than_a_node_has_gpus_break_the_invariant_that_says_so(
+    bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PLANTED[bug](monkeypatch)
+    with pytest.raises(InvariantBroken, match="invariant 7"):
+        _run_seeds(300)
+
+
 def _run_seeds(num_seeds: int) -> None:
     for seed in range(num_seeds):
         simulate(seed, limit_s=200.0)
