@@ -119,7 +119,7 @@ def benchmark(num_members: int, cp: int) -> int:
 def _story(num_members: int, cp: int) -> Generator[Event, State, None]:
     state = yield CoordinatorStarted("b", 1)
     for node in range(num_members // 8 + 2):
-        state = yield NodeJoined("b", f"n{node}", 8)
+        state = yield NodeJoined("b", f"n{node}", 8, 8)
     for worker in list(state.workers.values()):
         state = yield WorkerReady("b", worker.worker, worker.node, 1)
     for step, lost in enumerate(("rank", "node", "trouble")):

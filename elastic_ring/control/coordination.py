@@ -44,7 +44,7 @@ from elastic_ring.control.state import (
     Reconnecting,
     Running,
     State,
-    spares,
+    able_to_form,
 )
 from elastic_ring.control.turn import Turn
 from elastic_ring.errors import IllegalTransition
@@ -290,5 +290,5 @@ def _phase_deadlines(state: State) -> list[float]:
         case Forming():
             if phase.full_since is not None:
                 return [phase.full_since + options.spare_grace_s]
-            return [phase.since + options.start_s] if len(spares(state)) // options.cp >= options.min_dp else []
+            return [phase.since + options.start_s] if len(able_to_form(state)) // options.cp >= options.min_dp else []
     return []

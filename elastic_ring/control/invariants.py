@@ -7,7 +7,7 @@ about the workers (samples, digests) is checked where that truth is: in the simu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from elastic_ring.control.coordination import Decision
@@ -30,7 +30,10 @@ _FROM_MEMBERS = (Trouble, Report, Resumed, BuildFailed, Finalized)
 
 
 class InvariantBroken(AssertionError):
-    """One of the six promises of the design page does not hold; the message begins with its number."""
+    """A promise does not hold; the message begins with its number.
+
+    1 to 6 are those of the design page; 7: no node is told to hold more members than it has GPUs.
+    """
 
 
 def check(before: State, event: Event, decision: Decision) -> None:
@@ -43,6 +46,7 @@ def check(before: State, event: Event, decision: Decision) -> None:
     if builds and builds[0].generation > (before.last_change.generation if before.last_change else 0):
         reports = _reports(before, event)
         _verified(builds[0], reports)
+        _within_seats(builds[0], after, reports)
         if len(after.nodes) > 1:
             _spread(builds[0], before, after, reports)
 
@@ -112,11 +116,31 @@ def _verified(build: Build, reports: Mapping[str, Report]) -> None:
         require(report.applied == build.step or rolls, 5, f"{worker} is at {report.applied}, not {build.step}")
 
 
+def _within_seats(build: Build, after: State, reports: Mapping[str, Report]) -> None:
+    """A newcomer needs a GPU that nobody holds, and whoever reports holds one, with or without a seat in this build."""
+    members, holding = _on_nodes(after, set(build.seats)), _on_nodes(after, {*build.seats, *reports})
+    newcomers = _on_nodes(after, set(build.seats) - set(reports))
+    for node in after.nodes.values():
+        if node.num_seats is not None:
+            told = f"on {node.node}, which has {node.num_seats} GPU(s)"
+            require(members[node.node] <= node.num_seats, 7, f"{members[node.node]} members are to sit {told}")
+            fits = not newcomers[node.node] or holding[node.node] <= node.num_seats
+            require(fits, 7, f"{newcomers[node.node]} newcomer(s) and {holding[node.node]} that need one in all {told}")
+
+
+def _on_nodes(state: State, workers: Iterable[str]) -> Counter[str]:
+    """How many of these workers are ready on each node."""
+    known = state.workers
+    return Counter(known[name].node for name in workers if name in known and known[name].life == "ready")
+
+
 def _spread(build: Build, before: State, after: State, reports: Mapping[str, Report]) -> None:
     """No spare that was left standing would have kept holders of one shard further apart."""
     node_of = {name: worker.node for name, worker in after.workers.items()}
     holders = Counter((rank % build.mesh.cp, node_of[w]) for rank, w in enumerate(build.seats))
-    idle = [worker for worker in spares(after) if worker not in build.seats]
+    taken = _on_nodes(after, {*build.seats, *reports})
+    full = {n.node for n in after.nodes.values() if n.num_seats is not None and taken[n.node] >= n.num_seats}
+    idle = [worker for worker in spares(after) if worker not in build.seats and node_of[worker] not in full]
     was_spare = set(spares(before))
     for rank, worker in enumerate(build.seats):
         cp_rank = rank % build.mesh.cp

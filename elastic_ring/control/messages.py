@@ -43,11 +43,15 @@ class CoordinatorStarted:
 
 @dataclass(frozen=True)
 class NodeJoined:
-    """A node with room for `num_slots` workers in all is in the cluster (again: its room has changed)."""
+    """A node with room for `num_slots` workers in all is in the cluster (again: its room has changed).
+
+    `num_seats`: how many of them may be members at once, one for each GPU; None where nothing limits that.
+    """
 
     cause: str
     node: str
     num_slots: int
+    num_seats: int | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elastic_ring.control import recovery
 from elastic_ring.control.messages import Finalize, Finalized, Published, Report, Trouble
-from elastic_ring.control.state import Closing, Crew, Finishing, Loss, Running, State, spares
+from elastic_ring.control.state import Closing, Crew, Finishing, Loss, Running, State, able_to_form, spares
 from elastic_ring.control.turn import Turn
 
 # ---------------------------------------------------------------- running
@@ -115,13 +115,16 @@ def _at_boundary(turn: Turn, phase: Running) -> None:
 
 
 def possible_dp(state: State) -> int:
-    """How many rings there could be with the spares that are there beyond the wanted ones."""
+    """How many rings there could be with the spares that are there beyond the wanted ones.
+
+    Spares for whom their node has no seat left are as good as others for standing by, but make no ring larger.
+    """
     phase = state.phase
     assert isinstance(phase, Running)
     staying = sum(
         1 for name in phase.crew.seats if name in state.workers and not state.workers[name].draining
     )
-    num_usable = staying + len(spares(state)) - state.options.spares
+    num_usable = min(staying + len(spares(state)) - state.options.spares, len(able_to_form(state)))
     return max(0, min(state.options.dp_limit, num_usable // state.options.cp))
 
 
@@ -131,7 +134,7 @@ def boundary_reasons(state: State) -> tuple[tuple[str, ...], float | None]:
     assert isinstance(phase, Running)
     reasons = ["stop"] if state.stop_reason else []
     leaving = [name for name in phase.crew.seats if name in state.workers and state.workers[name].draining]
-    if leaving and (len(phase.crew.seats) - len(leaving) + len(spares(state))) // options.cp >= options.min_dp:
+    if leaving and len(able_to_form(state)) // options.cp >= options.min_dp:
         reasons.append("drain")
     if phase.crew.mesh.dp < options.dp_limit and possible_dp(state) > phase.crew.mesh.dp:
         return tuple(reasons), state.pool_changed_at + options.grow_delay_s

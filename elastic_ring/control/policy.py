@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from elastic_ring.control.messages import Heal
 from elastic_ring.control.options import LADDER
+from elastic_ring.control.seats import able_to_sit
 from elastic_ring.mesh import Mesh
 
 
@@ -21,7 +22,8 @@ class Situation:
     `mesh` and `seats` are those of the last generation that ran (`seats` is empty for a first formation).
     `hints` are ranks that a later attempt gave to workers without a seat in it. `holders` maps workers with a
     verified shard at the next step to its `cp_rank`; `empty` are live members without one. Whoever is in
-    `draining` may donate but gets a seat only when there is no other way to keep `min_dp` rings.
+    `draining` may donate but gets a seat only when there is no other way to keep `min_dp` rings. `seats_on`:
+    how many members may sit at once on each node that has a limit.
     """
 
     mesh: Mesh
@@ -35,6 +37,11 @@ class Situation:
     draining: frozenset[str] = frozenset()
     hints: Mapping[str, int] = field(default_factory=dict)
     fresh: bool = False
+    seats_on: Mapping[str, int] = field(default_factory=dict)
+
+    def able(self, workers: Iterable[str]) -> list[str]:
+        """Those of `workers` that can sit at once."""
+        return able_to_sit(workers, (*self.holders, *self.empty), self.node_of, self.seats_on)
 
 
 @dataclass(frozen=True)
@@ -53,10 +60,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Short:
-    """Every shard is held, but there are not workers enough for `min_dp` rings: wait."""
+    """Every shard is held, but there are not workers enough for `min_dp` rings: wait.
+
+    `num_workers` could sit at once, `num_crowded` more are there for whom their node has no seat left.
+    """
 
     num_workers: int
     num_missing: int
+    num_crowded: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,20 +83,23 @@ def next_rung(available: Sequence[str]) -> str | None:
 
 
 def plan(situation: Situation) -> Plan | Short | Unheld:
-    """Spares into the gaps if they suffice, else as many whole rings as there are workers for."""
+    """Spares into the gaps if they suffice, else as many whole rings as there are workers for.
+
+    Only workers that can sit at once take part, so that no choice below can exceed a node's limit.
+    """
     cp = situation.mesh.cp
     held = set(situation.holders.values())
     unheld = tuple(cp_rank for cp_rank in range(cp) if cp_rank not in held)
     if unheld and not situation.fresh:
         return Unheld(unheld)
     everyone = (*situation.holders, *situation.empty, *situation.spares)
-    staying = [worker for worker in everyone if worker not in situation.draining]
-    if len(staying) // cp < situation.min_dp:
-        staying = list(everyone)
-    dp = min(situation.target_dp, len(staying) // cp)
+    able = situation.able(worker for worker in everyone if worker not in situation.draining)
+    if len(able) // cp < situation.min_dp:
+        able = situation.able(everyone)
+    dp = min(situation.target_dp, len(able) // cp)
     if dp < max(1, situation.min_dp):
-        return Short(len(staying), max(1, situation.min_dp) * cp - len(staying))
-    seating = _Seating(situation, Mesh(dp, cp), staying)
+        return Short(len(able), max(1, situation.min_dp) * cp - len(able), len(everyone) - len(able))
+    seating = _Seating(situation, Mesh(dp, cp), able)
     seating.keep()
     seating.move_surplus()
     seating.keep_empty()
@@ -96,10 +110,10 @@ def plan(situation: Situation) -> Plan | Short | Unheld:
 class _Seating:
     """The seats while they fill: first who stays, then surplus holders of the same shard, then newcomers."""
 
-    def __init__(self, situation: Situation, mesh: Mesh, staying: Iterable[str]) -> None:
+    def __init__(self, situation: Situation, mesh: Mesh, able: Iterable[str]) -> None:
         self.situation = situation
         self.mesh = mesh
-        self.free = dict.fromkeys(staying)
+        self.free = dict.fromkeys(able)
         self.taken: list[str | None] = [None] * mesh.size
         self.holders_on: Counter[tuple[int, str]] = Counter()
         self.ring_on: Counter[tuple[int, str]] = Counter()

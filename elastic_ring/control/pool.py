@@ -16,12 +16,14 @@ from elastic_ring.control.turn import Turn
 
 def node_joined(turn: Turn, event: NodeJoined) -> None:
     known = turn.state.nodes.get(event.node, Node(event.node, 0))
-    if known.num_slots == event.num_slots and event.node in turn.state.nodes:
+    room = (event.num_slots, event.num_seats)
+    if (known.num_slots, known.num_seats) == room and event.node in turn.state.nodes:
         turn.say("room as known")
         return
-    nodes = {**turn.state.nodes, event.node: replace(known, num_slots=event.num_slots)}
-    turn.set(nodes=nodes, pool_changed_at=turn.now)
-    turn.say(f"node {event.node} has room for {event.num_slots}")
+    known = replace(known, num_slots=event.num_slots, num_seats=event.num_seats)
+    turn.set(nodes={**turn.state.nodes, event.node: known}, pool_changed_at=turn.now)
+    limit = "" if event.num_seats is None else f" and GPUs for {event.num_seats} member(s)"
+    turn.say(f"node {event.node} has room for {event.num_slots}{limit}")
 
 
 def node_draining(turn: Turn, event: NodeDraining) -> None:
@@ -150,7 +152,7 @@ def refuse_if_nobody_starts(turn: Turn) -> None:
     A start that took too long or died proves nothing: it is tried again after a while.
     """
     limit = turn.options.start_failure_limit
-    nodes = [node for node in turn.state.nodes.values() if node.num_slots and not node.draining]
+    nodes = [n for n in turn.state.nodes.values() if n.num_slots and n.num_seats != 0 and not n.draining]
     if not nodes or any(worker.life != "dying" for worker in turn.state.workers.values()):
         return
     if all(node.start_failures >= limit and node.last_failure for node in nodes):
@@ -163,35 +165,86 @@ def refuse_if_nobody_starts(turn: Turn) -> None:
 
 
 def fill_slots(turn: Turn) -> None:
-    """Start as many workers as are wanted and the nodes have room for: rings packed, replicas spread."""
+    """Start as many workers as are wanted and the nodes have room for: rings packed, replicas spread.
+
+    First where members can still sit, so that a dead member's GPU is taken over on its own node; then standby
+    processes beyond that, on the node that has fewest.
+    """
     state = turn.state
-    present = [w for w in state.workers.values() if w.life != "dying" and not w.draining]
-    num_missing = state.options.num_workers_wanted - len(present)
-    if num_missing <= 0:
+    wants = _Wants(state)
+    if wants.num_missing <= 0:
         return
-    used = Counter(worker.node for worker in state.workers.values())
-    room = {
-        node.node: node.num_slots - used[node.node] for node in state.nodes.values()
-        if not node.draining and node.backoff_until <= turn.now and node.num_slots > used[node.node]
-    }
-    if not room:
+    usable = [n for n in state.nodes.values() if n.backoff_until <= turn.now and wants.may_start_on(n)]
+    if not usable:
         return
-    staying = Counter(worker.node for worker in present)
+    seats = {node.node: left for node in usable if (left := wants.seats_left(node)) > 0}
     workers, num_started = dict(state.workers), state.num_started
-    for _ in range(num_missing):
-        if not room:
+    for _ in range(wants.num_missing):
+        if seats:
+            node = min(seats, key=lambda name: _start_rank(wants.staying[name], seats[name], state.options.cp))
+            seats[node] -= 1
+            if seats[node] == 0:
+                del seats[node]
+        elif shelf := [node for node in usable if wants.may_start_on(node)]:
+            node = min(shelf, key=wants.num_beyond).node
+            wants.num_standbys -= 1
+        else:
             break
-        node = min(room, key=lambda name: _start_rank(staying[name], room[name], state.options.cp))
         name = f"w{num_started}.t{state.term}"
         num_started += 1
-        staying[node] += 1
-        room[node] -= 1
-        if room[node] == 0:
-            del room[node]
+        wants.staying[node] += 1
+        wants.used[node] += 1
         workers[name] = Worker(name, node, "starting", turn.now + state.options.start_s)
         turn.send(StartWorker(turn.cause, name, node, state.term))
     turn.say(f"{num_started - state.num_started} worker(s) start")
     turn.set(workers=workers, num_started=num_started)
+
+
+class _Wants:
+    """How many workers are missing, and which nodes can be of use.
+
+    Workers beyond their node's seats replace only what dies there: no more of them count than there are spares
+    wanted, and on each node its share of these. So neither a node that joins first takes up the standbys of all, nor
+    do more processes on the GPUs that there are stand for workers of a mesh that lacks GPUs.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._options = state.options
+        present = [worker for worker in state.workers.values() if worker.life != "dying" and not worker.draining]
+        self.used = Counter(worker.node for worker in state.workers.values())
+        self.staying = Counter(worker.node for worker in present)
+        # Whoever is to hand over still holds its GPU, and hands over only once another place can be filled.
+        self.leaving = Counter(w.node for w in state.workers.values() if w.draining and w.life == "ready")
+        limited = [node for node in state.nodes.values() if node.num_seats is not None]
+        num_able = len(present) - sum(self.num_beyond(node) for node in limited)
+        num_standing_by = sum(min(self.num_beyond(node), self._share(node)) for node in limited)
+        self.num_standbys = max(0, state.options.spares - num_standing_by)
+        self.num_missing = state.options.dp_limit * state.options.cp - num_able + self.num_standbys
+
+    def num_beyond(self, node: Node) -> int:
+        """Workers that stay on this node for whom it has no seat."""
+        return 0 if node.num_seats is None else max(0, self.staying[node.node] - self._seats(node.node, node.num_seats))
+
+    def seats_left(self, node: Node) -> int:
+        """How many more workers fit there and could sit."""
+        room = node.num_slots - self.used[node.node]
+        if node.num_seats is None:
+            return room
+        return min(room, self._seats(node.node, node.num_seats) - self.staying[node.node])
+
+    def _seats(self, node: str, num_seats: int) -> int:
+        return max(0, num_seats - self.leaving[node])
+
+    def may_start_on(self, node: Node) -> bool:
+        """Whether one more worker fits there and would be of use."""
+        if node.draining or node.num_slots <= self.used[node.node]:
+            return False
+        standby = self.num_standbys > 0 and self.num_beyond(node) < self._share(node)
+        return standby or self.seats_left(node) > 0
+
+    def _share(self, node: Node) -> int:
+        """How many standbys a node may have at most: all of them if it alone can hold the mesh."""
+        return -(-self._options.spares * (node.num_seats or 0) // (self._options.dp * self._options.cp))
 
 
 def _start_rank(num_there: int, room: int, cp: int) -> tuple[bool, bool, int]:
@@ -205,11 +258,7 @@ def start_deadlines(state: State) -> list[float]:
     """When nodes that are backed off, and would be used, may be tried again."""
     if not any(node.backoff_until for node in state.nodes.values()):
         return []
-    present = sum(1 for worker in state.workers.values() if worker.life != "dying" and not worker.draining)
-    if present >= state.options.num_workers_wanted:
+    wants = _Wants(state)
+    if wants.num_missing <= 0:
         return []
-    used = Counter(worker.node for worker in state.workers.values())
-    return [
-        node.backoff_until for node in state.nodes.values()
-        if node.backoff_until and not node.draining and node.num_slots > used[node.node]
-    ]
+    return [node.backoff_until for node in state.nodes.values() if node.backoff_until and wants.may_start_on(node)]

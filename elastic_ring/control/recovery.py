@@ -10,7 +10,19 @@ from dataclasses import replace
 
 from elastic_ring.control import policy, quorum
 from elastic_ring.control.messages import Build, Report, Stand, Vote
-from elastic_ring.control.state import Building, Change, Closing, Crew, Forming, Incident, Loss, spares
+from elastic_ring.control.state import (
+    Building,
+    Change,
+    Closing,
+    Crew,
+    Forming,
+    Incident,
+    Loss,
+    able_to_form,
+    node_of,
+    seats_on,
+    spares,
+)
 from elastic_ring.control.turn import Turn
 from elastic_ring.mesh import Mesh
 
@@ -81,11 +93,12 @@ def rebuild(turn: Turn, crew: Crew, incident: Incident, reports: Mapping[str, Re
         holders=decided.holders,
         empty=tuple(worker for worker in reports if worker not in decided.holders),
         spares=spares(turn.state),
-        node_of={worker.worker: worker.node for worker in turn.state.workers.values()},
+        node_of=node_of(turn.state),
         target_dp=target_dp,
         min_dp=turn.options.min_dp,
         draining=frozenset(w.worker for w in turn.state.workers.values() if w.draining),
         hints=_hints(base, crew),
+        seats_on=seats_on(turn.state),
     )
     planned = policy.plan(situation)
     if isinstance(planned, policy.Unheld):
@@ -160,6 +173,8 @@ def _wait(turn: Turn, incident: Incident, short: policy.Short) -> None:
     phase = turn.phase
     assert isinstance(phase, Closing), "a boundary keeps all its members, so it cannot be short of them"
     reason = f"{short.num_missing} more worker(s) for {turn.options.min_dp} ring(s) of {turn.options.cp}"
+    if short.num_crowded:
+        reason += f", each with a GPU of its own: {short.num_crowded} are there whose nodes have none left"
     if phase.waiting != reason:
         turn.edit_phase(waiting=reason, incident=incident)
         turn.say(f"every shard is held; waiting for {reason}")
@@ -180,6 +195,7 @@ def order_build(
     order = Build(
         turn.cause, "", state.term, state.generation, plan.mesh, plan.seats, step, roll_forward, plan.heals, fresh
     )
+    _free_gpus(turn, plan, situation)
     leaving_donors = {heal.donor for heal in plan.heals} & set(plan.leaving)
     for worker in (*plan.seats, *(worker for worker in plan.leaving if worker in leaving_donors)):
         turn.send(replace(order, worker=worker))
@@ -204,6 +220,21 @@ def order_build(
     turn.say(f"generation {state.generation} at step {step}: {plan.reason} ({plan.promise}){how}")
 
 
+def _free_gpus(turn: Turn, plan: policy.Plan, situation: policy.Situation) -> None:
+    """After a build that failed without a death: have the spares beside a newcomer let go of their GPUs once more.
+
+    A `Stand` that never arrived, or that an older coordinator did not come to send, leaves a spare with a GPU that
+    counts as free, and the newcomer would wait for it in every attempt.
+    """
+    if not turn.state.fruitless_builds:
+        return
+    seated = set(plan.seats)
+    crowded = {situation.node_of[worker] for worker in plan.newcomers} & set(situation.seats_on)
+    for worker in situation.spares:
+        if worker not in seated and situation.node_of[worker] in crowded:
+            turn.send(Stand(turn.cause, worker, turn.state.term, turn.state.generation))
+
+
 def _why_no_commit(incident: Incident, num_builds: int, step: int) -> str:
     told = "; ".join(f"{loss.worker} on {loss.node}: {loss.reason} {loss.detail}".strip() for loss in incident.lost)
     return (
@@ -217,7 +248,7 @@ def try_form(turn: Turn) -> None:
     phase, options = turn.phase, turn.options
     assert isinstance(phase, Forming)
     ready = spares(turn.state)
-    dp = min(options.dp, len(ready) // options.cp)
+    dp = min(options.dp, len(able_to_form(turn.state)) // options.cp)
     if dp == options.dp and phase.full_since is None:
         turn.edit_phase(full_since=turn.now)
     elif dp < options.dp and phase.full_since is not None:
@@ -233,8 +264,8 @@ def try_form(turn: Turn) -> None:
         return
     situation = policy.Situation(
         mesh=Mesh(dp, options.cp), seats=(), holders={}, empty=(), spares=ready,
-        node_of={worker.worker: worker.node for worker in turn.state.workers.values()},
-        target_dp=dp, min_dp=options.min_dp, fresh=True,
+        node_of=node_of(turn.state),
+        target_dp=dp, min_dp=options.min_dp, fresh=True, seats_on=seats_on(turn.state),
     )
     plan = policy.plan(situation)
     assert isinstance(plan, policy.Plan), plan

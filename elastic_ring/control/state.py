@@ -11,6 +11,7 @@ from typing import Any
 
 from elastic_ring.control.messages import Build, EndRun, Report, Status, Vote
 from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.seats import able_to_sit
 from elastic_ring.mesh import Mesh
 
 
@@ -32,7 +33,9 @@ class Worker:
 
 @dataclass(frozen=True)
 class Node:
-    """`start_failures` counts in a row, `last_failure` is what the last worker itself answered; no worker is started
+    """`num_slots` workers fit in all, of which `num_seats` may be members at once (None: no limit).
+
+    `start_failures` counts in a row, `last_failure` is what the last worker itself answered; no worker is started
     here before `backoff_until`."""
 
     node: str
@@ -41,6 +44,7 @@ class Node:
     start_failures: int = 0
     backoff_until: float = 0.0
     last_failure: str = ""
+    num_seats: int | None = None
 
 
 @dataclass(frozen=True)
@@ -271,6 +275,25 @@ def spares(state: State) -> tuple[str, ...]:
     )
 
 
+def seats_on(state: State) -> dict[str, int]:
+    """How many members may sit on each node that has a limit."""
+    return {node.node: node.num_seats for node in state.nodes.values() if node.num_seats is not None}
+
+
+def node_of(state: State) -> dict[str, str]:
+    """The node of every worker."""
+    return {worker.worker: worker.node for worker in state.workers.values()}
+
+
+def able_to_form(state: State) -> list[str]:
+    """Who of the last crew and the spares can sit in the next mesh at once, leaving aside whoever is to go."""
+    crew = crew_of(state)
+    part = [name for name in crew.everyone if name in state.workers] if crew else []
+    staying = [name for name in part if not state.workers[name].draining]
+    limits = seats_on(state)
+    return able_to_sit((*staying, *spares(state)), part, node_of(state) if limits else {}, limits)
+
+
 def phase_name(state: State) -> str:
     if isinstance(state.phase, Closing) and state.phase.waiting:
         return "waiting"
@@ -294,7 +317,10 @@ def describe(state: State) -> dict[str, Any]:
         "spares": list(spares(state)),
         "starting": [worker.worker for worker in state.workers.values() if worker.life == "starting"],
         "leaving": [worker.worker for worker in state.workers.values() if worker.life == "dying" or worker.draining],
-        "nodes": {node.node: {"num_slots": node.num_slots, "draining": node.draining} for node in state.nodes.values()},
+        "nodes": {
+            node.node: {"num_slots": node.num_slots, "num_seats": node.num_seats, "draining": node.draining}
+            for node in state.nodes.values()
+        },
         "committed_steps": state.committed,
         "total_steps": state.options.total_steps,
         "promise": state.promise,
@@ -309,7 +335,8 @@ def waiting_for(state: State, now: float) -> str:
         return f"waiting, with every shard held, for {phase.waiting}"
     if not isinstance(phase, Forming) or now < phase.since + state.options.start_s / 4:
         return ""
-    ready, wanted = len(spares(state)), state.options.dp * state.options.cp
+    ready, able, wanted = len(spares(state)), len(able_to_form(state)), state.options.dp * state.options.cp
     failures = [f"{node.node}: {node.last_failure}" for node in state.nodes.values() if node.last_failure]
     last = f"; last failed start on {failures[-1]}" if failures else ""
-    return f"waiting for workers: {ready} of {wanted} ready on {len(state.nodes)} node(s) with an agent{last}"
+    crowded = f", but GPUs for {able} of them only" if able < min(ready, wanted) else ""
+    return f"waiting for workers: {ready} of {wanted} ready on {len(state.nodes)} node(s) with an agent{crowded}{last}"

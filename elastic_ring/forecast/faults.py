@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_ring.control.options import ControlOptions
@@ -18,7 +18,10 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """What happens in one simulated run. Rates are shares of messages; times are seconds of virtual time."""
+    """What happens in one simulated run. Rates are shares of messages; times are seconds of virtual time.
+
+    `nodes`: how many workers fit on each; `seats`: how many GPUs each has, none given where nothing limits members.
+    """
 
     options: ControlOptions
     nodes: tuple[int, ...]
@@ -26,6 +29,7 @@ class Schedule:
     lost: float
     doubled: float
     faults_end_s: float
+    seats: tuple[int, ...] = ()
 
 
 def random_schedule(seed: int) -> Schedule:
@@ -51,15 +55,30 @@ def random_schedule(seed: int) -> Schedule:
         (moment + rng.uniform(0, 0.4) if clustered else rng.uniform(0.3, horizon), kind) for kind in kinds
     )
     lossy = rng.random() < 0.4
-    return Schedule(options, tuple(slots), tuple(faults), rng.choice([0.02, 0.1]) if lossy else 0.0,
-                    0.1 if rng.random() < 0.5 else 0.0, horizon + 1.0)
+    schedule = Schedule(options, tuple(slots), tuple(faults), rng.choice([0.02, 0.1]) if lossy else 0.0,
+                        0.1 if rng.random() < 0.5 else 0.0, horizon + 1.0)
+    # Numbers of their own: whatever has no limits is the same run as before there were any.
+    limits = random.Random(f"seats of {seed}")
+    return _with_seats(schedule, limits) if limits.random() < 0.35 else schedule
+
+
+def _with_seats(schedule: Schedule, rng: random.Random) -> Schedule:
+    """The same on nodes with GPUs, even or uneven, now and then too few of them, and standby processes beside them."""
+    num_nodes, wanted = len(schedule.nodes), schedule.options.dp * schedule.options.cp
+    seats = [0] * num_nodes
+    even = rng.random() < 0.5
+    for index in range(max(1, wanted + rng.choice([-1, 0, 0, 0, 1, 2]))):
+        seats[index % num_nodes if even else rng.randrange(num_nodes)] += 1
+    slots = tuple(num_seats + rng.choice([0, 1, 1, 2]) for num_seats in seats)
+    return replace(schedule, nodes=slots, seats=tuple(seats))
 
 
 def describe_seed(seed: int) -> dict[str, Any]:
     """The schedule of a seed in words, for whoever replays it."""
     schedule = random_schedule(seed)
     return {
-        "seed": seed, "options": schedule.options, "nodes": schedule.nodes, "faults": schedule.faults,
+        "seed": seed, "options": schedule.options, "nodes": schedule.nodes, "seats": schedule.seats,
+        "faults": schedule.faults,
         "lost": schedule.lost, "doubled": schedule.doubled,
     }
 

@@ -79,6 +79,7 @@ class SimWorker:
         self.wants_boundary = False
         self.report_kind = "aborted"
         self.inbox: list[Command] = []
+        self.holds_gpu, self.joins_until = False, 0.0
 
     # ------------------------------------------------------------ commands
 
@@ -127,8 +128,10 @@ class SimWorker:
             if self.group is not group:
                 self._abort("joining")
                 self.group = group
+                self.joins_until = self.world.now + self.world.options.report_s
                 self._soon()
         elif isinstance(command, Stand):
+            self.holds_gpu = False
             if self.doing != "spare":
                 self._abort("spare")
                 self._forget()
@@ -218,11 +221,22 @@ class SimWorker:
         self.world.tell(BuildFailed("w", self.name, self.term, self.generation, detail))
 
     def _joining(self, group: Group) -> None:
+        if self.name in group.order.seats and not self._take_gpu():
+            return
         group.joined.add(self.name)
         if self._broken(group):
             self._fail_build("a peer vanished")
         elif {*group.order.seats, *(heal.donor for heal in group.order.heals)} <= group.joined:
             self.doing = "rolling"
+
+    def _take_gpu(self) -> bool:
+        """Hold one from here to the next `Stand`. Whoever finds none free looks again for a while, then gives up."""
+        if not self.holds_gpu and not self.world.free_seat(self.node):
+            if self.world.now >= self.joins_until:
+                self._fail_build("none of the GPUs got free")
+            return False
+        self.holds_gpu = True
+        return True
 
     def _rolling(self, group: Group) -> None:
         order = group.order

@@ -91,6 +91,7 @@ class World:
         self.order = itertools.count()
         self.workers: dict[str, SimWorker] = {}
         self.nodes: dict[str, int] = {}
+        self.seats: dict[str, int] = {}
         self.groups: dict[tuple[int, int], Group] = {}
         self.coordinators: list[Coordinator] = []
         self.unheard: list[Event] = []
@@ -103,8 +104,8 @@ class World:
     def begin(self) -> None:
         """The first coordinator, the nodes and the schedule's faults."""
         self._start_coordinator(coordination.initial(self.options), [])
-        for slots in self.schedule.nodes:
-            self._join(slots)
+        for index, slots in enumerate(self.schedule.nodes):
+            self._join(slots, self.schedule.seats[index] if self.schedule.seats else None)
         for at, kind in self.schedule.faults:
             self.later(at, lambda kind=kind: self.fault(kind))  # type: ignore[misc]
         self.later(self.schedule.faults_end_s, self.relieve)
@@ -239,15 +240,32 @@ class World:
             worker._abort("gone")
             self.tell(WorkerLost("n", worker.name, reason, "SIGKILL"), reliable=True)
 
+    def free_seat(self, node: str) -> bool:
+        """Whether some GPU of the node is held by no living process."""
+        limit = self.seats.get(node)
+        return limit is None or sum(w.alive and w.holds_gpu for w in self.workers.values() if w.node == node) < limit
+
     def group(self, order: Build) -> Group:
         return self.groups.setdefault((order.term, order.generation), Group(order))
 
     # ------------------------------------------------------------ faults
 
-    def _join(self, slots: int) -> None:
+    def _join(self, slots: int, seats: int | None = None) -> None:
         name = f"n{len(self.nodes)}.{next(self.order)}"
         self.nodes[name] = slots
-        self.tell(NodeJoined("n", name, slots), reliable=True)
+        if seats is not None:
+            self.seats[name] = seats
+        self.tell(NodeJoined("n", name, slots, seats), reliable=True)
+
+    def _join_with_seats(self) -> None:
+        """A node of this schedule's kind comes, or one that is there has more GPUs than before, or fewer."""
+        known = self.random.choice(list(self.nodes)) if self.nodes and self.random.random() < 0.3 else None
+        if known is None:
+            seats = self.random.randint(0, 4)
+            self._join(seats + self.random.randint(0, 2), seats)
+        else:
+            self.seats[known] = max(0, self.seats[known] + self.random.choice([-1, 1]))
+            self.tell(NodeJoined("n", known, self.nodes[known], self.seats[known]), reliable=True)
 
     def take_fault(self, kind: str) -> bool:
         if kind in self.armed:
@@ -267,6 +285,8 @@ class World:
         victim = self.random.choice(alive) if alive else None
         if kind in ("corrupt", "bad-start") or kind.startswith("kill-in"):
             self.armed.append(kind)
+        elif kind == "join" and self.schedule.seats:
+            self._join_with_seats()
         elif kind == "join":
             self._join(self.random.randint(1, 4))
         elif kind in ("restart", "split") and self.coordinators[-1].alive:
@@ -326,5 +346,6 @@ class World:
         for worker in self.workers.values():
             worker.poisoned = worker.raises = worker.breaks_apply = False
         self.armed.clear()
-        self._join(self.options.num_workers_wanted)
+        largest = self.options.dp_limit * self.options.cp
+        self._join(self.options.num_workers_wanted, largest if self.schedule.seats else None)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -36,24 +36,32 @@ NODE_LABEL = "ray.io/node-id"
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """One live node. `num_slots`: how many workers its resources can hold in all."""
+    """One live node. `num_slots`: how many workers its resources can hold in all; `num_seats`: how many of them may
+    be members at once, one for each GPU, None where nothing limits that."""
 
     node: str
     address: str
     num_slots: int
     draining: bool
+    num_seats: int | None = None
+
+    @property
+    def num_members(self) -> int:
+        """How many members it can hold at once."""
+        return self.num_slots if self.num_seats is None else min(self.num_slots, self.num_seats)
 
 
 def actor_name(run: str, role: str) -> str:
     return f"er:{run}:{role}"
 
 
-def live_nodes(need: Mapping[str, float]) -> list[NodeInfo]:
+def live_nodes(scaling: ScalingConfig) -> list[NodeInfo]:
     """Ray's live nodes in a fixed order."""
     draining = gcs_state.get_draining_nodes()
     return [
         NodeInfo(
-            node["NodeID"], node["NodeManagerAddress"], num_slots(node["Resources"], need), node["NodeID"] in draining
+            node["NodeID"], node["NodeManagerAddress"], num_slots(node["Resources"], scaling.resources_per_worker),
+            node["NodeID"] in draining, num_seats(node["Resources"], scaling.device),
         )
         for node in sorted(ray.nodes(), key=lambda node: node["NodeID"])
         if node["Alive"]
@@ -64,6 +72,14 @@ def num_slots(resources: Mapping[str, float], need: Mapping[str, float]) -> int:
     """How many workers fit; a need of nothing fits any number of times, which no node has."""
     counts = [resources.get(name, 0.0) / amount for name, amount in need.items() if amount > 0]
     return math.floor(min(counts) + 1e-9) if counts else 0
+
+
+def num_seats(resources: Mapping[str, float], device: str) -> int | None:
+    """How many workers can compute there at once: each member holds a GPU, and a standby process none.
+
+    Ray counts the GPUs. Where it names none, as on a node it was told nothing of, there is nothing to go by.
+    """
+    return int(resources["GPU"]) if device == "cuda" and "GPU" in resources else None
 
 
 class Cluster:
@@ -184,19 +200,27 @@ def _groups(run: str) -> list[str]:
 def room(scaling: ScalingConfig) -> None:
     """Wait for the cluster to hold the mesh. Raises ValueError saying what is there and what is missing."""
     deadline = time.monotonic() + scaling.wait_for_resources_s
-    need = dict(scaling.resources_per_worker)
-    wanted = scaling.mesh.size
-    while True:
-        nodes = live_nodes(need)
-        slots = sum(node.num_slots for node in nodes if not node.draining)
-        if slots >= wanted:
-            return
+    while missing := shortage(scaling, live_nodes(scaling), ray.cluster_resources()):
         if time.monotonic() >= deadline:
-            total = ray.cluster_resources()
-            there = ", ".join(f"{name}: {total.get(name, 0.0):g}" for name in need)
-            raise ValueError(
-                f"mesh {scaling.mesh} needs {wanted} workers with {need} each; the cluster has {there} on "
-                f"{len(nodes)} node(s), room for {slots}: {wanted - slots} missing. Lower dp or cp or "
-                "resources_per_worker, add nodes, or set wait_for_resources_s to wait for the autoscaler"
-            )
+            raise ValueError(f"{missing}, add nodes, or set wait_for_resources_s to wait for the autoscaler")
         time.sleep(0.5)
+
+
+def shortage(scaling: ScalingConfig, nodes: Sequence[NodeInfo], resources: Mapping[str, float]) -> str:
+    """What there is too little of for the mesh, and what to lower; empty if there is enough. `resources`: in all."""
+    wanted, need = scaling.mesh.size, dict(scaling.resources_per_worker)
+    staying = [node for node in nodes if not node.draining]
+    slots, members = sum(node.num_slots for node in staying), sum(node.num_members for node in staying)
+    if slots < wanted:
+        there = ", ".join(f"{name}: {resources.get(name, 0.0):g}" for name in need)
+        return (
+            f"mesh {scaling.mesh} needs {wanted} workers with {need} each; the cluster has {there} on "
+            f"{len(nodes)} node(s), room for {slots}: {wanted - slots} missing. Lower dp or cp or resources_per_worker"
+        )
+    if members < wanted:
+        return (
+            f"mesh {scaling.mesh} needs {wanted} GPUs, one for each member; the cluster has GPU: "
+            f"{resources.get('GPU', 0.0):g} on {len(nodes)} node(s), room for {members} member(s): "
+            f"{wanted - members} missing. Lower dp or cp"
+        )
+    return ""

@@ -40,7 +40,7 @@ class Lookout:
         self._agents: dict[str, Any] = {}
         self._beats: dict[str, float] = {}
         self._workers: dict[str, dict[str, Any]] = {}
-        self._told: dict[str, tuple[int, bool]] = {}
+        self._told: dict[str, tuple[int, int | None, bool]] = {}
         self._causes = 0
         self._closed = False
         self._watcher = threading.Thread(target=self._patrol, name="lookout", daemon=True)
@@ -111,15 +111,16 @@ class Lookout:
             time.sleep(POLL_S)
 
     def _look(self) -> None:
-        seen = {node.node: node for node in live_nodes(self._charter.scaling.resources_per_worker)}
+        seen = {node.node: node for node in live_nodes(self._charter.scaling)}
         for name, node in seen.items():
             if name not in self._agents and not self._closed:
                 self._hire(node)
             known, self.nodes[name] = self._told.get(name), node
-            if known != (node.num_slots, node.draining) and name in self._board.nodes:
-                self._told[name] = (node.num_slots, node.draining)
-                if known is None or known[0] != node.num_slots:
-                    self._event(NodeJoined(self._cause(), name, node.num_slots))
+            news = (node.num_slots, node.num_seats, node.draining)
+            if known != news and name in self._board.nodes:
+                self._told[name] = news
+                if known is None or known[:2] != news[:2]:
+                    self._event(NodeJoined(self._cause(), name, node.num_slots, node.num_seats))
                 if node.draining:
                     self._event(NodeDraining(self._cause(), name))
         for name in [n for n in self.nodes if n not in seen]:

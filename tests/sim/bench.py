@@ -28,7 +28,8 @@ C = TypeVar("C")
 
 
 class Bench:
-    def __init__(self, nodes: dict[str, int], **options: Any) -> None:
+    def __init__(self, nodes: dict[str, int], seats: dict[str, int] | None = None, **options: Any) -> None:
+        """`nodes`: how many workers fit on each; `seats`: how many GPUs those have that limit their members."""
         wanted: dict[str, Any] = {"run": "scripted", "dp": 2, "cp": 2, "total_steps": 100, "restart_delay_s": 0.0}
         self.options = ControlOptions(**{**wanted, **options})
         self.state = coordination.initial(self.options)
@@ -37,7 +38,7 @@ class Bench:
         self.journal: list[str] = []
         self.say(CoordinatorStarted("c", 1))
         for node, slots in nodes.items():
-            self.say(NodeJoined("n", node, slots))
+            self.say(NodeJoined("n", node, slots, (seats or {}).get(node)))
 
     def say(self, event: Event, after_s: float = 0.01) -> tuple[Command, ...]:
         self.now += after_s

@@ -10,6 +10,7 @@ import pytest
 
 from elastic_ring.control import coordination, policy, pool, quorum, recovery
 from elastic_ring.control.messages import Report
+from elastic_ring.control.seats import able_to_sit
 from elastic_ring.forecast.sim_worker import Shard, SimWorker
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -75,6 +76,18 @@ def _crowd(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(policy._Seating, "_swap_apart", lambda self, gaps: None)
 
 
+def _ignore_seats(patch: pytest.MonkeyPatch) -> None:
+    honest = policy.plan
+    patch.setattr(policy, "plan", lambda situation: honest(replace(situation, seats_on={})))
+
+
+def _count_leavers_gpus_as_free(patch: pytest.MonkeyPatch) -> None:
+    def hasty(self: policy.Situation, workers: Any) -> list[str]:
+        return able_to_sit(workers, (), self.node_of, self.seats_on)
+
+    patch.setattr(policy.Situation, "able", hasty)
+
+
 def _forget_deadlines(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pool, "expire", lambda turn: ())
     patch.setattr(coordination.phases, "expire_closing", lambda turn: None)
@@ -112,6 +125,8 @@ PLANTED: dict[str, Plant] = {
     "a donor without a verified shard": _unverified_donor,
     "reports are collected under the old generation": _same_generation,
     "replicas crowd on one node": _crowd,
+    "a node's GPUs are not counted": _ignore_seats,
+    "the GPU of a member that is yet to leave counts as free": _count_leavers_gpus_as_free,
     "no deadline is ever looked at": _forget_deadlines,
     "a newcomer gets older state": _heal_stale_state,
     "a vote is applied twice": _apply_twice,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -32,6 +34,15 @@ def test_a_planted_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> 
         _run_seeds(300)
 
 
+@pytest.mark.parametrize("bug", [bug for bug in PLANTED if "GPU" in bug])
+def test_more_members_than_a_node_has_gpus_break_the_invariant_that_says_so(
+    bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PLANTED[bug](monkeypatch)
+    with pytest.raises(InvariantBroken, match="invariant 7"):
+        _run_seeds(300)
+
+
 def _run_seeds(num_seeds: int) -> None:
     for seed in range(num_seeds):
         simulate(seed, limit_s=200.0)
@@ -43,7 +54,7 @@ class Upheaval(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 10_000))
     def start(self, seed: int) -> None:
         planned = random_schedule(seed)
-        schedule = type(planned)(planned.options, planned.nodes, (), planned.lost, planned.doubled, 1e9)
+        schedule = replace(planned, faults=(), faults_end_s=1e9)
         self.world = World(seed, schedule)
         self.world.begin()
 
