@@ -46,9 +46,10 @@ def check(before: State, event: Event, decision: Decision) -> None:
     if builds and builds[0].generation > (before.last_change.generation if before.last_change else 0):
         reports = _reports(before, event)
         _verified(builds[0], reports)
-        _within_seats(builds[0], after, reports)
+        holding = set() if builds[0].fresh else set(reports)  # before a fresh start all are told to stand by
+        _within_seats(builds[0], after, holding)
         if len(after.nodes) > 1:
-            _spread(builds[0], before, after, reports)
+            _spread(builds[0], before, after, holding)
 
 
 def require(condition: object, number: int, what: str) -> None:
@@ -116,16 +117,16 @@ def _verified(build: Build, reports: Mapping[str, Report]) -> None:
         require(report.applied == build.step or rolls, 5, f"{worker} is at {report.applied}, not {build.step}")
 
 
-def _within_seats(build: Build, after: State, reports: Mapping[str, Report]) -> None:
-    """A newcomer needs a GPU that nobody holds, and whoever reports holds one, with or without a seat in this build."""
-    members, holding = _on_nodes(after, set(build.seats)), _on_nodes(after, {*build.seats, *reports})
-    newcomers = _on_nodes(after, set(build.seats) - set(reports))
+def _within_seats(build: Build, after: State, holding: set[str]) -> None:
+    """A newcomer needs a GPU that nobody holds; `holding` do, with a seat or without, until they are to stand by."""
+    members, in_use = _on_nodes(after, set(build.seats)), _on_nodes(after, holding | set(build.seats))
+    newcomers = _on_nodes(after, set(build.seats) - holding)
     for node in after.nodes.values():
         if node.num_seats is not None:
             told = f"on {node.node}, which has {node.num_seats} GPU(s)"
             require(members[node.node] <= node.num_seats, 7, f"{members[node.node]} members are to sit {told}")
-            fits = not newcomers[node.node] or holding[node.node] <= node.num_seats
-            require(fits, 7, f"{newcomers[node.node]} newcomer(s) and {holding[node.node]} that need one in all {told}")
+            fits = not newcomers[node.node] or in_use[node.node] <= node.num_seats
+            require(fits, 7, f"{newcomers[node.node]} newcomer(s) and {in_use[node.node]} that need one in all {told}")
 
 
 def _on_nodes(state: State, workers: Iterable[str]) -> Counter[str]:
@@ -134,11 +135,11 @@ def _on_nodes(state: State, workers: Iterable[str]) -> Counter[str]:
     return Counter(known[name].node for name in workers if name in known and known[name].life == "ready")
 
 
-def _spread(build: Build, before: State, after: State, reports: Mapping[str, Report]) -> None:
+def _spread(build: Build, before: State, after: State, holding: set[str]) -> None:
     """No spare that was left standing would have kept holders of one shard further apart."""
     node_of = {name: worker.node for name, worker in after.workers.items()}
     holders = Counter((rank % build.mesh.cp, node_of[w]) for rank, w in enumerate(build.seats))
-    taken = _on_nodes(after, {*build.seats, *reports})
+    taken = _on_nodes(after, holding | set(build.seats))
     full = {n.node for n in after.nodes.values() if n.num_seats is not None and taken[n.node] >= n.num_seats}
     idle = [worker for worker in spares(after) if worker not in build.seats and node_of[worker] not in full]
     was_spare = set(spares(before))

@@ -40,8 +40,12 @@ class Situation:
     seats_on: Mapping[str, int] = field(default_factory=dict)
 
     def able(self, workers: Iterable[str]) -> list[str]:
-        """Those of `workers` that can sit at once."""
-        return able_to_sit(workers, (*self.holders, *self.empty), self.node_of, self.seats_on)
+        """Those of `workers` that can sit at once; they are asked in the order holders, empty, spares.
+
+        A holder has its GPU. A live member without a shard may never have got one, so it stands in line, first.
+        """
+        leaving = (worker for worker in self.empty if worker in self.draining)
+        return able_to_sit(workers, (*self.holders, *leaving), self.node_of, self.seats_on)
 
 
 @dataclass(frozen=True)

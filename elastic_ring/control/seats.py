@@ -1,7 +1,7 @@
 """Who can sit at once where nodes have only so many GPUs. Pure arithmetic: no preference and no plan.
 
 Whoever took part in the last mesh keeps its GPU until it is told to stand by, whether or not it gets a place in the
-next one. So a node's members may stay, and newcomers get only the seats that no such worker still holds.
+next one. So a node's members may stay, and others get only the seats that no such worker still holds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ def able_to_sit(
 ) -> list[str]:
     """Those of `workers` that can sit at once, in their order: on each node the first for whom there is a seat.
 
-    `held_by`: who took part until now, among `workers` or not (a draining one holds its GPU, but is to leave).
-    `seats_on`: the nodes with a limit. Any part of the answer keeps to every limit: of a node's s seats h are held;
-    of its holders at most min(h, s) are taken up, and of all others at most max(0, s - h).
+    `held_by`: who holds a GPU now, among `workers` or not (a draining one does, but is to leave). `seats_on`: the
+    nodes with a limit. Any part of the answer keeps to every limit: of a node's s seats h are held; of those who
+    hold one at most min(h, s) are taken up, and of all others at most max(0, s - h).
     """
     if not seats_on:
         return list(workers)

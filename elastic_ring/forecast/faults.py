@@ -63,14 +63,16 @@ def random_schedule(seed: int) -> Schedule:
 
 
 def _with_seats(schedule: Schedule, rng: random.Random) -> Schedule:
-    """The same on nodes with GPUs, even or uneven, now and then too few of them, and standby processes beside them."""
+    """The same on nodes with GPUs, even or uneven, now and then too few of them, and standby processes beside them;
+    with some more of what takes or frees a single GPU."""
     num_nodes, wanted = len(schedule.nodes), schedule.options.dp * schedule.options.cp
     seats = [0] * num_nodes
     even = rng.random() < 0.5
     for index in range(max(1, wanted + rng.choice([-1, 0, 0, 0, 1, 2]))):
         seats[index % num_nodes if even else rng.randrange(num_nodes)] += 1
     slots = tuple(num_seats + rng.choice([0, 1, 1, 2]) for num_seats in seats)
-    return replace(schedule, nodes=slots, seats=tuple(seats))
+    more = [(rng.uniform(0.5, schedule.faults_end_s), rng.choice(["drain", "kill"])) for _ in range(rng.randint(0, 4))]
+    return replace(schedule, nodes=slots, seats=tuple(seats), faults=tuple(sorted([*schedule.faults, *more])))
 
 
 def describe_seed(seed: int) -> dict[str, Any]:

@@ -92,6 +92,7 @@ class World:
         self.workers: dict[str, SimWorker] = {}
         self.nodes: dict[str, int] = {}
         self.seats: dict[str, int] = {}
+        self.seats_changed_at = 0.0
         self.groups: dict[tuple[int, int], Group] = {}
         self.coordinators: list[Coordinator] = []
         self.unheard: list[Event] = []
@@ -259,13 +260,14 @@ class World:
 
     def _join_with_seats(self) -> None:
         """A node of this schedule's kind comes, or one that is there has more GPUs than before, or fewer."""
-        known = self.random.choice(list(self.nodes)) if self.nodes and self.random.random() < 0.3 else None
-        if known is None:
-            seats = self.random.randint(0, 4)
-            self._join(seats + self.random.randint(0, 2), seats)
-        else:
+        if self.nodes and self.random.random() < 0.3 and self.now > self.seats_changed_at + 1.0:
+            known = self.random.choice(list(self.nodes))
+            self.seats_changed_at = self.now  # one such message never overtakes another
             self.seats[known] = max(0, self.seats[known] + self.random.choice([-1, 1]))
             self.tell(NodeJoined("n", known, self.nodes[known], self.seats[known]), reliable=True)
+        else:
+            seats = self.random.randint(0, 4)
+            self._join(seats + self.random.randint(0, 2), seats)
 
     def take_fault(self, kind: str) -> bool:
         if kind in self.armed:

@@ -112,7 +112,7 @@ def _random_situation(rng: random.Random) -> policy.Situation:
 
 def _num_able(situation: policy.Situation, workers: set[str]) -> int:
     """Node by node: holders of GPUs up to the limit, others up to what no holder has."""
-    held, total = {*situation.holders, *situation.empty}, 0
+    held, total = {*situation.holders, *(set(situation.empty) & situation.draining)}, 0
     for node in "abc":
         here = {worker for worker, at in situation.node_of.items() if at == node}
         limit = situation.seats_on.get(node, len(here))
