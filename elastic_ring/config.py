@@ -77,7 +77,7 @@ class ScalingConfig:
     `dp` rings of `cp` ranks are wanted; the mesh may shrink to `min_dp` rings and grow to `max_dp`.
     `spares` warm workers wait beside it. `resources_per_worker` is what Ray reserves for each. With
     `device="cuda"` every worker sees all GPUs of its node and takes one that no other holds when it gets a place
-    in the mesh; a spare holds none, and takes that of a process that died.
+    in the mesh; a spare holds none, and takes that of a process that died: on several nodes give at least one for each.
     """
 
     dp: int = 2

@@ -92,7 +92,7 @@ class World:
         self.workers: dict[str, SimWorker] = {}
         self.nodes: dict[str, int] = {}
         self.seats: dict[str, int] = {}
-        self.seats_changed_at = 0.0
+        self.joined_at = 0.0  # what is told of one node comes in its order: the newest word holds
         self.groups: dict[tuple[int, int], Group] = {}
         self.coordinators: list[Coordinator] = []
         self.unheard: list[Event] = []
@@ -254,15 +254,16 @@ class World:
     def _join(self, slots: int, seats: int | None = None) -> None:
         name = f"n{len(self.nodes)}.{next(self.order)}"
         self.nodes[name] = slots
+        self.joined_at = self.now
         if seats is not None:
             self.seats[name] = seats
         self.tell(NodeJoined("n", name, slots, seats), reliable=True)
 
     def _join_with_seats(self) -> None:
         """A node of this schedule's kind comes, or one that is there has more GPUs than before, or fewer."""
-        if self.nodes and self.random.random() < 0.3 and self.now > self.seats_changed_at + 1.0:
+        if self.nodes and self.random.random() < 0.3 and self.now > self.joined_at + 1.0:
             known = self.random.choice(list(self.nodes))
-            self.seats_changed_at = self.now  # one such message never overtakes another
+            self.joined_at = self.now
             self.seats[known] = max(0, self.seats[known] + self.random.choice([-1, 1]))
             self.tell(NodeJoined("n", known, self.nodes[known], self.seats[known]), reliable=True)
         else:

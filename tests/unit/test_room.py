@@ -1,0 +1,53 @@
+"""What the cluster can hold, by slots and by GPUs, and how a mesh that is too large for it is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ring.config import ScalingConfig
+from elastic_ring.runtime import cluster
+from elastic_ring.runtime.cluster import NodeInfo, num_seats, room, shortage
+
+ON_GPUS = ScalingConfig(dp=2, cp=4, device="cuda")
+
+
+def _node(num_slots: int, num_seats: int | None, draining: bool = False) -> NodeInfo:
+    return NodeInfo("n", "10.0.0.1", num_slots, draining, num_seats)
+
+
+def test_a_nodes_seats_are_the_gpus_that_ray_names_and_none_on_a_cpu_mesh() -> None:
+    assert num_seats({"CPU": 64.0, "GPU": 8.0}, "cuda") == 8
+    assert num_seats({"CPU": 64.0}, "cuda") is None
+    assert num_seats({"CPU": 64.0, "GPU": 8.0}, "cpu") is None
+
+
+def test_a_mesh_may_take_every_gpu_whatever_room_there_is_for_standbys() -> None:
+    assert shortage(ON_GPUS, [_node(64, 4), _node(64, 4)], {"GPU": 8.0}) == ""
+    assert shortage(ON_GPUS, [_node(64, None)], {}) == ""
+
+
+def test_a_mesh_larger_than_the_gpus_says_what_is_there_and_what_is_missing() -> None:
+    told = shortage(ON_GPUS, [_node(64, 4), _node(64, 2), _node(64, 8, draining=True)], {"CPU": 192.0, "GPU": 14.0})
+    assert told == (
+        "mesh dp=2 x cp=4 needs 8 GPUs, one for each member; the cluster has GPU: 14 on 3 node(s), room for 6 "
+        "member(s): 2 missing. Lower dp or cp"
+    )
+
+
+def test_too_few_slots_are_told_before_too_few_gpus() -> None:
+    told = shortage(ON_GPUS, [_node(3, 2)], {"CPU": 3.0, "GPU": 2.0})
+    assert told == (
+        "mesh dp=2 x cp=4 needs 8 workers with {'CPU': 1.0} each; the cluster has CPU: 3 on 1 node(s), room for 3: "
+        "5 missing. Lower dp or cp or resources_per_worker"
+    )
+
+
+def test_room_waits_for_gpus_and_refuses_when_they_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [[_node(64, 4)], [_node(64, 4), _node(64, 4)]]
+    monkeypatch.setattr(cluster, "live_nodes", lambda scaling: looks.pop(0) if len(looks) > 1 else looks[0])
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": 4.0})
+    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
+    room(ScalingConfig(dp=2, cp=4, device="cuda", wait_for_resources_s=600.0))
+    looks[:] = [[_node(64, 4)]]
+    with pytest.raises(ValueError, match=r"needs 8 GPUs, .* 4 missing\. Lower dp or cp, add nodes, or set wait_for_"):
+        room(ON_GPUS)
