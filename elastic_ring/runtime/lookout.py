@@ -41,6 +41,7 @@ class Lookout:
         self._beats: dict[str, float] = {}
         self._workers: dict[str, dict[str, Any]] = {}
         self._told: dict[str, tuple[int, int | None, bool]] = {}
+        self._lost: set[str] = set()
         self._causes = 0
         self._closed = False
         self._watcher = threading.Thread(target=self._patrol, name="lookout", daemon=True)
@@ -119,6 +120,7 @@ class Lookout:
             news = (node.num_slots, node.num_seats, node.draining)
             if known != news and name in self._board.nodes:
                 self._told[name] = news
+                self._lost.discard(name)
                 if known is None or known[:2] != news[:2]:
                     self._event(NodeJoined(self._cause(), name, node.num_slots, node.num_seats))
                 if node.draining:
@@ -170,12 +172,17 @@ class Lookout:
             return
         if self._closed:
             return
-        log.warning("node %s is lost: %s", node, why)
+        # Ray lists a silent node for a while yet, and when it drops it the loss is no news.
+        known = node in self._lost and node not in self._told
+        if not known:
+            log.warning("node %s is lost: %s", node, why)
         for table in (self.nodes, self._agents, self._beats, self._told):
             table.pop(node, None)
         # A machine that lost power says no goodbye: its line would look like a node that has just joined.
         self._board.hang_up(node)
-        self._event(NodeLost(self._cause(), node))
+        self._lost.add(node)
+        if not known:
+            self._event(NodeLost(self._cause(), node))
 
     def _event(self, event: Any) -> None:
         self._put("event", event)
