@@ -25,7 +25,7 @@ from torch import nn
 
 from elastic_ring import errors
 from elastic_ring.attention.block_kernels import KERNELS, sparse_form
-from elastic_ring.attention.kernels.block_tables import check_documents
+from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, check_documents
 from elastic_ring.attention.kernels.table import BACKENDS
 from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.layout import make_layout
@@ -50,6 +50,7 @@ from elastic_ring.train.wrap import check_buildable
 log = logging.getLogger(__name__)
 
 FOLLOW_S = 0.4
+NUM_SEQUENCES_LOOKED_AT = 16
 # Every cluster's head has one of this. Its loss ends the cluster anyway; a soft affinity is not kept by Ray.
 HEAD_RESOURCE, HEAD_SHARE = "node:__internal_head__", 0.001
 CONFIG_NAME = "config.json"
@@ -293,7 +294,7 @@ def check_pattern(task: TrainingTask, cp: int) -> None:
         raise ValueError(f"{what}: sparse kernels take bfloat16, not {step.param_dtype}; set param_dtype='bfloat16'")
     try:
         task.pattern.check_blocks(make_layout(step.layout, step.context_tokens, cp))
-        check_documents(open_source(task.data).read(0).document_starts)
+        check_places(task.data)
     except ValueError as error:
         raise ValueError(f"{what}: {error}. Or train on device='cpu', or leave pattern out: dense attention") from error
     pinned = sparse_form(step.kernel)
@@ -306,6 +307,23 @@ def check_pattern(task: TrainingTask, cp: int) -> None:
             raise ValueError(
                 f"{what}: no sparse kernel for the model: {listed}. Leave pattern out for dense attention{unpin}"
             )
+
+
+def check_places(data: SourceConfig) -> None:
+    """Raises ValueError where documents begin inside a block of the block-sparse kernels, or would sooner or later.
+
+    Of a source that has no `align_tokens` only some sequences are looked at; a later one may still stop the run.
+    """
+    align_tokens = getattr(data, "align_tokens", None)
+    if align_tokens is None:
+        source = open_source(data)
+        for sample_id in range(0, source.num_sequences, -(-source.num_sequences // NUM_SEQUENCES_LOOKED_AT)):
+            check_documents(source.read(sample_id).document_starts)
+    elif align_tokens % BLOCK_TOKENS:
+        raise ValueError(
+            f"align_tokens={align_tokens} of the data: documents must begin with a block of {BLOCK_TOKENS} tokens;"
+            f" set align_tokens={BLOCK_TOKENS}, and each is filled up with tokens that are no targets"
+        )
 
 
 def described(part: Any) -> str:

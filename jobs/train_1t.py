@@ -86,6 +86,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--faults", help="a schedule of planned faults, or none; kill@step=21,phase=backward,rank=3")
     parser.add_argument("--data", help="text files (path, directory or glob), or shards:URI; default: Python's library")
+    parser.add_argument(
+        "--align-tokens", type=int, default=1, help="fill documents up to multiples of this; 128 for --pattern on GPUs"
+    )
     parser.add_argument("--layout", choices=["zigzag", "contiguous"])
     parser.add_argument(
         "--pattern", help="which keys attention keeps: a JSON file, or sinks:64+window:512;dense@3; default: all"
@@ -128,7 +131,7 @@ def build(args: argparse.Namespace) -> ElasticRingTrainer:
     model = model_of(args)
     logging.info("%s parameters, mesh %s, %d spare(s)", f"{num_parameters(model):,}", scaling.mesh, scaling.spares)
     return ElasticRingTrainer(
-        partial(Transformer, model), _data(args.data, step.context_tokens), step=step, optim=optim, scaling=scaling,
+        partial(Transformer, model), _data(args, step.context_tokens), step=step, optim=optim, scaling=scaling,
         run=run, initial=Initialiser(step.seed, model.num_layers), pattern=_pattern(args.pattern, model, step),
     )  # fmt: skip
 
@@ -146,12 +149,13 @@ def _pattern(text: str | None, model: ModelConfig, step: StepConfig) -> LayerPat
     return pattern
 
 
-def _data(text: str | None, context_tokens: int) -> SourceConfig:
+def _data(args: argparse.Namespace, context_tokens: int) -> SourceConfig:
+    text, align_tokens = args.data, args.align_tokens
     if text is None:
-        return StdlibText(context_tokens)
+        return StdlibText(context_tokens, align_tokens)
     if text.startswith("shards:"):
-        return TokenShards(context_tokens, text.removeprefix("shards:"))
-    return TextFiles(context_tokens, (text,))
+        return TokenShards(context_tokens, text.removeprefix("shards:"), align_tokens=align_tokens)
+    return TextFiles(context_tokens, (text,), align_tokens)
 
 
 def _changed(config: Any, **changes: object) -> Any:

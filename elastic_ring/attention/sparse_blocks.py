@@ -87,7 +87,8 @@ def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
     """Raises `ValueError` for what the block-sparse kernels cannot run on a ring, by name and with a way out."""
     check_documents(pattern.document_starts)
     for rule in dict.fromkeys(pattern.heads):
-        check_whole_blocks(rule, layout.seq_len)
+        for start, stop in pattern.documents(layout.seq_len):
+            check_whole_blocks(rule, stop - start)
     for own in layout.segments:
         for segment in own:
             if segment[0] % BLOCK_TOKENS or segment[1] % BLOCK_TOKENS:
@@ -106,8 +107,9 @@ def plan_blocks(schedule: SparseSchedule, cp_rank: int) -> BlockPlan:
     sharing = schedule.num_heads // schedule.num_kv_heads
     order = [head * sharing + i for head in kv_order for i in range(sharing)]
     rules = schedule.pattern.rules(schedule.num_heads)
-    seq_len, own_blocks = schedule.layout.seq_len, _blocks_of(schedule.layout, cp_rank)
-    kept = kept_between(tuple(rules[head] for head in order), seq_len, own_blocks, own_blocks)
+    documents = schedule.pattern.documents(schedule.layout.seq_len)
+    own_blocks = _blocks_of(schedule.layout, cp_rank)
+    kept = kept_between(tuple(rules[head] for head in order), documents, own_blocks, own_blocks)
     at = np.arange(len(own_blocks))
     own = kept[:, at, at]
     kept[:, at, at] = False
@@ -143,6 +145,7 @@ def _fetched(
     kept: list[Mask] = []
     readers: list[Positions] = []
     sharing = schedule.num_heads // schedule.num_kv_heads
+    documents = schedule.pattern.documents(schedule.layout.seq_len)
     first_head = row = 0
     for number, group in enumerate(schedule.groups):
         begun, num_heads = row, len(group.kv_heads)
@@ -155,7 +158,7 @@ def _fetched(
                 messages.append(Message(hop, own.source, row, row + num_rows))
                 row += num_rows
         keys = np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int64)
-        seen = kept_between(group.rules * num_heads, schedule.layout.seq_len, own_blocks, keys)
+        seen = kept_between(group.rules * num_heads, documents, own_blocks, keys)
         readers.append(_worth_taking(np.asarray(seen.any(axis=(0, 2)))))
         kept.append(seen[:, readers[-1]])
         last_head = first_head + num_heads

@@ -22,7 +22,7 @@ from elastic_ring.data.source import Source
 if TYPE_CHECKING:
     from elastic_ring.attention.layout import Layout
 
-# The target of a position that has none: the next token belongs to another document.
+# The target of a position that has none: the next token belongs to another document, or only fills this one up.
 IGNORE = -100
 LOOK_S = 0.2
 
@@ -83,6 +83,8 @@ def slice_sample(
     starts = np.asarray(sample.document_starts, dtype=np.int64)
     targets = sample.tokens[positions + 1]
     targets[np.isin(positions + 1, starts)] = IGNORE
+    if sample.padding is not None:
+        targets[(targets == sample.padding) & (sample.tokens[positions] == sample.padding)] = IGNORE
     if sample.ends_document:
         targets[positions == context_tokens - 1] = IGNORE
     document_ids = (np.searchsorted(starts, positions, side="right") - 1).astype(np.int32)

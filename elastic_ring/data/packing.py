@@ -3,7 +3,8 @@
 The corpus is one stream of tokens: each document followed by an end-of-document token. Sequence i is the
 `context_tokens + 1` tokens that begin at token `i * context_tokens`, so that every token of the stream is an
 input exactly once and the last token of a sequence is only ever a target there. What is left at the end,
-less than one sequence, is not used.
+less than one sequence, is not used. With `align_tokens` documents are filled up with end-of-document tokens to
+multiples of that many, so that each begins at such a multiple; what fills up is an input and never a target.
 
 A stream is made of chunks, each small enough to be held in memory; where a chunk comes from is the business
 of `text` and `shards`. No order, no mesh and no torch in here.
@@ -36,11 +37,13 @@ class Sample:
     tokens: int64, context_tokens + 1. document_starts: the positions in [0, context_tokens) at which a
     document begins here, ascending; the first is 0 even when that document began in the sequence before.
     ends_document: the last target, `tokens[context_tokens]`, already belongs to the next document.
+    padding: the token with which documents are filled up: where it follows itself it is no target. None: nowhere.
     """
 
     tokens: NDArray[np.int64]
     document_starts: tuple[int, ...]
     ends_document: bool = False
+    padding: int | None = None
 
 
 class Chunk(Protocol):
@@ -73,6 +76,7 @@ class PackedSource:
         vocab_size: int,
         describe: str,
         digest: Callable[[], str],
+        padding: int | None = None,
         cache_bytes: int = 128 * 2**20,
     ) -> None:
         self.context_tokens = context_tokens
@@ -81,6 +85,7 @@ class PackedSource:
         self._chunks = chunks
         self._ends = np.cumsum([chunk.num_tokens for chunk in chunks], dtype=np.int64)
         self._digest = digest
+        self._padding = padding
         self._cache: OrderedDict[int, tuple[Tokens, Starts]] = OrderedDict()
         self._cache_bytes = cache_bytes
         self._lock = Lock()
@@ -124,7 +129,7 @@ class PackedSource:
                 index += 1
         ends_document = starts[-1] == self.context_tokens
         inside = tuple(sorted({position for position in starts if position < self.context_tokens}))
-        return Sample(tokens, inside, ends_document)
+        return Sample(tokens, inside, ends_document, self._padding)
 
     def _load(self, index: int) -> tuple[Tokens, Starts]:
         if index in self._cache:
@@ -146,7 +151,19 @@ class PackedSource:
         return sum(tokens.nbytes + starts.nbytes for tokens, starts in self._cache.values())
 
 
-def check_context(context_tokens: int) -> None:
-    """Raises ValueError for a context that no sequence can have."""
+def check_context(context_tokens: int, align_tokens: int = 1) -> None:
+    """Raises ValueError for a context that no sequence can have, or whose sequences would begin out of line."""
     if context_tokens < 1:
         raise ValueError(f"context_tokens={context_tokens}: a sequence needs at least 1 token")
+    if align_tokens < 1:
+        raise ValueError(f"align_tokens={align_tokens}: 1 fills nothing up, 128 suits block-sparse kernels")
+    if context_tokens % align_tokens:
+        raise ValueError(
+            f"align_tokens={align_tokens} with context_tokens={context_tokens}: the second must be a multiple of the "
+            "first, or sequences begin between documents' places"
+        )
+
+
+def aligned(num_tokens: Starts, align_tokens: int) -> Starts:
+    """Tokens of documents once they are filled up."""
+    return -(-num_tokens // align_tokens) * align_tokens

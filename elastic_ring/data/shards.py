@@ -28,6 +28,7 @@ from elastic_ring.data.packing import (
     PackedSource,
     Starts,
     Tokens,
+    aligned,
     check_context,
 )
 
@@ -42,7 +43,8 @@ class TokenShards:
     column: a list of integers a row. vocab_size: tokens are in [0, vocab_size). end_of_document: the token
     that is put after each row; with `rows_end_documents` the rows have it already, and a row without it is
     refused. Empty rows are no documents. The fingerprint covers names, sizes, row and token counts and the
-    footers' statistics, not every token.
+    footers' statistics, not every token. align_tokens: each document begins at a multiple of it, as block-sparse
+    kernels want (128); the length of every row must then be known, so opening reads the column once.
     """
 
     context_tokens: int
@@ -51,9 +53,10 @@ class TokenShards:
     vocab_size: int = BYTE_VOCAB_SIZE
     end_of_document: int = END_OF_DOCUMENT
     rows_end_documents: bool = False
+    align_tokens: int = 1
 
     def __post_init__(self) -> None:
-        check_context(self.context_tokens)
+        check_context(self.context_tokens, self.align_tokens)
         if not 1 <= self.vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(f"TokenShards vocab_size={self.vocab_size}: must be in [1, {MAX_VOCAB_SIZE}]")
         if not 0 <= self.end_of_document < self.vocab_size:
@@ -67,6 +70,8 @@ class TokenShards:
         filesystem, paths = _list_shards(self.uri)
         chunks: list[_RowBlock] = []
         facts: list[object] = ["shards", self.context_tokens, self.vocab_size, self.end_of_document]
+        if self.align_tokens > 1:
+            facts.append(self.align_tokens)
         for path, size_bytes in paths:
             index = _index_parquet if path.lower().endswith(_PARQUET) else _index_arrow
             blocks, shard_facts = _reading(path, partial(index, filesystem, path, self))
@@ -78,6 +83,7 @@ class TokenShards:
             vocab_size=self.vocab_size,
             describe=f"TokenShards({self.uri!r})",
             digest=lambda: hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+            padding=self.end_of_document if self.align_tokens > 1 else None,
         )
 
 
@@ -140,7 +146,9 @@ def _index_parquet(filesystem: Any, path: str, config: TokenShards) -> tuple[lis
             statistics = leaf.statistics
             if statistics is not None and statistics.has_min_max:
                 _check_range(statistics.min, statistics.max, config.vocab_size, f"{path} (row group {group})")
-            if config.rows_end_documents and statistics is not None and statistics.has_null_count:
+            if config.align_tokens > 1:
+                num_tokens = _count(parquet.read_row_group(group, columns=[config.column]).column(0), config)
+            elif config.rows_end_documents and statistics is not None and statistics.has_null_count:
                 num_tokens = leaf.num_values - statistics.null_count
             elif statistics is not None and statistics.has_null_count and statistics.null_count == 0:
                 # No row is empty or null, so each gets its end-of-document token.
@@ -216,8 +224,12 @@ def _lengths(lists: Any) -> Starts:
 
 
 def _count(lists: Any, config: TokenShards) -> int:
-    lengths = _lengths(lists)
-    return int(lengths.sum()) + (0 if config.rows_end_documents else len(lengths))
+    return int(_in_stream(_lengths(lists), config).sum())
+
+
+def _in_stream(lengths: Starts, config: TokenShards) -> Starts:
+    """Tokens that rows of these lengths become, with what ends them and fills them up."""
+    return aligned(lengths + (not config.rows_end_documents), config.align_tokens)
 
 
 def _pack(lists: Any, config: TokenShards, name: str) -> tuple[Tokens, Starts]:
@@ -231,23 +243,22 @@ def _pack(lists: Any, config: TokenShards, name: str) -> tuple[Tokens, Starts]:
     if len(flat):
         _check_range(int(flat.min()), int(flat.max()), config.vocab_size, name)
     lengths = _lengths(lists)
+    ends = np.cumsum(lengths)
     if config.rows_end_documents:
-        ends = np.cumsum(lengths) - 1
-        tokens = flat.astype(np.int32)
-        missing = np.flatnonzero(tokens[ends] != config.end_of_document)
+        missing = np.flatnonzero(flat[ends - 1] != config.end_of_document)
         if len(missing):
             raise ValueError(
                 f"{name}: {len(missing)} rows do not end in end_of_document={config.end_of_document}; "
                 "set rows_end_documents=False to have it put there"
             )
+    in_stream = _in_stream(lengths, config)
+    starts = np.cumsum(in_stream) - in_stream
+    tokens = np.full(int(in_stream.sum()), config.end_of_document, dtype=np.int32)
+    if len(tokens) == len(flat):
+        tokens[:] = flat
     else:
-        lengths = lengths + 1
-        ends = np.cumsum(lengths) - 1
-        tokens = np.full(int(lengths.sum()), config.end_of_document, dtype=np.int32)
-        inside = np.ones(len(tokens), dtype=bool)
-        inside[ends] = False
-        tokens[inside] = flat
-    return tokens, ends - lengths + 1
+        tokens[np.arange(len(flat)) + np.repeat(starts - (ends - lengths), lengths)] = flat
+    return tokens, starts
 
 
 def _reading(path: str, action: Any) -> Any:

@@ -37,13 +37,15 @@ _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "t
 class StdlibText:
     """The .py files of the running Python's standard library, in path order, each a document of bytes.
 
-    Without site-packages and without test directories. The fingerprint covers every byte.
+    Without site-packages and without test directories. The fingerprint covers every byte. With `align_tokens`
+    each document begins at a multiple of it, as block-sparse kernels want: 128.
     """
 
     context_tokens: int
+    align_tokens: int = 1
 
     def __post_init__(self) -> None:
-        check_context(self.context_tokens)
+        check_context(self.context_tokens, self.align_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -63,8 +65,9 @@ class StdlibText:
             )
         ordered = sorted(found, key=lambda path: path.relative_to(root).as_posix())
         return _open(
-            fsspec.filesystem("file"), [str(path) for path in ordered], self.context_tokens, "StdlibText"
-        )
+            fsspec.filesystem("file"), [str(path) for path in ordered], self.context_tokens, self.align_tokens,
+            "StdlibText",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,15 @@ class TextFiles:
     """Files as documents of bytes: `paths` are files, directories (with everything below) or glob patterns.
 
     In the order given, in path order within each; a file that two entries name counts once. The fingerprint
-    covers every byte, so reading it reads the corpus once.
+    covers every byte, so reading it reads the corpus once. `align_tokens` as for `StdlibText`.
     """
 
     context_tokens: int
     paths: tuple[str, ...]
+    align_tokens: int = 1
 
     def __post_init__(self) -> None:
-        check_context(self.context_tokens)
+        check_context(self.context_tokens, self.align_tokens)
         # A single string would pass for a tuple of one-letter paths.
         if not isinstance(self.paths, tuple) or not self.paths:
             raise ValueError(f"TextFiles paths={self.paths!r}: give a tuple of at least one path or pattern")
@@ -98,18 +102,19 @@ class TextFiles:
                 raise ValueError(f"TextFiles paths={self.paths!r}: all must be of one file system")
             filesystem = opened
             ordered.update(dict.fromkeys(_expand(opened, path, entry)))
-        return _open(filesystem, list(ordered), self.context_tokens, f"TextFiles{self.paths!r}")
+        return _open(filesystem, list(ordered), self.context_tokens, self.align_tokens, f"TextFiles{self.paths!r}")
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Bytes [start, stop) of a file; the piece that ends it also holds the end-of-document token."""
+    """Bytes [start, stop) of a file; the piece that ends it also holds `num_ends` end-of-document tokens."""
 
     filesystem: Any
     path: str
     start: int
     stop: int
     file_bytes: int
+    num_ends: int
 
     @property
     def name(self) -> str:
@@ -117,29 +122,31 @@ class _Piece:
 
     @property
     def num_tokens(self) -> int:
-        return self.stop - self.start + (self.stop == self.file_bytes)
+        return self.stop - self.start + (self.num_ends if self.stop == self.file_bytes else 0)
 
     def load(self) -> tuple[Tokens, Starts]:
         ends = self.stop == self.file_bytes
         # The piece that ends a file reads on to wherever the file ends now, so that growth is noticed.
         data = _read(self.filesystem, self.path, self.start, None if ends else self.stop)
-        tokens = np.empty(len(data) + ends, dtype=np.int32)
+        tokens = np.full(len(data) + (self.num_ends if ends else 0), END_OF_DOCUMENT, dtype=np.int32)
         tokens[: len(data)] = np.frombuffer(data, dtype=np.uint8)
-        if ends:
-            tokens[-1] = END_OF_DOCUMENT
         return tokens, np.array([0] if self.start == 0 else [], dtype=np.int64)
 
 
-def _open(filesystem: Any, paths: Sequence[str], context_tokens: int, describe: str) -> PackedSource:
+def _open(
+    filesystem: Any, paths: Sequence[str], context_tokens: int, align_tokens: int, describe: str
+) -> PackedSource:
     pieces: list[_Piece] = []
     for path in paths:
         size_bytes = _size_bytes(filesystem, path)
+        num_ends = 1 + -(size_bytes + 1) % align_tokens
         for start in range(0, size_bytes, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, size_bytes)
-            pieces.append(_Piece(filesystem, path, start, stop, size_bytes))
+            pieces.append(_Piece(filesystem, path, start, stop, size_bytes, num_ends))
 
     def digest() -> str:
-        total = hashlib.sha256(f"text {context_tokens} {BYTE_VOCAB_SIZE} {END_OF_DOCUMENT}".encode())
+        how = f"text {context_tokens} {BYTE_VOCAB_SIZE} {END_OF_DOCUMENT}"
+        total = hashlib.sha256((how if align_tokens == 1 else f"{how} {align_tokens}").encode())
         for piece in pieces:
             if piece.start == 0:
                 total.update(piece.file_bytes.to_bytes(8, "little"))
@@ -147,8 +154,9 @@ def _open(filesystem: Any, paths: Sequence[str], context_tokens: int, describe: 
         return total.hexdigest()
 
     return PackedSource(
-        pieces, context_tokens=context_tokens, vocab_size=BYTE_VOCAB_SIZE, describe=describe, digest=digest
-    )
+        pieces, context_tokens=context_tokens, vocab_size=BYTE_VOCAB_SIZE, describe=describe, digest=digest,
+        padding=END_OF_DOCUMENT if align_tokens > 1 else None,
+    )  # fmt: skip
 
 
 def _url_to_filesystem(entry: str) -> tuple[Any, str]:

@@ -48,8 +48,11 @@ class BlockCase(SparseCase):
 
     def mask(self) -> torch.Tensor:
         """(H, S, S), from each rule's own word on every pair."""
-        at = np.arange(self.layout.seq_len, dtype=np.int64)
-        of_rule = {rule: torch.from_numpy(np.tril(rule.sees(at[:, None], at[None, :]))) for rule in self.rules}
+        starts = np.array(self.document_starts, dtype=np.int64)
+        document = np.searchsorted(starts, np.arange(self.layout.seq_len), side="right") - 1
+        at = np.arange(self.layout.seq_len, dtype=np.int64) - starts[document]
+        same = np.tril(document[:, None] == document[None, :])
+        of_rule = {rule: torch.from_numpy(rule.sees(at[:, None], at[None, :]) & same) for rule in self.rules}
         rules = self.rules if len(self.rules) > 1 else self.rules * self.num_heads
         return torch.stack([of_rule[rule] for rule in rules])
 
@@ -63,9 +66,11 @@ def layouts(seq_len: int, cp: int) -> dict[str, Layout]:
     }
 
 
-def block_case(family: str, cp: int, layout: str, **more: Any) -> BlockCase:
+def block_case(family: str, cp: int, layout: str, documents: tuple[int, ...] = (0,), **more: Any) -> BlockCase:
+    """`documents` are the blocks at which they begin."""
+    starts = tuple(128 * block for block in documents)
     seq_len = 128 * NUM_BLOCKS[cp]
-    return BlockCase(FAMILIES[family], (), layouts(seq_len, cp)[layout], block=128, **more)
+    return BlockCase(FAMILIES[family], (), layouts(seq_len, cp)[layout], document_starts=starts, block=128, **more)
 
 
 def masked_reference(case: BlockCase, device: str = "cpu") -> list[torch.Tensor]:

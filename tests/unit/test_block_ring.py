@@ -65,6 +65,18 @@ def test_fp64_agrees_with_the_masked_reference_and_moves_the_planned_bytes(
     check_bytes(case, ledgers)
 
 
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_that_begin_with_a_block_are_attended_each_for_itself(
+    rings: ThreadRings, family: str, cp: int
+) -> None:
+    layout = LAYOUTS[(cp + list(FAMILIES).index(family)) % 4]
+    case = block_case(family, cp, layout, documents=(0, 1, 4), num_kv_heads=4 if cp == 3 else 2)
+    found, ledgers = run_sparse(case, rings.groups(cp), kernel=KERNEL)
+    check(case, found)
+    check_bytes(case, ledgers)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_every_layout_serves_every_grouping_of_heads(
@@ -197,8 +209,8 @@ def test_what_the_kernels_cannot_run_is_refused_by_name_with_a_way_out() -> None
 
     with pytest.raises(ValueError, match=r"Window\(tokens=200\): keeps blocks of 128 tokens in part.*BigBird"):
         planned(Window(200), contiguous(512, 2))
-    with pytest.raises(ValueError, match=r"document_starts=\(0, 256\): .*one document a sequence"):
-        planned(NEAR, contiguous(512, 2), (0, 256))
+    with pytest.raises(ValueError, match=r"begins at position 200, inside a block of 128 .*align_tokens=128"):
+        planned(NEAR, contiguous(512, 2), (0, 128, 200))
     with pytest.raises(ValueError, match=r"layout zigzag of 512 tokens over cp=4 cuts at .* multiple of 1024 tokens"):
         planned(NEAR, zigzag(512, 4))
 
@@ -242,10 +254,12 @@ def test_a_kernel_that_is_wrong_between_stretches_of_keys_is_found(planted: str)
     assert (block_proof.self_test(wrong, 16, torch.float64, "cpu") or "").startswith(what)
 
 
+@pytest.mark.parametrize("documents", [(0,), (0, 3, 10)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tables_mean_the_pattern_in_both_directions(family: str) -> None:
-    case = block_case(family, 4, "zigzag")
-    whole = tables_for(SparsePattern(case.rules, 128), case.layout.seq_len, 4, torch.device("cpu"))
+def test_tables_mean_the_pattern_in_both_directions(family: str, documents: tuple[int, ...]) -> None:
+    case = block_case(family, 4, "zigzag", documents)
+    pattern = SparsePattern(case.rules, 128, case.document_starts)
+    whole = tables_for(pattern, case.layout.seq_len, 4, torch.device("cpu"))
     mask = case.mask()
     assert torch.equal(seen_by(whole).expand_as(mask), mask)
     assert torch.equal(seen_by_key(whole).expand_as(mask), mask)

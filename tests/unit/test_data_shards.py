@@ -188,3 +188,22 @@ def test_a_vocabulary_without_room_for_the_end_is_refused() -> None:
         TokenShards(4, "x", vocab_size=50_000, end_of_document=50_000)
     with pytest.raises(ValueError, match="vocab_size=0"):
         TokenShards(4, "x", vocab_size=0)
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+@pytest.mark.parametrize("have_ends", [False, True])
+@pytest.mark.parametrize("rows_per_block", [1, 3, 100])
+def test_aligned_rows_are_filled_up_with_the_end_of_document(
+    tmp_path: Path, ending: str, have_ends: bool, rows_per_block: int
+) -> None:
+    rows = [row and [*row, EOD] for row in ROWS] if have_ends else ROWS
+    path = write(tmp_path / f"shard{ending}", table(rows), rows_per_block)
+    source = config(path, context_tokens=4, rows_end_documents=have_ends, align_tokens=4).open()
+    tokens = [token for row in FULL_ROWS for token in [*row, *[EOD] * (4 - len(row) % 4)]]
+    assert source.num_tokens == len(tokens)
+    for sample_id in range(source.num_sequences):
+        sample = source.read(sample_id)
+        assert sample.tokens.tolist() == tokens[4 * sample_id : 4 * sample_id + 5]
+        assert sample.document_starts == (0,)
+        assert sample.padding == EOD
+    assert source.fingerprint != config(path, context_tokens=4, rows_end_documents=have_ends).open().fingerprint

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from elastic_ring.attention.layout import contiguous
 from elastic_ring.data import text
+from elastic_ring.data.loader import IGNORE, slice_sample
 from elastic_ring.data.packing import PackedSource
 from elastic_ring.data.source import (
     BYTE_VOCAB_SIZE,
@@ -166,3 +168,36 @@ def test_a_file_that_changed_after_opening_is_named(folder: Path, content: bytes
         (folder / "3.txt").write_bytes(content)
     with pytest.raises(ValueError, match=r"3\.txt"):
         [source.read(i) for i in range(source.num_sequences)]
+
+
+# ------------------------------------------------------------ documents that begin at multiples
+
+
+@pytest.mark.parametrize("align_tokens", [2, 4, 8])
+@pytest.mark.parametrize("piece_bytes", [1, 4, 2**20])
+def test_aligned_documents_begin_at_multiples_and_what_fills_them_up_is_no_target(
+    folder: Path, align_tokens: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "PIECE_BYTES", piece_bytes)
+    source = open_source(TextFiles(8, (str(folder),), align_tokens))
+    layout, learned = contiguous(8, 1), []
+    for sample_id in range(source.num_sequences):
+        sample = source.read(sample_id)
+        assert all(start % align_tokens == 0 for start in sample.document_starts)
+        targets = slice_sample(sample, layout, 0, sample_id=sample_id, index_in_batch=0).targets
+        learned += targets[targets != IGNORE].tolist()
+    # Every token of every document but its first is learned once, its end included; what fills up is not.
+    wanted = [token for content in DOCUMENTS if content for token in [*content[1:], END_OF_DOCUMENT]]
+    assert len(learned) >= len(wanted) - 8
+    assert learned == wanted[: len(learned)]
+
+
+def test_alignment_is_part_of_what_a_corpus_is_and_must_fit_the_context(folder: Path) -> None:
+    paths = (str(folder),)
+    prints = {TextFiles(8, paths, align).open().fingerprint for align in (1, 2, 4)}
+    assert len(prints) == 3
+    assert TextFiles(8, paths, 1).open().fingerprint == TextFiles(8, paths).open().fingerprint
+    with pytest.raises(ValueError, match=r"align_tokens=3 with context_tokens=8: .* multiple"):
+        TextFiles(8, paths, 3)
+    with pytest.raises(ValueError, match=r"align_tokens=0: 1 fills nothing up"):
+        StdlibText(8, 0)

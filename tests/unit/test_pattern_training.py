@@ -21,6 +21,7 @@ from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.spec import parse_pattern
 from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
+from elastic_ring.data.source import StdlibText
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer
@@ -163,17 +164,20 @@ def test_the_trainer_refuses_a_wrong_pattern_before_anything_starts() -> None:
         ElasticRingTrainer(task.model, task.data, step=task.step, pattern="windw:8")
 
 def packed(num_tokens: int) -> Any:
-    """Sequences of random tokens: one document each, or two."""
+    """Sequences of random tokens whose first is one document; of the later ones some are cut inside a block."""
 
     class Source(RandomSource):
-        document_starts = (0, num_tokens // 2)
+        def starts(self, sample_id: int) -> tuple[int, ...]:
+            return (0, num_tokens // 2) if sample_id < 40 else (0, num_tokens // 2 + 1)
 
     return Source(num_tokens)
 
 
-class RandomSource:
-    document_starts: tuple[int, ...] = (0,)
+def unaligned(num_tokens: int) -> Any:
+    return StdlibText(num_tokens)
 
+
+class RandomSource:
     def __init__(self, num_tokens: int) -> None:
         self.context_tokens = num_tokens
         self.num_sequences = 64
@@ -183,13 +187,17 @@ class RandomSource:
         return self
 
     def read(self, sample_id: int) -> Sample:
-        return Sample(np.full(self.context_tokens + 1, sample_id % 7), self.document_starts)
+        return Sample(np.full(self.context_tokens + 1, sample_id % 7), self.starts(sample_id))
+
+    def starts(self, sample_id: int) -> tuple[int, ...]:
+        return (0,)
 
 
 REFUSED = {
     "in part": ("window:200", 512, {}, r"pattern='Window\(tokens=200\).*context_tokens=512.*in part.*bigbird:8,0,0"),
     "cut blocks": ("bigbird:2,0,0", 384, {}, r"layout zigzag of 384 tokens over cp=2 .* multiple of 512"),
-    "documents": ("bigbird:2,0,0", 512, {"source": packed}, r"document_starts=\(0, 256\)"),
+    "documents": ("bigbird:2,0,0", 512, {"source": packed}, r"begins at position 257, inside a block"),
+    "unaligned": ("bigbird:2,0,0", 512, {"source": unaligned}, r"align_tokens=1 of the data: .* set align_tokens=128"),
     "type": ("bigbird:2,0,0", 512, {"param_dtype": "float32"}, r"set param_dtype='bfloat16'"),
     "a pinned kernel": (
         "bigbird:2,0,0", 512, {"kernel": "flash-attn-4"},
@@ -225,10 +233,12 @@ def test_a_pattern_of_whole_blocks_is_let_through_to_gpus() -> None:
         model, RandomSource(512), step=step, pattern="bigbird:2,1,1;dense@1", scaling=ScalingConfig(device="cuda")
     )
     check_pattern(trainer.task, 2)
+    check_pattern(replace(trainer.task, data=StdlibText(512, align_tokens=128)), 2)
 
 
 @pytest.mark.parametrize("text", ["bigbird:2,0,1,unit=128", "bigbird:1,0,0;dense@1", "longnet:256/1,512/2,unit=128"])
-def test_training_in_blocks_gives_the_losses_of_training_in_tiles(text: str) -> None:
+@pytest.mark.parametrize("documents", [(0,), (0, 128, 384)])
+def test_training_in_blocks_gives_the_losses_of_training_in_tiles(text: str, documents: tuple[int, ...]) -> None:
     """What GPUs run, with the spelled-out kernel: both layers of the tiny model, two ranks."""
     layout = make_layout("zigzag", 512, 2)
     model = Transformer(tiny_task.MODEL)
@@ -239,8 +249,9 @@ def test_training_in_blocks_gives_the_losses_of_training_in_tiles(text: str) -> 
     def work(cp_rank: int, kernel: str | None) -> list[Tensor]:
         own = copy.deepcopy(model)
         attention = PatternedAttention(
-            parse_pattern(text), layout, cp_rank, rings.groups(2)[cp_rank], sparse_kernel=kernel
-        )
+            parse_pattern(text), layout, cp_rank, rings.groups(2)[cp_rank], sparse_kernel=kernel,
+            document_starts=documents,
+        )  # fmt: skip
         mine = layout.scatter(tokens, cp_rank, 1)
         loss, _ = own(mine, positions=layout.positions(cp_rank).unsqueeze(0), document_ids=mine, attention=attention,
                       targets=mine)  # fmt: skip

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from elastic_ring.attention.blocks import block_kinds
+from elastic_ring.attention.layout import Range
 from elastic_ring.attention.rules import NONE, PART, Mask, Positions, Rule
 from elastic_ring.attention.sparse import SparsePattern
 
@@ -90,37 +91,53 @@ def tables_between(own: Mask | None, full: Mask, device: torch.device) -> BlockT
 
 
 def tables_for(pattern: SparsePattern, seq_len: int, num_heads: int, device: torch.device) -> BlockTables:
-    """Of a static pattern on one document. Raises `ValueError` for one that the kernels cannot run, by name."""
+    """Of a static pattern on its documents. Raises `ValueError` for one that the kernels cannot run, by name."""
     if seq_len % BLOCK_TOKENS:
         raise ValueError(f"seq_len={seq_len}: block-sparse kernels take multiples of {BLOCK_TOKENS} tokens")
     check_documents(pattern.document_starts)
     blocks = np.arange(seq_len // BLOCK_TOKENS)
-    kept = kept_between(pattern.rules(num_heads), seq_len, blocks, blocks)
+    kept = kept_between(pattern.rules(num_heads), pattern.documents(seq_len), blocks, blocks)
     at = np.arange(len(blocks))
     own = kept[:, at, at]
     kept[:, at, at] = False
     return tables_between(own, kept, device)
 
 
-def kept_between(rules: tuple[Rule, ...], seq_len: int, queries: Positions, keys: Positions) -> Mask:
-    """(H, n, m) bool, or (1, n, m) where all heads follow one rule: the kept pairs of these blocks of a document.
+def kept_between(
+    rules: tuple[Rule, ...], documents: tuple[Range, ...], queries: Positions, keys: Positions
+) -> Mask:
+    """(H, n, m) bool, or (1, n, m) where all heads follow one rule: the kept pairs of these blocks of a sequence.
 
-    Raises `ValueError` for a rule that keeps blocks in part.
+    Blocks count from the sequence's start, ascending or not; `documents` are ranges of tokens. Raises `ValueError`
+    for a rule that keeps blocks in part.
     """
     for rule in dict.fromkeys(rules):
-        check_whole_blocks(rule, seq_len)
+        for length in dict.fromkeys(stop - start for start, stop in documents):
+            check_whole_blocks(rule, length)
     chosen = rules[:1] if len(set(rules)) == 1 else rules
-    of_rule = {
-        rule: block_kinds(rule, seq_len, BLOCK_TOKENS)[np.ix_(queries, keys)] != NONE for rule in dict.fromkeys(chosen)
-    }
+    of_rule = {rule: _of_documents(rule, documents, queries, keys) for rule in dict.fromkeys(chosen)}
     return np.stack([of_rule[rule] for rule in chosen])
 
 
+def _of_documents(rule: Rule, documents: tuple[Range, ...], queries: Positions, keys: Positions) -> Mask:
+    """(n, m): no query sees a key of another document."""
+    kept = np.zeros((len(queries), len(keys)), dtype=bool)
+    for start, stop in documents:
+        first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
+        rows, columns = (np.flatnonzero((first <= blocks) & (blocks < last)) for blocks in (queries, keys))
+        if len(rows) and len(columns):
+            kinds = block_kinds(rule, stop - start, BLOCK_TOKENS)
+            kept[np.ix_(rows, columns)] = kinds[np.ix_(queries[rows] - first, keys[columns] - first)] != NONE
+    return kept
+
+
 def check_documents(document_starts: tuple[int, ...]) -> None:
-    if document_starts != (0,):
+    """Raises `ValueError` for a document that begins inside a block."""
+    odd = next((start for start in document_starts if start % BLOCK_TOKENS), None)
+    if odd is not None:
         raise ValueError(
-            f"document_starts={document_starts}: block-sparse kernels take one document a sequence; call once for"
-            " each, or pack none together"
+            f"a document begins at position {odd}, inside a block of {BLOCK_TOKENS} tokens, which block-sparse kernels"
+            f" cannot cut; have documents padded: align_tokens={BLOCK_TOKENS} of the data's source"
         )
 
 
