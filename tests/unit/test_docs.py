@@ -136,7 +136,8 @@ def test_own_model_trains_through_the_loss_of_its_worker(tmp_path: Path) -> None
     folder = tmp_path / "own"
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "own_model.py"), "--steps", "3", "--run-dir", str(folder)],
-        env={**QUIET, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+        env={**QUIET, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"},  # not whatever else runs on this machine
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
