@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.layout import make_layout
 from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
@@ -19,6 +20,8 @@ from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import attention_of, batch_of
 
 TOKENS_PER_RANK = 24
+PATTERNED_TOKENS_PER_RANK = 2 * BLOCK_TOKENS
+"""Block-sparse kernels take whole blocks, and a zigzag layout cuts a rank's share in two."""
 TOLERANCE = {"float32": 5e-3, "bfloat16": 0.3}
 
 
@@ -108,7 +111,8 @@ def _batch(task: TrainingTask, model: nn.Module, sample: Sample, wires: Any, cp:
 
 def _short_sample(task: TrainingTask, loader: Any, cp: int) -> Sample:
     whole = loader.source.read(0)
-    num_tokens = min(task.step.context_tokens, TOKENS_PER_RANK * cp)
+    patterned = task.pattern is not None and task.pattern.any_sparse
+    num_tokens = min(task.step.context_tokens, (TOKENS_PER_RANK if not patterned else PATTERNED_TOKENS_PER_RANK) * cp)
     starts = tuple(start for start in whole.document_starts if start < num_tokens)
     ends = num_tokens in whole.document_starts or (num_tokens == task.step.context_tokens and whole.ends_document)
     return Sample(tokens=whole.tokens[: num_tokens + 1], document_starts=starts, ends_document=ends)

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from elastic_ring.attention.block_kernels import REFERENCE
+from elastic_ring.attention.layers import PatternedAttention
+from elastic_ring.attention.spec import parse_pattern
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser
@@ -21,7 +25,7 @@ from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.check import ModelRefused, check_model
 from elastic_ring.train.task import Batch
 from tests.unit.crew import Crew, crew
-from tests.unit.tiny_task import MODEL, STEP, begin, facts, make_task, run_steps
+from tests.unit.tiny_task import MODEL, STEP, RandomText, begin, facts, make_task, run_steps
 
 RING = Mesh(1, 2)
 
@@ -134,6 +138,30 @@ def refusals(pair: Crew, **settings: Any) -> list[str]:
 )
 def test_a_right_model_passes(pair: Crew, settings: dict[str, Any]) -> None:
     assert refusals(pair, **settings) == ["", ""]
+
+
+def check_in_blocks(me: Any) -> int:
+    """The check with what GPUs run for sparse layers; returns how many of them ran."""
+    made: list[PatternedAttention] = []
+
+    def in_blocks(*arguments: Any, **options: Any) -> PatternedAttention:
+        task, _, layout, cp_rank, group = arguments
+        made.append(PatternedAttention(task.pattern, layout, cp_rank, group, sparse_kernel=REFERENCE.name))
+        return made[-1]
+
+    with mock.patch("elastic_ring.train.check.attention_of", in_blocks):
+        check_model(me.state.task, me.groups, me.state)
+    return len(made)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_pattern_for_gpus_is_checked_in_whole_blocks(pair: Crew, layout: str) -> None:
+    task = make_task(
+        step=replace(STEP, context_tokens=2048, layout=layout), data=RandomText(2048),
+        pattern=parse_pattern("bigbird:2,0,0;dense@1"),
+    )  # fmt: skip
+    pair.all(begin, pair.meeting(), RING, task)
+    assert pair.all(check_in_blocks) == [2, 2]
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
