@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic_ring.attention.rules import FULL, Kinds, Mask, Positions, Rule, require
+from elastic_ring.attention.rules import FULL, Kinds, Mask, Positions, Rule, by_distance, require
 
 __all__ = ["BigBird", "BlockFunction", "Dilated", "Hierarchical", "Profile", "load_profile", "longnet"]
 
@@ -152,8 +152,8 @@ class BigBird(Rule):
     def kinds(self, num_blocks: int, block: int) -> Kinds:
         if block != self.unit_tokens:
             return super().kinds(num_blocks, block)
-        at = np.arange(num_blocks, dtype=np.int64)
-        kept = (at[:, None] - at[None, :] < self.window) | (at[None, :] < self.globals)
+        kept = by_distance(np.arange(1 - num_blocks, num_blocks) < self.window)
+        kept[:, : self.globals] = True
         num_rows = 1 << (num_blocks - 1).bit_length()
         drawn = _drawn(self.seed, self.randoms, self.window, self.globals, num_rows)[:num_blocks]
         row, choice = np.nonzero(drawn >= 0)

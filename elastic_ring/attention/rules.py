@@ -103,9 +103,8 @@ class Window(Rule):
         return q - k < self.tokens
 
     def kinds(self, num_blocks: int, block: int) -> Kinds:
-        at = np.arange(num_blocks, dtype=np.int64)
-        distance = (at[:, None] - at[None, :]) * block
-        return by_extremes(distance - block + 1 < self.tokens, distance + block - 1 < self.tokens)
+        distance = np.arange(1 - num_blocks, num_blocks, dtype=np.int64) * block
+        return by_distance(by_extremes(distance - block + 1 < self.tokens, distance + block - 1 < self.tokens))
 
 
 @dataclass(frozen=True)
@@ -192,6 +191,12 @@ class Union(Rule):
 def by_extremes(some: Any, every: Any) -> Kinds:
     """Kinds from "the most favourable pair of the two blocks is seen" and "the least favourable is"."""
     return np.asarray(some, dtype=np.uint8) + np.asarray(every, dtype=np.uint8)
+
+
+def by_distance(kinds: NDArray[Any]) -> NDArray[Any]:
+    """(2 n - 1,), of the distances query minus key from 1 - n to n - 1, to (n, n), queries first."""
+    num_blocks = (len(kinds) + 1) // 2
+    return np.lib.stride_tricks.sliding_window_view(kinds[::-1], num_blocks)[::-1].copy()
 
 
 def require(name: str, value: int, least: int, way_out: str) -> None:

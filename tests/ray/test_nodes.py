@@ -18,6 +18,7 @@ from ray.cluster_utils import Cluster
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.cluster import NAMESPACE, left_behind
+from elastic_ring.runtime.lookout import POLL_S
 from tests.ray.conftest import check_records, fault_free, tiny_trainer, wait_for
 
 Known = dict[tuple[int, int, int], dict[str, Any]]
@@ -101,6 +102,8 @@ def test_a_node_that_falls_silent_is_lost_once_and_nothing_is_started_there(clus
         finally:
             for process in processes:
                 process.kill()
+        wait_for(lambda: not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == victim.node_id))
+        time.sleep(4 * POLL_S)  # Ray has given its verdict, and the lookout has looked: there must be no news
         gate.touch()
         result = run.result()
     assert events_of(folder, victim.node_id) == ["NodeJoined", "NodeLost"]
