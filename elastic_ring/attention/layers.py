@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.block_kernels import sparse_form
+from elastic_ring.attention.checks import check_tensors
 from elastic_ring.attention.content import top_ks_of
 from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger
 from elastic_ring.attention.layout import Layout
@@ -234,6 +235,7 @@ class PatternedAttention:
             ring, results = next(self._replay)
             with ring.replaying(results):
                 return ring(q, k, v)
+        check_tensors(q, k, v)  # before content chooses, which sends
         ring = self._ring(layer, q, k)
         self._rings.append(ring)
         if self._record is None:

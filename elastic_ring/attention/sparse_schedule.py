@@ -222,13 +222,15 @@ def _mark(rule: Rule, block: int, chunks: list[Chunk], foreign: Mask, needed: Ma
     open_blocks = np.logical_or.reduceat(foreign, edges)
     rows = np.array([chunk.block for chunk in chunks])
     strips = [slice(first, first + _STRIP_ROWS) for first in range(0, len(rows), _STRIP_ROWS)]
-    whole = np.zeros(len(edges), dtype=bool)
+    whole, partly = np.zeros(len(edges), dtype=bool), np.zeros(len(edges), dtype=bool)
     for strip in strips:
-        full = row_kinds(rule, length, block, rows[strip]) == FULL
+        kinds = row_kinds(rule, length, block, rows[strip])
+        full = kinds == FULL
         full[np.arange(len(full)), rows[strip]] = False
         whole |= full.any(0)
+        partly |= ((kinds != NONE) & ~full).any(0)
     needed |= np.repeat(whole, block)[:length]
-    looked_at = open_blocks & ~whole
+    looked_at = open_blocks & ~whole & partly
     for strip in strips if looked_at.any() else ():
         seen = (row_kinds(rule, length, block, rows[strip]) != NONE) & looked_at
         for at in np.flatnonzero(seen.any(1)):

@@ -29,7 +29,7 @@ from elastic_ring.attention.spec import parse_pattern
 from elastic_ring.errors import GroupAborted
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer
-from tests.gpu.gpu_rings import Wires
+from tests.gpu.gpu_rings import Wires, run_content_on
 from tests.unit.attention_rings import ThreadRings, in_threads, one_thread
 from tests.unit.content_cases import make_case, run_content, schedule_of
 from tests.unit.test_recomputation import CONFIG
@@ -235,6 +235,18 @@ def test_messages_go_out_as_two_operations_and_the_host_reads_once(
     assert len(reads) == 4
     over_gloo = rings.groups(4)
     assert in_threads(4, lambda cp_rank: route(cp_rank, over_gloo, False)) == found
+
+
+def test_a_ring_whose_messages_are_operations_agrees_with_one_of_gloo(rings: ThreadRings) -> None:
+    case = make_case("zigzag", 4, 128 * 16, text="topk:3+bigbird:1,1,0", block=128)
+    want, used = run_content(case, rings.groups(4), sparse_kernel="reference-sparse")
+    wires = Wires(4)
+    groups = wires.groups()
+    wires.groups = lambda: groups  # type: ignore[method-assign]
+    found, by_operations = run_content_on("cpu", case, wires, kernel="reference-sparse")
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    assert [ring.schedule for ring in by_operations] == [schedule_of(each) for each in used]
+    assert [group.num_operations for group in groups] == [5] * 4  # sums, choices, keys twice, partials once
 
 
 def test_ranking_in_strips_changes_nothing(rings: ThreadRings, monkeypatch: pytest.MonkeyPatch) -> None:
