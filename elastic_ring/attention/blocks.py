@@ -65,7 +65,8 @@ def row_kinds(rule: Rule, length: int, block: int, rows: Positions) -> Kinds:
         return reduce(np.maximum, (row_kinds(part, length, block, rows) for part in rule.rules))
     num_blocks = -(-length // block)
     kinds = rule.row_kinds(rows, num_blocks, block)
-    kinds[np.arange(num_blocks)[None, :] > rows[:, None]] = NONE
+    if rule.unit != block:  # else an own block is one, and what content chooses lies before it
+        kinds[np.arange(num_blocks)[None, :] > rows[:, None]] = NONE
     return kinds
 
 
