@@ -8,7 +8,7 @@ waits or sends may enter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -243,6 +243,9 @@ def on_device(schedule: SparseSchedule, cp_rank: int, device: torch.device) -> D
         tables_between(None, kept, device) if region.num_tokens else None
         for region, kept in zip(plan.regions, plan.kept, strict=True)
     )
+    if schedule.for_one_call:  # each layer has one until its backward, and of masks over pairs nothing is wanted more
+        nothing = np.zeros((0, 0, 0), dtype=bool)
+        plan = replace(plan, own=nothing, own_earlier=nothing, kept=())
     orders = [_order(order, device) for order in (plan.head_order, plan.kv_head_order)]
     back = [_order(tuple(np.argsort(order).tolist()), device) for order in (plan.head_order, plan.kv_head_order)]
     return DeviceBlocks(

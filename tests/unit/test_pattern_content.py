@@ -98,6 +98,16 @@ def test_among_equal_scores_the_earlier_block_is_taken(rings: ThreadRings) -> No
             assert rules[0].past[3:].tolist() == [[0, 1]] * 13
 
 
+def test_numbers_that_are_none_choose_past_blocks_too() -> None:
+    """A gradient gone wrong makes such queries; the step is then skipped, and must not end in an index instead."""
+    q, k = torch.randn(1, 24, 1, 4), torch.randn(1, 24, 1, 4)
+    q[:, ::4], k[:, 4:12] = float("nan"), -float("inf")
+    (rule,) = Router(contiguous(24, 1), 0, None, ((0, 24),), HopLedger())((TopK(3, True, 4),), q, k, 0)
+    assert isinstance(rule, Chosen)
+    for row, past in enumerate(rule.past.tolist()):
+        assert len({j for j in past if 0 <= j < row}) == min(row, 2)
+
+
 def changed_after(case: ContentCase, groups: list[Any], position: int) -> torch.Tensor:
     """The rows of out that are other bits once all tokens from `position` on are others."""
     outs = []
