@@ -83,15 +83,15 @@ def test_in_short_types_too_every_ring_and_layout_makes_the_same_choice(rings: T
 
 def test_among_equal_scores_the_earlier_block_is_taken(rings: ThreadRings) -> None:
     rule = TopK(3, True, 4)
-    k = torch.ones(1, 64, 1, 8)
-    k[:, 40:44] = 1 + 2.0**-30  # equal in fp32
-    q = torch.randn(1, 64, 2, 8, generator=torch.Generator().manual_seed(0)).abs()
+    k = torch.ones(1, 64, 1, 8, dtype=torch.float64)
+    k[:, 40:44] += 2.0**-48  # more in fp64, equal in fp32
+    q = torch.randn(1, 64, 2, 8, generator=torch.Generator().manual_seed(0)).abs().double()
     for cp in (1, 3):
         groups = rings.groups(cp)
         layout = zigzag(64, cp)
 
         def route(cp_rank: int, layout: Any = layout, groups: Any = groups) -> Any:
-            own = [layout.scatter(x.double(), cp_rank, 1) for x in (q, k)]
+            own = [layout.scatter(x, cp_rank, 1) for x in (q, k)]
             return Router(layout, cp_rank, groups[cp_rank], ((0, 64),), HopLedger())((rule,), *own, 0)
 
         for rules in in_threads(cp, route):
