@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elastic_ring.attention.adaptive import choose_blocks
 from elastic_ring.attention.checks import check_tensors
+from elastic_ring.attention.routing import choose_blocks
 from elastic_ring.attention.rules import require
 
 NUM_VIEWS = 3

@@ -8,8 +8,7 @@ waits or sends may enter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from elastic_ring.attention.kernels.block_tables import (
     tables_between,
 )  # fmt: skip
 from elastic_ring.attention.layout import Layout, Range
+from elastic_ring.attention.remembered import remembered
 from elastic_ring.attention.rules import Mask, Positions
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_schedule import SparseSchedule
@@ -87,8 +87,8 @@ def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
     """Raises `ValueError` for what the block-sparse kernels cannot run on a ring, by name and with a way out."""
     check_documents(pattern.document_starts)
     for rule in dict.fromkeys(pattern.heads):
-        for start, stop in pattern.documents(layout.seq_len):
-            check_whole_blocks(rule, stop - start)
+        for number, (start, stop) in enumerate(pattern.documents(layout.seq_len)):
+            check_whole_blocks(rule.of_document(number), stop - start)
     for own in layout.segments:
         for segment in own:
             if segment[0] % BLOCK_TOKENS or segment[1] % BLOCK_TOKENS:
@@ -99,7 +99,7 @@ def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
                 )
 
 
-@lru_cache(maxsize=64)
+@remembered(maxsize=64)
 def plan_blocks(schedule: SparseSchedule, cp_rank: int) -> BlockPlan:
     """Pure, so cached. Raises `ValueError` as `check_blocks` does."""
     check_blocks(schedule.pattern, schedule.layout)
@@ -159,7 +159,9 @@ def _fetched(
                 row += num_rows
         keys = np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int64)
         seen = kept_between(group.rules * num_heads, documents, own_blocks, keys)
-        readers.append(_worth_taking(np.asarray(seen.any(axis=(0, 2)))))
+        # Where content chooses, their number would be another in every call, and some kernels compile for each.
+        seeing = np.asarray(seen.any(axis=(0, 2))) | (schedule.for_one_call and bool(keys.size))
+        readers.append(_worth_taking(seeing))
         kept.append(seen[:, readers[-1]])
         last_head = first_head + num_heads
         heads = (first_head * sharing, last_head * sharing)
@@ -232,7 +234,7 @@ class DeviceBlocks:
     kv_back_order: torch.Tensor | None
 
 
-@lru_cache(maxsize=32)
+@remembered(maxsize=32)
 def on_device(schedule: SparseSchedule, cp_rank: int, device: torch.device) -> DeviceBlocks:
     """Made once for a rank's place in a schedule; one pass over the host's tables and a few copies."""
     plan = plan_blocks(schedule, cp_rank)
@@ -244,6 +246,9 @@ def on_device(schedule: SparseSchedule, cp_rank: int, device: torch.device) -> D
         tables_between(None, kept, device) if region.num_tokens else None
         for region, kept in zip(plan.regions, plan.kept, strict=True)
     )
+    if schedule.for_one_call:  # each layer has one until its backward, and of masks over pairs nothing is wanted more
+        nothing = np.zeros((0, 0, 0), dtype=bool)
+        plan = replace(plan, own=nothing, own_earlier=nothing, kept=())
     orders = [_order(order, device) for order in (plan.head_order, plan.kv_head_order)]
     back = [_order(tuple(np.argsort(order).tolist()), device) for order in (plan.head_order, plan.kv_head_order)]
     return DeviceBlocks(

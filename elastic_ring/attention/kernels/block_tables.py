@@ -8,15 +8,16 @@ ring's rank, its own slice against the keys it fetched. No kernels in here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from elastic_ring.attention.blocks import block_kinds
+from elastic_ring.attention.blocks import block_kinds, row_kinds
+from elastic_ring.attention.content import Chosen, TopK
 from elastic_ring.attention.layout import Range
-from elastic_ring.attention.rules import NONE, PART, Mask, Positions, Rule
+from elastic_ring.attention.remembered import remembered
+from elastic_ring.attention.rules import NONE, PART, Mask, Positions, Rule, Union
 from elastic_ring.attention.sparse import SparsePattern
 
 BLOCK_TOKENS = 128
@@ -112,8 +113,8 @@ def kept_between(
     for a rule that keeps blocks in part.
     """
     for rule in dict.fromkeys(rules):
-        for length in dict.fromkeys(stop - start for start, stop in documents):
-            check_whole_blocks(rule, length)
+        for number, (start, stop) in enumerate(documents):
+            check_whole_blocks(rule.of_document(number), stop - start)
     chosen = rules[:1] if len(set(rules)) == 1 else rules
     of_rule = {rule: _of_documents(rule, documents, queries, keys) for rule in dict.fromkeys(chosen)}
     return np.stack([of_rule[rule] for rule in chosen])
@@ -122,12 +123,12 @@ def kept_between(
 def _of_documents(rule: Rule, documents: tuple[Range, ...], queries: Positions, keys: Positions) -> Mask:
     """(n, m): no query sees a key of another document."""
     kept = np.zeros((len(queries), len(keys)), dtype=bool)
-    for start, stop in documents:
+    for number, (start, stop) in enumerate(documents):
         first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
         rows, columns = (np.flatnonzero((first <= blocks) & (blocks < last)) for blocks in (queries, keys))
         if len(rows) and len(columns):
-            kinds = block_kinds(rule, stop - start, BLOCK_TOKENS)
-            kept[np.ix_(rows, columns)] = kinds[np.ix_(queries[rows] - first, keys[columns] - first)] != NONE
+            kinds = row_kinds(rule.of_document(number), stop - start, BLOCK_TOKENS, queries[rows] - first)
+            kept[np.ix_(rows, columns)] = kinds[:, keys[columns] - first] != NONE
     return kept
 
 
@@ -141,13 +142,23 @@ def check_documents(document_starts: tuple[int, ...]) -> None:
         )
 
 
-@lru_cache(maxsize=256)
+@remembered(maxsize=256)
 def check_whole_blocks(rule: Rule, seq_len: int) -> None:
-    """Raises `ValueError` when `rule` keeps some block of a document of `seq_len` tokens in part.
+    """Raises `ValueError` when `rule` keeps some block of a document of `seq_len` tokens in part, or content may have
+    it do so.
 
     The blocks on the diagonal are kept whole when all that causality leaves of them is.
     """
     if rule.unit % BLOCK_TOKENS == 0:
+        return
+    if isinstance(rule, TopK | Chosen):
+        raise ValueError(
+            f"{rule}: content chooses blocks of {rule.unit_tokens} tokens, and block-sparse kernels keep whole blocks"
+            f" of {BLOCK_TOKENS}; set unit={BLOCK_TOKENS}"
+        )
+    if isinstance(rule, Union) and (rule.awaits_content or rule.for_one_call):
+        for part in rule.rules:  # not what they make together: that is another in every call
+            check_whole_blocks(part, seq_len)
         return
     if (np.tril(block_kinds(rule, seq_len, BLOCK_TOKENS)) == PART).any():
         raise ValueError(
@@ -170,9 +181,10 @@ def _listed_by_host(chosen: Mask, device: torch.device) -> BlockLists:
     chosen = np.ascontiguousarray(chosen)  # what numpy picked out of a table lies by columns, and kernels read rows
     counts = chosen.sum(-1, dtype=np.int32)
     indices = np.zeros((*counts.shape, max(1, int(counts.max(initial=0)))), dtype=np.int32)
-    head, row, column = np.nonzero(chosen)
-    starts = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)
-    indices[head, row, np.arange(len(column)) - starts[head, row]] = column
+    found = np.flatnonzero(chosen)  # of three dimensions at once numpy takes several times as long
+    each = counts.ravel()
+    starts = np.arange(each.size) * indices.shape[2] - (np.cumsum(each) - each)
+    indices.ravel()[np.repeat(starts, each) + np.arange(found.size)] = found % max(1, chosen.shape[2])
     return BlockLists(*(torch.from_numpy(each).unsqueeze(0).to(device) for each in (counts, indices)))
 
 
