@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,11 +15,19 @@ from elastic_ring.attention.exchange import Group, HopLedger, PendingWork
 from elastic_ring.attention.schedule import Direction
 
 
+@dataclass(frozen=True, eq=False)
+class _Message:
+    hop: int
+    buffer: torch.Tensor
+    work: PendingWork | None
+    received: bool
+
+
 class Swaps:
     """One small message from every rank to every other, where it is not empty.
 
     Bytes and waits are counted in `ledger` by direction and distance: forward to cp_rank + hop, backward to
-    cp_rank - hop, as in hops. Buffers that the group may still write to after an error are kept in `abandoned`.
+    cp_rank - hop, as in hops. Buffers that the group may still write to after an error live as long as this object.
     """
 
     def __init__(self, cp: int, cp_rank: int, group: Group | None, ledger: HopLedger) -> None:
@@ -34,46 +43,36 @@ class Swaps:
         Everything is posted before anything is waited for, so no cycle of waits can form. Whatever the group
         raises passes through.
         """
-        sign = 1 if direction == "forward" else -1
-        under_way: list[tuple[int, torch.Tensor, PendingWork, bool]] = []
+        if self._group is None:
+            return
+        towards = 1 if direction == "forward" else -1
+        under_way: list[_Message] = []
         try:
             for hop in range(1, self.cp):
-                source, buffer = self._peer(-sign * hop, incoming)
-                if buffer.numel():
-                    under_way.append((hop, buffer, self._posted(self._the_group.recv([buffer], source, tag)), True))
+                peer = (self.cp_rank - towards * hop) % self.cp
+                if incoming[peer].numel():
+                    work = self._group.recv([incoming[peer]], peer, tag)
+                    under_way.append(_Message(hop, incoming[peer], work, received=True))
             for hop in range(1, self.cp):
-                reader, buffer = self._peer(sign * hop, outgoing)
-                if buffer.numel():
-                    under_way.append((hop, buffer, self._posted(self._the_group.send([buffer], reader, tag)), False))
-                    self.ledger.sent_bytes[direction, hop] += buffer.nbytes
+                peer = (self.cp_rank + towards * hop) % self.cp
+                if outgoing[peer].numel():
+                    work = self._group.send([outgoing[peer]], peer, tag)
+                    under_way.append(_Message(hop, outgoing[peer], work, received=False))
+                    self.ledger.sent_bytes[direction, hop] += outgoing[peer].nbytes
             while under_way:
-                self._settle(*under_way[0], direction)
+                self._settle(under_way[0], direction)
                 del under_way[0]
         except BaseException:
-            self._abandoned += [buffer for _, buffer, _, _ in under_way]
+            self._abandoned += [message.buffer for message in under_way]
             under_way.clear()
             raise
 
-    def _peer(self, distance: int, messages: Sequence[torch.Tensor]) -> tuple[int, torch.Tensor]:
-        peer = (self.cp_rank + distance) % self.cp
-        return peer, messages[peer]
-
-    @property
-    def _the_group(self) -> Group:
-        assert self._group is not None
-        return self._group
-
-    def _posted(self, work: PendingWork | None) -> PendingWork:
-        assert work is not None, "this rank is not in the group"
-        return work
-
-    def _settle(
-        self, hop: int, buffer: torch.Tensor, work: PendingWork, received: bool, direction: Direction
-    ) -> None:
+    def _settle(self, message: _Message, direction: Direction) -> None:
+        assert message.work is not None, "this rank is not in the group"
         start = time.perf_counter()
         try:
-            work.wait()
+            message.work.wait()
         finally:
-            self.ledger.wait_s[direction, hop] += time.perf_counter() - start
-        if received:
-            self.ledger.received_bytes[direction, hop] += buffer.nbytes
+            self.ledger.wait_s[direction, message.hop] += time.perf_counter() - start
+        if message.received:
+            self.ledger.received_bytes[direction, message.hop] += message.buffer.nbytes
