@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from elastic_ring.attention import compressed
 from elastic_ring.attention.adaptive import Chosen
@@ -243,6 +244,23 @@ def test_calls_after_one_another_do_not_mix_and_repeat_bit_for_bit(rings: Thread
     for found in in_threads(3, work):
         for once, again in zip(found[:7], found[7:], strict=True):
             assert torch.equal(once, again)
+
+
+def test_activation_checkpointing_runs_the_views_again_and_gives_the_same_bits(rings: ThreadRings) -> None:
+    layout, groups, tensors = zigzag(LENGTH, 3), rings.groups(3), sample()
+
+    def work(cp_rank: int) -> list[list[torch.Tensor]]:
+        *inputs, dout = (layout.scatter(tensor, cp_rank, 1) for tensor in tensors)
+        leaves, made = [tensor.requires_grad_() for tensor in inputs], make_module()
+        found = []
+        for again in (False, True):
+            ring = GatedRing(layout, cp_rank, groups[cp_rank])
+            out = checkpoint(made, *leaves, ring=ring, use_reentrant=False) if again else made(*leaves, ring=ring)
+            found.append([out.detach(), *torch.autograd.grad(out, [*leaves, made.gates.weight], dout)])
+        return found
+
+    for plain, again in in_threads(3, work):
+        assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
 @pytest.mark.parametrize("cp", [1, 2])
