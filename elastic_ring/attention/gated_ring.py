@@ -97,7 +97,9 @@ class GatedRing:
         near = SparsePattern((Window(sizes.window),))
         summaries = BlockSummaries(block_map(self.layout, sizes.block), self._swaps)
         call_index = self._new_call()
-        mean_q, mean_k, mean_v = summaries.means(q, k, v, call_index, first_query=sizes.first_query)
+        # Where only own blocks are chosen nobody reads mean_q, so it must not cost a message.
+        first_query = sizes.first_query or sizes.top_k == 1
+        mean_q, mean_k, mean_v = summaries.means(q, k, v, call_index, first_query=first_query)
         num_seen = summaries.blocks.block_of_token(self.cp_rank)
         compressed = attend_to_first(q, mean_k, mean_v, num_seen, q.size(-1) ** -0.5)
         rules = summaries.choose(mean_q, mean_k, sizes.top_k, call_index)

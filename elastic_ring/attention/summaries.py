@@ -72,7 +72,8 @@ class BlockMap:
 
     def lengths(self, blocks: list[int]) -> torch.Tensor:
         """Tokens of each of `blocks`, int64: the sequence's last one may be ragged."""
-        return torch.tensor([min(self.block, self.layout.seq_len - at * self.block) for at in blocks])
+        found = [min(self.block, self.layout.seq_len - at * self.block) for at in blocks]
+        return torch.tensor(found, dtype=torch.int64)
 
     def part_of_token(self, cp_rank: int) -> torch.Tensor:
         """For each local token the index of its part, int64 (S_local,)."""
