@@ -145,6 +145,8 @@ class BlockSummaries:
         tables = np.zeros((batch, num_heads, num_blocks, num_blocks), dtype=bool)
         for held, numbers in zip(owned, choices, strict=True):
             tables[:, :, held] = _table(numbers.numpy(), num_blocks)
+        at = np.arange(num_blocks)
+        tables[:, :, at, at] = True
         return [
             tuple(Chosen(num_blocks, np.packbits(head).tobytes(), self.blocks.block) for head in heads)
             for heads in tables
