@@ -150,14 +150,18 @@ def test_ranks_without_tokens_take_part(rings: ThreadRings) -> None:
 
 
 def test_one_choice_serves_every_ring_size_and_layout(rings: ThreadRings) -> None:
-    made, tensors = make_module(), sample()
-    patterns = [
-        ring.schedules[number].pattern
-        for number in range(BATCH)
-        for name, cp in itertools.product(LAYOUTS, (1, 2, 4, 8))
-        for ring in run(LAYOUTS[name](LENGTH, cp), rings.groups(cp), made, tensors).rings
-    ]
-    assert len(set(patterns)) == BATCH
+    _, q, k, v, _ = sample()
+    patterns = set()
+    for name, cp in (("contiguous", 1), ("zigzag", 4), ("striped", 8)):
+        layout, groups = LAYOUTS[name](LENGTH, cp), rings.groups(cp)
+
+        def work(cp_rank: int, layout: Layout = layout, groups: list[Any] = groups) -> list[Any]:
+            ring = GatedRing(layout, cp_rank, groups[cp_rank])
+            ring.views(*(layout.scatter(x, cp_rank, 1) for x in (q, k, v)), ViewSizes(BLOCK, TOP_K, WINDOW))
+            return [schedule.pattern for schedule in ring.schedules]
+
+        patterns |= {tuple(found) for found in in_threads(cp, work)}
+    assert len(patterns) == 1
 
 
 def test_bytes_are_the_halo_the_chosen_union_and_one_sum_a_block(rings: ThreadRings) -> None:
@@ -381,12 +385,17 @@ def test_inference_saves_nothing(rings: ThreadRings) -> None:
     assert relative_error(layout.gather(in_threads(2, work), 1), step(make_module(), tensors)[0]) <= 1e-12
 
 
-@pytest.mark.parametrize("kind", [PeerFailed, GroupAborted])
-@pytest.mark.parametrize("good_waits", [0, 1, 3, 5, 8, 11, 14, 17, 20, 23])
+@pytest.mark.parametrize(
+    ("good_waits", "kind"),
+    [(0, PeerFailed), (3, GroupAborted), (5, PeerFailed), *((n, GroupAborted) for n in (9, 13, 18, 26, 33))],
+)
 def test_an_error_in_any_wait_comes_out_as_it_is_and_keeps_its_buffer(
-    rings: ThreadRings, kind: type[ElasticRingError], good_waits: int
+    rings: ThreadRings, good_waits: int, kind: type[ElasticRingError]
 ) -> None:
-    """Rank 1 fails. Its peers are released by gloo itself, once nothing keeps rank 1's sockets open."""
+    """Rank 1 fails: in sums, choices, chosen blocks, window, and in the backward pass of each, back to the shares.
+
+    Its peers are released by gloo itself, once nothing keeps its sockets open.
+    """
     layout, tensors = zigzag(LENGTH, 3), sample(batch=1)
     groups: list[Any] = rings.groups(3, fresh=True)
 
