@@ -38,11 +38,13 @@ def measure(form: str, seq_len: int, options: argparse.Namespace) -> dict[str, A
     torch.manual_seed(0)
     width, shape = options.heads * options.head_dim, (1, seq_len, options.heads, options.head_dim)
     made = GatedSparseAttention(width, options.heads, block=options.block, top_k=options.top_k, window=options.window)
-    x, (q, k, v, dout) = torch.randn(1, seq_len, width), torch.randn(4, *shape)
-    leaves = [tensor.requires_grad_() for tensor in (x, q, k, v)]
+    x, *heads, dout = torch.randn(1, seq_len, width), *torch.randn(4, *shape)
+    leaves = [tensor.requires_grad_() for tensor in (x, *heads)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     times = []
     for _ in range(options.repeats):
+        with torch.no_grad():
+            heads[0].normal_()  # an equal choice would find its plan made
         start = time.process_time()
         ring = GatedRing(contiguous(seq_len, 1), 0, None) if form == "ring" else None
         made(*leaves, ring=ring).backward(dout)
