@@ -142,15 +142,10 @@ class BlockSummaries:
             for rank, held in enumerate(owned)
         ]
         self.swaps.swap([mine] * self.swaps.cp, choices, "forward", _tag(call_index, _CHOICES))
-        tables = np.zeros((batch, num_heads, num_blocks, num_blocks), dtype=bool)
+        past = np.full((batch, num_heads, num_blocks, num_chosen), -1, dtype=np.int32)
         for held, numbers in zip(owned, choices, strict=True):
-            tables[:, :, held] = _table(numbers.numpy(), num_blocks)
-        at = np.arange(num_blocks)
-        tables[:, :, at, at] = True
-        return [
-            tuple(Chosen(num_blocks, np.packbits(head).tobytes(), self.blocks.block) for head in heads)
-            for heads in tables
-        ]
+            past[:, :, held] = numbers.numpy()
+        return [tuple(_chosen(of_head, self.blocks.block) for of_head in heads) for heads in past]
 
     def _collect(
         self, sums: torch.Tensor, sums_q: torch.Tensor, call_index: int
@@ -254,11 +249,11 @@ def _numbers(chosen: torch.Tensor, rows: list[int], num_chosen: int) -> torch.Te
     return first.masked_fill(past.gather(-1, first) == 0, -1).to(torch.int32)
 
 
-def _table(numbers: NDArray[np.int32], num_blocks: int) -> NDArray[np.bool_]:
-    """(B, H, R, num_blocks): the inverse of `_numbers`."""
-    wide = np.zeros((*numbers.shape[:3], num_blocks + 1), dtype=bool)
-    np.put_along_axis(wide, numbers.astype(np.int64), True, axis=-1)  # -1 marks the column too many
-    return wide[..., :num_blocks]
+def _chosen(past: NDArray[np.int32], block: int) -> Rule:
+    """The rule of a head whose blocks see themselves and `past` (n, num_chosen), numbers as `_numbers` gives them."""
+    table = np.eye(len(past), len(past) + 1, dtype=bool)
+    np.put_along_axis(table, past.astype(np.int64), True, axis=-1)  # -1 marks the column too many
+    return Chosen(len(past), np.packbits(table[:, :-1]).tobytes(), block)
 
 
 def _row(x: torch.Tensor) -> int:
