@@ -88,7 +88,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--data", help="text files (path, directory or glob), or shards:URI; default: Python's library")
     parser.add_argument("--layout", choices=["zigzag", "contiguous"])
     parser.add_argument(
-        "--pattern", help="which keys attention keeps: a JSON file, or sinks:64+window:512;dense@3; default: all"
+        "--pattern", help="which keys attention keeps: a JSON file, or sinks:64+window:512;dense@3, or"
+        " topk:8, blocks chosen by content; default: all"
     )
     parser.add_argument("--cpus-per-worker", type=float)
     parser.add_argument("--kernel", help="pin one attention kernel instead of the best that passes its test")
@@ -142,7 +143,10 @@ def _pattern(text: str | None, model: ModelConfig, step: StepConfig) -> LayerPat
     except ValueError as error:
         raise ValueError(f"--pattern: {error}") from error
     density = pattern.density(step.context_tokens, model.num_layers, model.num_heads, model.num_kv_heads)
-    logging.info("attention: %s; density %.3f of a document of %d tokens", pattern, density, step.context_tokens)
+    most = "at most " if pattern.density_is_bound else ""
+    logging.info(
+        "attention: %s; density %s%.3f of a document of %d tokens", pattern, most, density, step.context_tokens
+    )
     return pattern
 
 

@@ -21,9 +21,9 @@ __all__ = ["KERNELS", "BlockSparseAttention", "SparseKernel", "choose_on_device"
 class BlockSparseAttention:
     """Causal attention over kept blocks of 128 tokens, on one GPU: static, or `top_k` blocks chosen by content.
 
-    Content is chosen as in `adaptive`: for every block of queries and head its own block and the past blocks
-    whose mean key scores highest with its mean query. Tables of a static pattern are made once for a length.
-    Raises `ValueError` for a pattern that keeps blocks in part, for both or neither of `pattern` and `top_k`,
+    Content is chosen as by `content.TopK` with `causal` False: for every block of queries and head its own block and
+    the past blocks whose mean key scores highest with its mean query. Tables of a static pattern are made once for a
+    length. Raises `ValueError` for a pattern that keeps blocks in part, for both or neither of `pattern` and `top_k`,
     and, when called, for a kernel that cannot serve the call.
     """
 
@@ -65,7 +65,7 @@ class BlockSparseAttention:
 
 
 def choose_on_device(q: torch.Tensor, k: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Bool (H, n, n), queries first, for q (1, S, H, D) and k (1, S, Hkv, D): as `adaptive.choose_blocks`, but
+    """Bool (H, n, n), queries first, for q (1, S, H, D) and k (1, S, Hkv, D): as `routing.choose_blocks`, but
     without a host read; among equal scores any block may win."""
     if q.size(0) != 1 or q.size(1) % BLOCK_TOKENS:
         raise ValueError(

@@ -1,18 +1,19 @@
 """A rule on one document as blocks of tokens: which are kept, wholly or in part, and what that costs.
 
 Blocks are counted from the document's start; the last one may be ragged. Nothing of heads, ranks or layouts
-may enter. The arrays that are returned are cached and read-only.
+may enter. The arrays that are returned are cached and read-only, but for rules of one call.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_ring.attention.rules import FULL, NONE, PART, Kinds, Mask, Positions, Rule
+from elastic_ring.attention.remembered import remembered
+from elastic_ring.attention.rules import FULL, NONE, PART, Kinds, Mask, Positions, Rule, Union
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def visible(rule: Rule, q: Positions, k: Positions) -> Mask:
     return seen
 
 
-@lru_cache(maxsize=24)
+@remembered(maxsize=24)
 def block_kinds(rule: Rule, length: int, block: int) -> Kinds:
     """(n, n) of NONE, PART, FULL for a document of `length` tokens; nothing above the diagonal.
 
@@ -53,6 +54,19 @@ def block_kinds(rule: Rule, length: int, block: int) -> Kinds:
     """
     kinds = np.tril(rule.kinds(-(-length // block), block))
     kinds.setflags(write=False)
+    return kinds
+
+
+def row_kinds(rule: Rule, length: int, block: int, rows: Positions) -> Kinds:
+    """(len(rows), n): the rows `rows` of `block_kinds`, of which a rule of one call has no others made."""
+    if not rule.for_one_call:
+        return block_kinds(rule, length, block)[rows]
+    if isinstance(rule, Union):
+        return reduce(np.maximum, (row_kinds(part, length, block, rows) for part in rule.rules))
+    num_blocks = -(-length // block)
+    kinds = rule.row_kinds(rows, num_blocks, block)
+    if rule.unit != block:  # else an own block is one, and what content chooses lies before it
+        kinds[np.arange(num_blocks)[None, :] > rows[:, None]] = NONE
     return kinds
 
 
@@ -65,11 +79,16 @@ def block_lists(rule: Rule, length: int, block: int) -> BlockLists:
     return BlockLists(block, _listed(mask), _listed(full))
 
 
-@lru_cache(maxsize=64)
+@remembered(maxsize=64)
 def row_pairs(rule: Rule, length: int, block: int) -> NDArray[np.int64]:
-    """(length,): how many keys each query of a document sees. Exact, token by token."""
-    kinds = block_kinds(rule, length, block)
+    """(length,): how many keys each query of a document sees. Exact, token by token; where content has yet to choose
+    beside another rule, at most so many: what it chooses may be kept already."""
     at = np.arange(length, dtype=np.int64)
+    if rule.awaits_content:
+        most: NDArray[np.int64] = np.minimum(row_pairs(rule.sure, length, block) + rule.num_chosen(at), at + 1)
+        most.setflags(write=False)
+        return most
+    kinds = block_kinds(rule, length, block)
     whole = np.tril(kinds == FULL, -1).sum(1) * block
     pairs: NDArray[np.int64] = whole[at // block]
     for row, masked in enumerate(_masked_columns(kinds)):

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elastic_ring.attention.adaptive import choose_blocks
 from elastic_ring.attention.checks import check_tensors
 from elastic_ring.attention.gated_ring import GatedRing, ViewSizes
+from elastic_ring.attention.routing import choose_blocks
 from elastic_ring.attention.rules import require
 from elastic_ring.attention.summaries import means_of_blocks
 

@@ -17,12 +17,15 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.block_kernels import sparse_form
+from elastic_ring.attention.checks import check_tensors
+from elastic_ring.attention.content import top_ks_of
 from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger
 from elastic_ring.attention.layout import Layout
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.recomputation import Kept
 from elastic_ring.attention.ring import Observer, RingAttention
-from elastic_ring.attention.rules import Dense, Rule
+from elastic_ring.attention.routing import Router
+from elastic_ring.attention.rules import Dense, Rule, Union
 from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern
 from elastic_ring.attention.sparse_blocks import check_blocks
@@ -114,9 +117,16 @@ class LayerPatterns:
             raise ValueError(f"layer {beyond[0]}: the model has layers 0 to {num_layers - 1}; name one of these")
 
     def density(self, seq_len: int, num_layers: int, num_heads: int, num_kv_heads: int) -> float:
-        """The kept share of the causal triangle of one document of `seq_len` tokens, the mean over layers."""
+        """The kept share of the causal triangle of one document of `seq_len` tokens, the mean over layers; no more
+        than an upper bound where `density_is_bound`."""
         heads = [self.of_layer(layer).heads(num_heads, num_kv_heads) for layer in range(num_layers)]
         return sum(SparsePattern(rules, self.block).density(seq_len) for rules in heads) / num_layers
+
+    @property
+    def density_is_bound(self) -> bool:
+        """Whether content chooses beside a static rule somewhere: what it chooses may be kept already."""
+        rules = [rule for group in self.groups for rule in group.rules]
+        return any(rule.awaits_content for rule in rules if isinstance(rule, Union))
 
     @property
     def identity(self) -> str:
@@ -140,6 +150,11 @@ class PatternedAttention:
     `observer` sees every hop with the number of its call, counted over all layers. `backend`, `deterministic`,
     `cache_dir` and `buffers` are as for `RingAttention`; on a GPU a backend that has a sparse form also names that of
     the sparse layers. `sparse_kernel` names it apart, and has CPUs run what GPUs do.
+
+    Where a layer's rules await content (`content.TopK`), its blocks are chosen anew in every call, for one sequence
+    (B = 1), and the call then runs as any sparse one; `observer` hears of hop 0 before that too. `check` is called
+    once the choices were read, and raises when the group has been aborted meanwhile, which on a GPU nothing else says.
+    A call that is given again in backward (`recomputation`) keeps its choice and sends nothing.
     """
 
     def __init__(
@@ -157,6 +172,7 @@ class PatternedAttention:
         cache_dir: Path | None = None,
         buffers: HopBuffers | None = None,
         sparse_kernel: str | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self.patterns, self.layout, self.cp_rank = patterns, layout, cp_rank
         self.ledger = HopLedger() if ledger is None else ledger
@@ -166,6 +182,8 @@ class PatternedAttention:
         self._backend, self._deterministic, self._cache_dir = backend, deterministic, cache_dir
         self._sparse_kernel = sparse_kernel
         self._buffers = HopBuffers() if buffers is None else buffers
+        documents = Pattern(True, self._document_starts).documents(layout.seq_len)
+        self._router = Router(layout, cp_rank, group, documents, self.ledger, check=check)
         self._num_calls = 0
         self._rings: list[object] = []  # a call that raised leaves buffers with its ring
         self._record: _Kept | None = None
@@ -217,6 +235,7 @@ class PatternedAttention:
             ring, results = next(self._replay)
             with ring.replaying(results):
                 return ring(q, k, v)
+        check_tensors(q, k, v)  # before content chooses, which sends
         ring = self._ring(layer, q, k)
         self._rings.append(ring)
         if self._record is None:
@@ -236,7 +255,13 @@ class PatternedAttention:
                 deterministic=self._deterministic, cache_dir=self._cache_dir,
                 observer=_numbered(self._observer, number),
             )  # fmt: skip
-        pattern = SparsePattern(rules, self.patterns.block, self._document_starts)
+        block = self.patterns.block
+        if any(rule.awaits_content for rule in rules):
+            if self._observer is not None:
+                self._observer("forward", number, 0)
+            block = _list_block(rules, block)
+            rules = self._router(rules, q, k, number)
+        pattern = SparsePattern(rules, block, self._document_starts)
         kernel = self._sparse_kernel
         if kernel is None and q.is_cuda:
             kernel = sparse_form(self._backend)
@@ -245,6 +270,12 @@ class PatternedAttention:
             first_call_index=number, observer=self._observer, kernel=kernel, deterministic=self._deterministic,
             buffers=self._buffers,
         )  # fmt: skip
+
+
+def _list_block(rules: tuple[Rule, ...], block: int) -> int:
+    """How finely lists are made where content chooses: no coarser than its units, which then are whole blocks."""
+    units = [top_k.unit_tokens for rule in rules for top_k in top_ks_of(rule)]
+    return block if all(unit % block == 0 for unit in units) else min(units)
 
 
 _Ring = RingAttention | SparseRingAttention

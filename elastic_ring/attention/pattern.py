@@ -4,7 +4,8 @@ A pattern is the same for every rank and every mesh; `schedule.plan` turns it, w
 Anything that depends on where a token lies belongs in `layout`, anything that moves bytes in `exchange`.
 `Pattern` is dense attention. Sparse attention is `sparse.SparsePattern` with a rule for each head: the plain
 rules are in `rules` (Window, Sinks, Strided and their unions), the published families in `families`, choice
-by content in `adaptive`; `sparse_schedule.plan_sparse` turns them into hops, `choice.choose` finds a layout.
+by content in `content` and `routing`; `sparse_schedule.plan_sparse` turns them into hops, `choice.choose` finds a
+layout.
 """
 
 from __future__ import annotations

@@ -28,12 +28,36 @@ _STRIP_ELEMENTS = 1 << 22
 class Rule:
     """The base of all rules. A subclass gives `sees`; `unit`, in tokens, when it only looks at position // unit.
 
-    Positions count from the start of the document, so a packed document is seen as if it were alone.
+    Positions count from the start of the document, so a packed document is seen as if it were alone. The other
+    properties and `of_document` are for rules with a part that content chooses, which are in `content`.
     """
 
     @property
     def unit(self) -> int:
         return 1
+
+    @property
+    def awaits_content(self) -> bool:
+        """Whether some part of it is chosen by queries and keys that are not known yet."""
+        return False
+
+    @property
+    def for_one_call(self) -> bool:
+        """Whether it holds what content chose in one attention call: what is planned for it is not remembered."""
+        return False
+
+    @property
+    def sure(self) -> Rule:
+        """What it keeps whatever content chooses."""
+        return self
+
+    def num_chosen(self, positions: Positions) -> Positions:
+        """(n,): how many keys besides `sure` content chooses for the queries at `positions`, at most."""
+        return np.zeros_like(positions)
+
+    def of_document(self, number: int) -> Rule:
+        """The rule of the packed document with this number; content chooses for each one apart."""
+        return self
 
     def sees(self, q: Positions, k: Positions) -> Mask:
         """For positions that broadcast, e.g. q (n, 1) and k (1, m): may q see k? Later keys are cut off elsewhere."""
@@ -44,20 +68,24 @@ class Rule:
 
         On the diagonal FULL means all that causality leaves.
         """
+        per_block = block // math.gcd(self.unit, block)
+        kinds = np.zeros((num_blocks, num_blocks), dtype=np.uint8)
+        strip = max(1, _STRIP_ELEMENTS // (num_blocks * per_block**2))
+        for first in range(0, num_blocks, strip):
+            rows = np.arange(first, min(num_blocks, first + strip), dtype=np.int64)
+            kinds[rows] = self.row_kinds(rows, num_blocks, block)
+        return kinds
+
+    def row_kinds(self, rows: Positions, num_blocks: int, block: int) -> Kinds:
+        """(len(rows), num_blocks): as `kinds`, of the query blocks `rows`."""
         cell = math.gcd(self.unit, block)
         per_block = block // cell
-        num_cells = num_blocks * per_block
-        keys = (np.arange(num_cells, dtype=np.int64) * cell)[None, :]
-        kinds = np.zeros((num_blocks, num_blocks), dtype=np.uint8)
-        strip = max(1, _STRIP_ELEMENTS // (num_cells * per_block))
-        for first in range(0, num_blocks, strip):
-            last = min(num_blocks, first + strip)
-            rows = (np.arange(first * per_block, last * per_block, dtype=np.int64) * cell)[:, None]
-            seen = np.broadcast_to(self.sees(rows, keys), (rows.size, num_cells))
-            shaped = seen.reshape(last - first, per_block, num_blocks, per_block)
-            some, every = shaped.any(axis=(1, 3)), shaped.all(axis=(1, 3))
-            kinds[first:last] = some.astype(np.uint8) + every
-        return kinds
+        keys = (np.arange(num_blocks * per_block, dtype=np.int64) * cell)[None, :]
+        queries = ((rows[:, None] * per_block + np.arange(per_block)) * cell).reshape(-1, 1)
+        seen = np.broadcast_to(self.sees(queries, keys), (queries.size, keys.size))
+        shaped = seen.reshape(len(rows), per_block, num_blocks, per_block)
+        some, every = shaped.any(axis=(1, 3)), shaped.all(axis=(1, 3))
+        return by_extremes(some, every)
 
     def __or__(self, other: Rule) -> Rule:
         return Union((self, other))
@@ -181,6 +209,21 @@ class Union(Rule):
     @property
     def unit(self) -> int:
         return math.gcd(*(rule.unit for rule in self.rules))
+
+    @property
+    def awaits_content(self) -> bool:
+        return any(rule.awaits_content for rule in self.rules)
+
+    @property
+    def for_one_call(self) -> bool:
+        return any(rule.for_one_call for rule in self.rules)
+
+    @property
+    def sure(self) -> Rule:
+        return Union(tuple(rule.sure for rule in self.rules)) if self.awaits_content else self
+
+    def num_chosen(self, positions: Positions) -> Positions:
+        return sum((rule.num_chosen(positions) for rule in self.rules), np.zeros_like(positions))
 
     def sees(self, q: Positions, k: Positions) -> Mask:
         return reduce(np.logical_or, (rule.sees(q, k) for rule in self.rules))

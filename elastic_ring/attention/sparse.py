@@ -40,6 +40,16 @@ class SparsePattern:
             raise ValueError(f"block={self.block}: a block has at least one token; 128 suits the kernels")
         Pattern(True, self.document_starts)
 
+    @property
+    def awaits_content(self) -> bool:
+        """Whether content has yet to choose a part of it: such a pattern can be counted, not planned."""
+        return any(rule.awaits_content for rule in self.heads)
+
+    @property
+    def for_one_call(self) -> bool:
+        """Whether content has chosen a part of it, in the one call that it is for."""
+        return any(rule.for_one_call for rule in self.heads)
+
     def rules(self, num_heads: int) -> tuple[Rule, ...]:
         """The rule of each of `num_heads` query heads. Raises `ValueError` when their number does not fit."""
         if len(self.heads) == 1:
@@ -56,15 +66,16 @@ class SparsePattern:
         return Pattern(True, self.document_starts).documents(seq_len)
 
     def row_pairs(self, seq_len: int) -> NDArray[np.int64]:
-        """(seq_len,): keys that each query sees, summed over `heads`."""
+        """(seq_len,): keys that each query sees, summed over `heads`; with content to choose beside, at most."""
         total = np.zeros(seq_len, dtype=np.int64)
-        for start, stop in self.documents(seq_len):
+        for number, (start, stop) in enumerate(self.documents(seq_len)):
             for rule in self.heads:
-                total[start:stop] += row_pairs(rule, stop - start, self.block)
+                total[start:stop] += row_pairs(rule.of_document(number), stop - start, self.block)
         return total
 
     def density(self, seq_len: int) -> float:
-        """The kept share of the documents' causal triangles (dense causal = 1), the mean over heads."""
+        """The kept share of the documents' causal triangles (dense causal = 1), the mean over heads; as `row_pairs`
+        where content has yet to choose."""
         triangles = sum((stop - start) * (stop - start + 1) // 2 for start, stop in self.documents(seq_len))
         return float(self.row_pairs(seq_len).sum()) / (triangles * len(self.heads))
 

@@ -9,7 +9,6 @@ waits or sends may enter.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from elastic_ring.attention.kernels.block_tables import (
     tables_between,
 )  # fmt: skip
 from elastic_ring.attention.layout import Layout, Range
+from elastic_ring.attention.remembered import remembered
 from elastic_ring.attention.rules import Mask, Positions
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_schedule import SparseSchedule
@@ -98,7 +98,7 @@ def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
                 )
 
 
-@lru_cache(maxsize=64)
+@remembered(maxsize=64)
 def plan_blocks(schedule: SparseSchedule, cp_rank: int) -> BlockPlan:
     """Pure, so cached. Raises `ValueError` as `check_blocks` does."""
     check_blocks(schedule.pattern, schedule.layout)
@@ -156,7 +156,9 @@ def _fetched(
                 row += num_rows
         keys = np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int64)
         seen = kept_between(group.rules * num_heads, schedule.layout.seq_len, own_blocks, keys)
-        readers.append(_worth_taking(np.asarray(seen.any(axis=(0, 2)))))
+        # Where content chooses, their number would be another in every call, and some kernels compile for each.
+        seeing = np.asarray(seen.any(axis=(0, 2))) | (schedule.for_one_call and bool(keys.size))
+        readers.append(_worth_taking(seeing))
         kept.append(seen[:, readers[-1]])
         last_head = first_head + num_heads
         heads = (first_head * sharing, last_head * sharing)
@@ -229,7 +231,7 @@ class DeviceBlocks:
     kv_back_order: torch.Tensor | None
 
 
-@lru_cache(maxsize=32)
+@remembered(maxsize=32)
 def on_device(schedule: SparseSchedule, cp_rank: int, device: torch.device) -> DeviceBlocks:
     """Made once for a rank's place in a schedule; one pass over the host's tables and a few copies."""
     plan = plan_blocks(schedule, cp_rank)

@@ -25,7 +25,7 @@ from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward, mer
 from elastic_ring.attention.packed_exchange import PackedExchange
 from elastic_ring.attention.recomputation import KeepsResults
 from elastic_ring.attention.schedule import Direction
-from elastic_ring.attention.sparse_blocks import on_device
+from elastic_ring.attention.sparse_blocks import DeviceBlocks, on_device
 from elastic_ring.attention.sparse_exchange import SparseExchange, as_index, select_heads
 from elastic_ring.attention.sparse_schedule import SparseSchedule
 from elastic_ring.attention.sparse_tiles import SparseTile, tiles
@@ -87,6 +87,9 @@ class SparseRingAttention(KeepsResults):
         self._buffers = HopBuffers() if buffers is None else buffers
         self._coalesced = coalesced
         self._abandoned: list[torch.Tensor] = []
+        # Kept here too: of a schedule that content chose nobody else remembers them.
+        self._own_tiles: tuple[tuple[SparseTile, ...], ...] | None = None
+        self._own_blocks: DeviceBlocks | None = None
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
@@ -106,7 +109,7 @@ class SparseRingAttention(KeepsResults):
             )
         if self._in_blocks(q):
             # Chosen, and proven, before anything is sent.
-            on_device(self.schedule, self.cp_rank, q.device)
+            self._blocks_on(q.device)
             self._sparse_kernel(q)
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         else:
@@ -131,7 +134,7 @@ class SparseRingAttention(KeepsResults):
         out = torch.zeros(q.shape, dtype=accumulate_dtype(q.dtype), device=q.device)
         lse = torch.full(q.shape[:3], -math.inf, dtype=out.dtype, device=q.device)
         with self._exchange("forward", call_index) as exchange:
-            for index, own in enumerate(tiles(self.schedule, self.cp_rank)):
+            for index, own in enumerate(self._tiles()):
                 keys = self._keys(exchange, index, k, v)
                 exchange.post_keys(index, k, v)
                 self._observe("forward", call_index, index)
@@ -158,7 +161,7 @@ class SparseRingAttention(KeepsResults):
         dk = torch.zeros(k.shape, dtype=dq.dtype, device=k.device)
         dv = torch.zeros_like(dk)
         with self._exchange("backward", call_index) as exchange:
-            for index, own in enumerate(tiles(self.schedule, self.cp_rank)):
+            for index, own in enumerate(self._tiles()):
                 keys = self._keys(exchange, index, k, v)
                 exchange.post_keys(index, k, v)
                 self._observe("backward", call_index, index)
@@ -226,6 +229,16 @@ class SparseRingAttention(KeepsResults):
                 for total, part in zip((dk, dv), parts, strict=True):
                     _put(total, rows, group.kv_heads, _heads(total[:, rows], group.kv_heads) + part)
 
+    def _tiles(self) -> tuple[tuple[SparseTile, ...], ...]:
+        if self._own_tiles is None:
+            self._own_tiles = tiles(self.schedule, self.cp_rank)
+        return self._own_tiles
+
+    def _blocks_on(self, device: torch.device) -> DeviceBlocks:
+        if self._own_blocks is None or self._own_blocks.own.device != device:
+            self._own_blocks = on_device(self.schedule, self.cp_rank, device)
+        return self._own_blocks
+
     def _observe(self, direction: Direction, call_index: int, hop: int) -> None:
         if self._observer is not None:
             self._observer(direction, call_index, hop)
@@ -240,7 +253,7 @@ class SparseRingAttention(KeepsResults):
     def _block_pass(
         self, direction: Direction, call_index: int, q: torch.Tensor, scale: float
     ) -> Iterator[BlockPass]:
-        blocks, kernel = on_device(self.schedule, self.cp_rank, q.device), self._sparse_kernel(q)
+        blocks, kernel = self._blocks_on(q.device), self._sparse_kernel(q)
         own = q.dtype if kernel.keeps_type else accumulate_dtype(q.dtype)
         exchange = PackedExchange(
             blocks, self.schedule.cp, self._group, direction, call_index, self.ledger, self._buffers,

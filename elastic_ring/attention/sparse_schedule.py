@@ -13,8 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from elastic_ring.attention.blocks import block_kinds, visible
+from elastic_ring.attention.blocks import row_kinds, visible
 from elastic_ring.attention.layout import Layout, Range
+from elastic_ring.attention.remembered import remembered
 from elastic_ring.attention.rules import FULL, NONE, Mask, Positions, Rule
 from elastic_ring.attention.schedule import Direction, Side
 from elastic_ring.attention.sparse import SparsePattern
@@ -61,6 +62,11 @@ class SparseSchedule:
     @property
     def cp(self) -> int:
         return self.layout.cp
+
+    @property
+    def for_one_call(self) -> bool:
+        """Whether it holds what content chose in one call."""
+        return self.pattern.for_one_call
 
     def reader(self, cp_rank: int, hop: int) -> int:
         """The rank that reads from `cp_rank` in `hop`."""
@@ -124,9 +130,10 @@ class Chunk:
     local: Range
 
 
-@lru_cache(maxsize=64)
+@remembered(maxsize=64)
 def plan_sparse(pattern: SparsePattern, layout: Layout, num_heads: int, num_kv_heads: int) -> SparseSchedule:
-    """The hops of every rank. Pure, so cached. Raises `ValueError` when documents or heads do not fit."""
+    """The hops of every rank. Pure, so cached. Raises `ValueError` when documents or heads do not fit, and for a
+    pattern that content has yet to choose."""
     groups = head_groups(pattern.rules(num_heads), num_kv_heads)
     documents = pattern.documents(layout.seq_len)
     owned = [_owned(layout, rank) for rank in range(layout.cp)]
@@ -204,32 +211,36 @@ def _needed(
         by_document.setdefault(chunk.document, []).append(chunk)
     for document, chunks in by_document.items():
         start, stop = documents[document]
-        _mark(rule, pattern.block, chunks, foreign[start:stop], needed[start:stop])
+        _mark(rule.of_document(document), pattern.block, chunks, foreign[start:stop], needed[start:stop])
     return needed
 
 
 def _mark(rule: Rule, block: int, chunks: list[Chunk], foreign: Mask, needed: Mask) -> None:
     """Set `needed` (length,) for the keys of one document that queries of `chunks` see; only where `foreign`."""
     length = len(needed)
-    kinds = block_kinds(rule, length, block)
     edges = np.arange(0, length, block)
     open_blocks = np.logical_or.reduceat(foreign, edges)
     rows = np.array([chunk.block for chunk in chunks])
-    whole = np.zeros(len(kinds), dtype=bool)
-    for first in range(0, len(rows), 256):
-        strip = rows[first : first + 256]
-        full = kinds[strip] == FULL
-        full[np.arange(len(strip)), strip] = False
+    strips = [slice(first, first + _STRIP_ROWS) for first in range(0, len(rows), _STRIP_ROWS)]
+    whole, partly = np.zeros(len(edges), dtype=bool), np.zeros(len(edges), dtype=bool)
+    for strip in strips:
+        kinds = row_kinds(rule, length, block, rows[strip])
+        full = kinds == FULL
+        full[np.arange(len(full)), rows[strip]] = False
         whole |= full.any(0)
+        partly |= ((kinds != NONE) & ~full).any(0)
     needed |= np.repeat(whole, block)[:length]
-    looked_at = open_blocks & ~whole
-    for chunk in chunks:
-        columns = np.flatnonzero(looked_at & (kinds[chunk.block] != NONE))
-        if not columns.size:
-            continue
-        keys = (columns[:, None] * block + np.arange(block)[None, :]).ravel()
-        keys = keys[(keys < length)]
-        keys = keys[foreign[keys] & ~needed[keys]]
-        queries = np.arange(*chunk.positions, dtype=np.int64)
-        needed[keys[visible(rule, queries, keys).any(0)]] = True
+    looked_at = open_blocks & ~whole & partly
+    for strip in strips if looked_at.any() else ():
+        seen = (row_kinds(rule, length, block, rows[strip]) != NONE) & looked_at
+        for at in np.flatnonzero(seen.any(1)):
+            columns = np.flatnonzero(seen[at])
+            keys = (columns[:, None] * block + np.arange(block)[None, :]).ravel()
+            keys = keys[(keys < length)]
+            keys = keys[foreign[keys] & ~needed[keys]]
+            queries = np.arange(*chunks[strip.start + at].positions, dtype=np.int64)
+            needed[keys[visible(rule, queries, keys).any(0)]] = True
+
+
+_STRIP_ROWS = 256
 

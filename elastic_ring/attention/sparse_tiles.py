@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 
-from elastic_ring.attention.blocks import block_kinds, visible
+from elastic_ring.attention.blocks import row_kinds, visible
 from elastic_ring.attention.layout import Range
+from elastic_ring.attention.remembered import remembered
 from elastic_ring.attention.rules import FULL, NONE, Kinds, Mask, Positions, Rule
 from elastic_ring.attention.sparse_schedule import Chunk, SparseSchedule, chunks_of, runs
 
@@ -44,7 +44,7 @@ def num_tokens(ranges: tuple[Range, ...]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-@lru_cache(maxsize=32)
+@remembered(maxsize=32)
 def tiles(schedule: SparseSchedule, cp_rank: int) -> tuple[tuple[SparseTile, ...], ...]:
     """For each hop of `cp_rank` its tiles, in the order in which they are computed."""
     documents = schedule.pattern.documents(schedule.layout.seq_len)
@@ -60,8 +60,9 @@ def tiles(schedule: SparseSchedule, cp_rank: int) -> tuple[tuple[SparseTile, ...
                 heads = group.query_heads(rule)
                 for chunk in queries:
                     start, stop = documents[chunk.document]
-                    kinds = block_kinds(rule, stop - start, block)
-                    for q, k, causal, mask in _of_chunk(rule, kinds, chunk, keys):
+                    here, row = rule.of_document(chunk.document), np.array([chunk.block])
+                    kinds = row_kinds(here, stop - start, block, row)[0]
+                    for q, k, causal, mask in _of_chunk(here, kinds, chunk, keys):
                         found.append(SparseTile(number, heads, q, place(k), causal, mask))
         by_hop.append(tuple(found))
     return tuple(by_hop)
@@ -77,11 +78,11 @@ class _KeyChunks:
         self._arrays = {document: np.array([(c.block, *c.local) for c in own]) for document, own in self._of.items()}
 
     def full(self, document: int, kinds: Kinds, row: int) -> tuple[Range, ...]:
-        """The local ranges of the blocks that query block `row` sees wholly, except its own."""
+        """The local ranges of the blocks that query block `row` sees wholly, except its own; `kinds` (n,) are its."""
         if document not in self._arrays:
             return ()
         blocks, starts, stops = self._arrays[document].T
-        chosen = np.flatnonzero((kinds[row, blocks] == FULL) & (blocks != row))
+        chosen = np.flatnonzero((kinds[blocks] == FULL) & (blocks != row))
         return _joined(starts[chosen], stops[chosen])
 
     def partial(self, document: int, kinds: Kinds, row: int) -> list[Chunk]:
@@ -89,7 +90,7 @@ class _KeyChunks:
         if document not in self._arrays:
             return []
         blocks = self._arrays[document][:, 0]
-        kept = kinds[row, blocks]
+        kept = kinds[blocks]
         chosen = np.flatnonzero((kept != NONE) & ((kept != FULL) | (blocks == row)))
         return [self._of[document][i] for i in chosen]
 

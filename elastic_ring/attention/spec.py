@@ -3,12 +3,13 @@
     window:512                               all layers
     sinks:64+window:512                      what either keeps
     longnet:512/1,2048/4,8192/16,unit=64     segments with their rates, heads shifted as in the paper
+    topk:8+window:512                        the own and 7 past blocks chosen by content, and a window
     window:512;dense@3                       layer 3 dense, the others a window; @0,2-5 names several
 
 A file is `{"block": 128, "groups": [{"layers": [3], "rule": "dense"}, {"heads": [{"count": 3, "rule":
 "window:512"}, {"count": 1, "rule": "dense"}]}]}`; `block` may be left out, and so may `layers` once, for the
-rest. Keys `about` and `measured` are for people and are not read. What rules mean is said in `rules` and
-`families`; no file is opened anywhere but in `read_pattern`.
+rest. Keys `about` and `measured` are for people and are not read. What rules mean is said in `rules`,
+`families` and, for `topk`, `content`; no file is opened anywhere but in `read_pattern`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from operator import or_
 from pathlib import Path
 from typing import Any
 
+from elastic_ring.attention.content import TopK
 from elastic_ring.attention.families import BigBird, Dilated, Hierarchical, Profile
 from elastic_ring.attention.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.rules import Dense, Rule, Sinks, Strided, Window
@@ -40,6 +42,7 @@ _FAMILIES: dict[str, tuple[dict[str, int | None], Callable[..., Rule]]] = {
         lambda blocks, seed, unit: BigBird(1, 0, blocks, seed, unit),
     ),
     "hierarchical": ({"base": 4, **_UNIT}, Hierarchical),
+    "topk": ({"blocks": None, "causal": 1, **_UNIT}, TopK),
 }
 _LISTED = ("longnet", "profile")
 """Families whose arguments are a list of their own."""
@@ -102,7 +105,7 @@ def _term(text: str, whole: str) -> tuple[Rule, ...]:
     return (_made(lambda: make(*values.values()), whole),)
 
 
-_EXAMPLES = {"window": "512", "sinks": "64", "strided": "16,2", "random": "4"}
+_EXAMPLES = {"window": "512", "sinks": "64", "strided": "16,2", "random": "4", "topk": "8"}
 
 
 def _listed(name: str, words: list[str], whole: str) -> tuple[Rule, ...]:

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
-from elastic_ring.attention.adaptive import Chosen, choose_blocks
+from elastic_ring.attention.content import Choices, Chosen
 from elastic_ring.attention.layout import Layout, Range
 from elastic_ring.attention.merge import accumulate_dtype
+from elastic_ring.attention.routing import choose_blocks
 from elastic_ring.attention.rules import Rule
 from elastic_ring.attention.sparse_schedule import chunks_of
 from elastic_ring.attention.swaps import Swaps
@@ -27,7 +27,7 @@ _SUMS, _SHARES, _CHOICES = range(3)
 _NUM_KINDS = 3
 _NUM_TAGGED_CALLS = 1024
 _FIRST_TAG = 1 << 25
-"""Above every tag of hops and of `adaptive`."""
+"""Above every tag of hops, below those of `routing_exchange`."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,10 @@ class BlockSummaries:
             for rank, held in enumerate(owned)
         ]
         self.swaps.swap([mine] * self.swaps.cp, choices, "forward", _tag(call_index, _CHOICES))
-        past = np.full((batch, num_heads, num_blocks, num_chosen), -1, dtype=np.int32)
+        past: Choices = np.full((batch, num_heads, num_blocks, num_chosen), -1, dtype=np.int32)
         for held, numbers in zip(owned, choices, strict=True):
             past[:, :, held] = numbers.numpy()
-        return [tuple(_chosen(of_head, self.blocks.block) for of_head in heads) for heads in past]
+        return [tuple(Chosen(num_blocks, of_head.tobytes(), self.blocks.block) for of_head in heads) for heads in past]
 
     def _collect(
         self, sums: torch.Tensor, sums_q: torch.Tensor, call_index: int
@@ -242,18 +242,11 @@ def _sums(x: torch.Tensor, parts: tuple[Part, ...], dtype: torch.dtype) -> torch
 
 
 def _numbers(chosen: torch.Tensor, rows: list[int], num_chosen: int) -> torch.Tensor:
-    """int32 (H, R, num_chosen): the past blocks of `chosen` (H, R, n) bool by number, then -1 where there are fewer."""
+    """int32 (H, R, num_chosen): the past blocks of `chosen` (H, R, n) bool as `content.Choices` has them."""
     past = chosen.to(torch.int8)
     past[:, torch.arange(len(rows)), torch.tensor(rows, dtype=torch.int64)] = 0
     first = past.argsort(dim=-1, descending=True, stable=True)[..., :num_chosen]
     return first.masked_fill(past.gather(-1, first) == 0, -1).to(torch.int32)
-
-
-def _chosen(past: NDArray[np.int32], block: int) -> Rule:
-    """The rule of a head whose blocks see themselves and `past` (n, num_chosen), numbers as `_numbers` gives them."""
-    table = np.eye(len(past), len(past) + 1, dtype=bool)
-    np.put_along_axis(table, past.astype(np.int64), True, axis=-1)  # -1 marks the column too many
-    return Chosen(len(past), np.packbits(table[:, :-1]).tobytes(), block)
 
 
 def _row(x: torch.Tensor) -> int:

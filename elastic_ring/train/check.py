@@ -102,7 +102,7 @@ def _batch(task: TrainingTask, model: nn.Module, sample: Sample, wires: Any, cp:
     cp_rank = wires.mesh.seat(wires.global_rank).cp_rank if cp > 1 else 0
     layout = make_layout(task.step.layout, len(sample.tokens) - 1, cp)
     piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
-    attention = attention_of(task, piece, layout, cp_rank, wires.ring if cp > 1 else None)
+    attention = attention_of(task, piece, layout, cp_rank, wires.ring if cp > 1 else None, check=wires.check)
     return batch_of(piece, attention, next(model.parameters()).device)
 
 

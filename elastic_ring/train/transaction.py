@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -218,8 +218,8 @@ class Transaction:
             loss.backward()
             loss_sum += loss.detach()
             num_tokens += int(num_targets)
-            num_hop_bytes += sum(attention.ledger.sent_bytes.values())
-            hop_wait_s += sum(attention.ledger.wait_s.values())
+            num_hop_bytes += attention.ledger.all_sent_bytes
+            hop_wait_s += attention.ledger.all_wait_s
         return Local(loss_sum, num_tokens, consumed_digest(step, slices), num_hop_bytes, hop_wait_s)
 
     def reduce(self, step: int) -> None:
@@ -328,15 +328,17 @@ class Transaction:
         return make_layout(self.task.step.layout, self.task.step.context_tokens, self._mesh.cp)
 
     def _attention(self, piece: Slice, step: int) -> RingAttention | PatternedAttention:
-        group = self._wires.ring if self._wires is not None and self._mesh.cp > 1 else None
+        assert self._wires is not None
+        group = self._wires.ring if self._mesh.cp > 1 else None
 
         def observe(direction: str, call_index: int, hop: int) -> None:
             # A forward hop inside backward is activation checkpointing's recomputation.
             self._watch(direction, step, hop if call_index == 0 or direction == "backward" else None)
 
         return attention_of(
-            self.task, piece, self.layout, self._seat.cp_rank, group, observe, self._kernel_cache, self._buffers
-        )
+            self.task, piece, self.layout, self._seat.cp_rank, group, observe, self._kernel_cache, self._buffers,
+            self._wires.check,
+        )  # fmt: skip
 
     def _batch(self, piece: Slice, attention: RingAttention | PatternedAttention) -> Batch:
         return batch_of(piece, attention, self.device)
@@ -363,14 +365,15 @@ def sequence_seed(seed: int, step: int, sample_id: int, cp_rank: int) -> int:
 
 def attention_of(
     task: TrainingTask, piece: Slice, layout: Layout, cp_rank: int, group: Any, observer: Observer | None = None,
-    kernel_cache: Path | None = None, buffers: HopBuffers | None = None,
+    kernel_cache: Path | None = None, buffers: HopBuffers | None = None, check: Callable[[], None] | None = None,
 ) -> RingAttention | PatternedAttention:
-    """The attention of one sequence: dense, by the task's kernel, or as its pattern says."""
+    """The attention of one sequence: dense, by the task's kernel, or as its pattern says. `check` raises once the
+    group has been aborted."""
     if task.pattern is not None:
         return PatternedAttention(
             task.pattern, layout, cp_rank, group, document_starts=piece.document_starts, observer=observer,
             backend=task.step.kernel or None, deterministic=task.step.deterministic, cache_dir=kernel_cache,
-            buffers=buffers,
+            buffers=buffers, check=check,
         )  # fmt: skip
     schedule = plan(Pattern(causal=True, document_starts=piece.document_starts), layout)
     return RingAttention(

@@ -15,8 +15,12 @@ import torch
 
 from elastic_ring.attention.ledger import HopLedger
 from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.routing import Router
+from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.sparse_schedule import plan_sparse
 from tests.unit.attention_rings import Case, Outcome, in_threads
+from tests.unit.content_cases import ContentCase
 from tests.unit.pattern_cases import SparseCase
 
 
@@ -111,6 +115,32 @@ def run_sparse_on(
     results = in_threads(cp, work)
     gathered = [layout.gather([locals_[i] for locals_, _ in results], 1).cpu() for i in range(4)]
     return gathered, [ledger for _, ledger in results]
+
+
+def run_content_on(
+    device: str, case: ContentCase, wires: Wires | None = None, **options: Any
+) -> tuple[list[torch.Tensor], list[SparseRingAttention]]:
+    """The same where content chooses, over whole blocks, and each rank's ring."""
+    cp, layout, scale = case.layout.cp, case.layout, case.head_dim**-0.5
+    wires = Wires(cp) if wires is None else wires
+    groups = wires.groups()
+    tensors = [tensor.to(device) for tensor in case.tensors()]
+
+    @torch.no_grad()
+    def work(cp_rank: int) -> tuple[list[torch.Tensor], SparseRingAttention]:
+        with wires.baton:
+            q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
+            ledger = HopLedger()
+            route = Router(layout, cp_rank, groups[cp_rank], case.documents, ledger, coalesced=True)
+            pattern = SparsePattern(route(case.heads, q, k, 0), case.block)
+            schedule = plan_sparse(pattern, layout, case.num_heads, case.num_kv_heads)
+            ring = SparseRingAttention(schedule, cp_rank, groups[cp_rank], coalesced=True, ledger=ledger, **options)
+            out, lse, call = ring._run_forward(q, k, v, scale)
+            return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call)], ring
+
+    results = in_threads(cp, work)
+    gathered = [layout.gather([locals_[i] for locals_, _ in results], 1).cpu() for i in range(4)]
+    return gathered, [ring for _, ring in results]
 
 
 def run_on_gpu(case: Case, wires: Wires | None = None, **options: Any) -> Outcome:

@@ -68,7 +68,7 @@ def block_case(family: str, cp: int, layout: str, **more: Any) -> BlockCase:
     return BlockCase(FAMILIES[family], (), layouts(seq_len, cp)[layout], block=128, **more)
 
 
-def masked_reference(case: BlockCase, device: str = "cpu") -> list[torch.Tensor]:
+def masked_reference(case: SparseCase, device: str = "cpu") -> list[torch.Tensor]:
     """out, dq, dk, dv of one masked fp64 softmax, head by head; rows that see nothing are 0."""
     q, k, v, dout = (tensor.double().to(device) for tensor in case.tensors())
     sharing, mask = case.num_heads // case.num_kv_heads, case.mask().to(device)

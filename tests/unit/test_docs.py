@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ring import errors
+from elastic_ring.attention import spec
+from elastic_ring.attention.spec import parse_pattern
 from elastic_ring.config import Timeouts
 from elastic_ring.faults import KINDS, PHASES, ROLES, parse_faults
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
@@ -92,6 +94,14 @@ def test_every_make_target_and_test_file_that_a_page_names_is_there() -> None:
     files = set(re.findall(r"\btests/[\w/]+\.py", text))
     assert files
     assert [file for file in sorted(files) if not (ROOT / file).is_file()] == []
+
+
+def test_the_families_of_patterns_are_those_of_the_table() -> None:
+    listed = rows(README, "Sparse attention")
+    assert sorted(family.strip("`") for family, _, _ in listed) == sorted((*spec._FAMILIES, *spec._LISTED))
+    for family, example, _ in listed:
+        assert example.startswith(family[:-1])
+        parse_pattern(example.strip("`"))
 
 
 def test_every_link_between_the_pages_leads_somewhere() -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from elastic_ring.attention import compressed
-from elastic_ring.attention.adaptive import Chosen
+from elastic_ring.attention.content import Chosen
 from elastic_ring.attention.gated import GatedSparseAttention
 from elastic_ring.attention.gated_ring import GatedRing, ViewSizes
 from elastic_ring.attention.layout import Layout, contiguous, zigzag

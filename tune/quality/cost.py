@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.adaptive import AdaptiveRingAttention
 from elastic_ring.attention.choice import Sizes, choose
+from elastic_ring.attention.content import TopK
 from elastic_ring.attention.gated import GatedSparseAttention
 from elastic_ring.attention.gated_ring import GatedRing
-from elastic_ring.attention.layers import PatternedAttention
+from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAttention
 from elastic_ring.attention.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.schedule import plan
@@ -42,7 +42,9 @@ def step_s(family: Family, seq_len: int, num_layers: int, *, head_dim: int = 64,
         if family.window:
             layers: list[Any] = [_gated(family, layout, head_dim)]
         elif pattern is None:
-            layers = [AdaptiveRingAttention(layout, 0, None, top_k=family.top_k, block=family.block)]
+            rule = TopK(family.top_k, family.first_query, family.block)
+            chosen = LayerPatterns((LayerGroup((rule,)),), family.block)
+            layers = [PatternedAttention(chosen, layout, 0, None)]
         else:
             ring = PatternedAttention(pattern, layout, 0, None)
             groups = [pattern.of_layer(i) for i in range(num_layers)]

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_ring.attention.adaptive import choose_blocks
 from elastic_ring.attention.blocks import visible
 from elastic_ring.attention.gated import GatedSparseAttention
 from elastic_ring.attention.layers import LayerPatterns
+from elastic_ring.attention.routing import choose_blocks
 from elastic_ring.attention.rules import Dense
 
 

@@ -8,14 +8,15 @@ ring's rank, its own slice against the keys it fetched. No kernels in here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from elastic_ring.attention.blocks import block_kinds
-from elastic_ring.attention.rules import NONE, PART, Mask, Positions, Rule
+from elastic_ring.attention.blocks import block_kinds, row_kinds
+from elastic_ring.attention.content import Chosen, TopK
+from elastic_ring.attention.remembered import remembered
+from elastic_ring.attention.rules import NONE, PART, Mask, Positions, Rule, Union
 from elastic_ring.attention.sparse import SparsePattern
 
 BLOCK_TOKENS = 128
@@ -111,7 +112,7 @@ def kept_between(rules: tuple[Rule, ...], seq_len: int, queries: Positions, keys
         check_whole_blocks(rule, seq_len)
     chosen = rules[:1] if len(set(rules)) == 1 else rules
     of_rule = {
-        rule: block_kinds(rule, seq_len, BLOCK_TOKENS)[np.ix_(queries, keys)] != NONE for rule in dict.fromkeys(chosen)
+        rule: row_kinds(rule, seq_len, BLOCK_TOKENS, queries)[:, keys] != NONE for rule in dict.fromkeys(chosen)
     }
     return np.stack([of_rule[rule] for rule in chosen])
 
@@ -124,13 +125,23 @@ def check_documents(document_starts: tuple[int, ...]) -> None:
         )
 
 
-@lru_cache(maxsize=256)
+@remembered(maxsize=256)
 def check_whole_blocks(rule: Rule, seq_len: int) -> None:
-    """Raises `ValueError` when `rule` keeps some block of a document of `seq_len` tokens in part.
+    """Raises `ValueError` when `rule` keeps some block of a document of `seq_len` tokens in part, or content may have
+    it do so.
 
     The blocks on the diagonal are kept whole when all that causality leaves of them is.
     """
     if rule.unit % BLOCK_TOKENS == 0:
+        return
+    if isinstance(rule, TopK | Chosen):
+        raise ValueError(
+            f"{rule}: content chooses blocks of {rule.unit_tokens} tokens, and block-sparse kernels keep whole blocks"
+            f" of {BLOCK_TOKENS}; set unit={BLOCK_TOKENS}"
+        )
+    if isinstance(rule, Union) and (rule.awaits_content or rule.for_one_call):
+        for part in rule.rules:  # not what they make together: that is another in every call
+            check_whole_blocks(part, seq_len)
         return
     if (np.tril(block_kinds(rule, seq_len, BLOCK_TOKENS)) == PART).any():
         raise ValueError(
@@ -153,9 +164,10 @@ def _listed_by_host(chosen: Mask, device: torch.device) -> BlockLists:
     chosen = np.ascontiguousarray(chosen)  # what numpy picked out of a table lies by columns, and kernels read rows
     counts = chosen.sum(-1, dtype=np.int32)
     indices = np.zeros((*counts.shape, max(1, int(counts.max(initial=0)))), dtype=np.int32)
-    head, row, column = np.nonzero(chosen)
-    starts = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)
-    indices[head, row, np.arange(len(column)) - starts[head, row]] = column
+    found = np.flatnonzero(chosen)  # of three dimensions at once numpy takes several times as long
+    each = counts.ravel()
+    starts = np.arange(each.size) * indices.shape[2] - (np.cumsum(each) - each)
+    indices.ravel()[np.repeat(starts, each) + np.arange(found.size)] = found % max(1, chosen.shape[2])
     return BlockLists(*(torch.from_numpy(each).unsqueeze(0).to(device) for each in (counts, indices)))
 
 

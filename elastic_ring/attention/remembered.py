@@ -1,0 +1,32 @@
+"""A cache for what is planned from patterns, which passes by those that content chose for one call.
+
+Such a pattern never comes again: remembering its plans would push out those of static patterns, which do. Whoever
+made it keeps them (`sparse_ring`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def remembered(maxsize: int) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """`lru_cache`, unless the first argument, a rule, pattern or schedule, is `for_one_call`."""
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        cached: Any = lru_cache(maxsize)(function)
+
+        @wraps(function)
+        def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
+            planned: Any = args[0]
+            result: Result = (function if planned.for_one_call else cached)(*args, **options)
+            return result
+
+        call.cache_info, call.cache_clear = cached.cache_info, cached.cache_clear  # type: ignore[attr-defined]
+        return call
+
+    return decorate

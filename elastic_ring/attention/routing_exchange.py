@@ -1,0 +1,100 @@
+"""The two exchanges of a content's choice: every rank has something of its own for every other, all at once.
+
+Receives and sends are posted before anything is waited for, so no cycle of waits can form. On a GPU they are one
+coalesced operation and a wait is a wait of the stream, as in `packed_exchange`. Whatever `Work.wait()` raises passes
+through untouched. What is sent, and what it means, is `routing`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic_ring.attention.exchange import Group, HopLedger
+
+_NUM_TAGGED_CALLS = 1024
+_NUM_SWAPS = 2
+_FIRST_TAG = 1 << 30
+"""Above the tags of hops, whatever call they belong to."""
+
+
+@dataclass(eq=False)
+class _Message:
+    hop: int
+    buffer: torch.Tensor
+    received: bool
+    work: Any = None
+
+
+class RoutingExchange:
+    """Of one attention call. After an error `abandon` hands over the buffers that the group may still write to."""
+
+    def __init__(
+        self, cp_rank: int, cp: int, group: Group | None, call_index: int, ledger: HopLedger, *, coalesced: bool
+    ) -> None:
+        self._cp_rank, self._cp, self._group = cp_rank, cp, group
+        self._first_tag = _FIRST_TAG + call_index % _NUM_TAGGED_CALLS * _NUM_SWAPS
+        self._ledger = ledger
+        self._coalesced = coalesced
+        self._num_swaps = 0
+        self._messages: list[_Message] = []
+
+    def swap(self, given: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        """By rank, what it has for this one: flat, `sizes` elements. `given` are what this one has for each.
+
+        Both know all sizes, so nothing is sent where there is nothing to say. Blocks until all has arrived and left.
+        """
+        tag = self._first_tag + self._num_swaps
+        self._num_swaps += 1
+        own = given[self._cp_rank]
+        told = [own if rank == self._cp_rank else own.new_empty(size) for rank, size in enumerate(sizes)]
+        hops = range(1, self._cp)
+        incoming = [_Message(hop, told[(self._cp_rank - hop) % self._cp], True) for hop in hops]
+        outgoing = [_Message(hop, given[(self._cp_rank + hop) % self._cp].contiguous(), False) for hop in hops]
+        self._messages = [message for message in (*incoming, *outgoing) if message.buffer.numel()]
+        if self._messages:
+            self._post(tag)
+            for message in self._messages:
+                self._wait(message)
+        self._messages = []
+        return told
+
+    def abandon(self) -> list[torch.Tensor]:
+        """Give up after an error: let go of the group and its works, return the buffers of those under way."""
+        buffers = [message.buffer for message in self._messages]
+        for message in self._messages:
+            message.work = None
+        self._messages, self._group = [], None
+        return buffers
+
+    def _post(self, tag: int) -> None:
+        assert self._group is not None
+        backend: Any = self._group
+        if self._coalesced:
+            device = self._messages[0].buffer.device
+            backend = backend._get_backend(device) if hasattr(backend, "_get_backend") else backend
+            backend._start_coalescing()
+        for message in self._messages:
+            if message.received:
+                message.work = self._group.recv([message.buffer], (self._cp_rank - message.hop) % self._cp, tag)
+            else:
+                message.work = self._group.send([message.buffer], (self._cp_rank + message.hop) % self._cp, tag)
+                self._ledger.routing_sent_bytes[message.hop] += message.buffer.nbytes
+        if self._coalesced:  # one work ends them all
+            for message in self._messages:
+                message.work = None
+            self._messages[0].work = backend._end_coalescing()
+
+    def _wait(self, message: _Message) -> None:
+        assert message.work is not None or self._coalesced, "this rank is not in the group"
+        start = time.perf_counter()
+        try:
+            if message.work is not None:
+                message.work.wait()
+        finally:
+            self._ledger.routing_wait_s += time.perf_counter() - start
+        if message.received:
+            self._ledger.routing_received_bytes[message.hop] += message.buffer.nbytes
