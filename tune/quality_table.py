@@ -86,8 +86,8 @@ def measure(
     of_text = families(text.seq_len, text.block, text.num_layers)
     if part == "cost":
         scaled = families(options.cost_len, 128, text.num_layers)[name]
-        # The gated module has no path that skips blocks; the choice by first queries costs what the other does.
-        timed = not scaled.window and not scaled.first_query
+        # The choice by first queries costs what the other does.
+        timed = not scaled.first_query
         value = {
             "density": of_text[name].density(text.seq_len, text.num_layers, NUM_HEADS),
             "cost_density": scaled.density(options.cost_len, text.num_layers, NUM_HEADS),

@@ -216,11 +216,14 @@ BLOCK_TEXTS = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("starts", [(0,), (0, 384)])
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("text", BLOCK_TEXTS)
-def test_in_whole_blocks_the_choice_and_the_result_are_the_same(rings: ThreadRings, text: str, cp: int) -> None:
+def test_in_whole_blocks_the_choice_and_the_result_are_the_same(
+    rings: ThreadRings, text: str, cp: int, starts: tuple[int, ...]
+) -> None:
     name = ("contiguous", "zigzag")[(cp + BLOCK_TEXTS.index(text)) % 2]
-    case = make_case(name, cp, 1024, text=text, block=128)
+    case = make_case(name, cp, 1024, text=text, block=128, document_starts=starts)
     found, used = run_content(case, rings.groups(cp), sparse_kernel="reference-sparse")
     for what, got, want in zip(("out", "dq", "dk", "dv"), found, wanted(alone(case)), strict=True):
         assert relative_error(got, want) <= 1e-12, what

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.unit.attention_rings import one_thread
 LENGTH, BLOCK, HEADS, DIM, WIDTH = 32, 4, 4, 8, 12
 
 
-def module(**sizes: int) -> GatedSparseAttention:
+def module(**sizes: Any) -> GatedSparseAttention:
     made = GatedSparseAttention(WIDTH, HEADS, **{"block": BLOCK, "top_k": 3, "window": 6, **sizes}).double()
     return made
 
@@ -54,6 +55,30 @@ def test_each_view_is_a_softmax_of_its_own() -> None:
         assert (compressed[:, :BLOCK] == 0).all()
 
 
+def test_a_ragged_last_block_changes_nothing_before_it() -> None:
+    """31 tokens in blocks of 4: the last block has three, whose mean only its own choice reads."""
+    tensors = sample()
+    short = [tensor[:, :31] for tensor in tensors]
+    with one_thread():
+        whole, found = module()(*tensors), module()(*short)
+        torch.testing.assert_close(found[:, :28], whole[:, :28])
+        assert torch.equal(module().selected(*short[1:3])[:, :, :28], module().selected(*tensors[1:3])[:, :, :28, :31])
+        mean_q = short[1][:, 28:].mean(1)
+        mean_k = short[2][:, :28].unflatten(1, (-1, BLOCK)).mean(2).repeat_interleave(2, dim=2)
+        best = torch.einsum("bhd,bjhd->bhj", mean_q, mean_k).topk(2).indices.sort(-1).values
+        row = module().selected(*short[1:3])[:, :, 30, :28].unflatten(-1, (-1, BLOCK)).all(-1)
+        assert torch.equal(row.nonzero()[:, 2].view(2, HEADS, 2), best)
+
+
+def test_with_the_first_query_no_output_depends_on_any_later_token() -> None:
+    cut = 13
+    tensors, other = sample(), sample(1)
+    later = [torch.cat([a[:, :cut], b[:, cut:]], dim=1) for a, b in zip(tensors, other, strict=True)]
+    with one_thread():
+        made = module(first_query=True)
+        torch.testing.assert_close(made(*later)[:, :cut], made(*tensors)[:, :cut], rtol=0, atol=0)
+
+
 def test_no_output_depends_on_a_later_token() -> None:
     tensors = sample()
     with one_thread():
@@ -80,5 +105,7 @@ def test_sizes_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="top_k=0: must be at least 1"):
         module(top_k=0)
     x, q, k, v = sample()
-    with pytest.raises(ValueError, match="S=31: not a multiple of block=4"):
-        module()(x[:, :31], q[:, :31], k[:, :31], v[:, :31])
+    with pytest.raises(ValueError, match=r"x must be \(B, S, 12\) with q's B and S"):
+        module()(x[:, :31], q, k, v)
+    with pytest.raises(ValueError, match="q has 2 heads, the gates are for num_heads=4"):
+        module()(x, q[:, :, :2], k, v)

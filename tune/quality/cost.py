@@ -6,14 +6,18 @@ Measured at a length where skipping shows, with the family scaled to it; never w
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from elastic_ring.attention.choice import Sizes, choose
 from elastic_ring.attention.content import TopK
+from elastic_ring.attention.gated import GatedSparseAttention
+from elastic_ring.attention.gated_ring import GatedRing
 from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAttention
-from elastic_ring.attention.layout import contiguous, zigzag
+from elastic_ring.attention.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.sparse import SparsePattern
@@ -26,7 +30,7 @@ NUM_HEADS = 4
 
 def step_s(family: Family, seq_len: int, num_layers: int, *, head_dim: int = 64, repeats: int = 2) -> float:
     """CPU seconds of forward and backward through the attention of `num_layers` layers, the mean layer, the least
-    of `repeats`. Routing by content is in; planning of static patterns is done once and left out.
+    of `repeats`. Routing by content is in, and so are gates; planning of static patterns is done once and left out.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (1, seq_len, NUM_HEADS, head_dim)
@@ -35,10 +39,12 @@ def step_s(family: Family, seq_len: int, num_layers: int, *, head_dim: int = 64,
     pattern, layout = family.pattern(), contiguous(seq_len, 1)
     times = []
     for repeat in range(repeats + 1):
-        if pattern is None:
+        if family.window:
+            layers: list[Any] = [_gated(family, layout, head_dim)]
+        elif pattern is None:
             rule = TopK(family.top_k, family.first_query, family.block)
             chosen = LayerPatterns((LayerGroup((rule,)),), family.block)
-            layers: list[Any] = [PatternedAttention(chosen, layout, 0, None)]
+            layers = [PatternedAttention(chosen, layout, 0, None)]
         else:
             ring = PatternedAttention(pattern, layout, 0, None)
             groups = [pattern.of_layer(i) for i in range(num_layers)]
@@ -49,6 +55,16 @@ def step_s(family: Family, seq_len: int, num_layers: int, *, head_dim: int = 64,
         if repeat:
             times.append((time.process_time() - start) / len(layers))
     return min(times)
+
+
+def _gated(family: Family, layout: Layout, head_dim: int) -> Callable[..., torch.Tensor]:
+    """The path of a ring, on one rank: the masks of the definition say nothing of what skipping costs."""
+    width = NUM_HEADS * head_dim
+    gated = GatedSparseAttention(
+        width, NUM_HEADS, block=family.block, top_k=family.top_k, window=family.window, first_query=family.first_query
+    )
+    x = torch.randn(1, layout.seq_len, width, generator=torch.Generator().manual_seed(1))
+    return partial(gated, x, ring=GatedRing(layout, 0, None))
 
 
 def ring_bytes(family: Family, seq_len: int, cp: int, num_layers: int, *, head_dim: int = 64) -> float:
