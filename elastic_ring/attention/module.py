@@ -17,7 +17,7 @@ from torch import nn
 from elastic_ring.attention.choice import Choice, Machine, Sizes, choose
 from elastic_ring.attention.exchange import Group, HopLedger
 from elastic_ring.attention.families import BigBird, longnet
-from elastic_ring.attention.kernel_choice import TILES, Kind, KernelChoice, choose_kernel
+from elastic_ring.attention.kernel_choice import TILES, KernelChoice, Kind, choose_kernel
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.rules import Dense, Rule, Sinks, Window
