@@ -86,7 +86,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--faults", help="a schedule of planned faults, or none; kill@step=21,phase=backward,rank=3")
     parser.add_argument("--data", help="text files (path, directory or glob), or shards:URI; default: Python's library")
-    parser.add_argument("--layout", choices=["zigzag", "contiguous"])
+    parser.add_argument(
+        "--layout", choices=["zigzag", "contiguous", "auto"],
+        help="how a ring splits a sequence (zigzag); auto: as suits the pattern",
+    )  # fmt: skip
+    parser.add_argument("--machine", help="figures that --layout auto prices with: a file of jobs/calibrate.py")
     parser.add_argument(
         "--pattern", help="which keys attention keeps: a JSON file, or sinks:64+window:512;dense@3; default: all"
     )
@@ -130,6 +134,7 @@ def build(args: argparse.Namespace) -> ElasticRingTrainer:
     return ElasticRingTrainer(
         partial(Transformer, model), _data(args.data, step.context_tokens), step=step, optim=optim, scaling=scaling,
         run=run, initial=Initialiser(step.seed, model.num_layers), pattern=_pattern(args.pattern, model, step),
+        machine=args.machine,
     )  # fmt: skip
 
 
