@@ -68,25 +68,33 @@ class Stopwatch:
     Once `limit_s` seconds have passed since it was made (on any rank), what is timed is no longer repeated.
     """
 
-    def __init__(self, group: Ranks | None, device: torch.device, effort: Effort) -> None:
-        self._group, self._device, self._effort = group, device, effort
-        self._begun = time.perf_counter()
+    def __init__(
+        self, group: Ranks | None, device: torch.device, effort: Effort,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self._group, self._device, self._effort, self._clock = group, device, effort, clock
+        self._begun = clock()
 
     def median_s(self, run: Callable[[], None]) -> float:
         """The median of the repeats of `run`, after one that is thrown away."""
         times: list[float] = []
         for repeat in range(1 + self._effort.repeats):
-            begin = time.perf_counter()
-            run()
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            end = time.perf_counter()
-            taken, spent = self._most(end - begin, end - self._begun)
+            taken, spent = self.once_s(run)
             if repeat:
                 times.append(taken)
                 if spent > self._effort.limit_s:
                     break
         return statistics.median(times)
+
+    def once_s(self, run: Callable[[], None]) -> tuple[float, float]:
+        """(seconds that `run` took, seconds since the watch was made)."""
+        begin = self._clock()
+        run()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        end = self._clock()
+        taken, spent = self._most(end - begin, end - self._begun)
+        return taken, spent
 
     def _most(self, *values: float) -> list[float]:
         """The most of each over the ranks. Also where they wait for one another before the next repeat."""
@@ -129,6 +137,7 @@ def calibrate(
     dtype: torch.dtype = torch.float32,
     deterministic: bool = True,
     effort: Effort = Effort(),  # noqa: B008 (frozen)
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
     """Measure `device` and the links of `group`; every rank of it calls this alike and gets equal figures.
 
@@ -138,7 +147,7 @@ def calibrate(
     """
     device = torch.device(device)
     group = None if group is None or group.size() == 1 else group
-    stopwatch = Stopwatch(group, device, effort)
+    stopwatch = Stopwatch(group, device, effort, clock)
     default, checks = Machine(), list[Check]()
     link, message_s = default.link_bytes_per_s, default.message_s
     if group is not None:

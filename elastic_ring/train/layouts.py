@@ -33,7 +33,7 @@ class Layouts:
         self._chosen: dict[tuple[int, str], LayoutChoice] = {}
 
     def choice(self, cp: int, device_type: str) -> LayoutChoice:
-        """For rings of `cp` ranks on "cpu" or "cuda", whose kernels take whole blocks. Of "auto" it says why in the log.
+        """For rings of `cp` ranks on "cpu" or "cuda", whose kernels take whole blocks. "auto" says why in the log.
 
         Raises `ValueError` for a pattern that does not fit the model's layers or heads.
         """
