@@ -76,7 +76,7 @@ def join(rank: int, num_ranks: int, store: str, on_gpus: bool) -> torch.device:
 def _rank(rank: int, num_ranks: int, store: str, options: argparse.Namespace) -> None:
     device = join(rank, num_ranks, store, options.device == "cuda")
     dtype = getattr(torch, options.dtype)
-    sizes = Sizes(*options.heads, options.head_dim, dtype.itemsize)
+    sizes = Sizes(options.heads[0], options.heads[1], options.head_dim, dtype.itemsize)
     effort = Effort(options.limit_s, options.repeats, options.most_mib << 20)
     found = calibrate(
         dist.group.WORLD, device, sizes, dtype=dtype, deterministic=not options.fast, effort=effort

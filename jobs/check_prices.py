@@ -99,7 +99,7 @@ def sending_all(schedule: SparseSchedule) -> SparseSchedule:
 def systems_of(
     text: str, options: argparse.Namespace, machine: Machine, cp_rank: int, group: Any
 ) -> tuple[list[System], list[Candidate]]:
-    sizes = Sizes(*options.heads, options.head_dim, FP32_BYTES)
+    sizes = Sizes(options.heads[0], options.heads[1], options.head_dim, FP32_BYTES)
     patterns = parse_pattern(text)
     pattern = SparsePattern(patterns.of_layer(0).heads(*options.heads), patterns.block)
     found, candidates = [], []
@@ -161,7 +161,7 @@ def _rank(cp_rank: int, cp: int, store: str, options: argparse.Namespace) -> Non
     group, effort = dist.group.WORLD, Effort(options.limit_s)
     lines: list[str] = []
     if options.machine is None:
-        sizes = Sizes(*options.heads, options.head_dim, FP32_BYTES)
+        sizes = Sizes(options.heads[0], options.heads[1], options.head_dim, FP32_BYTES)
         found = calibrate(group, device, sizes, effort=effort)
         machine = found.machine
         lines += [report(found), ""]

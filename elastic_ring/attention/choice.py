@@ -156,7 +156,7 @@ def layouts_for(pattern: SparsePattern, seq_len: int, cp: int, balance_limit: fl
     """The layouts worth weighing: the named ones, by residue class for dilated and strided rules, placed by work."""
     unit = max(1, min(pattern.block, -(-seq_len // (2 * cp))))
     found = [contiguous(seq_len, cp), zigzag(seq_len, cp), striped(seq_len, cp, unit_tokens=unit)]
-    parts = _parts(pattern.heads)
+    parts = parts_of(pattern.heads)
     rates = {(max(rule.rates), rule.unit_tokens) for rule in parts if isinstance(rule, Dilated)}
     rates |= {(rule.every, rule.unit_tokens) for rule in parts if isinstance(rule, Strided)}
     found += [residue_class(seq_len, cp, rate, unit_tokens=tokens) for rate, tokens in sorted(rates) if rate > 1]
@@ -209,10 +209,11 @@ def sparse_kernels(schedule: SparseSchedule, cp_rank: int, fetches: bool, machin
     return len(own), sum(tile.num_pairs * len(tile.heads) for tile in own)
 
 
-def _parts(rules: tuple[Rule, ...]) -> list[Rule]:
+def parts_of(rules: tuple[Rule, ...]) -> list[Rule]:
+    """The rules that are no union, of these and of unions among them."""
     found: list[Rule] = []
     for rule in dict.fromkeys(rules):
-        found += _parts(rule.rules) if isinstance(rule, Union) else [rule]
+        found += parts_of(rule.rules) if isinstance(rule, Union) else [rule]
     return found
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from elastic_ring.attention.choice import SLACK, Sizes, in_whole_blocks, layouts_for, price, rank
+from elastic_ring.attention.choice import SLACK, Sizes, in_whole_blocks, layouts_for, parts_of, price, rank
 from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.machine import Machine
@@ -108,7 +108,7 @@ def _nothing_to_weigh(patterns: LayerPatterns | None, calls: tuple[Call, ...], c
         return "one rank holds all tokens"
     if patterns is None or not patterns.any_sparse:
         return "every layer attends densely and causally, which it splits evenly"
-    rules = [rule for group in patterns.groups for rule in group.rules]
+    rules = [rule for group in patterns.groups for rule in parts_of(group.rules)]
     if any(getattr(rule, "awaits_content", False) for rule in rules):
         return "content chooses what some layers keep, so that there is no schedule to price before a call"
     if not calls:

@@ -79,7 +79,7 @@ def test_a_window_is_split_so_that_less_is_sent_than_by_zigzag_and_the_reason_sa
     found = choose_layout(WINDOW, CALLS, 8192, 4)
     by_name = {price.layout.name: price for price in found.candidates}
     assert found.layout.segments == contiguous(8192, 4).segments
-    assert by_name[found.layout.name].all_bytes * 2 < by_name["zigzag"].all_bytes
+    assert by_name[found.layout.name].all_bytes * 2 <= by_name["zigzag"].all_bytes
     assert found.candidates[0].layout == found.layout
     assert f"against zigzag: {by_name['zigzag'].all_bytes:,} bytes" in found.why
     assert "4 attention calls" in found.why
