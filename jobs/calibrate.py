@@ -43,7 +43,10 @@ def report(found: Calibration) -> str:
         f"{about['ranks']} ranks on {about['device']}, {about['dtype']}, {about['num_heads']}:{about['num_kv_heads']}"
         f" heads of {about['head_dim']}, torch {about['torch']}, {about['date']}"
     ]
-    lines += [f"{name:<18} {value:.4g}" for name, value in asdict(machine).items()]
+    lines += [
+        f"{name:<18} {value if isinstance(value, bool) else format(value, '.4g')}"
+        for name, value in asdict(machine).items()
+    ]
     lines.append(f"{'':<34} {'measured ms':>12} {'by the fit':>12} {'error':>8}")
     for check in found.checks:
         lines.append(
@@ -78,9 +81,7 @@ def _rank(rank: int, num_ranks: int, store: str, options: argparse.Namespace) ->
     dtype = getattr(torch, options.dtype)
     sizes = Sizes(options.heads[0], options.heads[1], options.head_dim, dtype.itemsize)
     effort = Effort(options.limit_s, options.repeats, options.most_mib << 20)
-    found = calibrate(
-        dist.group.WORLD, device, sizes, dtype=dtype, deterministic=not options.fast, effort=effort
-    )  # fmt: skip
+    found = calibrate(dist.group.WORLD, device, sizes, dtype=dtype, deterministic=not options.fast, effort=effort)
     if rank == 0:
         print(report(found), flush=True)
         if options.out is not None:

@@ -177,6 +177,6 @@ class _Attends:
 
 def lengths(device: torch.device, effort: Effort) -> list[tuple[int, bool]]:
     """(tokens, whether the fit is made from them): the shortest, one between that checks it, the longest."""
-    low, high = effort.num_tokens or ((1024, 4096) if device.type == "cpu" else (8192, 32768))
+    low, high = effort.num_tokens or ((2048, 4096) if device.type == "cpu" else (8192, 32768))
     middle = max(low + BLOCK_TOKENS, round(math.sqrt(low * high) / BLOCK_TOKENS) * BLOCK_TOKENS)
     return [(low, True), (middle, False), (high, True)]
