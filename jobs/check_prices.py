@@ -6,7 +6,9 @@
 One process for each rank, on CPUs over gloo. Every layout that is weighed runs with the exact ranges (`hops`) and with
 every key sent (`ring`): at cp 2, with one hop, no other exchange runs other lines here. Times are the slowest rank's,
 medians over repeats that are interleaved in a new order each; the price is of the forward pass. *Regret* is how much
-longer the one that the plan ranks first takes than the fastest. Nothing else should run on the host meanwhile.
+longer the one that the plan ranks first takes than the fastest. Nothing else should run on the host meanwhile; where
+that cannot be had, `--clock cpu` takes the slowest rank's CPU time, copies included and waits left out, for the
+calibration as well.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -41,8 +45,9 @@ from elastic_ring.attention.timed_cases import Effort
 from jobs.calibrate import heads, join, report
 from tune.pareto import rank_correlation
 
-PATTERNS = ("window:512", "sinks:64+window:256", "longnet:512/1,2048/4,8192/16,unit=16", "bigbird:3,1,3", "random:4")
+PATTERNS = ("window:128", "sinks:64+window:512", "longnet:256/1,1024/4,4096/16,unit=128", "bigbird:2,1,6", "random:8")
 FP32_BYTES = 4
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass
@@ -162,14 +167,14 @@ def _rank(cp_rank: int, cp: int, store: str, options: argparse.Namespace) -> Non
     lines: list[str] = []
     if options.machine is None:
         sizes = Sizes(options.heads[0], options.heads[1], options.head_dim, FP32_BYTES)
-        found = calibrate(group, device, sizes, effort=effort)
+        found = calibrate(group, device, sizes, effort=effort, clock=CLOCKS[options.clock])
         machine = found.machine
         lines += [report(found), ""]
     else:
         machine = Machine.read(options.machine)
-    stopwatch = Stopwatch(group, device, effort)
+    stopwatch = Stopwatch(group, device, effort, CLOCKS[options.clock])
     lines += [f"{options.tokens} tokens, cp {cp}, {options.heads[0]}:{options.heads[1]} heads of {options.head_dim},"
-              " fp32, one thread a rank", HEAD]  # fmt: skip
+              f" fp32, one thread a rank, {options.clock} time", HEAD]  # fmt: skip
     rows: list[Row] = []
     agreements: list[dict[str, Any]] = []
     for text in options.patterns:
@@ -190,10 +195,15 @@ def _rank(cp_rank: int, cp: int, store: str, options: argparse.Namespace) -> Non
 
 def _end(rows: list[Row], agreements: list[dict[str, Any]], machine: Machine, options: argparse.Namespace) -> None:
     predicted = [row.predicted_s for row in rows]
+    print(f"load average of the host {os.getloadavg()[0]:.1f} at the end, {options.load:.1f} at the start")
     over_all = [rank_correlation(predicted, [row.medians[i] for row in rows]) for i in (0, 1)]
     print(f"all {len(rows)}: rank correlation with forward {over_all[0]:.2f}, with both passes {over_all[1]:.2f}")
     if options.out is not None:
-        record = {"machine": asdict(machine), "agreement": agreements, "rows": [asdict(row) for row in rows]}
+        load = {"start": options.load, "end": os.getloadavg()[0]}
+        record = {
+            "load": load, "clock": options.clock, "machine": asdict(machine), "agreement": agreements,
+            "rows": [asdict(row) for row in rows],
+        }  # fmt: skip
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
@@ -202,14 +212,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096, help="(4096)")
     parser.add_argument("--ranks", type=int, default=2, help="processes, and cp (2)")
-    parser.add_argument("--heads", default="4:2", type=heads, help="query:K/V heads (4:2)")
+    parser.add_argument("--heads", default="4:4", type=heads, help="query:K/V heads (4:4)")
     parser.add_argument("--head-dim", default=64, type=int, help="(64)")
     parser.add_argument("--patterns", default=";".join(PATTERNS), type=lambda text: text.split(";"), help="by ;")
     parser.add_argument("--repeats", type=int, default=7, help="(7)")
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="(wall)")
     parser.add_argument("--limit-s", default=60.0, type=float, help="of the calibration (60)")
     parser.add_argument("--machine", help="figures measured before: a file of jobs/calibrate.py; default: measure now")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write every time there, as JSON")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.load = os.getloadavg()[0]
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,8 +24,8 @@ from elastic_ring.attention.sparse_schedule import plan_sparse
 
 LEAST_BYTES = 1 << 10
 NUM_MESSAGE_SIZES = 7
-SHORT_BYTES, NUM_SHORT = 1 << 17, 16
-"""Messages up to so long are timed so many in a row: ranks leave a barrier some ten microseconds apart."""
+MOST_IN_A_ROW, BYTES_IN_A_ROW = 16, 8 << 20
+"""Short messages are timed so many, or so many bytes, in a row: ranks leave a barrier some ten microseconds apart."""
 
 
 class Ranks(Group, Protocol):
@@ -85,7 +85,7 @@ def message_cases(group: Ranks, device: torch.device, effort: Effort) -> Iterato
     ratio = (effort.most_bytes / LEAST_BYTES) ** (1 / (NUM_MESSAGE_SIZES - 1))
     for index in range(NUM_MESSAGE_SIZES):
         num_bytes = round(LEAST_BYTES * ratio**index)
-        count = NUM_SHORT if num_bytes <= SHORT_BYTES else 1
+        count = max(1, min(MOST_IN_A_ROW, BYTES_IN_A_ROW // num_bytes))
         run = Hops(group, device, num_bytes, count)
         yield Case(f"{count} x {num_bytes} bytes", count, float(count * num_bytes), run, fitted=index % 2 == 0)
 
