@@ -147,9 +147,10 @@ class Transaction:
     def device(self) -> torch.device:
         return self._maker.device
 
-    def warm_up(self) -> None:
-        """What a spare can know before it has a place."""
+    def warm_up(self, cp: int, device_type: str) -> None:
+        """What a spare can know before it has a place: on rings of `cp` ranks, most likely."""
         self._maker.keep_buffers()
+        self._layouts.choice(cp, device_type)
 
     # ------------------------------------------------------------ a generation begins
 
