@@ -31,6 +31,8 @@ from elastic_ring.attention.timed_cases import (
 )
 from elastic_ring.errors import RunFailed
 
+NUM_WARM_UPS = 2
+
 
 @dataclass(frozen=True)
 class Check:
@@ -76,11 +78,11 @@ class Stopwatch:
         self._begun = clock()
 
     def median_s(self, run: Callable[[], None]) -> float:
-        """The median of the repeats of `run`, after one that is thrown away."""
+        """The median of the repeats of `run`, after two that are thrown away: connections, memory and compilers."""
         times: list[float] = []
-        for repeat in range(1 + self._effort.repeats):
+        for repeat in range(NUM_WARM_UPS + self._effort.repeats):
             taken, spent = self.once_s(run)
-            if repeat:
+            if repeat >= NUM_WARM_UPS:
                 times.append(taken)
                 if spent > self._effort.limit_s:
                     break

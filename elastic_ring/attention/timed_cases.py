@@ -37,7 +37,7 @@ class Ranks(Group, Protocol):
 @dataclass(frozen=True)
 class Effort:
     """How much may be spent. Measuring ends repeats early once `limit_s` seconds are over, never inside one call, and
-    every case has one warm-up and one repeat at least. Two messages of `most_bytes` bytes are held at once.
+    every case has its warm-ups and one repeat at least. Two messages of `most_bytes` bytes are held at once.
     `num_tokens` are the shortest and the longest sequence that kernels are timed on, None: by the device.
 
     Raises `ValueError` for what cannot be measured with.

@@ -24,7 +24,7 @@ from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_schedule import plan_sparse
 from elastic_ring.attention.sparse_tiles import tiles
 from elastic_ring.attention.timed_cases import Effort, Hops
-from jobs.calibrate import report
+from jobs.calibrate import main, report
 from tests.unit.attention_rings import ThreadRings, in_threads, one_thread
 
 CPU = torch.device("cpu")
@@ -204,6 +204,14 @@ def test_a_bad_fit_shows_in_the_report() -> None:
     assert "+10.0%  not fitted" in fine
     assert "do not plan by these figures" not in fine
     assert "do not plan by these figures" in report(Calibration(TRUTH, (good, replace(good, measured_s=5e-4)), about))
+
+
+def test_the_job_refuses_wrong_options_before_it_starts_a_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cpu", "--limit-s", "0"]) == 2
+    assert main(["--device", "cpu", "--most-mib", "0"]) == 2
+    assert main(["--device", "cuda", "--ranks", "1000"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1].split("=")[0].strip() for line in told] == ["limit_s", "most_bytes", "--ranks 1000"]
 
 
 # ------------------------------------------------------------ the file
