@@ -31,6 +31,7 @@ from elastic_ring.faults import parse_faults
 from elastic_ring.model.config import ModelConfig, num_parameters, preset
 from elastic_ring.model.init import Initialiser
 from elastic_ring.model.transformer import Transformer
+from elastic_ring.train.layouts import Layouts
 from jobs.model_plan import plan_of
 
 
@@ -169,6 +170,7 @@ def main(argv: list[str]) -> int:
         args = parse(argv)
         trainer = build(args)
         if args.plan:
+            Layouts(trainer.task).choice(trainer.scaling.cp, trainer.scaling.device)  # says what "auto" comes to
             print("\n".join(plan_of(model_of(args), trainer.scaling, trainer.task.step).lines()))
             return 0
         result = trainer.fit()
