@@ -71,7 +71,7 @@ def attention_calls(task: TrainingTask) -> tuple[Call, ...]:
         try:
             task.loss(model, Batch(integers, integers, integers, integers.int(), attention))
         except Exception as error:  # a value was read, or the user's code wants more than shapes
-            log.info("the pass on the meta device ended after %d attention calls: %s", len(found), error)
+            log.debug("the pass on the meta device ended after %d attention calls: %s", len(found), error)
     return tuple(found)
 
 
