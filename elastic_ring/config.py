@@ -135,6 +135,8 @@ class StepConfig:
 
     `deterministic` takes bitwise repeatable kernels, which the promise of equal bits needs and which cost some
     speed on a GPU. `kernel` pins one attention kernel by name; left empty, the best that passes its test serves.
+    `layout` is how a ring splits a sequence: "zigzag", "contiguous", or "auto", by what the pattern's layers send and
+    compute together, the same for the same ring in every process (zigzag without a pattern).
     """
 
     steps: int = 40
@@ -156,7 +158,7 @@ class StepConfig:
         _integer("seed", self.seed, 0)
         _integer("val_every_steps", self.val_every_steps, 0)
         _integer("num_val_sequences", self.num_val_sequences, 1)
-        _choice("layout", self.layout, ("contiguous", "zigzag"))
+        _choice("layout", self.layout, ("contiguous", "zigzag", "auto"))
         _choice("param_dtype", self.param_dtype, ("float32", "bfloat16"))
 
 

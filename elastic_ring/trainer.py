@@ -28,7 +28,7 @@ from elastic_ring.attention.block_kernels import KERNELS, sparse_form
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, check_documents
 from elastic_ring.attention.kernels.table import BACKENDS
 from elastic_ring.attention.layers import LayerPatterns
-from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.machine import Machine
 from elastic_ring.attention.spec import parse_pattern
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_together, digest
 from elastic_ring.data.order import Order
@@ -42,6 +42,7 @@ from elastic_ring.runtime.charter import Charter
 from elastic_ring.runtime.cluster import NAMESPACE, actor_name, room
 from elastic_ring.runtime.coordinator import Coordinator
 from elastic_ring.runtime.session import interruptible, lease, ray_session
+from elastic_ring.train.layouts import AUTO, Layouts
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory
 from elastic_ring.train.task import Initial, LossFunction, TrainingTask
 from elastic_ring.train.warm import attention_shapes
@@ -79,6 +80,8 @@ class ElasticRingTrainer:
         units: the submodules that FSDP2 gathers one at a time; by default the largest ModuleList's items.
         pattern: which keys each layer's attention keeps, as `LayerPatterns` or in the short form of
             `attention.spec`, for example "sinks:64+window:512"; by default all (dense, causal).
+        machine: what `step.layout="auto"` prices layouts with: measured figures, as a `Machine` or the file that
+            `jobs/calibrate.py` wrote; by default those of an H200.
 
     Raises: ValueError for any setting that cannot work, before anything is started.
     """
@@ -97,6 +100,7 @@ class ElasticRingTrainer:
         initial: Initial | None = None,
         units: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
         pattern: LayerPatterns | str | None = None,
+        machine: Machine | str | Path | None = None,
     ) -> None:
         step = step or StepConfig()
         self.scaling = scaling or ScalingConfig()
@@ -104,7 +108,12 @@ class ElasticRingTrainer:
         self.task = TrainingTask(
             model, data, step, optim or OptimConfig(total_steps=step.steps), loss, optimizer, initial, units,
             parse_pattern(pattern) if isinstance(pattern, str) else pattern,
+            Machine.read(machine) if isinstance(machine, str | Path) else machine,
         )  # fmt: skip
+        if self.task.machine is not None and step.layout != AUTO:
+            raise ValueError(
+                f"machine={machine}: layout={step.layout!r} prices nothing; set layout='auto', or leave machine out"
+            )
         check_together(self.scaling, step, self.run.faults)
         check_kernel(step.kernel, self.scaling.device)
         if data.context_tokens != step.context_tokens:
@@ -127,8 +136,10 @@ class ElasticRingTrainer:
         training_order(self.task)
         check_writable(self.run.folder)
         check_buildable(self.task)
+        layouts = Layouts(self.task)
+        layouts.choice(self.scaling.cp, self.scaling.device)
         if self.scaling.device == "cuda":
-            check_pattern(self.task, self.scaling.cp)
+            check_pattern(self.task, self.scaling.cp, layouts)
         check_portable(self.task)
         if self.scaling.device == "cuda":
             log.warning("device='cuda': runs on one host of several GPUs only, so far; see Limits in the README")
@@ -169,9 +180,10 @@ class ElasticRingTrainer:
         task = self.task
         faults = [str(fault) for fault in self.run.faults]
         code = [described(part) for part in (task.model, task.loss, task.optimizer, task.initial, task.units)]
-        # Only a run that has a pattern names one: runs without keep the digest they had.
-        pattern = [] if task.pattern is None else [task.pattern.identity]
-        return digest(self.scaling, task.step, task.optim, described(task.data), faults, code, *pattern)
+        # Only a run that has a pattern, or figures, names them: runs without keep the digest they had.
+        own = [] if task.pattern is None else [task.pattern.identity]
+        own += [] if task.machine is None else [repr(task.machine)]
+        return digest(self.scaling, task.step, task.optim, described(task.data), faults, code, *own)
 
     def _ended_meanwhile(self) -> Result:
         done = self._finished()
@@ -215,8 +227,9 @@ class ElasticRingTrainer:
         settings = {"scaling": self.scaling, "step": self.task.step, "optim": self.task.optim, "data": self.task.data,
                     "run": self.run}  # fmt: skip
         shown = {name: json.loads(json.dumps(vars(value), default=str)) for name, value in settings.items()}
-        pattern = {} if self.task.pattern is None else {"pattern": str(self.task.pattern)}
-        write_json(self.run.folder / CONFIG_NAME, {"digest": self._digest, **shown, **pattern})
+        own = {"pattern": self.task.pattern, "machine": self.task.machine}
+        given = {name: str(value) for name, value in own.items() if value is not None}
+        write_json(self.run.folder / CONFIG_NAME, {"digest": self._digest, **shown, **given})
 
     # ------------------------------------------------------------ following
 
@@ -284,7 +297,7 @@ def check_kernel(name: str, device: str) -> None:
                          f"{', '.join(names)}, or leave it out to have one chosen")  # fmt: skip
 
 
-def check_pattern(task: TrainingTask, cp: int) -> None:
+def check_pattern(task: TrainingTask, cp: int, layouts: Layouts | None = None) -> None:
     """Raises ValueError for a pattern that the block-sparse kernels of GPUs cannot run with these settings."""
     if task.pattern is None or not task.pattern.any_sparse:
         return
@@ -293,7 +306,7 @@ def check_pattern(task: TrainingTask, cp: int) -> None:
     if step.param_dtype != "bfloat16":
         raise ValueError(f"{what}: sparse kernels take bfloat16, not {step.param_dtype}; set param_dtype='bfloat16'")
     try:
-        task.pattern.check_blocks(make_layout(step.layout, step.context_tokens, cp))
+        task.pattern.check_blocks((layouts or Layouts(task)).choice(cp, "cuda").layout)
         check_places(task.data)
     except ValueError as error:
         raise ValueError(f"{what}: {error}. Or train on device='cpu', or leave pattern out: dense attention") from error

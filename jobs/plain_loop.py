@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from elastic_ring.attention.exchange import HopBuffers
-from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.schedule import plan
@@ -27,6 +26,7 @@ from elastic_ring.data.loader import Loader
 from elastic_ring.data.order import Order, share
 from elastic_ring.data.source import open_source
 from elastic_ring.mesh import Mesh
+from elastic_ring.train.layouts import Layouts
 from elastic_ring.train.optim import learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, LossFunction, TrainingTask
 from elastic_ring.train.transaction import batch_of
@@ -125,7 +125,7 @@ class PlainWorker:
         source = open_source(task.data)
         self._loader, self._order = Loader(source), Order(task.step.seed, task.step.global_batch, source.num_sequences)
         self._buffers = HopBuffers()
-        self._layout = make_layout(task.step.layout, task.step.context_tokens, mesh.cp)
+        self._layout = Layouts(task).choice(mesh.cp, self._device.type).layout
 
     def _step(self, step: int) -> float:
         loss_sum, num_tokens = self._compute(step)

@@ -31,6 +31,7 @@ from elastic_ring.faults import parse_faults
 from elastic_ring.model.config import ModelConfig, num_parameters, preset
 from elastic_ring.model.init import Initialiser
 from elastic_ring.model.transformer import Transformer
+from elastic_ring.train.layouts import Layouts
 from jobs.model_plan import plan_of
 
 
@@ -89,7 +90,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--align-tokens", type=int, default=1, help="fill documents up to multiples of this; 128 for --pattern on GPUs"
     )
-    parser.add_argument("--layout", choices=["zigzag", "contiguous"])
+    parser.add_argument(
+        "--layout", choices=["zigzag", "contiguous", "auto"],
+        help="how a ring splits a sequence (zigzag); auto: as suits the pattern",
+    )  # fmt: skip
+    parser.add_argument("--machine", help="figures that --layout auto prices with: a file of jobs/calibrate.py")
     parser.add_argument(
         "--pattern", help="which keys attention keeps: a JSON file, or sinks:64+window:512;dense@3, or"
         " topk:8, blocks chosen by content; default: all"
@@ -134,6 +139,7 @@ def build(args: argparse.Namespace) -> ElasticRingTrainer:
     return ElasticRingTrainer(
         partial(Transformer, model), _data(args, step.context_tokens), step=step, optim=optim, scaling=scaling,
         run=run, initial=Initialiser(step.seed, model.num_layers), pattern=_pattern(args.pattern, model, step),
+        machine=args.machine,
     )  # fmt: skip
 
 
@@ -172,6 +178,7 @@ def main(argv: list[str]) -> int:
         args = parse(argv)
         trainer = build(args)
         if args.plan:
+            Layouts(trainer.task).choice(trainer.scaling.cp, trainer.scaling.device)  # says what "auto" comes to
             print("\n".join(plan_of(model_of(args), trainer.scaling, trainer.task.step).lines()))
             return 0
         result = trainer.fit()

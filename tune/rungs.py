@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.layers import LayerPatterns
+from elastic_ring.attention.machine import Machine
 from elastic_ring.attention.sparse import SparsePattern
-from tune.quality.cost import ring_bytes, step_s
+from tune.quality.cost import ring_costs, step_s
 from tune.quality.families import Family
 from tune.quality.fidelity import fidelity
 from tune.quality.text import Corpus, corpus
@@ -33,7 +34,8 @@ REJECTED_GAP = 1.0
 @dataclass(frozen=True)
 class Climb:
     """How far and how long. `least_reach` is the share of causal block pairs between which information must be
-    able to flow in the model's depth; `most_bytes` and `most_density` are shares of dense."""
+    able to flow in the model's depth; `most_bytes` and `most_density` are shares of dense. `machine` are the figures
+    that rung 0 plans with, as JSON so that a search knows its own again; left empty, those of an H200."""
 
     short_steps: int = 30
     long_steps: int = 90
@@ -46,6 +48,11 @@ class Climb:
     least_reach: float = 0.5
     most_density: float = 0.9
     most_bytes: float = 1.0
+    machine: str = ""
+
+    @property
+    def figures(self) -> Machine:
+        return Machine.of(json.loads(self.machine)) if self.machine else Machine()
 
     def settings(self, steps: int) -> Settings:
         return replace(Settings(), steps=steps, seq_len=self.seq_len, block=self.seq_len // 32, batch=self.batch)
@@ -61,16 +68,14 @@ def dense_family(climb: Climb) -> Family:
 
 
 def planned(candidate: Candidate, climb: Climb) -> dict[str, Any]:
-    """Rung 0: {"density", "reach", "bytes", "rejected": why or ""}."""
+    """Rung 0: {"density", "reach", "bytes", "ring_s", "rejected": why or ""}. `ring_s` is a ring's forward time by the
+    machine's figures over dense's."""
     family = candidate.scaled(climb.cost_len)
     density = family.density(climb.cost_len, NUM_LAYERS, NUM_HEADS)
     pattern = family.pattern()
     assert pattern is not None
-    found = {
-        "density": density,
-        "reach": reach(pattern, climb.cost_len),
-        "bytes": ring_bytes(family, climb.cost_len, climb.cp, NUM_LAYERS),
-    }
+    num_bytes, ring_s = ring_costs(family, climb.cost_len, climb.cp, NUM_LAYERS, machine=climb.figures)
+    found = {"density": density, "reach": reach(pattern, climb.cost_len), "bytes": num_bytes, "ring_s": ring_s}
     limits = (
         ("density", density > climb.most_density, climb.most_density),
         ("reach", found["reach"] < climb.least_reach, climb.least_reach),
@@ -119,7 +124,7 @@ def baseline(path: Path, climb: Climb) -> dict[str, Any]:
     """
     if path.exists():
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if found["climb"] != asdict(climb):
+        if Climb(**found["climb"]) != climb:
             raise ValueError(f"{path} was measured with other settings; name another --out, or give the same")
         return found
     dense = dense_family(climb)

@@ -13,10 +13,11 @@ time of one attention call over dense's on the same path, "bytes" a ring's over 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ray import tune as ray_tune
 from ray.tune.search import ConcurrencyLimiter
 from ray.tune.search.optuna import OptunaSearch
 
+from elastic_ring.attention.machine import Machine
 from tune.pareto import front, rank_correlation
 from tune.rungs import Climb, baseline
 from tune.sampler import Cheap, ProxySampler
@@ -166,16 +168,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seq-len", type=int, default=defaults.seq_len, help=f"tokens trained on ({defaults.seq_len})")
     parser.add_argument("--cost-len", type=int, default=defaults.cost_len, help=f"tokens timed ({defaults.cost_len})")
     parser.add_argument("--pattern-len", type=int, default=2048, help="tokens that the JSON patterns are for (2048)")
+    parser.add_argument("--machine", type=Path, help="figures for the plans, a file of jobs/calibrate.py (an H200's)")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     climb = Climb(options.short_steps, options.long_steps, options.seq_len, options.cost_len)
     try:
+        if options.machine is not None:
+            climb = replace(climb, machine=json.dumps(asdict(Machine.read(options.machine))))
         base = baseline(options.out / "baseline.json", climb)
     except ValueError as error:
         print(f"search_patterns: {error}", file=sys.stderr)
         return 2
-    assert base["climb"] == asdict(climb)
+    assert Climb(**base["climb"]) == climb
     ray.init(address=options.address, log_to_driver=False, logging_level="ERROR")
     print(report(search(options, base), options, base))
     return 0

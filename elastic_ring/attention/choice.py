@@ -1,20 +1,26 @@
 """Which layout and which exchange a sparse pattern gets on a ring, by bytes and balance, and why.
 
-A pure function of pattern, sizes and a machine's three figures; measures and moves nothing itself.
+A pure function of pattern, sizes and a machine's few figures; measures and moves nothing itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 from elastic_ring.attention.families import Dilated
 from elastic_ring.attention.layout import Layout, contiguous, zigzag
+from elastic_ring.attention.machine import Machine
 from elastic_ring.attention.placement import balanced, residue_class, striped, tokens_max_over_mean, work_max_over_mean
 from elastic_ring.attention.rules import Rule, Strided, Union
-from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern
 from elastic_ring.attention.sparse_schedule import SparseSchedule, plan_sparse
+from elastic_ring.attention.sparse_tiles import tiles
+
+__all__ = ["Candidate", "Choice", "Exchange", "Machine", "Sizes", "choose", "in_whole_blocks", "layouts_for", "price",
+           "rank"]  # fmt: skip
 
 Exchange = Literal["hops", "packed", "gather", "ring"]
 """`hops`: exact ranges pulled hop by hop, under the kernels (a halo for windows). `packed`: the same bytes in
@@ -24,18 +30,8 @@ SENT_WHOLE = ("gather", "ring")
 
 SLACK = 1.05
 
-
-@dataclass(frozen=True)
-class Machine:
-    """What a plan is priced with. The defaults are an H200 with NVLink and a sparse flash-attn-4 kernel.
-
-    `kernel_flops` are FLOP/s that the sparse kernel reaches on what it keeps, `link_bytes_per_s` goes one way
-    out of a rank, `message_s` is what one message costs however short.
-    """
-
-    kernel_flops: float = 590e12
-    link_bytes_per_s: float = 300e9
-    message_s: float = 20e-6
+BLOCK_TOKENS = DEFAULT_BLOCK_TOKENS
+"""Of the kernels of GPUs: `kernels.block_tables` says the same, and imports torch, which plans do not need."""
 
 
 @dataclass(frozen=True)
@@ -93,37 +89,74 @@ def choose(
     seq_len: int,
     cp: int,
     sizes: Sizes,
-    machine: Machine = Machine(),
+    machine: Machine = Machine(),  # noqa: B008 (frozen)
     *,
     balance_limit: float = 1.05,
+    whole_blocks: bool = False,
 ) -> Choice:
-    """The fewest bytes among the candidates that are even and fast enough, and then the fastest of those.
+    """The first by `rank` of every layout worth weighing with every exchange. Pure, so cached.
 
-    Even enough is a work max/mean of at most `balance_limit`, or within `SLACK` of the evenest where none is: a
-    hair of balance is not worth many bytes. Fast enough is
-    within `SLACK` of the fastest even one by the model, since bytes that hide on an idle machine do not on a
-    busy one. Pure, so cached.
+    With `whole_blocks` only layouts that cut between blocks of 128 tokens are weighed, which the kernels of GPUs
+    need. Raises `ValueError` where none does.
     """
     weighed: list[Candidate] = []
     for layout in layouts_for(pattern, seq_len, cp, balance_limit):
-        weighed += price(pattern, layout, sizes, machine)
+        if not whole_blocks or in_whole_blocks(layout):
+            weighed += price(pattern, layout, sizes, machine)
+    if not weighed:
+        raise ValueError(
+            f"seq_len={seq_len} over cp={cp}: no layout cuts between blocks of {BLOCK_TOKENS} tokens; take a multiple"
+            f" of {BLOCK_TOKENS * cp} tokens"
+        )
+    ranked, rest = rank(weighed, balance_limit)
+    best = ranked[0]
+    why = _reason(ranked, rest, balance_limit)
+    schedule = plan_sparse(pattern, best.layout, sizes.num_heads, sizes.num_kv_heads)
+    return Choice(schedule, best.exchange, why, (*ranked, *rest))
+
+
+class Weighed(Protocol):
+    """What `rank` looks at."""
+
+    @property
+    def work_max_over_mean(self) -> float: ...
+
+    @property
+    def all_bytes(self) -> int: ...
+
+    @property
+    def forward_s(self) -> float: ...
+
+
+W = TypeVar("W", bound=Weighed)
+
+
+def rank(weighed: Sequence[W], balance_limit: float = 1.05) -> tuple[list[W], list[W]]:
+    """(the even enough, best first; the others): the fewest bytes among the fast enough, and then the fastest.
+
+    Even enough is a work max/mean of at most `balance_limit`, or within `SLACK` of the evenest where none is: a
+    hair of balance is not worth many bytes. Fast enough is within `SLACK` of the fastest even one by the model,
+    since bytes that hide on an idle machine do not on a busy one.
+    """
     evenest = min(c.work_max_over_mean for c in weighed)
     limit = balance_limit if evenest <= balance_limit else evenest * SLACK
     even = [c for c in weighed if c.work_max_over_mean <= limit]
     fast_s = SLACK * min(c.forward_s for c in even)
     ranked = sorted(even, key=lambda c: (c.forward_s > fast_s, c.all_bytes, c.forward_s))
-    best = ranked[0]
-    rest = sorted((c for c in weighed if c not in even), key=lambda c: (c.all_bytes, c.forward_s))
-    why = _reason(ranked, rest, balance_limit)
-    schedule = plan_sparse(pattern, best.layout, sizes.num_heads, sizes.num_kv_heads)
-    return Choice(schedule, best.exchange, why, (*ranked, *rest))
+    rest = sorted((c for c in weighed if c.work_max_over_mean > limit), key=lambda c: (c.all_bytes, c.forward_s))
+    return ranked, rest
+
+
+def in_whole_blocks(layout: Layout) -> bool:
+    """Whether it cuts between blocks of 128 tokens only."""
+    return all(edge % BLOCK_TOKENS == 0 for own in layout.segments for segment in own for edge in segment)
 
 
 def layouts_for(pattern: SparsePattern, seq_len: int, cp: int, balance_limit: float = 1.05) -> tuple[Layout, ...]:
     """The layouts worth weighing: the named ones, by residue class for dilated and strided rules, placed by work."""
     unit = max(1, min(pattern.block, -(-seq_len // (2 * cp))))
     found = [contiguous(seq_len, cp), zigzag(seq_len, cp), striped(seq_len, cp, unit_tokens=unit)]
-    parts = _parts(pattern.heads)
+    parts = parts_of(pattern.heads)
     rates = {(max(rule.rates), rule.unit_tokens) for rule in parts if isinstance(rule, Dilated)}
     rates |= {(rule.every, rule.unit_tokens) for rule in parts if isinstance(rule, Strided)}
     found += [residue_class(seq_len, cp, rate, unit_tokens=tokens) for rate, tokens in sorted(rates) if rate > 1]
@@ -135,15 +168,20 @@ def layouts_for(pattern: SparsePattern, seq_len: int, cp: int, balance_limit: fl
 
 
 def price(pattern: SparsePattern, layout: Layout, sizes: Sizes, machine: Machine) -> list[Candidate]:
-    """Each exchange on `layout`: a rank's kernels and messages, side by side or one after the other."""
+    """Each exchange on `layout`: a rank's kernels and messages, side by side or one after the other.
+
+    Of the forward pass. Backward computes, fetches and returns in proportion, so it orders layouts alike. With
+    `machine.per_tile` every rank's tiles are made to be counted, which takes as long as the first call would.
+    """
     schedule = plan_sparse(pattern, layout, sizes.num_heads, sizes.num_kv_heads)
     cp = layout.cp
     spread = work_max_over_mean(layout, pattern.row_pairs(layout.seq_len))
-    kernel_s = [4 * sizes.head_dim * schedule.work(rank) / machine.kernel_flops for rank in range(cp)]
+    num_pulls = [sum(schedule.num_head_tokens(rank, hop) > 0 for hop in range(cp)) for rank in range(cp)]
+    kernels = [sparse_kernels(schedule, rank, num_pulls[rank] > 0, machine) for rank in range(cp)]
+    kernel_s = [4 * sizes.head_dim * n / machine.kernel_flops + machine.call_s * calls for calls, n in kernels]
     exact = [schedule.received_bytes(rank, sizes.head_dim, sizes.itemsize) for rank in range(cp)]
     per_token = 2 * sizes.num_kv_heads * sizes.head_dim * sizes.itemsize
     whole = [(layout.seq_len - layout.num_tokens(rank)) * per_token for rank in range(cp)]
-    num_pulls = [sum(schedule.num_head_tokens(rank, hop) > 0 for hop in range(cp)) for rank in range(cp)]
     found = []
     exchanges: tuple[Exchange, ...] = ("hops", "packed", "gather", "ring")
     for exchange in exchanges:
@@ -151,20 +189,31 @@ def price(pattern: SparsePattern, layout: Layout, sizes: Sizes, machine: Machine
         messages = [cp - 1] * cp if exchange in SENT_WHOLE else num_pulls
         times = []
         for rank in range(cp):
-            moving_s = num_bytes[rank] / machine.link_bytes_per_s + machine.message_s * messages[rank]
             if exchange in ("hops", "ring"):
                 # The first hop has only the own keys' kernels to hide under; the rest hide under one another.
-                times.append(max(kernel_s[rank], moving_s) + (machine.message_s if messages[rank] else 0.0))
+                moving_s = machine.moving_s(num_bytes[rank], messages[rank])
+                times.append(
+                    machine.together_s(kernel_s[rank], moving_s) + (machine.message_s if messages[rank] else 0.0)
+                )
             else:
-                times.append(kernel_s[rank] + num_bytes[rank] / machine.link_bytes_per_s + machine.message_s * (cp > 1))
+                times.append(kernel_s[rank] + machine.moving_s(num_bytes[rank], cp > 1))
         found.append(Candidate(layout, exchange, max(num_bytes), sum(num_bytes), sum(messages), spread, max(times)))
     return found
 
 
-def _parts(rules: tuple[Rule, ...]) -> list[Rule]:
+def sparse_kernels(schedule: SparseSchedule, cp_rank: int, fetches: bool, machine: Machine) -> tuple[int, int]:
+    """(calls, pairs of query and key) of one rank's kernels in a forward pass. A masked tile computes all its pairs."""
+    if not machine.per_tile:
+        return 1 + fetches, schedule.work(cp_rank)
+    own = [tile for hop in tiles(schedule, cp_rank) for tile in hop]
+    return len(own), sum(tile.num_pairs * len(tile.heads) for tile in own)
+
+
+def parts_of(rules: tuple[Rule, ...]) -> list[Rule]:
+    """The rules that are no union, of these and of unions among them."""
     found: list[Rule] = []
     for rule in dict.fromkeys(rules):
-        found += _parts(rule.rules) if isinstance(rule, Union) else [rule]
+        found += parts_of(rule.rules) if isinstance(rule, Union) else [rule]
     return found
 
 

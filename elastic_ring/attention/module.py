@@ -16,7 +16,8 @@ from torch import nn
 
 from elastic_ring.attention.choice import Choice, Machine, Sizes, choose
 from elastic_ring.attention.exchange import Group, HopLedger
-from elastic_ring.attention.families import longnet
+from elastic_ring.attention.families import BigBird, longnet
+from elastic_ring.attention.kernel_choice import TILES, KernelChoice, Kind, choose_kernel
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.rules import Dense, Rule, Sinks, Window
@@ -78,20 +79,33 @@ class RingSelfAttention(nn.Module):
 
 @dataclass(frozen=True)
 class Setup:
-    """What `set_up` decided. `why` says it in words, `choice` keeps every layout and exchange that was weighed."""
+    """What `set_up` decided. `kernel` is the name by which the tables of `kernels` or `block_kernels` know it, or
+    "sparse-cpu"; `kind` what runs it. `why` says all of it in words, `choice` keeps every layout and exchange that was
+    weighed.
+    """
 
     pattern: SparsePattern
     choice: Choice
     kernel: str
     why: str
+    kind: Kind
+    deterministic: bool = True
 
     def attention(self, cp_rank: int, group: Group | None, *, ledger: HopLedger | None = None) -> Attention:
-        """The callable of one rank. Its slices are those of `choice.schedule.layout`."""
+        """The callable of one rank, over just this kernel. Its slices are those of `choice.schedule.layout`.
+
+        Called with tensors of another device it raises `ValueError`.
+        """
         schedule = self.choice.schedule
-        if self.kernel == "dense":
+        if self.kind == "dense":
             dense = plan(Pattern(True, self.pattern.document_starts), schedule.layout)
-            return RingAttention(dense, cp_rank, group, ledger=ledger)
-        return SparseRingAttention(schedule, cp_rank, group, ahead=self.choice.ahead, ledger=ledger)
+            return RingAttention(
+                dense, cp_rank, group, backend=self.kernel, deterministic=self.deterministic, ledger=ledger
+            )
+        return SparseRingAttention(
+            schedule, cp_rank, group, ahead=self.choice.ahead, ledger=ledger, deterministic=self.deterministic,
+            kernel=self.kernel if self.kind == "blocks" else None,
+        )  # fmt: skip
 
 
 def set_up(
@@ -102,25 +116,41 @@ def set_up(
     pattern: SparsePattern | None = None,
     max_density: float = 1.0,
     machine: Machine = Machine(),  # noqa: B008 (frozen)
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    deterministic: bool = True,
 ) -> Setup:
     """Pattern, layout, exchange and kernel for sequences of `seq_len` tokens on `cp` ranks, and why.
 
     A given `pattern` is kept. Without one it is dense while `max_density` is 1: leaving keys out changes what
     a model can learn, so it is never done unasked. Below 1 it is sinks, a window and LongNet's dilated
-    segments, the widest whose density fits. Raises `ValueError` when none does.
+    segments, the widest whose density fits; on GPUs a window of whole blocks. `machine` prices layouts and exchanges:
+    `Machine.read` has what was measured. `dtype` is that of the calls, by default bfloat16 on GPUs and float32 on
+    CPUs; `deterministic` leaves out kernels whose gradients do not repeat bit for bit. Kernels are tested here where
+    `device` is here. Raises `ValueError` when no pattern or no dense kernel fits.
     """
+    device = torch.device(device)
+    if dtype is None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if pattern is None:
-        pattern, reason = _of_density(seq_len, sizes, max_density)
+        pattern, reason = _of_density(seq_len, sizes, max_density, whole_blocks=device.type == "cuda")
     else:
         reason = f"pattern as given, density {pattern.density(seq_len):.4f}"
-    choice = choose(pattern, seq_len, cp, sizes, machine)
-    dense = set(pattern.heads) == {Dense()}
-    kernel = "dense" if dense else "sparse-cpu"
-    because = "every pair is kept, so the dense ring and its kernels serve" if dense else "gathered tiles skip the rest"
-    return Setup(pattern, choice, kernel, f"{reason}; {kernel} kernels: {because}; {choice.why}")
+    kernel = choose_kernel(pattern, seq_len, sizes, device, dtype, deterministic)
+    try:
+        choice = choose(pattern, seq_len, cp, sizes, machine, whole_blocks=kernel.kind == "blocks")
+    except ValueError as error:
+        if kernel.kind != "blocks":
+            raise
+        kernel = KernelChoice("tiles", TILES, f"tiles on CPUs, because no kernel of GPUs takes a layout: {error}")
+        choice = choose(pattern, seq_len, cp, sizes, machine)
+    why = f"{reason}; {kernel.name} kernels: {kernel.why}; {choice.why}"
+    return Setup(pattern, choice, kernel.name, why, kernel.kind, deterministic)
 
 
-def _of_density(seq_len: int, sizes: Sizes, max_density: float) -> tuple[SparsePattern, str]:
+def _of_density(
+    seq_len: int, sizes: Sizes, max_density: float, *, whole_blocks: bool
+) -> tuple[SparsePattern, str]:
     if max_density >= 1:
         return SparsePattern((Dense(),)), "dense: max_density asks for nothing less"
     sharing = sizes.num_heads // sizes.num_kv_heads
@@ -131,7 +161,7 @@ def _of_density(seq_len: int, sizes: Sizes, max_density: float) -> tuple[SparseP
             segments.append(segments[-1] * 4)
         rates = [4**i for i in range(len(segments))]
         dilated = longnet(sizes.num_heads, segments, rates, heads_per_offset=sharing, unit_tokens=128)
-        near: Rule = Sinks(128) | Window(segment // 2)
+        near: Rule = BigBird(segment // 256, 1, 0) if whole_blocks else Sinks(128) | Window(segment // 2)
         pattern = SparsePattern(tuple(rule | near for rule in dilated))
         narrowest = pattern.density(seq_len)
         if narrowest <= max_density:

@@ -72,7 +72,7 @@ class Member:
         order = Order(step.seed, step.global_batch, training.num_sequences)
         cache = KERNEL_CACHE if self._card.scaling.device == "cuda" else None
         self._transaction = Transaction(task, Loader(training, self._raise_if_aborted), order, self._watch, cache)
-        self._transaction.warm_up()
+        self._transaction.warm_up(self._card.scaling.cp, self._card.scaling.device)
         warm_up(task)
         if self._card.scaling.device == "cuda":
             warm_devices(task)

@@ -16,6 +16,7 @@ from elastic_ring.attention.layout import make_layout
 from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.errors import ElasticRingError
+from elastic_ring.train.layouts import AUTO
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import attention_of, batch_of
 
@@ -103,7 +104,9 @@ def _checked(result: Any) -> tuple[Tensor, int]:
 
 def _batch(task: TrainingTask, model: nn.Module, sample: Sample, wires: Any, cp: int) -> Batch:
     cp_rank = wires.mesh.seat(wires.global_rank).cp_rank if cp > 1 else 0
-    layout = make_layout(task.step.layout, len(sample.tokens) - 1, cp)
+    # A layout chosen for the whole context would not fit; any that splits the sequence shows what is asked here.
+    name = "zigzag" if task.step.layout == AUTO else task.step.layout
+    layout = make_layout(name, len(sample.tokens) - 1, cp)
     piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
     attention = attention_of(task, piece, layout, cp_rank, wires.ring if cp > 1 else None, check=wires.check)
     return batch_of(piece, attention, next(model.parameters()).device)

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from elastic_ring.attention.layers import LayerPatterns
+from elastic_ring.attention.machine import Machine
 from elastic_ring.config import StepConfig
 from elastic_ring.data.source import SourceConfig
 from elastic_ring.model.loss import language_model_loss
@@ -51,7 +52,7 @@ class TrainingTask:
     `model()` builds the module; it may be built on the meta device. `initial=None` takes the module's own
     initialisation under the run's seed, which holds the whole model in memory once per rank. `units` names
     the submodules that FSDP2 gathers one at a time; by default the items of the largest `ModuleList`.
-    `pattern` None is dense causal attention.
+    `pattern` None is dense causal attention. `machine` prices what `layout="auto"` weighs, None: an H200's figures.
     """
 
     model: Callable[[], nn.Module]
@@ -63,3 +64,4 @@ class TrainingTask:
     initial: Initial | None = None
     units: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     pattern: LayerPatterns | None = None
+    machine: Machine | None = None

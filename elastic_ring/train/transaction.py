@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_ring.attention.exchange import HopBuffers
 from elastic_ring.attention.layers import PatternedAttention
-from elastic_ring.attention.layout import Layout, make_layout
+from elastic_ring.attention.layout import Layout
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.ring import Observer, RingAttention
 from elastic_ring.attention.schedule import plan
@@ -31,6 +31,7 @@ from elastic_ring.errors import TooManySkipped
 from elastic_ring.mesh import Mesh, Seat
 from elastic_ring.state.device_squares import squared_norm
 from elastic_ring.state.shard import Counters, Shard
+from elastic_ring.train.layouts import Layouts
 from elastic_ring.train.optim import learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.vote import Ballot, Outcome, count, start_vote
@@ -108,6 +109,7 @@ class Transaction:
         self.last: Vote | None = None  # the result of step `applied` - 1
         self.applying = False
         self._maker = ModuleMaker(task)
+        self._layouts = Layouts(task)
         self.loader = loader
         self._order, self._watch = order, watch
         self._gradient: Gradient | None = None
@@ -145,9 +147,10 @@ class Transaction:
     def device(self) -> torch.device:
         return self._maker.device
 
-    def warm_up(self) -> None:
-        """What a spare can know before it has a place."""
+    def warm_up(self, cp: int, device_type: str) -> None:
+        """What a spare can know before it has a place: on rings of `cp` ranks, most likely."""
         self._maker.keep_buffers()
+        self._layouts.choice(cp, device_type)
 
     # ------------------------------------------------------------ a generation begins
 
@@ -325,7 +328,7 @@ class Transaction:
 
     @property
     def layout(self) -> Layout:
-        return make_layout(self.task.step.layout, self.task.step.context_tokens, self._mesh.cp)
+        return self._layouts.choice(self._mesh.cp, self.device.type).layout
 
     def _attention(self, piece: Slice, step: int) -> RingAttention | PatternedAttention:
         assert self._wires is not None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -24,13 +24,13 @@ from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.schedule import plan
 from elastic_ring.state.device_squares import squared_norm
 from elastic_ring.state.shard import Shard, digest_of
-from elastic_ring.train.task import Batch, TrainingTask
+from elastic_ring.train.layouts import attention_calls
+from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.wrap import local_params
 
 log = logging.getLogger(__name__)
 
 WIDTH = 8
-NUM_PROBE_TOKENS = 16
 
 
 def warm_up(task: TrainingTask) -> None:
@@ -72,22 +72,8 @@ def warm_up_device(task: TrainingTask, device: torch.device, shapes: Sequence[tu
 
 
 def attention_shapes(task: TrainingTask) -> tuple[tuple[int, int, int], ...]:
-    """(query heads, K/V heads, head dim) of the model's attention calls, each once, found without memory: by its
-    loss on the meta device, which ends where it first looks at a value."""
-    found: dict[tuple[int, int, int], None] = {}
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found[q.size(2), k.size(2), q.size(3)] = None
-        return torch.empty_like(q)
-
-    with torch.device("meta"), torch.no_grad():
-        model = task.model()
-        integers = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.int64)
-        try:
-            task.loss(model, Batch(integers, integers, integers, integers.int(), attention))
-        except Exception as error:  # a value was read, or the user's code wants more than shapes
-            log.info("the pass on the meta device ended after %d kinds of attention: %s", len(found), error)
-    return tuple(found)
+    """(query heads, K/V heads, head dim) of the model's attention calls, each once, as `attention_calls` finds them."""
+    return tuple(dict.fromkeys(call[1:] for call in attention_calls(task)))
 
 
 def _one_step(mesh: DeviceMesh, device: torch.device) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from elastic_ring.attention.choice import Sizes
+from elastic_ring.attention import sparse_ring
+from elastic_ring.attention.block_kernels import REFERENCE, SparseKernel
+from elastic_ring.attention.choice import Sizes, choose, in_whole_blocks
+from elastic_ring.attention.families import BigBird
 from elastic_ring.attention.module import RingSelfAttention, Setup, set_up
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.rules import Sinks, Window
@@ -58,7 +63,8 @@ def test_the_module_and_its_weights_gradients_do_not_depend_on_the_ring(rings: T
 
 def test_the_factory_is_dense_unless_less_is_asked_for() -> None:
     dense, sparse = set_up(65536, 8, Sizes(8, 2)), set_up(65536, 8, Sizes(8, 2), max_density=0.1)
-    assert (dense.kernel, sparse.kernel) == ("dense", "sparse-cpu")
+    assert (dense.kernel, dense.kind) == ("aten-cpu", "dense")
+    assert (sparse.kernel, sparse.kind) == ("sparse-cpu", "tiles")
     assert dense.pattern.density(65536) == 1.0
     assert sparse.pattern.density(65536) <= 0.1
     assert sparse.choice.best.work_max_over_mean <= 1.05
@@ -74,6 +80,77 @@ def test_a_given_pattern_is_kept_and_runs_sparse() -> None:
     assert setup.pattern == pattern
     assert "as given" in setup.why
     assert isinstance(setup.attention(0, None), SparseRingAttention)
+
+
+def on_gpus(seq_len: int = 4096, head_dim: int = 128, **settings: Any) -> Setup:
+    """As planned where no GPU is: nothing is tested."""
+    return set_up(seq_len, 2, Sizes(8, 2, head_dim), device="cuda", **settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="names what would be tested on this device")
+def test_the_factory_names_the_kernel_of_gpus_and_why_the_ones_before_it_do_not_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The packages of flash-attn are on no machine without a GPU.
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1")
+    blocks = SparsePattern((BigBird(4, 1, 2),))
+    fast, repeatable = (on_gpus(pattern=blocks, deterministic=flag) for flag in (False, True))
+    assert (fast.kernel, fast.kind) == ("flash-attn-4-sparse", "blocks")
+    assert (repeatable.kernel, repeatable.kind) == ("flex-sparse", "blocks")
+    assert "not flash-attn-4-sparse has no deterministic sparse backward on this device" in repeatable.why
+    assert "not tested" in repeatable.why
+    dense = on_gpus()
+    assert (dense.kernel, dense.kind) == ("flash-attn-4", "dense")
+    wide = on_gpus(head_dim=512 - 8, dtype=torch.float32, deterministic=False)
+    assert wide.kernel == "reference"
+    assert "not flash-attn-4 takes torch.bfloat16" in wide.why
+    asked = on_gpus(65536, max_density=0.2)
+    assert asked.kind == "blocks"
+    assert asked.pattern.density(65536) <= 0.2
+
+
+def test_what_no_kernel_of_gpus_takes_is_left_to_tiles_and_the_factory_says_so() -> None:
+    in_part = on_gpus(pattern=SparsePattern((Window(200),)))
+    no_layout = on_gpus(128 * 3 + 64, pattern=SparsePattern((BigBird(2, 0, 0),)))
+    no_kernel = on_gpus(head_dim=80, pattern=SparsePattern((BigBird(2, 0, 0),)))
+    for setup, word in ((in_part, "in part"), (no_layout, "take a multiple"), (no_kernel, "takes head_dim 64, 128")):
+        assert (setup.kernel, setup.kind) == ("sparse-cpu", "tiles")
+        assert word in setup.why
+
+
+def test_blocks_of_gpus_are_laid_out_in_whole_blocks_only() -> None:
+    setup = on_gpus(128 * 24, pattern=SparsePattern((BigBird(2, 0, 3),)))
+    if setup.kind == "blocks":
+        assert all(in_whole_blocks(candidate.layout) for candidate in setup.choice.candidates)
+    with pytest.raises(ValueError, match="take a multiple of 256 tokens"):
+        choose(SparsePattern((BigBird(2, 0, 3),)), 1000, 2, Sizes(8, 2), whole_blocks=True)
+
+
+def test_the_attention_that_a_setup_hands_back_runs_the_kernel_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spelled-out block kernel is the one of the table that runs here."""
+    monkeypatch.setattr("elastic_ring.attention.kernel_choice.KERNELS", (REFERENCE,))
+    pattern = SparsePattern((BigBird(2, 0, 1),))
+    setup = on_gpus(512, 64, pattern=pattern, dtype=torch.float32)
+    assert (setup.kernel, setup.kind) == ("reference-sparse", "blocks")
+    ran: list[str] = []
+    real = sparse_ring.select_sparse
+
+    def select(*arguments: Any) -> SparseKernel:
+        ran.append(real(*arguments).name)
+        return real(*arguments)
+
+    monkeypatch.setattr(sparse_ring, "select_sparse", select)
+    alone = set_up(512, 1, Sizes(8, 2, 64), pattern=pattern)
+    q, k = torch.randn(1, 512, 8, 64), torch.randn(1, 512, 2, 64)
+    blocks = replace(setup, choice=alone.choice).attention(0, None)(q, k, k)
+    assert set(ran) == {"reference-sparse"}
+    ran.clear()
+    torch.testing.assert_close(alone.attention(0, None)(q, k, k), blocks, rtol=1e-4, atol=1e-5)
+    assert not ran
+    dense = set_up(512, 1, Sizes(8, 2, 64))
+    assert isinstance(dense.attention(0, None), RingAttention)
+    with pytest.raises(ValueError, match="backend='flash-attn-4' runs on cuda, not on cpu"):
+        replace(dense, kernel="flash-attn-4").attention(0, None)(q, k, k)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.choice import Sizes, choose
+from elastic_ring.attention.choice import Machine, Sizes, choose
 from elastic_ring.attention.content import TopK
 from elastic_ring.attention.gated import GatedSparseAttention
 from elastic_ring.attention.gated_ring import GatedRing
 from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAttention
 from elastic_ring.attention.layout import Layout, contiguous, zigzag
+from elastic_ring.attention.model_layout import price_dense
 from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.rules import Dense
 from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_schedule import plan_sparse
@@ -67,22 +69,34 @@ def _gated(family: Family, layout: Layout, head_dim: int) -> Callable[..., torch
     return partial(gated, x, ring=GatedRing(layout, 0, None))
 
 
-def ring_bytes(family: Family, seq_len: int, cp: int, num_layers: int, *, head_dim: int = 64) -> float:
+def ring_bytes(
+    family: Family, seq_len: int, cp: int, num_layers: int, *, head_dim: int = 64, machine: Machine | None = None
+) -> float:
     """K and V that a rank receives in one forward call, the mean over ranks and layers, over the dense ring's.
 
     The layout is the one that `choose` picks for each layer. Nan for content, whose choices random keys do not show.
     """
+    return ring_costs(family, seq_len, cp, num_layers, head_dim=head_dim, machine=machine)[0]
+
+
+def ring_costs(
+    family: Family, seq_len: int, cp: int, num_layers: int, *, head_dim: int = 64, machine: Machine | None = None
+) -> tuple[float, float]:
+    """(bytes as `ring_bytes`, seconds of a forward call by the figures of `machine` over the zigzag dense ring's)."""
     pattern = family.pattern()
     if pattern is None:
-        return float("nan")
-    sizes = Sizes(NUM_HEADS, NUM_HEADS, head_dim, BF16_BYTES)
-    total = 0.0
+        return float("nan"), float("nan")
+    sizes, figures = Sizes(NUM_HEADS, NUM_HEADS, head_dim, BF16_BYTES), machine or Machine()
+    dense_s = price_dense((Dense(),), pattern.block, zigzag(seq_len, cp), sizes, figures).forward_s
+    total = seconds = 0.0
     for layer in range(num_layers):
         rules = pattern.of_layer(layer).heads(NUM_HEADS, NUM_HEADS)
         one = SparsePattern(rules, pattern.block)
-        schedule = plan_sparse(one, choose(one, seq_len, cp, sizes).schedule.layout, NUM_HEADS, NUM_HEADS)
+        chosen = choose(one, seq_len, cp, sizes, figures)
+        schedule = plan_sparse(one, chosen.schedule.layout, NUM_HEADS, NUM_HEADS)
         total += sum(schedule.received_bytes(rank, head_dim, BF16_BYTES) for rank in range(cp))
-    return total / num_layers / dense_bytes(seq_len, cp, head_dim)
+        seconds += dense_s if set(rules) == {Dense()} else chosen.best.forward_s
+    return total / num_layers / dense_bytes(seq_len, cp, head_dim), seconds / num_layers / dense_s
 
 
 def dense_bytes(seq_len: int, cp: int, head_dim: int) -> float:

@@ -1,0 +1,194 @@
+"""One layout for all layers of a model: moving tokens between layers would cost more than a layout that fits each.
+
+A pure function of patterns, attention calls, sizes and a machine's figures, so that every worker, newcomers and
+resized rings among them, comes to the same one. Looks at no model and moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from elastic_ring.attention.choice import SLACK, Sizes, in_whole_blocks, layouts_for, parts_of, price, rank
+from elastic_ring.attention.layers import LayerPatterns
+from elastic_ring.attention.layout import Layout, contiguous, zigzag
+from elastic_ring.attention.machine import Machine
+from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.placement import balanced, tokens_max_over_mean
+from elastic_ring.attention.rules import Dense, Rule
+from elastic_ring.attention.schedule import plan
+from elastic_ring.attention.sparse import SparsePattern
+
+Call = tuple[int, int, int, int]
+"""One attention call of a model: (layer, query heads, K/V heads, head dim)."""
+
+BALANCE_LIMIT = 1.05
+"""Of tokens and of work, max over mean: everything beside attention costs by the token, and memory does."""
+
+
+@dataclass(frozen=True)
+class LayoutPrice:
+    """What a layout costs in one forward pass of all layers: bytes received by all ranks, and the sum of the layers'
+    slowest ranks, whose work over the mean is `work_max_over_mean`."""
+
+    layout: Layout
+    all_bytes: int
+    work_max_over_mean: float
+    forward_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layout.name}: {self.all_bytes:,} bytes, work max/mean {self.work_max_over_mean:.3f},"
+            f" {self.forward_s * 1e3:.3f} ms"
+        )
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """The layout, why in words, and every one that was weighed, best first; none where nothing was to be weighed."""
+
+    layout: Layout
+    why: str
+    candidates: tuple[LayoutPrice, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What layers have in common that are priced once: the rules of their heads, and their sizes."""
+
+    rules: tuple[Rule, ...]
+    sizes: Sizes
+
+    @property
+    def dense(self) -> bool:
+        return set(self.rules) == {Dense()}
+
+
+@lru_cache(maxsize=64)
+def choose_layout(
+    patterns: LayerPatterns | None,
+    calls: tuple[Call, ...],
+    seq_len: int,
+    cp: int,
+    machine: Machine = Machine(),  # noqa: B008 (frozen)
+    *,
+    itemsize: int = 2,
+    whole_blocks: bool = False,
+) -> LayoutChoice:
+    """The layout whose forward pass of all `calls` together is best, by the rule of `choice.rank`.
+
+    Weighed are those that suit some layer, and work placed for all of them, where every rank has as many tokens to
+    within a twentieth and, with `whole_blocks`, all cuts lie between blocks of 128. Each layer is priced by its exact
+    schedule, of one document, with the hops under the kernels. Zigzag, and `why` says so, where no layer is sparse,
+    where content chooses what a layer keeps, where nothing is known of the calls, or where nothing qualifies.
+
+    Raises `ValueError` for a layer that `patterns` does not cover or whose heads do not fit it.
+    """
+    reason = _nothing_to_weigh(patterns, calls, cp)
+    if reason is not None or patterns is None:
+        return LayoutChoice(zigzag(seq_len, cp), f"zigzag: {reason}")
+    layers = Counter(
+        _Layer(patterns.of_layer(layer).heads(num_heads, num_kv_heads), Sizes(num_heads, num_kv_heads, dim, itemsize))
+        for layer, num_heads, num_kv_heads, dim in calls
+    )
+    found = _candidates(layers, patterns.block, seq_len, cp)
+    fitting = [layout for layout in found if not whole_blocks or in_whole_blocks(layout)]
+    if not fitting:
+        return LayoutChoice(zigzag(seq_len, cp), "zigzag: no layout cuts between blocks of 128 tokens only")
+    ranked, rest = rank([_price(layers, patterns.block, layout, machine) for layout in fitting], BALANCE_LIMIT)
+    return LayoutChoice(ranked[0].layout, _reason(ranked, rest, len(calls)), (*ranked, *rest))
+
+
+def _nothing_to_weigh(patterns: LayerPatterns | None, calls: tuple[Call, ...], cp: int) -> str | None:
+    if cp == 1:
+        return "one rank holds all tokens"
+    if patterns is None or not patterns.any_sparse:
+        return "every layer attends densely and causally, which it splits evenly"
+    rules = [rule for group in patterns.groups for rule in parts_of(group.rules)]
+    if any(getattr(rule, "awaits_content", False) for rule in rules):
+        return "content chooses what some layers keep, so that there is no schedule to price before a call"
+    if not calls:
+        return "the model's attention calls cannot be listed without running it"
+    return None
+
+
+def _candidates(layers: Counter[_Layer], block: int, seq_len: int, cp: int) -> Iterator[Layout]:
+    """Each once, those of layers first, and of these only what gives ranks as many tokens as any."""
+    found = [contiguous(seq_len, cp), zigzag(seq_len, cp)]
+    work = np.zeros(seq_len, dtype=np.int64)
+    for layer, number in layers.items():
+        pattern = SparsePattern(layer.rules, block)
+        found += layouts_for(pattern, seq_len, cp, BALANCE_LIMIT)
+        flops_per_pair = layer.sizes.num_heads // len(layer.rules) * layer.sizes.head_dim
+        work += pattern.row_pairs(seq_len) * (number * flops_per_pair)
+    unit = max(1, min(block, -(-seq_len // (2 * cp))))
+    found.append(balanced(work, cp, unit_tokens=unit, limit=BALANCE_LIMIT)[0])
+    evenest = min(map(tokens_max_over_mean, found))
+    limit = BALANCE_LIMIT if evenest <= BALANCE_LIMIT else evenest * SLACK
+    seen: set[object] = set()
+    for layout in found:
+        if layout.segments not in seen and tokens_max_over_mean(layout) <= limit and all(layout.segments):
+            seen.add(layout.segments)
+            yield layout
+
+
+def _price(layers: Counter[_Layer], block: int, layout: Layout, machine: Machine) -> LayoutPrice:
+    num_bytes, forward_s, most, mean = 0, 0.0, 0.0, 0.0
+    for layer, number in layers.items():
+        of_layer = price_dense if layer.dense else _price_sparse
+        one = of_layer(layer.rules, block, layout, layer.sizes, machine)
+        num_bytes += number * one.all_bytes
+        forward_s += number * one.forward_s
+        pairs = _pairs(layer.rules, block, layout.seq_len) * layer.sizes.num_heads // len(layer.rules)
+        flops = float(number * pairs * layer.sizes.head_dim)
+        most, mean = most + flops * one.work_max_over_mean, mean + flops
+    return LayoutPrice(layout, num_bytes, most / mean, forward_s)
+
+
+@lru_cache(maxsize=64)
+def _pairs(rules: tuple[Rule, ...], block: int, seq_len: int) -> int:
+    return int(SparsePattern(rules, block).row_pairs(seq_len).sum())
+
+
+def _price_sparse(
+    rules: tuple[Rule, ...], block: int, layout: Layout, sizes: Sizes, machine: Machine
+) -> LayoutPrice:
+    candidates = price(SparsePattern(rules, block), layout, sizes, machine)
+    hops = next(candidate for candidate in candidates if candidate.exchange == "hops")
+    return LayoutPrice(layout, hops.all_bytes, hops.work_max_over_mean, hops.forward_s)
+
+
+def price_dense(
+    rules: tuple[Rule, ...], block: int, layout: Layout, sizes: Sizes, machine: Machine
+) -> LayoutPrice:
+    """A layer of the dense ring, by the tiles and hops of its own schedule; `rules` and `block` do not matter."""
+    schedule, cp = plan(Pattern(), layout), layout.cp
+    work, times, all_bytes = [], [], 0
+    for own in range(cp):
+        tiles = [tile for hop in schedule.hops[own] for tile in hop.tiles]
+        sides = [(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0], tile.causal) for tile in tiles]
+        work.append(sizes.num_heads * sum(q * (q + 1) // 2 if causal else q * k for q, k, causal in sides))
+        received = [
+            schedule.hop_bytes(own, hop, sizes.num_kv_heads, sizes.head_dim, sizes.itemsize, "forward")
+            for hop in range(cp)
+        ]
+        all_bytes += sum(received)
+        kernel_s = 4 * sizes.head_dim * work[-1] / machine.dense_flops + machine.call_s * len(tiles)
+        moving_s = machine.moving_s(sum(received), sum(num > 0 for num in received))
+        times.append(machine.together_s(kernel_s, moving_s) + (machine.message_s if any(received) else 0.0))
+    return LayoutPrice(layout, all_bytes, max(work) * cp / sum(work), max(times))
+
+
+def _reason(ranked: list[LayoutPrice], rest: list[LayoutPrice], num_calls: int) -> str:
+    best = ranked[0]
+    words = [f"{best} for {num_calls} attention calls of a forward pass"]
+    if best.work_max_over_mean > BALANCE_LIMIT:
+        words.append(f"no layout has work max/mean within {BALANCE_LIMIT}")
+    words += [f"against {price}" for price in (*ranked, *rest) if price.layout.name == "zigzag" and price != best]
+    if rest and rest[0].all_bytes < best.all_bytes:
+        words.append(f"passed over as too uneven: {rest[0]}")
+    return "; ".join(words)

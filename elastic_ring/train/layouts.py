@@ -1,0 +1,92 @@
+"""Where a run's tokens lie: the layout that its settings name, or with "auto" the one that suits the model's attention.
+
+Every process comes to the same layout for the same ring, from the task alone. No ranks and no groups in here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from elastic_ring.attention.layers import LayerPatterns, PatternedAttention
+from elastic_ring.attention.layout import contiguous, make_layout
+from elastic_ring.attention.machine import Machine
+from elastic_ring.attention.model_layout import Call, LayoutChoice, choose_layout
+from elastic_ring.train.task import Attention, Batch, TrainingTask
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+NUM_PROBE_TOKENS = 16
+
+
+class Layouts:
+    """The layouts of one task, by ring size, each chosen once. Choosing is a pure function of the task, the ring's
+    size and the kind of device."""
+
+    def __init__(self, task: TrainingTask) -> None:
+        self._task = task
+        self._calls: tuple[Call, ...] | None = None
+        self._chosen: dict[tuple[int, str], LayoutChoice] = {}
+
+    def choice(self, cp: int, device_type: str) -> LayoutChoice:
+        """For rings of `cp` ranks on "cpu" or "cuda", whose kernels take whole blocks. "auto" says why in the log.
+
+        Raises `ValueError` for a pattern that does not fit the model's layers or heads.
+        """
+        if (cp, device_type) not in self._chosen:
+            self._chosen[cp, device_type] = self._choose(cp, device_type)
+        return self._chosen[cp, device_type]
+
+    def _choose(self, cp: int, device_type: str) -> LayoutChoice:
+        step, pattern = self._task.step, self._task.pattern
+        if step.layout != AUTO:
+            return LayoutChoice(make_layout(step.layout, step.context_tokens, cp), f"{step.layout}, as set")
+        if self._calls is None:
+            self._calls = () if pattern is None else attention_calls(self._task)
+        found = choose_layout(
+            pattern, self._calls, step.context_tokens, cp, self._task.machine or Machine(),
+            itemsize=getattr(torch, step.param_dtype).itemsize, whole_blocks=device_type == "cuda",
+        )  # fmt: skip
+        log.info("layout auto at cp=%d: %s", cp, found.why)
+        return found
+
+
+def attention_calls(task: TrainingTask) -> tuple[Call, ...]:
+    """(layer, query heads, K/V heads, head dim) of the model's attention calls in their order, found without memory:
+    by its loss on the meta device, which ends where it first looks at a value. Without a pattern, layers are calls."""
+    found: list[Call] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int | None = None) -> Tensor:
+        found.append((len(found) if layer is None else layer, q.size(2), k.size(2), q.size(3)))
+        return torch.empty_like(q)
+
+    with torch.device("meta"), torch.no_grad():
+        model = task.model()
+        integers = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.int64)
+        attention: Attention = attend if task.pattern is None else _Listening(task.pattern, attend)
+        try:
+            task.loss(model, Batch(integers, integers, integers, integers.int(), attention))
+        except Exception as error:  # a value was read, or the user's code wants more than shapes
+            log.debug("the pass on the meta device ended after %d attention calls: %s", len(found), error)
+    return tuple(found)
+
+
+class _Listening(PatternedAttention):
+    """In the place of the ring's attention: hears which layer calls, and computes nothing."""
+
+    def __init__(self, patterns: LayerPatterns, attend: Callable[..., Tensor]) -> None:
+        super().__init__(patterns, contiguous(NUM_PROBE_TOKENS, 1), 0, None)
+        self._attend_any = attend
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._attend_any(q, k, v)
+
+    def layer(self, index: int) -> Attention:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self._attend_any(q, k, v, index)
+
+        return attend
