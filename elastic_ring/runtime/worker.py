@@ -123,6 +123,7 @@ class Worker:
             "log_path": _stderr_path(),
             "fingerprint": self._member.fingerprint,
             "environment": environment_of_bits(self.card.scaling.num_threads),
+            "chips": self._member.chips,
         }
 
     def ping(self) -> str:
