@@ -22,6 +22,7 @@ from elastic_ring.data.order import Order
 from elastic_ring.data.source import hold_out, open_source
 from elastic_ring.errors import GroupAborted
 from elastic_ring.monitor.stamps import Phase, StampWriter
+from elastic_ring.runtime.bits import Oddities, gpu_environment
 from elastic_ring.runtime.devices import (
     KERNEL_CACHE,
     DeviceClaim,
@@ -68,7 +69,8 @@ class Member:
         self._left_behind: list[tuple[Any, ...]] = []
         self._claim = DeviceClaim(card.scaling.device, card.run.name)
         self.chips: list[str] = []  # names of the GPUs that this process sees
-        self.kernels: dict[str, str] = {}
+        self.environment: dict[str, Any] = {}  # what its bits depend on, beside what every worker tells
+        self._oddities = Oddities()
         self._timings: dict[str, float] = {}  # of the build under way
 
     def warm_up(self) -> None:
@@ -89,7 +91,9 @@ class Member:
             be_deterministic(task)
             seen = visible_chips()
             warmed = warm_devices(task, seen)
-            self.chips, self.kernels, self._claim.avoided = [c.name for c in seen], warmed.kernels, warmed.failed
+            self.chips, self._claim.avoided = [chip.name for chip in seen], warmed.failed
+            self.environment = gpu_environment(warmed.kernels)
+            self._oddities.listen()
         # What is here now stays: `forget_groups` has only what came later to look through, in milliseconds.
         gc.collect()
         gc.freeze()
@@ -279,6 +283,7 @@ class Member:
                 self._send(through=step - 1)
                 outcome, local = state.run(step, boundary=self.boundary_requested)
                 self._record(outcome, local, time.monotonic() - begun)
+                self._tell_oddities(step)
                 if outcome.boundary and state.applied < step_config.steps:
                     return "boundary"
             self._validate_if_due(state.applied)
@@ -302,6 +307,14 @@ class Member:
         loss = self._transaction.validate(self._val_loader, config.num_val_sequences)
         if self._groups is not None and self._groups.global_rank == 0:
             self._publish([{"step": step - 1, "val_loss": loss}])
+
+    def _tell_oddities(self, step: int) -> None:
+        """What this member heard of operators whose bits do not come again; on GPUs the task may ask for such."""
+        heard = self._oddities.take()
+        if step == 0 and self._claim.chip and not self._card.task.step.deterministic:
+            heard.append("deterministic=False")
+        if heard:
+            self._publish([{"step": step, "not_repeatable": "; ".join(heard)}])
 
     def _record(self, outcome: Outcome, local: Local, step_s: float) -> None:
         assert self._groups is not None

@@ -56,3 +56,10 @@ def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path: Path) ->
     again.recall({"event": {}, "commands": [{"type": "Build", "step": 0, "term": 1, "generation": 1}]})
     assert not again.counts(record(0, (1, 0)))
     assert again.counts(record(0, (1, 1)))
+
+
+def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_exact(chronicle: Chronicle) -> None:
+    chronicle.begun(0, (1, 1))
+    odd = {"step": 0, "not_repeatable": "put_ does not have a deterministic implementation"}
+    assert [r["step"] for r in chronicle.publish([odd, record(0, (1, 1))])] == [0]
+    assert chronicle.write_summary("", exact=True)["exact"] is False
