@@ -101,6 +101,7 @@ class Chronicle:
                     num_tokens=record["num_tokens"], tokens_per_s=record["num_tokens"] / step_s,
                     step_s=step_s, skipped=record["skipped"], generation=record["generation"], mesh=mesh,
                     num_members=mesh.size, hop_bytes=record["hop_bytes"], exposed_hop_wait_s=record["hop_wait_s"],
+                    hop_latency_mean_s=record["hop_latency_mean_s"], hop_latency_p99_s=record["hop_latency_p99_s"],
                     samples=samples_text(record["samples"]),
                     committed_monotonic_s=record["committed_monotonic_s"],
                 )

@@ -325,7 +325,7 @@ class Member:
             "lr": learning_rate(step, self._card.task.optim), "num_tokens": int(outcome.num_tokens),
             "samples": list(outcome.samples), "skipped": outcome.skip, "step_s": step_s,
             "generation": self._command.generation, "dp": mesh.dp, "cp": mesh.cp,
-            "hop_bytes": local.num_hop_bytes, "hop_wait_s": local.hop_wait_s,
+            **local.hops.figures(),  # the device passed their events before the vote was cast
             "committed_monotonic_s": time.monotonic(),
             "vote": list(outcome.vote.values), "cast": list(outcome.vote.cast),
         })  # fmt: skip
