@@ -169,17 +169,21 @@ def mark_path(folder: Path, name: str) -> Path:
 def last_holder(folder: Path, name: str) -> Holder:
     """What the lock file says; an empty record where it says nothing that can be read."""
     try:
-        return Holder(**json.loads(lock_path(folder, name).read_text()))
-    except (FileNotFoundError, json.JSONDecodeError, TypeError, UnicodeDecodeError):
+        found = json.loads(lock_path(folder, name).read_text())
+        return Holder(int(found["pid"]), int(found["started"]), str(found["run"]), int(found["place"]))
+    except (OSError, ValueError, TypeError, KeyError):  # not there, torn, or not ours
         return Holder()
 
 
 def strikes_of(folder: Path, name: str) -> list[Strike]:
+    """As far as they can be read: the node's agent must not stumble over what any user may have written."""
     found = []
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         for line in mark_path(folder, name).read_text(errors="replace").splitlines():
-            with suppress(json.JSONDecodeError, TypeError):  # torn, or of another version
-                found.append(Strike(**json.loads(line)))
+            with suppress(ValueError, TypeError, KeyError):
+                one = json.loads(line)
+                when, why = float(one["unix_s"]), str(one["why"])
+                found.append(Strike(int(one["pid"]), int(one["started"]), when, why))
     return found
 
 

@@ -55,22 +55,24 @@ class DeviceClaim:
         """
         if self._kind == "cpu":
             return self.device
+        if self.broken:
+            raise PeerFailed(f"GPU {self.device.index} ({self.chip}) has failed in this process before")
         if self._claim.chip is not None:
             self._claim.seize((), place, timeout_s, check)  # it may sit elsewhere now
             return self.device
         seen = [chip for chip in visible_chips() if chip.name not in self.avoided]
         chip = self._claim.seize(seen, place, timeout_s, check)
         self.device = torch.device("cuda", chip.index)
+        if not probe(self.device):
+            self.failed("it failed its probe when it was taken")
+            raise PeerFailed(f"GPU {chip.index} ({chip.name}) failed its probe when it was taken")
         need_bytes = STATE_BYTES * num_parameters
         free = wait_for_memory(
             lambda: _free_bytes(chip.index), need_bytes, lambda: self._claim.predecessor_is_there, check, timeout_s
         )
         if free < need_bytes:
-            log.warning("GPU %d has %.1f GiB free, and a shard may need %.1f: %s", chip.index, free / 2**30,
-                        need_bytes / 2**30, "another process uses it")  # fmt: skip
-        if not probe(self.device):
-            self.failed("it failed its probe when it was taken")
-            raise PeerFailed(f"GPU {chip.index} ({chip.name}) failed its probe when it was taken")
+            gib = (free / 2**30, need_bytes / 2**30)
+            log.warning("GPU %d has %.1f GiB free, and a shard may need %.1f: others use it", chip.index, *gib)
         return self.device
 
     def healthy(self) -> bool:
@@ -89,11 +91,15 @@ class DeviceClaim:
         """Once nothing of this process is in its memory any more but the context."""
         if self._claim.chip is None:
             return
-        let_go_of_cache(self.device)
-        left = torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
-        if left > MUCH_BYTES:
-            log.warning("%s is given back with %.1f GiB of this process in it", self.device, left / 2**30)
-        self._claim.give_back()
+        try:
+            let_go_of_cache(self.device)
+            left = torch.cuda.memory_reserved(self.device)
+            if left > MUCH_BYTES:
+                log.warning("%s is given back with %.1f GiB of this process in it", self.device, left / 2**30)
+        except RuntimeError as error:
+            self.failed(f"it failed when its memory was given back: {error}")
+        finally:
+            self._claim.give_back()
 
 
 def visible_chips() -> tuple[Chip, ...]:

@@ -84,12 +84,15 @@ class Recoveries:
     def compare_places(self, mesh: Mesh, seats: Sequence[str]) -> None:
         """Sums over three or more ranks are promised in the same order only while every rank keeps its GPU: NCCL
         orders the ranks of a group by where their GPUs sit."""
-        chips = [str(self._timings.get(worker, {}).get("chip", "")) for worker in seats]
+        before = self._places if len(self._places) == len(seats) else [""] * len(seats)
+        told = [str(self._timings.get(worker, {}).get("chip", "")) for worker in seats]
+        # Some may have told it to a coordinator that is no more.
+        chips = [chip or known for chip, known in zip(told, before, strict=True)]
         if chips == self._places or not any(chips):
             return
-        before, self._places = self._places, chips
+        self._places = chips
         self._note({"note": "places", "places": chips})
-        moved = [rank for rank, chip in enumerate(chips) if len(before) == len(chips) and chip != before[rank]]
+        moved = [rank for rank, chip in enumerate(chips) if before[rank] and chip != before[rank]]
         if moved and max(mesh.dp, mesh.cp) > 2:
             rank = moved[0]
             self._no_equal_bits(f"rank {rank} computes on GPU {chips[rank]} and did on {before[rank]}")

@@ -278,7 +278,10 @@ def test_the_owner_of_a_lock_is_read_from_the_kernels_table(tmp_path: Path) -> N
     assert lock_owner(path, f"1: -> {rows[1]}") is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": 1, "unknown": 2}', "\udcff"])
+STRANGE = '{"pid": "x", "started": [], "unix_s": "y", "why": 1, "run": 2, "place": 3}'
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "7", '{"pid": 1}', STRANGE, "\udcff"])
 def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
     lock_path(tmp_path, A.name).write_bytes(text.encode(errors="surrogateescape"))
     mark_path(tmp_path, A.name).write_bytes(text.encode(errors="surrogateescape"))
@@ -313,6 +316,13 @@ def test_strikes_of_real_processes_make_a_gpu_bad_until_its_mark_is_removed(tmp_
     assert seize(claim, 0) == B
     mark_path(tmp_path, A.name).unlink()
     assert bad_ones(tmp_path, [A.name]) == []
+
+
+def test_a_mark_that_may_not_be_read_is_none(tmp_path: Path) -> None:
+    mark_path(tmp_path, A.name).mkdir()
+    lock_path(tmp_path, B.name).mkdir()
+    assert bad_ones(tmp_path, [A.name]) == []
+    assert last_holder(tmp_path, B.name) == Holder()
 
 
 def test_a_gpu_that_another_process_computes_on_gets_no_strike(tmp_path: Path) -> None:

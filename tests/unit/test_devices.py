@@ -137,6 +137,22 @@ def test_given_back_only_once_the_cache_is_empty(answers: SimpleNamespace, monke
     assert Claim("run", answers.folder).lock(THREE[0])
 
 
+def test_a_gpu_that_fails_when_it_is_given_back_gets_a_strike_and_is_given_back(
+    answers: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dead(device: torch.device) -> None:
+        raise BROKEN
+
+    claim = claim_in(answers)
+    claim.take(0, 1, 0.0, go_on)
+    monkeypatch.setattr(devices, "let_go_of_cache", dead)
+    claim.give_back()
+    assert verdicts_of(answers.folder, ["GPU-0"]) == {"GPU-0": "doubtful"}
+    assert Claim("run", answers.folder).lock(THREE[0])
+    with pytest.raises(PeerFailed, match="has failed in this process before"):
+        claim.take(0, 1, 0.0, go_on)
+
+
 def test_who_stands_by_waits_for_its_groups_before_it_empties_the_cache() -> None:
     """The order in `Member.stand`, with a real aborter whose backend takes its time."""
     done, order = threading.Event(), list[str]()

@@ -136,6 +136,16 @@ def test_places_on_cpus_and_of_another_mesh_promise_nothing_and_break_nothing(no
     assert story.same_environment
 
 
+def test_a_rank_that_told_its_gpu_to_the_coordinator_before_has_not_moved(notes: list[Any]) -> None:
+    first = Recoveries(RUN, notes.append)
+    told_places(first, Mesh(1, 4), a="g0", b="g1", c="g2", d="g3")
+    again = successor(notes)
+    told_places(again, Mesh(1, 4), a="", b="g1", c="", d="g3")
+    assert again.same_environment
+    told_places(again, Mesh(1, 4), a="g1", b="g0", c="g2", d="g3")
+    assert not again.same_environment
+
+
 def test_what_is_not_repeatable_is_told_once_and_no_later_recovery_is_exact(notes: list[Any]) -> None:
     story = Recoveries(RUN, notes.append)
     story.not_repeatable(2, "put_ does not have a deterministic implementation")
