@@ -167,7 +167,8 @@ class RunConfig:
     """The run's name, its folder, its timeouts and, for drills, its planned faults.
 
     The name is the identity: submitting it again attaches to the live run. `run_dir` must be visible to
-    every node that may host the coordinator or global rank 0.
+    every node that may host the coordinator or global rank 0. `env`: variables for the workers' processes; they win
+    over those that elastic_ring sets by itself on GPUs (docs/operating.md lists these).
     """
 
     name: str = "elastic-ring"
@@ -178,6 +179,7 @@ class RunConfig:
     user_error_limit: int = 2
     grow_delay_s: float = 2.0
     progress: bool = True
+    env: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not _RUN_NAME.fullmatch(self.name):
@@ -192,6 +194,9 @@ class RunConfig:
         _integer("user_error_limit", self.user_error_limit, 1)
         if not 0 <= self.grow_delay_s < math.inf:
             raise ValueError(f"grow_delay_s={self.grow_delay_s!r}: must be 0 seconds or more")
+        odd = [name for name, value in self.env.items() if not (isinstance(name, str) and isinstance(value, str))]
+        if odd:
+            raise ValueError(f"env: {odd[0]!r} or its value is no text; write {{'NCCL_DEBUG': 'INFO'}}, both as text")
 
     @property
     def folder(self) -> Path:

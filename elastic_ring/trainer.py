@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from elastic_ring.attention.kernels.table import BACKENDS
 from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.machine import Machine
 from elastic_ring.attention.spec import parse_pattern
-from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_together, digest
+from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_together, digest, environment
 from elastic_ring.data.order import Order
 from elastic_ring.data.source import SourceConfig, hold_out, open_source
 from elastic_ring.mesh import Mesh
@@ -39,7 +39,7 @@ from elastic_ring.monitor.metrics import SUMMARY_NAME, StepMetrics, write_json
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.runtime import attach
 from elastic_ring.runtime.charter import Charter
-from elastic_ring.runtime.cluster import NAMESPACE, actor_name, room
+from elastic_ring.runtime.cluster import NAMESPACE, WORKER_ENVIRONMENT, actor_name, room, worker_environment
 from elastic_ring.runtime.coordinator import Coordinator
 from elastic_ring.runtime.session import interruptible, lease, ray_session
 from elastic_ring.train.layouts import AUTO, Layouts
@@ -206,7 +206,8 @@ class ElasticRingTrainer:
             return None
         attach.refuse_if_written_to(self.run)
         room(self.scaling)
-        charter = Charter(self.run, self.scaling, self.task, attempt, self._digest, time.time(), fingerprint)
+        run = self._run_with_environment()
+        charter = Charter(run, self.scaling, self.task, attempt, self._digest, time.time(), fingerprint)
         made = (
             ray.remote(Coordinator)
             .options(
@@ -222,11 +223,21 @@ class ElasticRingTrainer:
         # Another submission was quicker: it is followed if it asks for the same.
         return attach.running_coordinator(self.run, self._digest) or self._coordinator(fingerprint, attempt)
 
+    def _run_with_environment(self) -> RunConfig:
+        """The run with all that its workers' processes are to find in their environment."""
+        of_job = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+        env = worker_environment(self.scaling.device, self.run.env, environment(), of_job)
+        changed = [f"{name}={value}" for name, value in env.items() if value != WORKER_ENVIRONMENT.get(name, value)]
+        if changed:
+            log.warning("workers get %s, not elastic_ring's own values", ", ".join(changed))
+        return replace(self.run, env=env)
+
     def _write_config(self) -> None:
         self.run.folder.mkdir(parents=True, exist_ok=True)
         settings = {"scaling": self.scaling, "step": self.task.step, "optim": self.task.optim, "data": self.task.data,
                     "run": self.run}  # fmt: skip
         shown = {name: json.loads(json.dumps(vars(value), default=str)) for name, value in settings.items()}
+        shown["run"]["env"] = sorted(self.run.env)  # values may be secrets
         own = {"pattern": self.task.pattern, "machine": self.task.machine}
         given = {name: str(value) for name, value in own.items() if value is not None}
         write_json(self.run.folder / CONFIG_NAME, {"digest": self._digest, **shown, **given})

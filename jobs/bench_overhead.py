@@ -22,7 +22,9 @@ the 95th percentile of the ratio of medians when pairs of blocks are drawn with 
 are compared over the first block, so that both are known to do the same work; later the two drift apart, because
 they add the gradient's norm up in another order and training amplifies the last bit.
 
-`--model gpu-1b` does the same on four GPUs (needs them).
+`--model gpu-1b` does the same on four GPUs (needs them), as two rings of two; `--model gpu-8b` as one ring of four,
+because both loops hold their state at once, about 2 x 37 GiB on each GPU beside the activations. Both tell the model
+FLOPs utilisation with the machinery and without.
 
 Exits 1 when the upper bound is above 5 % (on GPUs 0.5 %), or the losses differ.
 """
@@ -50,8 +52,8 @@ import ray
 from torch.distributed import TCPStore
 
 from elastic_ring import ElasticRingTrainer, RunConfig
-from elastic_ring.config import Timeouts
-from elastic_ring.runtime.cluster import WORKER_ENVIRONMENT
+from elastic_ring.config import Timeouts, environment
+from elastic_ring.runtime.cluster import worker_environment
 from jobs import drills, train_1t
 from jobs.gpu_tasks import TIMEOUTS, GpuRun, utilisation
 from jobs.peers import common
@@ -113,8 +115,10 @@ def standing_still() -> Iterator[None]:
 
 
 def gpu_run(arguments: argparse.Namespace) -> GpuRun:
+    """Both loops have their state on the same GPUs: of 8 B each a quarter of a copy on each, one ring of four."""
     preset = arguments.model.removeprefix("gpu-")
-    return GpuRun(preset, arguments.context, arguments.batch, kernel=arguments.kernel)
+    cp, dp = (4, 1) if preset == "8b" else (2, 2)
+    return GpuRun(preset, arguments.context, arguments.batch, cp, dp, kernel=arguments.kernel)
 
 
 def trainer_of(model: str, folder: Path, arguments: argparse.Namespace) -> ElasticRingTrainer:
@@ -188,8 +192,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         calls_per_block = block_steps * task.step.global_batch // mesh.dp
         trainer.task = _with(task, loss=GatedLoss(task.loss, turns.gate("product"), calls_per_block))
         device = trainer.scaling.device
-        environment = {"env_vars": WORKER_ENVIRONMENT} if device == "cuda" else None
-        actor = ray.remote(PlainWorker).options(num_cpus=0, runtime_env=environment)
+        variables = worker_environment(device, {}, environment(), {})  # as the product's workers have
+        actor = ray.remote(PlainWorker).options(num_cpus=0, runtime_env={"env_vars": variables} if variables else None)
         workers = [actor.remote(task, mesh, rank, turns.gate("plain"), device) for rank in range(mesh.size)]
         ours, theirs = drills.train_while(trainer, partial(alternate, turns, workers, num_blocks, block_steps))
     product, plain = step_times(ours), step_times(theirs)
@@ -237,7 +241,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=12, help="pairs of blocks, the first of which is left out")
     parser.add_argument("--block-steps", type=int, default=20)
-    parser.add_argument("--model", choices=["laptop", "small", "gpu-100m", "gpu-1b"], default="laptop")
+    parser.add_argument("--model", choices=["laptop", "small", "gpu-100m", "gpu-1b", "gpu-8b"], default="laptop")
     parser.add_argument("--context", type=int, default=32_768, help="tokens of a sequence (gpu-*)")
     parser.add_argument("--batch", type=int, default=2, help="sequences of a step (gpu-*)")
     parser.add_argument("--kernel", default="", help="pin one attention kernel (gpu-*)")

@@ -3,13 +3,16 @@
     python jobs/bench_recovery_gpu.py --preset 1b --kills 10 --save
 
 dp 2 x cp 2 on four GPUs and standby processes that hold none. First a short run without faults and the same with a
-planned kill: their losses and weights are compared bit for bit. Then a run whose members are killed from outside at
-any moment of a step; for each kill the phases from SIGKILL to the next committed step: detect (to the first event
-that says so), close (abort, probe, rendezvous, groups and their self-test), heal (link, transfer, digests), rerun
-(the step itself, apart). Rank 0 is never struck: its process lives through all kills and shows whether memory grows.
+planned kill, once for each of `--faults` (a phase of the step, or the heal after a kill): their losses and weights are
+compared bit for bit. Then a run whose members are killed from outside at any moment of a step; for each kill the phases
+from SIGKILL to the next committed step: detect (to the first event that says so), close (abort, probe, rendezvous,
+groups and their self-test), heal (link, transfer, digests), rerun (the step itself, apart). Then `--in-building` pairs
+of kills, the second of which strikes while the ring is being closed after the first. Rank 0 is never struck: its
+process lives through all kills and shows whether memory grows.
 
-Exits 1 when bits differ, when the median of detect + close + heal is above LIMIT_S, or when the transfer of a heal
-is slower than LEAST_SHARE of what a plain copy between two GPUs reaches in the same run.
+Exits 1 when bits differ, when a recovery was not exact, when the median of detect + close + heal is above LIMIT_S, when
+the transfer of a heal is slower than LEAST_SHARE of what a plain copy between two GPUs reaches in the same run, or when
+memory grows by more than HOST_SLOPE_MIB or GPU_SLOPE_MIB a kill.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import random
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,10 +35,18 @@ import psutil
 from elastic_ring.model.config import num_parameters
 from jobs import drills, gpu_tasks
 from jobs.gpu_tasks import GpuRun
+from jobs.model_plan import CONTEXT_BYTES
 
 LIMIT_S, LEAST_SHARE = 1.0, 0.5
 NEVER = 1_000_000
-FAULT = "kill@step={step},phase=backward,rank=3"
+FAULTS = {
+    **{phase: f"kill@step={{step}},phase={phase},rank=3" for phase in ("backward", "reduce", "vote", "apply")},
+    # The newcomer dies while its shard comes; another standby takes the place.
+    "heal": "kill@step={step},phase=backward,rank=3; kill@step={step},phase=heal,role=spare",
+}
+HOST_SLOPE_MIB, GPU_SLOPE_MIB = 5.0, 64.0
+LEAST_SAMPLES = 4  # of memory, for a slope that means something
+BOTH_STRUCK = (3, 2)  # first and second of a pair: whatever each of them held, another rank holds too
 STEPS_BETWEEN_KILLS = 2
 MOMENT_S = 0.4
 SETTLED_KILLS = 5
@@ -76,6 +88,12 @@ def kill_once(run: drills.Watcher, number: int, num_spares: int, paced: int) -> 
     return {**row, "memory": memory, "spares": num_there, "action": recovery["action"]}
 
 
+def all_kills(args: argparse.Namespace, run: drills.Watcher) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows of `--kills`, then those of `--in-building`."""
+    rows = kill_again_and_again(run, args.kills, args.spares, args.paced, args.limit_s) if args.kills else []
+    return rows, [kill_two(run, number, args.spares) for number in range(args.in_building)]
+
+
 def kill_again_and_again(
     run: drills.Watcher, num_kills: int, num_spares: int, paced: int, limit_s: float
 ) -> list[dict[str, Any]]:
@@ -91,6 +109,63 @@ def kill_again_and_again(
     return rows
 
 
+def kill_two(run: drills.Watcher, number: int, num_spares: int) -> dict[str, Any]:
+    """Kill one rank, and another while the ring is being built anew; how the ring closed after both."""
+    run.whole(1)
+    run.more_steps(STEPS_BETWEEN_KILLS)
+    status = run.whole(num_spares)
+    before, generation = len(run.recoveries()), status["generation"]
+    pids = [next(m["pid"] for m in status["members"] if m["global_rank"] == rank) for rank in BOTH_STRUCK]
+
+    def building() -> bool | None:
+        orders = [order for line in run.journal() for order in line.get("commands", ()) if order["type"] == "Build"]
+        return True if any(order["generation"] > generation for order in orders) else None
+
+    first_s = drills.strike(pids[0], signal.SIGKILL)
+    run.until("the order to build", building, poll_s=0.005)
+    time.sleep(random.Random(number).uniform(0.0, MOMENT_S))
+    second_s = drills.strike(pids[1], signal.SIGKILL)
+    run.whole(1)
+    run.more_steps(1)
+    found = run.recoveries()[before:]
+    row = {
+        "pair": number, "apart_s": round(second_s - first_s, 3),
+        "next_step_s": round(run.steps()[-1]["committed_monotonic_s"] - second_s, 3),
+        "recoveries": [{key: recovery[key] for key in ("cause", "action", "exact")} for recovery in found],
+    }  # fmt: skip
+    drills.show(f"  {row}")
+    return row
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Of the straight line through (x, y) with the least squares."""
+    mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+
+
+def growth(rows: list[dict[str, Any]]) -> list[float]:
+    """MiB a kill: of rank 0's process on the host, then of each GPU, where every standby that was there at the time is
+    counted with its context. Empty with too few samples; the first, before anything was killed, is left out."""
+    samples = [row for row in rows if row["memory"] and row["kill"] > 0]
+    if len(samples) < LEAST_SAMPLES:
+        return []
+    found = []
+    for column in range(len(samples[0]["memory"])):
+        context = CONTEXT_BYTES / 2**30 if column else 0.0
+        points = [(float(row["kill"]), row["memory"][column] - context * row["spares"]) for row in samples]
+        found.append(1024 * slope(points))
+    return found
+
+
+def outgrown(rows: list[dict[str, Any]]) -> list[str]:
+    names = ["rank 0's process", *(f"GPU {index}" for index in range(16))]
+    limits = [HOST_SLOPE_MIB, *[GPU_SLOPE_MIB] * 16]
+    return [
+        f"memory of {name} grows by {mib:.1f} MiB a kill, more than {limit:g}"
+        for name, mib, limit in zip(names, growth(rows), limits, strict=False) if mib > limit
+    ]  # fmt: skip
+
+
 def memory_gib(pid: int) -> tuple[float, ...]:
     """Host memory of one process, then memory in use on each GPU."""
     return (psutil.Process(pid).memory_info().rss / 2**30, *(mib / 1024 for mib in gpu_tasks.device_memory_mib()))
@@ -104,19 +179,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with drills.scratch() as folder, drills.local_ray(num_cpus=32):
         try:
             if args.short_steps:
-                fault = FAULT.format(step=args.short_steps // 2)
                 calm = run.trainer(folder, "calm", args.short_steps).fit().summary
                 drills.show(f"  the run without faults is done, losses {calm['losses'][0]} .. {calm['losses'][-1]}")
-                struck = run.trainer(folder, "struck", args.short_steps, fault).fit().summary
-                drills.show(f"  planned kill: {struck['recoveries']}")
-                same = {name: calm[name] == struck[name] for name in ("losses", "weights_sha256", "samples_sha256")}
-                figures |= {"same": same, "planned": struck["recoveries"]}
-                drills.show(f"  equal to the run without faults: {same}")
-            if args.kills:
+                figures |= {"same": {}, "planned": {}}
+                for name in args.faults.split(","):
+                    fault = FAULTS[name].format(step=args.short_steps // 2)
+                    struck = run.trainer(folder, f"struck-{name}", args.short_steps, fault).fit().summary
+                    drills.show(f"  planned kill in {name}: {struck['recoveries']}")
+                    kinds = ("losses", "weights_sha256", "samples_sha256")
+                    figures["same"][name] = {kind: calm[kind] == struck[kind] for kind in kinds}
+                    figures["planned"][name] = struck["recoveries"]
+                    drills.show(f"  equal to the run without faults: {figures['same'][name]}")
+            if args.kills or args.in_building:
                 trainer = run.trainer(folder, "killed", NEVER)
-                figures["kills"] = drills.train_while(
-                    trainer, lambda seen: kill_again_and_again(seen, args.kills, args.spares, args.paced, args.limit_s)
-                )
+                figures["kills"], figures["pairs"] = drills.train_while(trainer, partial(all_kills, args))
         finally:
             if args.keep_logs:
                 drills.keep_logs(folder, Path(args.keep_logs))
@@ -151,10 +227,25 @@ def report(figures: dict[str, Any]) -> tuple[str, list[str]]:
         missed += [f"detect + close + heal took {still:.3f} s, more than {LIMIT_S} s"] if still > LIMIT_S else []
         missed += [f"the transfer reaches {share:.2f} of a copy"] if share < LEAST_SHARE else []
         missed += [f"kill {row['kill']} was not exact: {row['action']}" for row in rows if not row["exact"]]
-    if "same" in figures:
-        text += f"\na planned kill, equal to the run without faults: {figures['same']}"
-        missed += [f"{name} differ from the run without faults" for name, same in figures["same"].items() if not same]
+        grown = growth(rows)
+        told = ", ".join(f"{mib:+.1f}" for mib in grown) or f"not known, fewer than {LEAST_SAMPLES} samples after kills"
+        text += f"\n  growth in MiB a kill, contexts of standbys aside: {told}"
+        missed += outgrown(rows)
+    for row in figures.get("pairs", ()):
+        text += f"\nkilled {row['apart_s']} s after another one, while the ring was being closed: {row['recoveries']}"
+        missed += [f"pair {row['pair']} was not exact: {found['action']}" for found in row["recoveries"]
+                   if not found["exact"]]  # fmt: skip
+    for name, same in figures.get("same", {}).items():
+        text += f"\na planned kill in {name}, equal to the run without faults: {same}"
+        missed += [f"{kind} of a kill in {name} differ from the run without faults" for kind in same if not same[kind]]
     return text, missed
+
+
+def phases(text: str) -> str:
+    unknown = [name for name in text.split(",") if name not in FAULTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: choose of {','.join(FAULTS)}")
+    return text
 
 
 def main(argv: list[str]) -> int:
@@ -169,9 +260,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--spares", type=int, default=1)
     parser.add_argument("--kernel", default="", help="pin one attention kernel")
     parser.add_argument("--short-steps", type=int, default=12, help="of the two runs that are compared; 0: leave out")
+    parser.add_argument("--faults", type=phases, default="backward", help=f"planned kills: {','.join(FAULTS)}")
+    parser.add_argument("--in-building", type=int, default=0, help="pairs of kills, the second while the ring closes")
     parser.add_argument("--keep-logs", help="a folder for the runs' journals and the workers' logs")
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/")
     args = parser.parse_args(argv)
+    if args.spares < 2 and (args.in_building or (args.short_steps and "heal" in args.faults.split(","))):
+        parser.error("two places are empty at once: give --spares 2")
     figures = measure(args)
     text, missed = report(figures)
     drills.show(text)

@@ -18,6 +18,9 @@ from elastic_ring.model.transformer import Transformer
 
 STATE_BYTES = 4 + 8 + 4 + 4
 LSE_BYTES = 4
+CONTEXT_BYTES = int(0.8 * 2**30)
+"""What a process takes of a GPU that it is warm on: four standbys more made 3.2 GiB on each of four H200s
+(benchmarks/2026-11-21-training-4xH200.json)."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class ModelPlan:
     largest_unit_bytes: int
     flops: float
     offloaded: bool = False
+    on_gpu: bool = False
 
     def lines(self) -> list[str]:
         gib = 2**30
@@ -41,6 +45,8 @@ class ModelPlan:
             f"checkpointed activations{' in host memory' * self.offloaded}",
             f"the largest block is {self.largest_unit_bytes / gib:.2f} GiB when gathered",
             f"{self.flops:.3g} FLOP for a sequence",
+            *([f"every worker of a node, standbys too, takes about {CONTEXT_BYTES / gib:.1f} GiB of each GPU there: "
+               f"{9 * CONTEXT_BYTES / gib:.1f} GiB with eight members and a standby"] if self.on_gpu else []),
         ]
 
 
@@ -66,5 +72,5 @@ def plan_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig) -> Mo
     return ModelPlan(
         built, scaling.mesh.size, tokens, STATE_BYTES * -(-built // scaling.cp),
         tokens * per_token * config.num_layers if config.checkpoint_activations else 0, block * element,
-        model_flops(config, step.context_tokens), config.offload_activations,
+        model_flops(config, step.context_tokens), config.offload_activations, scaling.device == "cuda",
     )  # fmt: skip

@@ -51,7 +51,13 @@ from elastic_ring.data.order import Order
 from elastic_ring.errors import GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime import nccl
-from elastic_ring.runtime.devices import KERNEL_CACHE, let_go_of_cache, warm_devices
+from elastic_ring.runtime.devices import (
+    KERNEL_CACHE,
+    be_deterministic,
+    let_go_of_cache,
+    visible_chips,
+    warm_devices,
+)
 from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups, translated
 from elastic_ring.state.device_digest import device_digest, device_digests
 from elastic_ring.train.transaction import Transaction
@@ -236,13 +242,11 @@ def holders() -> list[str]:
 
 def warm(run: GpuRun, device: torch.device, all_devices: bool) -> None:
     task = run.trainer(Path("/tmp"), "probe", 1000).task
+    be_deterministic(task)
     if all_devices:
-        warm_devices(task)
+        warm_devices(task, visible_chips())
     else:
-        if task.step.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        warm_up_device(task, device, attention_shapes(task))
+        warm_up_device(task, device, attention_shapes(task), KERNEL_CACHE, {})
     torch.cuda.set_device(device)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +17,7 @@ class HopLedger:
 
     `wait_s` is the time spent waiting for a hop's messages, that is, the latency no compute has hidden.
     On a GPU nothing waits on the host; with `keep_events` every exchange leaves its device events here
-    instead, and `device_times` reads them. Where content chooses blocks, what ranks tell each other before the
+    instead, and `hop_times` reads them. Where content chooses blocks, what ranks tell each other before the
     hops is counted apart, by how far it went round the ring: it is no part of what a schedule plans.
     """
 
@@ -67,3 +69,69 @@ class HopEvents:
     def exposed_s(self) -> float:
         """How long the kernels' stream stood still for it."""
         return float(self.wanted.elapsed_time(self.had)) / 1e3
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has passed all four: asks, and does not wait."""
+        marks = (self.free, self.arrived, self.wanted, self.had)
+        return all(mark is not None and mark.query() for mark in marks)
+
+
+@dataclass(frozen=True)
+class HopTimes:
+    """Of the exchanges that one rank took in one step: how long they were under way, on average and at the 99th
+    percentile (the nearest rank), and how long kernels stood still for all of them together."""
+
+    latency_mean_s: float
+    latency_p99_s: float
+    exposed_s: float
+
+
+EVENT_STEPS = 10
+"""On a GPU one step of so many leaves events, from which its hops' times are read; not the first, which is cold."""
+
+
+@dataclass
+class HopTally:
+    """What the hops of one rank's sequences of one step come to. With `on_gpu` the host waits for no hop: there some
+    steps have their events kept, to be read once something else has waited for the device."""
+
+    on_gpu: bool
+    step: int
+    num_bytes: int = 0
+    events: list[HopEvents] = field(default_factory=list, repr=False)
+    _host_wait_s: float = 0.0
+
+    @property
+    def is_watched(self) -> bool:
+        return self.on_gpu and self.step % EVENT_STEPS == 1
+
+    def watch(self, ledger: HopLedger) -> None:
+        """Before a sequence."""
+        ledger.keep_events = self.is_watched
+
+    def add(self, ledger: HopLedger) -> None:
+        """After its backward pass."""
+        self.num_bytes += ledger.all_sent_bytes
+        self._host_wait_s += ledger.all_wait_s
+        self.events += ledger.events
+
+    def figures(self) -> dict[str, float | int | None]:
+        """For the step's record: None for what was not measured. Waits for nothing."""
+        times = hop_times(self.events)
+        return {
+            "hop_bytes": self.num_bytes,
+            "hop_wait_s": times.exposed_s if times else None if self.on_gpu else self._host_wait_s,
+            "hop_latency_mean_s": times.latency_mean_s if times else None,
+            "hop_latency_p99_s": times.latency_p99_s if times else None,
+        }
+
+
+def hop_times(events: Iterable[HopEvents]) -> HopTimes | None:
+    """From what the device has passed; None where it has passed nothing, as on a CPU. Waits for nothing."""
+    over = [event for event in events if event.is_over]
+    if not over:
+        return None
+    latencies = sorted(event.latency_s() for event in over)
+    p99 = latencies[math.ceil(0.99 * len(latencies)) - 1]
+    return HopTimes(math.fsum(latencies) / len(latencies), p99, math.fsum(event.exposed_s() for event in over))

@@ -1,6 +1,7 @@
 """A rank's slice of a sequence, read ahead by one, and a digest of what was really consumed.
 
-The digest is over the tensors that went into a step, not over the plan: it is computed from slices.
+The digest is over the slices that went into a step, not over the plan. On a GPU it is taken before they are copied
+there; now and then what has arrived is copied back and compared (`ArrivedCopies`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.source import Source
+from elastic_ring.errors import DigestMismatch
 
 if TYPE_CHECKING:
     from elastic_ring.attention.layout import Layout
@@ -156,6 +158,36 @@ class Loader:
         if self._ahead is not None:
             self._ahead[1].cancel()
             self._ahead = None
+
+
+_COPIED = ("tokens", "targets", "positions", "document_ids")
+
+
+class ArrivedCopies:
+    """What of a step's slices has arrived on the device that computes, copied back behind the step's own work, so that
+    nothing waits for it; compared once something else has waited for the device."""
+
+    def __init__(self, on: bool) -> None:
+        """`on` False keeps nothing."""
+        self._on = on
+        self._kept: list[tuple[int, str, Tensor, Tensor]] = []
+
+    def keep(self, piece: Slice, batch: Any) -> None:
+        """`batch` has the tensors of `piece` on the device."""
+        for name in _COPIED if self._on else ():
+            there = getattr(batch, name)
+            back = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.is_cuda)
+            self._kept.append((piece.sample_id, name, getattr(piece, name), back.copy_(there, non_blocking=True)))
+
+    def check(self, step: int) -> None:
+        """Raises DigestMismatch when something else arrived than the digest says."""
+        kept, self._kept = self._kept, []
+        for sample_id, name, sent, back in kept:
+            if not torch.equal(sent, back):
+                raise DigestMismatch(
+                    f"step {step}: {name} of sequence {sample_id} arrived changed on the device; the step runs again",
+                    step=step,
+                )
 
 
 def consumed_digest(step: int, slices: Iterable[Slice]) -> tuple[float, ...]:

@@ -37,11 +37,16 @@ RECOVERY_KEYS = (
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One committed step. `loss` is the mean over its tokens, `step_s` its own time on global rank 0,
-    `hop_bytes` what was received in K/V hops, `exposed_hop_wait_s` the time spent waiting for hops with
-    nothing to compute. A step with a non-finite gradient is `skipped`; its loss may be nan. `samples` is the
-    digest of what was consumed, `val_loss` that of the held-out sequences where they were looked at,
-    `committed_monotonic_s` when it was applied, on the monotonic clock of the publishing rank's host."""
+    """One committed step. `loss` is the mean over its tokens, `step_s` its own time on global rank 0.
+
+    Of that rank's K/V hops: `hop_bytes` is what it sent, `exposed_hop_wait_s` the time spent waiting with nothing to
+    compute (on CPUs the host's, on GPUs that of the kernels' stream), `hop_latency_mean_s` and `hop_latency_p99_s` are
+    over the step's exchanges, from free to start until arrived, on GPUs only. On GPUs the three times are measured in
+    one step of ten (`attention.ledger.EVENT_STEPS`); None where nothing was measured.
+
+    A step with a non-finite gradient is `skipped`; its loss may be nan. `samples` is the digest of what was consumed,
+    `val_loss` that of the held-out sequences where they were looked at, `committed_monotonic_s` when it was applied, on
+    the monotonic clock of the publishing rank's host."""
 
     step: int
     loss: float
@@ -55,7 +60,9 @@ class StepMetrics:
     mesh: Mesh
     num_members: int
     hop_bytes: int = 0
-    exposed_hop_wait_s: float = 0.0
+    exposed_hop_wait_s: float | None = None
+    hop_latency_mean_s: float | None = None
+    hop_latency_p99_s: float | None = None
     samples: str = ""
     val_loss: float | None = None
     committed_monotonic_s: float = 0.0

@@ -77,12 +77,15 @@ class Chronicle:
 
     def publish(self, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Committed steps, in order; those that are known already change nothing. Returns what was new. A record with
-        a `val_loss` is what the held-out sequences gave after its step."""
+        a `val_loss` is what the held-out sequences gave after its step, one with `not_repeatable` why a step's bits
+        would not come again."""
         for record in records:
             if "val_loss" in record:
                 self.metrics.validated(record["step"], record["val_loss"])
+            elif "not_repeatable" in record:
+                self.recoveries.not_repeatable(record["step"], record["not_repeatable"])
         # Calls of one worker may overtake each other on their way.
-        steps = [record for record in records if "val_loss" not in record]
+        steps = [record for record in records if "loss" in record]
         self._waiting.update({record["step"]: record for record in steps if self.counts(record)})
         self._waiting = {step: r for step, r in self._waiting.items() if step > self.metrics.last_step}
         new: list[Mapping[str, Any]] = []
@@ -98,6 +101,7 @@ class Chronicle:
                     num_tokens=record["num_tokens"], tokens_per_s=record["num_tokens"] / step_s,
                     step_s=step_s, skipped=record["skipped"], generation=record["generation"], mesh=mesh,
                     num_members=mesh.size, hop_bytes=record["hop_bytes"], exposed_hop_wait_s=record["hop_wait_s"],
+                    hop_latency_mean_s=record["hop_latency_mean_s"], hop_latency_p99_s=record["hop_latency_p99_s"],
                     samples=samples_text(record["samples"]),
                     committed_monotonic_s=record["committed_monotonic_s"],
                 )
@@ -122,6 +126,7 @@ class Chronicle:
         self.generations.append(generation)
         self._note({"note": "generation", **generation})
         self.recoveries.compare_environments(change.seats)
+        self.recoveries.compare_places(change.mesh, change.seats)
         if change.previous_mesh is not None and (not change.planned or change.drained):
             self.recoveries.begin(change, self.metrics.last_step + 1)
 

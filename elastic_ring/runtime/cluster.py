@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 NAMESPACE = "elastic_ring"
 # All GPUs of the node stay visible to a worker, which locks the one that it takes (`runtime.devices`).
 WORKER_ENVIRONMENT = {**nccl.ENVIRONMENT, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""What elastic_ring sets for workers on GPUs where the user has set nothing; docs/operating.md says why each."""
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -82,6 +83,19 @@ def num_seats(resources: Mapping[str, float], device: str) -> int | None:
     return int(resources["GPU"]) if device == "cuda" and "GPU" in resources else None
 
 
+def worker_environment(
+    device: str, asked: Mapping[str, str], inherited: Mapping[str, str], of_job: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables that workers are started with: the user's own win.
+
+    `asked`: `RunConfig.env`, first of all; then `of_job`, those of the job's runtime_env, and `inherited`, those of the
+    driver's process. Of the last two only what elastic_ring would set otherwise: Ray passes on the job's by itself.
+    """
+    ours = WORKER_ENVIRONMENT if device == "cuda" else {}
+    theirs = {**inherited, **of_job}
+    return {**{name: theirs.get(name, value) for name, value in ours.items()}, **asked}
+
+
 class Cluster:
     """The Ray side of one run. All calls return at once; what comes later comes through callbacks."""
 
@@ -110,7 +124,7 @@ class Cluster:
             .options(
                 name=name, namespace=NAMESPACE, lifetime="detached", max_restarts=0, max_concurrency=4,
                 num_cpus=need.pop("CPU", 0), num_gpus=num_gpus, memory=need.pop("memory", None), resources=need,
-                runtime_env={"env_vars": WORKER_ENVIRONMENT} if on_gpu else None,
+                runtime_env={"env_vars": dict(self._run.env)} if self._run.env else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             )
             .remote(card)

@@ -1,84 +1,184 @@
-"""Which GPU a worker computes on: one that no other process of the node holds.
+"""Which GPU a worker computes on: one that no other process of the node holds, that computes, and whose memory is free.
 
-Every worker sees all GPUs of its node. A claim is a lock on a small file, which the kernel lets go of the moment
-its process dies, however it dies: a standby process takes over the GPU of a dead one without asking anybody.
+Every worker sees all GPUs of its node and locks the one that it takes (`runtime.chips`). Here is what is asked of CUDA
+itself; what follows from the answers is decided there.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from elastic_ring.errors import PeerFailed
+from elastic_ring.errors import PeerFailed, RunFailed
+from elastic_ring.runtime import chips
+from elastic_ring.runtime.chips import Chip, Claim, bad_ones, shared_folder, strike, strike_if_free, wait_for_memory
+from elastic_ring.runtime.nccl import probe
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.warm import attention_shapes, warm_up_device
 
 log = logging.getLogger(__name__)
 
-FOLDER = Path("/dev/shm/elastic_ring-gpus")  # one for all runs: two of them on a node do not share a GPU either
 KERNEL_CACHE = Path("/dev/shm/elastic_ring-kernels")
 """Where the node's processes leave word of kernels that passed their test."""
-LOOK_S = 0.005
+STATE_BYTES = 2 * (4 + 8) + 4
+"""What a newcomer allocates for each parameter of its shard: values and Adam's two, once more as they arrive, and the
+buffer for the gradient."""
+MUCH_BYTES = 1 << 30
 
 
 class DeviceClaim:
     """One worker's claim. Taken when it first gets a place in the mesh, given back when it stands by."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, run: str = "", folder: Path = chips.FOLDER) -> None:
         self._kind = kind
-        self._fd: int | None = None
+        self._claim = Claim(run, folder)
         self.device = torch.device("cpu")
+        self.avoided: frozenset[str] = frozenset()  # GPUs that failed in this process before it took one
+        self.broken = False  # the GPU that it took has failed: this process is to be replaced
 
-    def take(self, timeout_s: float, check: Callable[[], None]) -> torch.device:
-        """The device held, or the first free one. Raises PeerFailed when none gets free in time, and whatever
-        `check` raises between two looks."""
-        if self._kind == "cpu" or self._fd is not None:
+    @property
+    def chip(self) -> str:
+        """The name of the GPU held; empty for none."""
+        return self._claim.chip.name if self._claim.chip is not None else ""
+
+    def take(self, place: int, num_parameters: int, timeout_s: float, check: Callable[[], None]) -> torch.device:
+        """The device held, or a free one, for global rank `place` and a shard of so many parameters.
+
+        Raises PeerFailed when none gets free in time or the one that did fails, and whatever `check` raises between
+        two looks.
+        """
+        if self._kind == "cpu":
             return self.device
-        deadline = time.monotonic() + timeout_s
-        while True:
-            for index in range(torch.cuda.device_count()):
-                if self._lock(index):
-                    self.device = torch.device("cuda", index)
-                    return self.device
-            if time.monotonic() > deadline:
-                raise PeerFailed(f"none of {torch.cuda.device_count()} GPUs got free within {timeout_s:.0f} s")
-            check()
-            time.sleep(LOOK_S)
+        if self.broken:
+            raise PeerFailed(f"GPU {self.device.index} ({self.chip}) has failed in this process before")
+        if self._claim.chip is not None:
+            self._claim.seize((), place, timeout_s, check)  # it may sit elsewhere now
+            return self.device
+        seen = [chip for chip in visible_chips() if chip.name not in self.avoided]
+        chip = self._claim.seize(seen, place, timeout_s, check)
+        self.device = torch.device("cuda", chip.index)
+        if not probe(self.device):
+            self.failed("it failed its probe when it was taken")
+            raise PeerFailed(f"GPU {chip.index} ({chip.name}) failed its probe when it was taken")
+        need_bytes = STATE_BYTES * num_parameters
+        free = wait_for_memory(
+            lambda: _free_bytes(chip.index), need_bytes, lambda: self._claim.predecessor_is_there, check, timeout_s
+        )
+        if free < need_bytes:
+            gib = (free / 2**30, need_bytes / 2**30)
+            log.warning("GPU %d has %.1f GiB free, and a shard may need %.1f: others use it", chip.index, *gib)
+        return self.device
+
+    def healthy(self) -> bool:
+        """Whether the GPU held still computes; one that does not gets a strike, and this process is done for."""
+        if not self.broken and not probe(self.device):
+            self.failed("it failed its probe after an abort")
+        return not self.broken
+
+    def failed(self, why: str) -> None:
+        """The GPU held does not compute here any more."""
+        self.broken = True
+        if self._claim.chip is not None:
+            strike(self._claim.folder, self._claim.chip, why)
 
     def give_back(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def _lock(self, index: int) -> bool:
-        FOLDER.mkdir(exist_ok=True)
-        fd = os.open(FOLDER / f"gpu{index}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        """Once nothing of this process is in its memory any more but the context."""
+        if self._claim.chip is None:
+            return
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return False
-        self._fd = fd
-        return True
+            let_go_of_cache(self.device)
+            left = torch.cuda.memory_reserved(self.device)
+            if left > MUCH_BYTES:
+                log.warning("%s is given back with %.1f GiB of this process in it", self.device, left / 2**30)
+        except RuntimeError as error:
+            self.failed(f"it failed when its memory was given back: {error}")
+        finally:
+            self._claim.give_back()
 
 
-def warm_devices(task: TrainingTask) -> None:
-    """A context and the first kernels on every GPU: a standby does not know which one it will take."""
+def visible_chips() -> tuple[Chip, ...]:
+    """The GPUs that this process sees; this makes no context."""
+    found = range(torch.cuda.device_count())
+    return tuple(Chip(index, name_of(torch.cuda.get_device_properties(index), index)) for index in found)
+
+
+def name_of(properties: Any, index: int) -> str:
+    """What names a GPU (or a part of one) on its host: its UUID, else where it sits on the PCI bus."""
+    uuid = str(getattr(properties, "uuid", ""))
+    if uuid.strip("0-"):
+        return f"GPU-{uuid}"
+    if hasattr(properties, "pci_bus_id"):
+        place = [getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
+        return "PCI-" + "-".join(f"{number:02x}" for number in place)
+    log.warning("GPU %d tells neither its UUID nor its place: processes that see other GPUs may take it too", index)
+    return f"index-{index}"
+
+
+def _free_bytes(index: int) -> int:
+    return int(torch.cuda.mem_get_info(index)[0])
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """`kernels`: what serves attention, as `train.warm.warm_up_device` tells it. `failed`: names of GPUs."""
+
+    kernels: dict[str, str]
+    failed: frozenset[str] = frozenset()
+
+
+Warm = Callable[[TrainingTask, torch.device, Sequence[tuple[int, int, int]], Path | None, dict[str, str]], str]
+
+
+def warm_devices(
+    task: TrainingTask, seen: Sequence[Chip], folder: Path = chips.FOLDER, warm: Warm = warm_up_device,
+    computes: Callable[[torch.device], bool] = probe,
+) -> Warmed:
+    """A context and the first kernels on every GPU: a standby does not know which one it will take.
+
+    A bad GPU is left alone; one that fails now gets a strike, and the others are warmed. One whose memory is full is
+    taken cold, if ever. Raises what `warm` raises on a GPU that is well, and RunFailed when a second one fails: then it
+    is this process, or the software.
+    """
+    shapes, kernels, failures = attention_shapes(task), dict[str, str](), dict[str, str]()
+    cache, bad = shared_folder(KERNEL_CACHE), bad_ones(folder, [chip.name for chip in seen])
+    for chip in seen:
+        if chip.name in bad:
+            log.error("left alone: %s", chips.describe(folder, [chip]))
+            continue
+        begun, device = time.monotonic(), torch.device("cuda", chip.index)
+        try:
+            # First something small: the verdict on a kernel is this process's, whichever GPU it was tried on.
+            failure = warm(task, device, shapes, cache, kernels) if computes(device) else "it failed its probe"
+        except torch.OutOfMemoryError as error:
+            log.warning("GPU %d is not warmed, its memory is full: %s", chip.index, error)
+            continue
+        except RuntimeError as error:
+            if computes(device):
+                raise
+            failure = f"{type(error).__name__}: {error}"
+        if not failure:
+            log.info("GPU %d is warm after %.2f s", chip.index, time.monotonic() - begun)
+            continue
+        failures[chip.name] = f"GPU {chip.index} ({chip.name}): {failure}"
+        if len(failures) > 1:
+            raise RunFailed(f"more than one GPU fails in this process: {'; '.join(failures.values())}")
+        struck = strike_if_free(folder, chip, failure)
+        log.error("not warmed%s: %s", "" if struck else ", and held by another process", failures[chip.name])
+    return Warmed(kernels, frozenset(failures))
+
+
+def be_deterministic(task: TrainingTask) -> None:
+    """Repeatable forms of torch's own operators, where the task asks for them; one that has none warns."""
     if task.step.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # Else that switch also fills every new tensor, which costs a pass over memory each time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    shapes = attention_shapes(task)
-    for index in range(torch.cuda.device_count()):
-        begun = time.monotonic()
-        warm_up_device(task, torch.device("cuda", index), shapes)
-        log.info("GPU %d is warm after %.2f s", index, time.monotonic() - begun)
 
 
 def let_go_of_cache(device: torch.device) -> None:

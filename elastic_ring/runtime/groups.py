@@ -177,6 +177,10 @@ class Connector:
         # Of groups that a boundary left up: freeing them would abort them too, but one after another.
         self._aborter.abort(self._nccl)
 
+    def wait_closed(self, timeout_s: float) -> bool:
+        """After `close`: whether every group on the device has let go of its memory within this time."""
+        return self._aborter.wait(timeout_s)
+
     def retire(self, link: Link) -> None:
         """Take down the device's group of a heal that has ended here; it would hold memory for the whole generation."""
         if link.device is not None:

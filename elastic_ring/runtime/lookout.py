@@ -10,7 +10,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -42,6 +43,7 @@ class Lookout:
         self._workers: dict[str, dict[str, Any]] = {}
         self._told: dict[str, tuple[int, int | None, bool]] = {}
         self._lost: set[str] = set()
+        self._bad_chips: dict[str, list[str]] = {}
         self._causes = 0
         self._closed = False
         self._watcher = threading.Thread(target=self._patrol, name="lookout", daemon=True)
@@ -64,7 +66,7 @@ class Lookout:
         """Have the node's agent hold a pidfd on this worker and read its stamps."""
         entry = {
             "kind": "watch", "worker": worker, "node": node, "pid": card["pid"], "stamp_path": card["stamp_path"],
-            "log_path": card["log_path"], "handle": card.get("handle"),
+            "log_path": card["log_path"], "handle": card.get("handle"), "chips": card.get("chips", []),
         }  # fmt: skip
         self._workers[worker] = entry
         self._tell(entry)
@@ -93,6 +95,9 @@ class Lookout:
                     self._tell(entry)
             case "death":
                 self._put("death", message)
+            case "chips":
+                log.error("node %s: GPUs that are not used: %s", node, ", ".join(message["bad"]) or "none any more")
+                self._bad_chips[node] = message["bad"]
             case "hung-up":
                 self._confirm_aside(node, "its agent hung up")
 
@@ -112,7 +117,8 @@ class Lookout:
             time.sleep(POLL_S)
 
     def _look(self) -> None:
-        seen = {node.node: node for node in live_nodes(self._charter.scaling)}
+        bad = self._bad_chips
+        seen = {node.node: without(node, bad.get(node.node, ())) for node in live_nodes(self._charter.scaling)}
         for name, node in seen.items():
             if name not in self._agents and not self._closed:
                 self._hire(node)
@@ -176,7 +182,7 @@ class Lookout:
         known = node in self._lost and node not in self._told
         if not known:
             log.warning("node %s is lost: %s", node, why)
-        for table in (self.nodes, self._agents, self._beats, self._told):
+        for table in (self.nodes, self._agents, self._beats, self._told, self._bad_chips):
             table.pop(node, None)
         # A machine that lost power says no goodbye: its line would look like a node that has just joined.
         self._board.hang_up(node)
@@ -190,6 +196,13 @@ class Lookout:
     def _cause(self) -> str:
         self._causes += 1
         return f"lookout{os.getpid()}.{self._causes}"
+
+
+def without(node: NodeInfo, bad_chips: Collection[str]) -> NodeInfo:
+    """The node with a seat fewer for each GPU that is not to be used."""
+    if node.num_seats is None or not bad_chips:
+        return node
+    return replace(node, num_seats=max(0, node.num_seats - len(bad_chips)))
 
 
 def answers(asked: list[Any]) -> bool:

@@ -22,10 +22,17 @@ from elastic_ring.data.order import Order
 from elastic_ring.data.source import hold_out, open_source
 from elastic_ring.errors import GroupAborted
 from elastic_ring.monitor.stamps import Phase, StampWriter
-from elastic_ring.runtime.devices import KERNEL_CACHE, DeviceClaim, let_go_of_cache, warm_devices
+from elastic_ring.runtime.bits import Oddities, gpu_environment
+from elastic_ring.runtime.devices import (
+    KERNEL_CACHE,
+    DeviceClaim,
+    be_deterministic,
+    let_go_of_cache,
+    visible_chips,
+    warm_devices,
+)
 from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups, translated
 from elastic_ring.runtime.injection import Injector
-from elastic_ring.runtime.nccl import probe
 from elastic_ring.state.transfer import receive_shard, send_shard
 from elastic_ring.train.check import check_model
 from elastic_ring.train.optim import learning_rate
@@ -33,10 +40,12 @@ from elastic_ring.train.transaction import Local, Transaction
 from elastic_ring.train.vote import Outcome
 from elastic_ring.train.warm import warm_up
 from elastic_ring.train.weights import gather_weights
+from elastic_ring.train.wrap import num_parameters
 
 log = logging.getLogger(__name__)
 
 KEPT_RECORDS = 16384
+STAND_S = 10.0  # for a node's GPU to be empty before the next process may take it
 ABORTABLE = ("idle", "forward", "backward", "reduce")
 
 
@@ -58,7 +67,10 @@ class Member:
         self._published = -1
         self._mail = threading.Lock()  # `_published`: read and moved on by the training thread, set by the other
         self._left_behind: list[tuple[Any, ...]] = []
-        self._claim = DeviceClaim(card.scaling.device)
+        self._claim = DeviceClaim(card.scaling.device, card.run.name)
+        self.chips: list[str] = []  # names of the GPUs that this process sees
+        self.environment: dict[str, Any] = {}  # what its bits depend on, beside what every worker tells
+        self._oddities = Oddities()
         self._timings: dict[str, float] = {}  # of the build under way
 
     def warm_up(self) -> None:
@@ -74,8 +86,14 @@ class Member:
         self._transaction = Transaction(task, Loader(training, self._raise_if_aborted), order, self._watch, cache)
         self._transaction.warm_up(self._card.scaling.cp, self._card.scaling.device)
         warm_up(task)
+        self._num_parameters = num_parameters(task)
         if self._card.scaling.device == "cuda":
-            warm_devices(task)
+            be_deterministic(task)
+            seen = visible_chips()
+            warmed = warm_devices(task, seen)
+            self.chips, self._claim.avoided = [chip.name for chip in seen], warmed.failed
+            self.environment = gpu_environment(warmed.kernels)
+            self._oddities.listen()
         # What is here now stays: `forget_groups` has only what came later to look through, in milliseconds.
         gc.collect()
         gc.freeze()
@@ -125,7 +143,7 @@ class Member:
             vote=state.held.vote if state.held is not None else None,
             shard=state.shard.cp_rank if state.valid and state.shard is not None else None,
             has_gradient=state.has_gradient,
-            healthy=probe(self._claim.device),
+            healthy=self._claim.healthy(),
             last_vote=state.last,
             gradient_cast=state.gradient_cast,
         )  # fmt: skip
@@ -186,7 +204,7 @@ class Member:
         self._stamps.stamp(command.step, Phase.IDLE)
         timings = {
             "connect_s": connected - begun, "roll_s": rolled - connected, "heal_s": healed - rolled,
-            "heal_bytes": num_bytes, "healed": bool(receives), "pid": os.getpid(),
+            "heal_bytes": num_bytes, "healed": bool(receives), "pid": os.getpid(), "chip": self._claim.chip,
             **connector.timings, **self._timings,
         }  # fmt: skip
         log.info("generation %d: step %d, %s", command.generation, command.step, timings)
@@ -194,7 +212,9 @@ class Member:
 
     def _take_device(self, connector: Connector) -> None:
         """The GPU this worker holds, or one that is free; the current device belongs to a thread."""
-        device = self._claim.take(self._card.run.timeouts.report_s, connector.raise_if_aborted)
+        assert self._command is not None
+        place, share = self._command.seats.index(self._card.worker), -(-self._num_parameters // self._command.mesh.cp)
+        device = self._claim.take(place, share, self._card.run.timeouts.report_s, connector.raise_if_aborted)
         connector.device = device
         self._transaction.use(device)
         if device.type == "cuda":
@@ -229,11 +249,15 @@ class Member:
         return num_bytes
 
     def stand(self) -> None:
-        """Become a spare without state."""
+        """Become a spare without state, and give the GPU back with its memory: the next process there may need all."""
+        connector = self._connector
         self._command, self._groups = None, None
         self._transaction.drop()
         forget_groups()
         self._let_go()
+        if connector is not None and not connector.wait_closed(STAND_S):
+            log.warning("groups of the old generation still hold memory after %.0f s", STAND_S)
+        del connector
         self._claim.give_back()
 
     def _let_go(self) -> None:
@@ -259,6 +283,7 @@ class Member:
                 self._send(through=step - 1)
                 outcome, local = state.run(step, boundary=self.boundary_requested)
                 self._record(outcome, local, time.monotonic() - begun)
+                self._tell_oddities(step)
                 if outcome.boundary and state.applied < step_config.steps:
                     return "boundary"
             self._validate_if_due(state.applied)
@@ -283,6 +308,14 @@ class Member:
         if self._groups is not None and self._groups.global_rank == 0:
             self._publish([{"step": step - 1, "val_loss": loss}])
 
+    def _tell_oddities(self, step: int) -> None:
+        """What this member heard of operators whose bits do not come again; on GPUs the task may ask for such."""
+        heard = self._oddities.take()
+        if step == 0 and self._claim.chip and not self._card.task.step.deterministic:
+            heard.append("deterministic=False")
+        if heard:
+            self._publish([{"step": step, "not_repeatable": "; ".join(heard)}])
+
     def _record(self, outcome: Outcome, local: Local, step_s: float) -> None:
         assert self._groups is not None
         assert self._command is not None
@@ -292,7 +325,7 @@ class Member:
             "lr": learning_rate(step, self._card.task.optim), "num_tokens": int(outcome.num_tokens),
             "samples": list(outcome.samples), "skipped": outcome.skip, "step_s": step_s,
             "generation": self._command.generation, "dp": mesh.dp, "cp": mesh.cp,
-            "hop_bytes": local.num_hop_bytes, "hop_wait_s": local.hop_wait_s,
+            **local.hops.figures(),  # the device passed their events before the vote was cast
             "committed_monotonic_s": time.monotonic(),
             "vote": list(outcome.vote.values), "cast": list(outcome.vote.cast),
         })  # fmt: skip

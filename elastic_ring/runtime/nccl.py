@@ -104,6 +104,14 @@ class Aborter:
                 self._begun[id(backend)] = (backend, thread)
                 thread.start()
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all that were begun have ended within this time; until then they may hold memory."""
+        deadline = time.monotonic() + timeout_s
+        threads = [thread for _, thread in list(self._begun.values())]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
     @staticmethod
     def _abort(backend: Any) -> None:
         begun = time.monotonic()
@@ -121,6 +129,8 @@ def probe(device: torch.device) -> bool:
     try:
         torch.cuda.synchronize(device)
         return float(torch.ones(PROBE_ELEMENTS, device=device).sum()) == PROBE_ELEMENTS
+    except torch.OutOfMemoryError:
+        return True  # full, not broken: a failed allocation leaves no sticky error
     except RuntimeError as error:
         log.error("%s failed its probe: %s", device, error)
         return False

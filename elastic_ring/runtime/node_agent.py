@@ -19,6 +19,7 @@ from elastic_ring.config import Timeouts
 from elastic_ring.monitor.detect import HangDetector, HangSettings, Observation, ProcReader
 from elastic_ring.monitor.exits import ExitNotice, ExitWatch, describe_exit, tail
 from elastic_ring.monitor.stamps import Phase, Stamp, StampReader, phase_name
+from elastic_ring.runtime.chips import FOLDER, bad_ones
 from elastic_ring.runtime.lifeline import Line, dial
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class NodeAgent:
         self._echoed_at = self._beat_at = self._looked_at = 0.0
         self._stopped_since: float | None = None
         self._started = False
+        self._chips: set[str] = set()  # GPUs that the workers here see
+        self._bad_told: list[str] | None = None
 
     # ------------------------------------------------------------ what the coordinator calls through Ray
 
@@ -79,6 +82,7 @@ class NodeAgent:
                 self._exits.watch(coordinator["pid"], COORDINATOR)
             for notice in self._notices:
                 line.send(notice)
+            self._bad_told = None
 
     def ping(self) -> str:
         """Alive, as Ray sees it."""
@@ -123,6 +127,7 @@ class NodeAgent:
                 return
             self._looked_at = now
             self._look_for_hangs()
+            self._tell_bad_chips()
             self._beat()
             self._check_coordinator()
 
@@ -168,10 +173,19 @@ class NodeAgent:
             self._exits.kill(COORDINATOR)
             self._echoed_at, self._stopped_since = now, None
 
+    def _tell_bad_chips(self) -> None:
+        """Tell of GPUs that are not to be used, when that changes: so many fewer members can sit here."""
+        bad = bad_ones(FOLDER, self._chips)
+        if self._line is not None and bad != (self._bad_told or []):
+            log.error("GPUs that are not used here: %s", ", ".join(bad) or "none any more")
+            self._line.send({"kind": "chips", "bad": bad})
+            self._bad_told = bad
+
     # ------------------------------------------------------------ workers
 
     def _begin_to_watch(self, message: dict[str, Any]) -> None:
         worker = message["worker"]
+        self._chips.update(message.get("chips", ()))
         if worker in self._watched:
             return
         self._watched[worker] = Watched(worker, message["pid"], StampReader(message["stamp_path"]), message["log_path"])

@@ -14,6 +14,7 @@ from typing import Any
 from elastic_ring.config import RunConfig
 from elastic_ring.control.state import Change
 from elastic_ring.faults import Fault
+from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.report import recovery_line
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class Recoveries:
         self._timings: dict[str, dict[str, Any]] = {}
         self._environments: dict[str, Mapping[str, Any]] = {}
         self._reference: Mapping[str, Any] | None = None
+        self._places: list[str] = []  # the GPU of each rank of the last generation; none on CPUs
 
     # ------------------------------------------------------------ what happens
 
@@ -72,17 +74,40 @@ class Recoveries:
             self._note({"note": "environment", "environment": dict(self._reference)})
         reference = self._reference or {}
         odd = {worker: found for worker, found in known.items() if found != reference}
-        if not odd or not self.same_environment:
+        if not odd:
+            return
+        worker, found = next(iter(odd.items()))
+        pairs = [f"{key} {found.get(key)} instead of {reference.get(key)}" for key in {**reference, **found}
+                 if found.get(key) != reference.get(key)]  # fmt: skip
+        self._no_equal_bits(f"{worker} is another machine than the first member ({', '.join(pairs)})")
+
+    def compare_places(self, mesh: Mesh, seats: Sequence[str]) -> None:
+        """Sums over three or more ranks are promised in the same order only while every rank keeps its GPU: NCCL
+        orders the ranks of a group by where their GPUs sit."""
+        before = self._places if len(self._places) == len(seats) else [""] * len(seats)
+        told = [str(self._timings.get(worker, {}).get("chip", "")) for worker in seats]
+        # Some may have told it to a coordinator that is no more.
+        chips = [chip or known for chip, known in zip(told, before, strict=True)]
+        if chips == self._places or not any(chips):
+            return
+        self._places = chips
+        self._note({"note": "places", "places": chips})
+        moved = [rank for rank, chip in enumerate(chips) if before[rank] and chip != before[rank]]
+        if moved and max(mesh.dp, mesh.cp) > 2:
+            rank = moved[0]
+            self._no_equal_bits(f"rank {rank} computes on GPU {chips[rank]} and did on {before[rank]}")
+
+    def not_repeatable(self, step: int, what: str) -> None:
+        """A member computed something in step `step` whose bits do not come again."""
+        self._no_equal_bits(f"what is computed is not repeatable ({what}; first seen in step {step})")
+
+    def _no_equal_bits(self, why: str) -> None:
+        """Told once; from then on no recovery counts as exact."""
+        if not self.same_environment:
             return
         self.same_environment = False
-        self._note({"note": "unequal"})
-        worker, found = next(iter(odd.items()))
-        pairs = [f"{key} {found.get(key)} instead of {reference[key]}" for key in reference
-                 if found.get(key) != reference[key]]  # fmt: skip
-        self.say(
-            f"{worker} is another machine than the first member ({', '.join(pairs)}): from here on the run promises "
-            "the same samples, not the same bits"
-        )
+        self._note({"note": "unequal", "why": why})
+        self.say(f"{why}: from here on the run promises the same samples, not the same bits")
 
     # ------------------------------------------------------------ a recovery from its beginning to its end
 
@@ -154,6 +179,8 @@ class Recoveries:
                 self._environments[line["worker"]] = line["environment"]
             case "environment":
                 self._reference = line["environment"]
+            case "places":
+                self._places = list(line["places"])
             case "unequal":
                 self.same_environment = False
             case "resumed":

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,8 @@ class Worker:
             "stamp_path": self.card.stamp_path,
             "log_path": _stderr_path(),
             "fingerprint": self._member.fingerprint,
-            "environment": environment_of_bits(self.card.scaling.num_threads),
+            "environment": environment_of_bits(self.card.scaling.num_threads, self._member.environment),
+            "chips": self._member.chips,
         }
 
     def ping(self) -> str:
@@ -326,11 +327,13 @@ class Worker:
         return Injector(self.card.run.faults, ask, notify)
 
 
-def environment_of_bits(num_threads: int) -> dict[str, Any]:
-    """What the bits of a result depend on besides its inputs: equal on two machines, equal results."""
+def environment_of_bits(num_threads: int, gpus: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What the bits of a result depend on besides its inputs: equal on two machines, equal results. `gpus`: what
+    `runtime.bits` found where there are any."""
     return {
         "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "machine": platform.machine(),
         "mkl": torch.backends.mkl.is_available(), "num_threads": num_threads,
+        **(gpus or {}),
     }  # fmt: skip
 
 

@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from elastic_ring.attention.exchange import HopBuffers
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layout import Layout
+from elastic_ring.attention.ledger import HopTally
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.ring import Observer, RingAttention
 from elastic_ring.attention.schedule import plan
 from elastic_ring.control.messages import Vote
-from elastic_ring.data.loader import Loader, Slice, consumed_digest
+from elastic_ring.data.loader import ArrivedCopies, Loader, Slice, consumed_digest
 from elastic_ring.data.order import Order, share
 from elastic_ring.errors import TooManySkipped
 from elastic_ring.mesh import Mesh, Seat
@@ -93,8 +94,8 @@ class Local:
     loss_sum: Tensor
     num_tokens: int
     samples: tuple[float, ...]
-    num_hop_bytes: int
-    hop_wait_s: float
+    hops: HopTally
+    arrived: ArrivedCopies
 
 
 class Transaction:
@@ -209,21 +210,24 @@ class Transaction:
         mine = share(self._order.sample_ids(step), self._seat.dp_rank, self._mesh.dp)
         layout = self.layout
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        num_tokens, slices, num_hop_bytes, hop_wait_s = 0, [], 0, 0.0
+        num_tokens, slices, hops = 0, [], HopTally(self.device.type == "cuda", step)
+        arrived = ArrivedCopies(hops.is_watched)
         for i, (index, sample_id) in enumerate(mine):
             next_id = mine[i + 1][1] if i + 1 < len(mine) else None
             piece = self.loader.load(sample_id, index, layout, self._seat.cp_rank, next_id=next_id)
             slices.append(piece)
             torch.manual_seed(sequence_seed(self.task.step.seed, step, sample_id, self._seat.cp_rank))
             attention = self._attention(piece, step)
-            loss, num_targets = self.task.loss(self.model, self._batch(piece, attention))
+            hops.watch(attention.ledger)
+            batch = self._batch(piece, attention)
+            arrived.keep(piece, batch)
+            loss, num_targets = self.task.loss(self.model, batch)
             self._watch("backward", step)
             loss.backward()
             loss_sum += loss.detach()
             num_tokens += int(num_targets)
-            num_hop_bytes += attention.ledger.all_sent_bytes
-            hop_wait_s += attention.ledger.all_wait_s
-        return Local(loss_sum, num_tokens, consumed_digest(step, slices), num_hop_bytes, hop_wait_s)
+            hops.add(attention.ledger)
+        return Local(loss_sum, num_tokens, consumed_digest(step, slices), hops, arrived)
 
     def reduce(self, step: int) -> None:
         """fp32 sum over the rings, once, in the pinned order of the replica group."""
@@ -255,6 +259,7 @@ class Transaction:
         num_nonfinite = 0 if math.isfinite(norm_sq) else int(flat.numel() - torch.isfinite(flat).sum())
         # An abort on a device ends the exchange and raises nothing: what was just read may be nonsense.
         self._wires.check()
+        local.arrived.check(step)
         ballot = Ballot(norm_sq, num_nonfinite, loss_sum, local.num_tokens, boundary, local.samples)
         work, rows = start_vote(self._wires.world, ballot)
         self._watch("vote", step)

@@ -6,7 +6,9 @@ The user's model is built on the meta device only; a spare must not hold a whole
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -45,30 +47,59 @@ def warm_up(task: TrainingTask) -> None:
         dist.destroy_process_group()
 
 
-def warm_up_device(task: TrainingTask, device: torch.device, shapes: Sequence[tuple[int, int, int]]) -> None:
+def warm_up_device(
+    task: TrainingTask, device: torch.device, shapes: Sequence[tuple[int, int, int]], cache_dir: Path | None,
+    kernels: dict[str, str],
+) -> str:
     """The same on one GPU: its context, NCCL's first group there, and the kernels for attention of these `shapes`.
 
-    The calling thread's current device becomes `device`. Leaves no group and no cached memory behind.
+    Which ones are chosen goes into `kernels` before anything large is allocated; a proof in `cache_dir` chooses without
+    any. Returns what a chosen kernel got wrong on this GPU, empty if all is well. The calling thread's current device
+    becomes `device`. Leaves no group and no cached memory behind, whatever is raised.
     """
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        _one_step(DeviceMesh("cuda", [0]), device)
-        torch.cuda.synchronize(device)
+        proofs = _choose(task, device, shapes, cache_dir, kernels)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            _one_step(DeviceMesh("cuda", [0]), device)
+            torch.cuda.synchronize(device)
+        finally:
+            dist.destroy_process_group()
+        for name, proof in proofs.items():
+            failure = proof()
+            log.info("%s: %s, %s", device, name, failure or "warm")
+            if failure is not None:
+                return f"{name}: {failure}"
     finally:
-        dist.destroy_process_group()
+        torch.cuda.empty_cache()
+    return ""
+
+
+def _choose(
+    task: TrainingTask, device: torch.device, shapes: Sequence[tuple[int, int, int]], cache_dir: Path | None,
+    kernels: dict[str, str],
+) -> dict[str, Callable[[], str | None]]:
+    """What serves attention of these shapes, told in `kernels`, and for each the test that also loads it."""
     step, dtype = task.step, getattr(torch, task.step.param_dtype)
+    proofs: dict[str, Callable[[], str | None]] = {}
     for num_heads, num_kv_heads, head_dim in shapes:
-        group = num_heads // num_kv_heads
+        group, shape = num_heads // num_kv_heads, f"{num_heads}/{num_kv_heads} heads of {head_dim}"
         if task.pattern is None or task.pattern.any_dense:
-            backend = select(device, dtype, head_dim, step.deterministic, step.kernel or None, group=group)
-            failure = rehearse(backend, str(device), dtype, head_dim, group)
-            log.info("%s: attention kernel %s, %s", device, backend.name, failure or "warm")
+            backend = select(
+                device, dtype, head_dim, step.deterministic, step.kernel or None, group=group, cache_dir=cache_dir
+            )
+            kernels[f"attention, {shape}"] = f"{backend.name} {backend.version()}"
+            proofs[f"attention kernel {backend.name}, {shape}"] = partial(
+                rehearse, backend, str(device), dtype, head_dim, group
+            )
         if task.pattern is not None and task.pattern.any_sparse:
             kernel = select_sparse(head_dim, dtype, step.deterministic, sparse_form(step.kernel))
-            failure = block_proof.rehearse(kernel, head_dim, dtype, str(device), group)
-            log.info("%s: sparse attention kernel %s, %s", device, kernel.name, failure or "warm")
-    torch.cuda.empty_cache()
+            kernels[f"sparse attention, {shape}"] = kernel.name
+            proofs[f"sparse attention kernel {kernel.name}, {shape}"] = partial(
+                block_proof.rehearse, kernel, head_dim, dtype, str(device), group
+            )
+    return proofs
 
 
 def attention_shapes(task: TrainingTask) -> tuple[tuple[int, int, int], ...]:

@@ -19,7 +19,8 @@ def gather_weights(state: Any, wires: Any, path: Path) -> str | None:
     """Write the whole model to `path` from the first ring; global rank 0 returns `weights_sha256`, others None.
 
     The digest is sha256 over the raw bytes of the unsharded fp32 parameters in name order. The whole model is
-    held in memory on global rank 0. A collective of the ring: raises what its group raises.
+    held in memory on global rank 0. A collective of the ring: raises what its group raises, and GroupAborted once
+    it has been aborted; then nothing is written.
     """
     shapes = full_shapes(state.model)
     total = hashlib.sha256()
@@ -32,6 +33,7 @@ def gather_weights(state: Any, wires: Any, path: Path) -> str | None:
                 total.update(chunk)
     if wires.global_rank != 0:
         return None
+    wires.check()  # an abort on a device ends a gather and raises nothing: what came may be nonsense
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     save_file(whole, partial, metadata={"sha256": total.hexdigest()})

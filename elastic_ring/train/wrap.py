@@ -96,6 +96,12 @@ def full_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(param.shape) for name, param in model.named_parameters()}
 
 
+def num_parameters(task: TrainingTask) -> int:
+    """Of the whole model, counted without memory."""
+    with torch.device("meta"):
+        return sum(param.numel() for param in task.model().parameters())
+
+
 def slice_rows(shape: Sequence[int], cp_rank: int, cp: int) -> tuple[int, int]:
     """[start, stop) of the first dimension that FSDP2 gives `cp_rank`: as torch.chunk, so late ranks may be empty."""
     rows = shape[0]

@@ -145,6 +145,40 @@ def test_a_broken_backend_is_passed_over_loudly(backend: Backend, caplog: pytest
     assert "broken fails its self-test" in record.getMessage()
 
 
+def test_a_gpu_that_is_full_passes_over_no_kernel() -> None:
+    """Another kernel would give other bits, and whoever asks later has memory again."""
+    full = [True]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return ATEN.forward(*args, **kwargs)
+
+    tight = dataclasses.replace(ATEN, name="tight", forward=forward)
+    with pytest.raises(torch.OutOfMemoryError):
+        select("cpu", torch.float32, 24, True, backends=(tight, REFERENCE))
+    full.clear()
+    assert select("cpu", torch.float32, 24, True, backends=(tight, REFERENCE)).name == "tight"
+
+
+def test_an_error_that_the_reference_meets_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's own error may show only in what the device is asked next."""
+
+    def breaks(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(reference, "forward", breaks)
+    told = self_test(dataclasses.replace(ATEN, name="late"), head_dim=40)
+    assert told == "RuntimeError: CUDA error: an illegal memory access was encountered"
+
+
+def test_a_pass_that_cannot_be_kept_is_a_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        assert self_test(ATEN, head_dim=48, cache_dir=tmp_path / "cache") is None
+    assert "is not kept" in caplog.text
+
+
 def test_nothing_is_chosen_in_silence_when_all_fail() -> None:
     with pytest.raises(RunFailed, match="tried broken"):
         select("cpu", torch.float32, 32, True, backends=(BROKEN["nan"],))

@@ -233,6 +233,14 @@ def test_the_spelled_out_kernel_passes_the_self_test(dtype: torch.dtype) -> None
     assert block_proof.self_test(REFERENCE, 16, dtype, "cpu") is None
 
 
+def test_a_gpu_that_is_full_passes_over_no_sparse_kernel() -> None:
+    def run(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        block_proof.self_test(replace(REFERENCE, name="tight", run=run), 16, torch.float64, "cpu")
+
+
 @pytest.mark.parametrize("planted", ["forward", "backward", "empty rows", "unseen keys"])
 def test_a_kernel_that_is_wrong_between_stretches_of_keys_is_found(planted: str) -> None:
     from dataclasses import replace

@@ -22,6 +22,7 @@ def record(step: int, cast: tuple[int, int], loss: float = 1.0) -> dict[str, Any
     return {
         "step": step, "loss": loss, "grad_norm": 1.0, "lr": 0.1, "num_tokens": 8, "samples": [1.0, 0.0, 2.0, 0.0],
         "skipped": False, "step_s": 0.1, "generation": cast[1], "dp": 2, "cp": 2, "hop_bytes": 0, "hop_wait_s": 0.0,
+        "hop_latency_mean_s": None, "hop_latency_p99_s": None,
         "committed_monotonic_s": 1.0, "vote": [1.0], "cast": list(cast),
     }  # fmt: skip
 
@@ -56,3 +57,10 @@ def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path: Path) ->
     again.recall({"event": {}, "commands": [{"type": "Build", "step": 0, "term": 1, "generation": 1}]})
     assert not again.counts(record(0, (1, 0)))
     assert again.counts(record(0, (1, 1)))
+
+
+def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_exact(chronicle: Chronicle) -> None:
+    chronicle.begun(0, (1, 1))
+    odd = {"step": 0, "not_repeatable": "put_ does not have a deterministic implementation"}
+    assert [r["step"] for r in chronicle.publish([odd, record(0, (1, 1))])] == [0]
+    assert chronicle.write_summary("", exact=True)["exact"] is False

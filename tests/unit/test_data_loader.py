@@ -14,6 +14,7 @@ from elastic_ring.attention.layout import make_layout
 from elastic_ring.data.loader import (
     DIGEST_LIMBS,
     IGNORE,
+    ArrivedCopies,
     Loader,
     Slice,
     consumed_digest,
@@ -22,6 +23,7 @@ from elastic_ring.data.loader import (
 )
 from elastic_ring.data.order import Order, share
 from elastic_ring.data.source import Sample
+from elastic_ring.errors import DigestMismatch
 
 CONTEXT = 29
 
@@ -244,3 +246,30 @@ def test_a_wait_for_storage_that_stalls_can_be_ended_and_the_sequence_is_not_los
         piece = loader.load(4, 0, plan, 1)
     assert source.reads == [4], "the read that was under way serves the next load"
     assert torch.equal(piece.tokens, cut(source.read(4), "zigzag", 2)[1].tokens)
+
+
+def test_what_arrived_as_it_was_sent_is_fine_and_the_copies_go_with_the_check() -> None:
+    arrived = ArrivedCopies(True)
+    for part in cut(Numbers().read(2), "zigzag", 3):
+        arrived.keep(part, part.to("cpu"))
+    arrived.check(4)
+    assert arrived._kept == []
+
+
+@pytest.mark.parametrize("name", ["tokens", "targets", "positions", "document_ids"])
+def test_a_slice_that_arrived_changed_is_found_before_the_vote(name: str) -> None:
+    sent = replace(cut(Numbers().read(2), "zigzag", 3)[1], sample_id=17)
+    there = replace(sent, **{name: getattr(sent, name).clone()})
+    getattr(there, name)[0, -1] += 1
+    arrived = ArrivedCopies(True)
+    arrived.keep(sent, there)
+    getattr(there, name)[0, -1] -= 1  # the model may change what it was given; the copy is of what arrived
+    with pytest.raises(DigestMismatch, match=rf"step 4: {name} of sequence 17 arrived changed"):
+        arrived.check(4)
+
+
+def test_in_most_steps_nothing_is_copied_back() -> None:
+    arrived = ArrivedCopies(False)
+    part = cut(Numbers().read(2), "zigzag", 3)[0]
+    arrived.keep(part, replace(part, tokens=part.tokens + 1))
+    arrived.check(4)

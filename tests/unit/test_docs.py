@@ -22,6 +22,7 @@ from elastic_ring.attention.spec import parse_pattern
 from elastic_ring.config import Timeouts
 from elastic_ring.faults import KINDS, PHASES, ROLES, parse_faults
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
+from elastic_ring.runtime.cluster import WORKER_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -161,6 +162,13 @@ def test_the_table_of_timeouts_is_that_of_the_code() -> None:
     """Fields, order and defaults."""
     told = [(cells[0].strip("`"), float(cells[1])) for cells in rows(OPERATING, "Timeouts")]
     assert told == [(field.name, field.default) for field in dataclasses.fields(Timeouts)]
+
+
+def test_every_variable_that_workers_get_is_named_with_its_value_and_why() -> None:
+    table = OPERATING.split("\n### Variables of workers on GPUs\n", 1)[1].split("\n## ", 1)[0]
+    told = {name.strip("`"): (value, why) for name, value, why in cells_of(table)}
+    assert {name: value for name, (value, _) in told.items()} == WORKER_ENVIRONMENT
+    assert all(why for _, why in told.values())
 
 
 def test_every_kind_of_error_is_explained_once() -> None:

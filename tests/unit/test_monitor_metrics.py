@@ -53,6 +53,18 @@ def test_a_line_holds_the_step_and_gives_it_back_bit_for_bit(tmp_path: Path) -> 
     assert StepMetrics.from_json(line) == metrics(0, loss)
 
 
+def test_times_of_hops_that_nobody_measured_are_null_and_come_back_as_none(tmp_path: Path) -> None:
+    measured = metrics(1, hop_latency_mean_s=0.002, hop_latency_p99_s=0.003)
+    with MetricsLog(tmp_path) as log:
+        assert log.record(metrics(0, exposed_hop_wait_s=None))
+        assert log.record(measured)
+    lines = read_metrics(tmp_path)
+    names = ("exposed_hop_wait_s", "hop_latency_mean_s", "hop_latency_p99_s")
+    assert [[line[name] for name in names] for line in lines] == [[None] * 3, [0.01, 0.002, 0.003]]
+    assert StepMetrics.from_json(lines[0]) == metrics(0, exposed_hop_wait_s=None)
+    assert StepMetrics.from_json(lines[1]) == measured
+
+
 def test_a_validation_counts_once_and_may_come_before_its_step(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
         log.record(metrics(0))

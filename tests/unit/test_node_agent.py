@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ import pytest
 
 from elastic_ring.config import Timeouts
 from elastic_ring.monitor.stamps import Phase, StampWriter
+from elastic_ring.runtime import node_agent
+from elastic_ring.runtime.chips import mark_path
 from elastic_ring.runtime.node_agent import NodeAgent
 
 
@@ -82,3 +86,33 @@ def test_without_gpus_a_death_is_told_once(tmp_path: Path, line: Line) -> None:
             agent._turn()
         agent._turn()
         assert line.deaths() == ["killed by SIGKILL"]
+
+
+def test_gpus_that_failed_twice_are_told_once_and_again_when_the_mark_is_gone(
+    tmp_path: Path, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_agent, "FOLDER", tmp_path)
+    agent: Any = NodeAgent("node", Timeouts(), early=True)
+    agent._exits.open()
+    agent._line = line
+    agent._chips.add("GPU-a")  # as the card of a worker names it; GPU-b is no GPU of this run's
+    agent._tell_bad_chips()
+    for name in ("GPU-a", "GPU-b"):
+        for pid in (1, 2):
+            with mark_path(tmp_path, name).open("a") as mark:
+                mark.write(json.dumps({"pid": pid, "started": 1, "unix_s": time.time(), "why": "dead"}) + "\n")
+            agent._tell_bad_chips()
+    agent._tell_bad_chips()
+    mark_path(tmp_path, "GPU-a").unlink()
+    agent._tell_bad_chips()
+    assert [message["bad"] for message in line.said] == [["GPU-a"], []]
+
+
+def test_an_agent_learns_its_nodes_gpus_from_the_workers_that_it_watches(tmp_path: Path, line: Line) -> None:
+    agent: Any = NodeAgent("node", Timeouts(), early=True)
+    agent._exits.open()
+    card = {"worker": "w", "pid": os.getpid(), "stamp_path": str(tmp_path / "stamp"), "log_path": ""}
+    agent._begin_to_watch({**card, "chips": ["GPU-a"]})
+    agent._begin_to_watch({**card, "worker": "v"})
+    assert agent._chips == {"GPU-a"}
+    agent._exits.unwatch("w"), agent._exits.unwatch("v")

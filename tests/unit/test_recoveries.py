@@ -104,3 +104,66 @@ def test_a_mesh_that_was_replaced_as_a_whole_is_compared_with_the_first_one(note
 def test_a_granted_fault_is_known_to_the_successor_with_who_asked(notes: list[Any]) -> None:
     Recoveries(RUN, notes.append).fault_fired(0, "b", 10.0)
     assert successor(notes).fired_by == {0: "b"}
+
+
+def told_places(story: Recoveries, mesh: Mesh, **chips: str) -> None:
+    for worker, chip in chips.items():
+        story.resumed(worker, {"chip": chip})
+    story.compare_places(mesh, tuple(chips))
+
+
+def test_a_rank_that_moves_to_another_gpu_ends_the_promise_where_three_or_more_are_summed(notes: list[Any]) -> None:
+    for mesh, kept in ((Mesh(2, 2), True), (Mesh(1, 4), False), (Mesh(4, 1), False)):
+        notes.clear()
+        story = Recoveries(RUN, notes.append)
+        told_places(story, mesh, a="g0", b="g1", c="g2", d="g3")
+        told_places(story, mesh, a="g0", e="g1", c="g2", d="g3")
+        assert story.same_environment, "a newcomer on the GPU of the place"
+        again = successor(notes)
+        told_places(again, mesh, a="g0", e="g3", c="g2", f="g1")
+        assert again.same_environment is kept
+        assert again.lines == ([] if kept else [
+            "rank 1 computes on GPU g3 and did on g1: from here on the run promises the same samples, not the same bits"
+        ])  # fmt: skip
+
+
+def test_places_on_cpus_and_of_another_mesh_promise_nothing_and_break_nothing(notes: list[Any]) -> None:
+    story = Recoveries(RUN, notes.append)
+    told_places(story, Mesh(3, 1), a="", b="", c="")
+    assert notes == []
+    told_places(story, Mesh(3, 1), a="g0", b="g1", c="g2")
+    told_places(story, Mesh(2, 1), b="g1", c="g2")
+    assert story.same_environment
+
+
+def test_a_rank_that_told_its_gpu_to_the_coordinator_before_has_not_moved(notes: list[Any]) -> None:
+    first = Recoveries(RUN, notes.append)
+    told_places(first, Mesh(1, 4), a="g0", b="g1", c="g2", d="g3")
+    again = successor(notes)
+    told_places(again, Mesh(1, 4), a="", b="g1", c="", d="g3")
+    assert again.same_environment
+    told_places(again, Mesh(1, 4), a="g1", b="g0", c="g2", d="g3")
+    assert not again.same_environment
+
+
+def test_what_is_not_repeatable_is_told_once_and_no_later_recovery_is_exact(notes: list[Any]) -> None:
+    story = Recoveries(RUN, notes.append)
+    story.not_repeatable(2, "put_ does not have a deterministic implementation")
+    story.not_repeatable(2, "deterministic=False")
+    story.begin(change(), 3)
+    story.committed(3, 11.0)
+    assert not story.records[0]["exact"]
+    assert story.lines[0] == (
+        "what is computed is not repeatable (put_ does not have a deterministic implementation; first seen in step 2): "
+        "from here on the run promises the same samples, not the same bits"
+    )
+    assert sum("promises the same samples" in line for line in story.lines) == 1
+    assert not successor(notes).same_environment
+
+
+def test_what_only_the_newcomer_has_is_named_too(notes: list[Any]) -> None:
+    story = Recoveries(RUN, notes.append)
+    story.worker_started("a", 1, {"nccl": "2.28.9"})
+    story.worker_started("b", 2, {"nccl": "2.28.9", "NCCL_ALGO": "Tree"})
+    story.compare_environments(("a", "b"))
+    assert "(NCCL_ALGO Tree instead of None)" in story.lines[0]

@@ -1,12 +1,19 @@
-"""What the cluster can hold, by slots and by GPUs, and how a mesh that is too large for it is refused."""
+"""What the cluster can hold, how a mesh that is too large for it is refused, and what workers are started with."""
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 
+from elastic_ring import ElasticRingTrainer, RunConfig
 from elastic_ring.config import ScalingConfig
+from elastic_ring.data.source import StdlibText
+from elastic_ring.model.config import preset
+from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime import cluster
-from elastic_ring.runtime.cluster import NodeInfo, num_seats, room, shortage
+from elastic_ring.runtime.cluster import NodeInfo, num_seats, room, shortage, worker_environment
 
 ON_GPUS = ScalingConfig(dp=2, cp=4, device="cuda")
 
@@ -51,3 +58,38 @@ def test_room_waits_for_gpus_and_refuses_when_they_do_not_come(monkeypatch: pyte
     looks[:] = [[_node(64, 4)]]
     with pytest.raises(ValueError, match=r"needs 8 GPUs, .* 4 missing\. Lower dp or cp, add nodes, or set wait_for_"):
         room(ON_GPUS)
+
+
+# ------------------------------------------------------------ the environment of workers
+
+
+def test_the_users_own_variables_win_over_those_that_workers_on_gpus_get() -> None:
+    ours = cluster.WORKER_ENVIRONMENT
+    assert worker_environment("cuda", {}, {"HOME": "x"}, {"WANDB": "y"}) == ours, "nothing else is passed on here"
+    inherited = {"NCCL_NVLS_ENABLE": "1", "MALLOC_ARENA_MAX": "4"}
+    found = worker_environment("cuda", {}, inherited, {"NCCL_NVLS_ENABLE": "2"})
+    assert found == {**ours, "NCCL_NVLS_ENABLE": "2", "MALLOC_ARENA_MAX": "4"}
+    asked = {"NCCL_NVLS_ENABLE": "3", "NCCL_DEBUG": "INFO"}
+    assert worker_environment("cuda", asked, inherited, {"NCCL_NVLS_ENABLE": "2"}) == {**found, **asked}
+
+
+def test_workers_on_cpus_get_what_the_user_asks_for_and_nothing_else() -> None:
+    assert worker_environment("cpu", {}, {"NCCL_NVLS_ENABLE": "1"}, {}) == {}
+    assert worker_environment("cpu", {"MALLOC_ARENA_MAX": "2"}, {}, {}) == {"MALLOC_ARENA_MAX": "2"}
+
+
+def test_variables_must_be_text_and_their_values_are_not_written_down(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"env: 'NCCL_DEBUG' or its value is no text; write"):
+        RunConfig(env={"NCCL_DEBUG": 1})  # type: ignore[dict-item]
+    run = RunConfig("told", str(tmp_path), env={"A_TOKEN": "secret"})
+    trainer = ElasticRingTrainer(partial(Transformer, preset("laptop")), StdlibText(2048), run=run)
+    trainer._write_config()
+    text = (tmp_path / "config.json").read_text()
+    assert "A_TOKEN" in text
+    assert "secret" not in text
+
+
+def test_the_same_run_with_other_variables_is_the_same_run(tmp_path: Path) -> None:
+    runs = [RunConfig("told", str(tmp_path), env=env) for env in ({}, {"NCCL_DEBUG": "INFO"})]
+    model, data = partial(Transformer, preset("laptop")), StdlibText(2048)
+    assert len({ElasticRingTrainer(model, data, run=run)._digest for run in runs}) == 1

@@ -1,0 +1,423 @@
+"""Who holds a GPU and which are not to be used: real files, real locks and real processes, and no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_ring.errors import GroupAborted, PeerFailed
+from elastic_ring.runtime import chips
+from elastic_ring.runtime.chips import (
+    PATIENCE_S,
+    STRIKE_S,
+    Chip,
+    Claim,
+    Holder,
+    Strike,
+    bad_ones,
+    last_holder,
+    lock_owner,
+    lock_path,
+    mark_path,
+    open_shared,
+    order_of,
+    process_started,
+    shared_folder,
+    strike,
+    strike_if_free,
+    strikes_of,
+    verdict,
+    verdicts_of,
+    wait_for_memory,
+)
+
+FOUR = tuple(Chip(index, f"GPU-{letter}") for index, letter in enumerate("abcd"))
+A, B, C, D = FOUR
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from elastic_ring.runtime.chips import Chip, Claim, strike
+claim = Claim("run", Path(sys.argv[1]))
+chip = claim.seize([Chip(0, sys.argv[2])], int(sys.argv[3]), 10.0, lambda: None)
+if sys.argv[4:]:
+    strike(claim.folder, chip, sys.argv[4])
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def holder(folder: Path, chip: Chip, place: int, *failure: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own that holds a GPU for a place."""
+    command = [sys.executable, "-c", HOLD, str(folder), chip.name, str(place), *failure]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().strip() == "held"
+            yield process
+        finally:
+            process.kill()
+
+
+def fail_elsewhere(folder: Path, chip: Chip, why: str) -> None:
+    """A strike by another process, which ends."""
+    with holder(folder, chip, 0, why):
+        pass
+
+
+def go_on() -> None:
+    pass
+
+
+def seize(claim: Claim, place: int, seen: tuple[Chip, ...] = FOUR) -> Chip:
+    return claim.seize(seen, place, 0.0, go_on)
+
+
+# ------------------------------------------------------------ holding
+
+
+def test_a_gpu_has_one_holder_and_gets_free_when_it_is_given_back(tmp_path: Path) -> None:
+    first, second = Claim("run", tmp_path), Claim("run", tmp_path)
+    assert first.lock(A)
+    assert not second.lock(A)
+    assert second.lock(B)
+    first.give_back()
+    assert Claim("run", tmp_path).lock(A)
+
+
+def test_the_gpu_of_a_killed_process_is_free_at_once(tmp_path: Path) -> None:
+    with holder(tmp_path, A, 3) as process:
+        claim = Claim("run", tmp_path)
+        assert not claim.lock(A)
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        assert claim.lock(A)
+        assert (claim.before.pid, claim.before.run, claim.before.place) == (process.pid, "run", 3)
+
+
+def test_processes_that_count_their_gpus_differently_mean_the_same_one(tmp_path: Path) -> None:
+    """One sees all four, the other was started with the last two of them."""
+    assert Claim("run", tmp_path).lock(D)
+    other = Claim("other", tmp_path)
+    assert seize(other, 0, (Chip(0, C.name), Chip(1, D.name))) == Chip(0, C.name)
+    with pytest.raises(PeerFailed):
+        seize(Claim("other", tmp_path), 1, (Chip(0, C.name), Chip(1, D.name)))
+
+
+def test_a_lock_file_that_was_removed_gives_no_second_holder_of_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = lock_path(tmp_path, A.name), chips.open_shared
+
+    def open_and_lose(path: Path, flags: int = 0) -> int:
+        fd = opened(path, flags)
+        path.unlink()
+        return fd
+
+    monkeypatch.setattr(chips, "open_shared", open_and_lose)
+    assert not Claim("run", tmp_path).lock(A)
+    monkeypatch.undo()
+    assert Claim("run", tmp_path).lock(A)
+    assert path.exists()
+
+
+def test_files_are_for_all_users_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        folder = shared_folder(tmp_path / "gpus")
+        claim = Claim("run", folder)
+        seize(claim, 0)
+        strike(folder, A, "it broke")
+        (folder / "old").mkdir()
+        shared_folder(folder / "old")
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o7777 == 0o1777
+    assert (folder / "old").stat().st_mode & 0o7777 == 0o1777
+    for path in (lock_path(folder, A.name), mark_path(folder, A.name)):
+        assert path.stat().st_mode & 0o7777 == 0o666
+
+
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from elastic_ring.runtime.chips import Chip, Claim
+os.setgid(65534), os.setuid(65534)
+print(Claim("run", Path(sys.argv[1])).lock(Chip(0, sys.argv[2])))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_locks_the_same_files(tmp_path: Path) -> None:
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent.stat().st_uid == os.getuid() and not parent.stat().st_mode & 0o001:
+            parent.chmod(parent.stat().st_mode | 0o011)
+    folder = shared_folder(tmp_path / "gpus")
+    claim = Claim("run", folder)
+    seize(claim, 0)
+    claim.give_back()
+    seize(claim, 0, (B,))
+    for chip, told in ((A, "True"), (B, "False"), (C, "True")):
+        done = subprocess.run([sys.executable, "-c", AS_NOBODY, str(folder), chip.name], capture_output=True, text=True)
+        assert done.stdout.strip() == told, done.stderr
+
+
+def test_a_file_that_is_there_is_not_opened_as_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where fs.protected_regular is set the kernel refuses that for another user's file in such a folder."""
+    os.close(open_shared(tmp_path / "lock"))
+    asked, opened = list[int](), os.open
+
+    def open_(path: Path, flags: int, mode: int = 0o777) -> int:
+        asked.append(flags)
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", open_)
+    os.close(open_shared(tmp_path / "lock"))
+    assert [flags & os.O_CREAT for flags in asked] == [0]
+
+
+# ------------------------------------------------------------ which one
+
+
+def held(**by_letter: Holder) -> dict[str, Holder]:
+    return {f"GPU-{letter}": record for letter, record in by_letter.items()}
+
+
+def of(place: int, run: str = "run") -> Holder:
+    return Holder(run=run, place=place)
+
+
+def test_a_place_takes_its_own_gpu_and_waits_for_it_before_it_takes_anothers() -> None:
+    records = held(a=of(0), b=of(1), c=of(2), d=of(1, "another run"))
+    assert order_of(FOUR, records, {}, "run", 2, 0.0) == [C]
+    assert order_of(FOUR, records, {}, "run", 2, PATIENCE_S) == [C, D, A, B]
+
+
+def test_a_place_without_a_gpu_of_its_own_leaves_the_others_theirs_for_a_while() -> None:
+    records = held(a=of(0), b=of(1))
+    assert order_of(FOUR, records, {}, "run", 3, 0.0) == [C, D]
+    assert order_of(FOUR, records, {}, "run", 3, PATIENCE_S) == [C, D, A, B]
+    assert order_of(FOUR, {}, {}, "run", 3, 0.0) == list(FOUR)
+
+
+def test_a_bad_gpu_is_never_taken_and_a_doubtful_one_last() -> None:
+    records = held(a=of(0), b=of(1))
+    assert order_of(FOUR, records, {B.name: "bad"}, "run", 1, 0.0) == [C, D]
+    assert order_of(FOUR, records, {B.name: "doubtful"}, "run", 1, 0.0) == [C, D, B], "without waiting for it"
+    assert order_of(FOUR, records, {C.name: "doubtful"}, "run", 3, 0.0) == [D]
+    assert order_of(FOUR, records, {C.name: "doubtful"}, "run", 3, PATIENCE_S) == [D, A, B, C]
+    assert order_of((A,), records, {A.name: "bad"}, "run", 0, 60.0) == []
+
+
+def test_two_newcomers_at_once_get_the_gpus_of_their_places(tmp_path: Path) -> None:
+    with holder(tmp_path, A, 0), holder(tmp_path, B, 1) as one, holder(tmp_path, C, 2) as two:
+        one.kill(), one.wait()
+        waiting, go = Claim("run", tmp_path), threading.Event()
+        taken: list[Chip] = []
+
+        def newcomer() -> None:
+            taken.append(waiting.seize(FOUR[:3], 2, 60.0, go.set))
+
+        thread = threading.Thread(target=newcomer)
+        thread.start()
+        assert go.wait(60), "the GPU of place 2 is not free yet, and that of place 1 is left alone"
+        two.kill(), two.wait()
+        thread.join()
+        assert taken == [C]
+        assert seize(Claim("run", tmp_path), 1, FOUR[:3]) == B
+
+
+def test_who_sits_elsewhere_now_keeps_its_gpu_under_its_new_place(tmp_path: Path) -> None:
+    claim = Claim("run", tmp_path)
+    assert seize(claim, 2) == A
+    assert seize(claim, 0) == A
+    assert last_holder(tmp_path, A.name) == Holder(os.getpid(), process_started(os.getpid()) or 0, "run", 0)
+    claim.give_back()
+    assert last_holder(tmp_path, A.name) == Holder(0, 0, "run", 0), "the place comes back to it"
+
+
+def test_waiting_ends_with_what_the_check_raises(tmp_path: Path) -> None:
+    assert Claim("run", tmp_path).lock(A)
+
+    def aborted() -> None:
+        raise GroupAborted("given up")
+
+    with pytest.raises(GroupAborted):
+        Claim("run", tmp_path).seize((A,), 0, 60.0, aborted)
+
+
+def test_a_refusal_names_who_holds_each_gpu_and_the_files(tmp_path: Path) -> None:
+    for _ in range(2):
+        fail_elsewhere(tmp_path, B, "fell off the bus")
+    with holder(tmp_path, A, 3) as process, pytest.raises(PeerFailed) as refused:
+        seize(Claim("other", tmp_path), 0, (A, B))
+    told = str(refused.value)
+    assert f"GPU 0 is held by pid {process.pid}, rank 3 of run run ({lock_path(tmp_path, A.name)})" in told
+    assert f"GPU 1 failed (fell off the bus; {mark_path(tmp_path, B.name)})" in told
+
+
+def test_the_owner_of_a_lock_is_read_from_the_kernels_table(tmp_path: Path) -> None:
+    path = lock_path(tmp_path, A.name)
+    assert lock_owner(path, "") is None
+    seize(Claim("run", tmp_path), 0)
+    about = path.stat()
+    where = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
+    rows = [f"1: FLOCK  ADVISORY  WRITE 77 {where} 0 EOF", f"2: POSIX  ADVISORY  WRITE 78 {where}1 0 EOF"]
+    assert lock_owner(path, "\n".join(rows)) == 77
+    assert lock_owner(path, rows[0].replace("77", "-1")) is None, "a process that cannot be seen from here"
+    assert lock_owner(path, f"1: -> {rows[1]}") is None
+
+
+STRANGE = '{"pid": "x", "started": [], "unix_s": "y", "why": 1, "run": 2, "place": 3}'
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "7", '{"pid": 1}', STRANGE, "\udcff"])
+def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+    lock_path(tmp_path, A.name).write_bytes(text.encode(errors="surrogateescape"))
+    mark_path(tmp_path, A.name).write_bytes(text.encode(errors="surrogateescape"))
+    assert last_holder(tmp_path, A.name) == Holder()
+    assert strikes_of(tmp_path, A.name) == []
+    assert seize(Claim("run", tmp_path), 0) == A
+
+
+# ------------------------------------------------------------ which not
+
+
+def test_a_gpu_on_which_two_processes_failed_within_the_time_is_bad() -> None:
+    now = 1e9
+    one, same, two = (Strike(pid, 1, now - 10, "why") for pid in (1, 1, 2))
+    assert verdict([], now) == "good"
+    assert verdict([one, same], now) == "doubtful", "one process may be to blame itself"
+    assert verdict([one, two], now) == "bad"
+    assert verdict([one, Strike(1, 2, now, "why")], now) == "bad", "the same number, another process"
+    assert verdict([one, two], now + STRIKE_S) == "good", "another chance"
+    assert verdict([one, Strike(2, 1, now - STRIKE_S, "why")], now) == "doubtful"
+
+
+def test_strikes_of_real_processes_make_a_gpu_bad_until_its_mark_is_removed(tmp_path: Path) -> None:
+    fail_elsewhere(tmp_path, A, "first line\nsecond")
+    assert verdicts_of(tmp_path, [A.name, B.name]) == {A.name: "doubtful", B.name: "good"}
+    claim = Claim("run", tmp_path)
+    assert seize(claim, 0, (A,)) == A, "a second opinion"
+    assert [strike(tmp_path, A, "again") for _ in range(2)] == ["bad", "bad"]
+    claim.give_back()
+    assert [s.why for s in strikes_of(tmp_path, A.name)] == ["first line", "again", "again"]
+    assert bad_ones(tmp_path, [B.name, A.name]) == [A.name]
+    assert seize(claim, 0) == B
+    mark_path(tmp_path, A.name).unlink()
+    assert bad_ones(tmp_path, [A.name]) == []
+
+
+def test_a_mark_that_may_not_be_read_is_none(tmp_path: Path) -> None:
+    mark_path(tmp_path, A.name).mkdir()
+    lock_path(tmp_path, B.name).mkdir()
+    assert bad_ones(tmp_path, [A.name]) == []
+    assert last_holder(tmp_path, B.name) == Holder()
+
+
+def test_a_gpu_that_another_process_computes_on_gets_no_strike(tmp_path: Path) -> None:
+    with holder(tmp_path, A, 0):
+        assert not strike_if_free(tmp_path, A, "busy or unavailable")
+    assert verdicts_of(tmp_path, [A.name]) == {A.name: "good"}
+    before = last_holder(tmp_path, A.name)
+    assert strike_if_free(tmp_path, A, "no longer there")
+    assert verdicts_of(tmp_path, [A.name]) == {A.name: "doubtful"}
+    assert last_holder(tmp_path, A.name) == before, "who had it is still known"
+    assert Claim("run", tmp_path).lock(A)
+
+
+# ------------------------------------------------------------ the memory of the one before
+
+
+class Memory:
+    """Readings of free memory, one after another, the last for ever; `then` happens with the reading before it."""
+
+    def __init__(self, *readings: int, then: Callable[[], None] = go_on) -> None:
+        self.readings, self.then, self.num_read = list(readings), then, 0
+
+    def __call__(self) -> int:
+        self.num_read += 1
+        if len(self.readings) == 1:
+            return self.readings[0]
+        if len(self.readings) == 2:
+            self.then()
+        return self.readings.pop(0)
+
+
+def test_where_enough_is_free_nobody_is_waited_for() -> None:
+    memory = Memory(8)
+    assert wait_for_memory(memory, 8, lambda: True, go_on, 60.0) == 8
+    assert memory.num_read == 1
+
+
+def test_memory_is_waited_for_while_the_process_before_is_there() -> None:
+    assert wait_for_memory(Memory(1, 1, 3, 9), 8, lambda: True, go_on, 60.0) == 9
+
+
+def test_once_the_process_before_has_ended_and_no_more_gets_free_it_goes_on() -> None:
+    there = [True]
+    memory = Memory(1, 2, 3, then=there.clear)
+    assert wait_for_memory(memory, 8, lambda: bool(there), go_on, 60.0) == 3
+    assert memory.num_read > 3
+
+
+def test_the_wait_for_memory_is_bounded_and_an_abort_ends_it() -> None:
+    assert wait_for_memory(Memory(1), 8, lambda: True, go_on, 0.05) == 1
+
+    def aborted() -> None:
+        raise GroupAborted("given up")
+
+    with pytest.raises(GroupAborted):
+        wait_for_memory(Memory(1), 8, lambda: True, aborted, 60.0)
+
+
+def test_a_predecessor_is_there_until_its_last_thread_has_ended(tmp_path: Path) -> None:
+    with holder(tmp_path, A, 0) as process:
+        claim = Claim("run", tmp_path)
+        os.kill(process.pid, signal.SIGKILL)
+        while not claim.lock(A):
+            pass
+        while claim.predecessor_is_there:  # the lock is let go of on the way; nobody has waited for the process yet
+            pass
+        assert Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    assert process_started(os.getpid()) is not None
+    claim.before = Holder(os.getpid(), (process_started(os.getpid()) or 0) - 1)
+    assert not claim.predecessor_is_there, "another process with the same number"
+    claim.before = Holder(os.getpid(), process_started(os.getpid()) or 0)
+    assert claim.predecessor_is_there
+
+
+LEADERLESS = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+print("up", flush=True)
+ctypes.CDLL(None).syscall(60, 0)  # exit of this thread alone, on x86-64
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of a system call")
+def test_a_process_whose_first_thread_has_ended_before_the_others_is_there() -> None:
+    with subprocess.Popen([sys.executable, "-c", LEADERLESS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "up"
+        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            pass
+        assert process_started(process.pid) is not None
+        process.kill()
+        while process_started(process.pid) is not None:
+            pass
+
+
+def test_a_record_is_plain_json(tmp_path: Path) -> None:
+    seize(Claim("run", tmp_path), 5)
+    assert json.loads(lock_path(tmp_path, A.name).read_text())["place"] == 5

@@ -1,0 +1,71 @@
+"""What the recovery bench can fail on, from figures: growth of memory, pairs of kills, planned kills in each phase."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ring.faults import parse_faults
+from jobs import bench_recovery_gpu as bench
+
+MEASURED = json.loads(
+    (Path(__file__).resolve().parents[2] / "benchmarks" / "2026-11-21-training-4xH200.json").read_text()
+)
+
+
+def rows(*memory: tuple[float, ...], spares: tuple[int, ...] | None = None) -> list[dict[str, Any]]:
+    spares = spares or (2,) * len(memory)
+    return [
+        {"kill": 5 * index, "memory": list(each), "spares": there}
+        for index, (each, there) in enumerate(zip(memory, spares, strict=True))
+    ]  # fmt: skip
+
+
+def test_a_run_that_leaked_is_judged_and_the_mended_one_passes() -> None:
+    leaked = bench.outgrown(MEASURED["bench_recovery_gpu_1b_paced"]["kills"])
+    assert [line.partition(" grows")[0] for line in leaked][:2] == ["memory of rank 0's process", "memory of GPU 0"]
+    assert bench.outgrown(MEASURED["bench_recovery_gpu_1b_in_a_row"]["kills"]) == []
+
+
+def test_growth_is_the_slope_over_kills_with_the_standbys_contexts_taken_off() -> None:
+    context = bench.CONTEXT_BYTES / 2**30
+    samples = [(2.0, 20.0)] + [(2.0 + 5 * kill / 1024, 20.0 + context * there) for kill, there in
+                               zip((5, 10, 15, 20), (6, 2, 4, 3), strict=True)]  # fmt: skip
+    assert bench.growth(rows(*samples, spares=(2, 6, 2, 4, 3))) == pytest.approx([5.0, 0.0])
+    assert bench.growth(rows(*samples[:4])) == [], "too few to say"
+    assert bench.slope([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)]) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("name", bench.FAULTS)
+def test_every_planned_kill_is_a_schedule_that_ends_within_the_short_run(name: str) -> None:
+    faults = parse_faults(bench.FAULTS[name].format(step=6))
+    assert {fault.kind for fault in faults} == {"kill"}
+    assert faults[-1].phase == name
+    assert all(fault.step == 6 for fault in faults)
+
+
+def test_a_pair_that_was_not_exact_and_bits_that_differ_are_missed() -> None:
+    figures = {
+        "run": {"preset": "1b", "context": 1, "cp": 2, "gpus": 4, "gpu": "one", "nccl": "2"}, "parameters": 1,
+        "link_GB_s": 1.0, "paced": 1, "kills": [],
+        "pairs": [{"pair": 0, "apart_s": 0.5, "recoveries": [{"exact": True, "action": "a", "cause": "c"},
+                                                             {"exact": False, "action": "fewer rings", "cause": "c"}]}],
+        "same": {"vote": {"losses": True, "weights_sha256": False}, "heal": {"losses": True}},
+    }  # fmt: skip
+    text, missed = bench.report(figures)
+    assert missed == [
+        "pair 0 was not exact: fewer rings", "weights_sha256 of a kill in vote differ from the run without faults"
+    ]  # fmt: skip
+    assert "killed 0.5 s after another one" in text
+
+
+@pytest.mark.parametrize("options", [["--in-building", "1"], ["--faults", "vote,heal"], ["--faults", "lunch"]])
+def test_what_cannot_work_is_refused_before_anything_starts(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(options)
+    assert "--spares 2" in (told := capsys.readouterr().err) or "choose of backward,reduce,vote,apply,heal" in told
