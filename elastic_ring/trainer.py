@@ -20,12 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from torch import nn
 
 from elastic_ring import errors
-from elastic_ring.attention.block_kernels import KERNELS, sparse_form
-from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, check_documents
 from elastic_ring.attention.kernels.table import BACKENDS
 from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.machine import Machine
@@ -42,16 +39,15 @@ from elastic_ring.runtime.charter import Charter
 from elastic_ring.runtime.cluster import NAMESPACE, WORKER_ENVIRONMENT, actor_name, room, worker_environment
 from elastic_ring.runtime.coordinator import Coordinator
 from elastic_ring.runtime.session import interruptible, lease, ray_session
+from elastic_ring.train.check_pattern import check_pattern
 from elastic_ring.train.layouts import AUTO, Layouts
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory
 from elastic_ring.train.task import Initial, LossFunction, TrainingTask
-from elastic_ring.train.warm import attention_shapes
 from elastic_ring.train.wrap import check_buildable
 
 log = logging.getLogger(__name__)
 
 FOLLOW_S = 0.4
-NUM_SEQUENCES_LOOKED_AT = 16
 # Every cluster's head has one of this. Its loss ends the cluster anyway; a soft affinity is not kept by Ray.
 HEAD_RESOURCE, HEAD_SHARE = "node:__internal_head__", 0.001
 CONFIG_NAME = "config.json"
@@ -306,48 +302,6 @@ def check_kernel(name: str, device: str) -> None:
     if name and name not in names:
         raise ValueError(f"kernel={name!r} is no attention kernel for device={device!r}: choose one of "
                          f"{', '.join(names)}, or leave it out to have one chosen")  # fmt: skip
-
-
-def check_pattern(task: TrainingTask, cp: int, layouts: Layouts | None = None) -> None:
-    """Raises ValueError for a pattern that the block-sparse kernels of GPUs cannot run with these settings."""
-    if task.pattern is None or not task.pattern.any_sparse:
-        return
-    step = task.step
-    what = f"pattern={str(task.pattern)!r} on device='cuda' with context_tokens={step.context_tokens}"
-    if step.param_dtype != "bfloat16":
-        raise ValueError(f"{what}: sparse kernels take bfloat16, not {step.param_dtype}; set param_dtype='bfloat16'")
-    try:
-        task.pattern.check_blocks((layouts or Layouts(task)).choice(cp, "cuda").layout)
-        check_places(task.data)
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}. Or train on device='cpu', or leave pattern out: dense attention") from error
-    pinned = sparse_form(step.kernel)
-    able = [kernel for kernel in KERNELS if pinned in (None, kernel.name)]
-    for _, _, head_dim in attention_shapes(task):
-        reasons = [kernel.refusal(head_dim, torch.bfloat16, step.deterministic) for kernel in able]
-        if all(reasons):
-            listed = "; ".join(f"{kernel.name} {reason}" for kernel, reason in zip(able, reasons, strict=True))
-            unpin = f", or kernel={step.kernel!r} to have one chosen" if pinned else ""
-            raise ValueError(
-                f"{what}: no sparse kernel for the model: {listed}. Leave pattern out for dense attention{unpin}"
-            )
-
-
-def check_places(data: SourceConfig) -> None:
-    """Raises ValueError where documents begin inside a block of the block-sparse kernels, or would sooner or later.
-
-    Of a source that has no `align_tokens` only some sequences are looked at; a later one may still stop the run.
-    """
-    align_tokens = getattr(data, "align_tokens", None)
-    if align_tokens is None:
-        source = open_source(data)
-        for sample_id in range(0, source.num_sequences, -(-source.num_sequences // NUM_SEQUENCES_LOOKED_AT)):
-            check_documents(source.read(sample_id).document_starts)
-    elif align_tokens % BLOCK_TOKENS:
-        raise ValueError(
-            f"align_tokens={align_tokens} of the data: documents must begin with a block of {BLOCK_TOKENS} tokens;"
-            f" set align_tokens={BLOCK_TOKENS}, and each is filled up with tokens that are no targets"
-        )
 
 
 def described(part: Any) -> str:

@@ -29,9 +29,9 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.groups import Rendezvous
 from elastic_ring.state.transfer import receive_shard, send_shard
+from elastic_ring.train.check_pattern import check_pattern
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import Transaction
-from elastic_ring.trainer import check_pattern
 from jobs.train_1t import build, parse
 from tests.unit import tiny_task
 from tests.unit.crew import Crew, connect, crew
