@@ -51,6 +51,7 @@ class Member:
         self._injector = injector
         self._publish = publish
         self.boundary_requested = False
+        self.device_failed = False  # said so itself: a probe may still pass
         self._connector: Connector | None = None
         self._groups: Groups | None = None
         self._command: Build | None = None
@@ -85,6 +86,15 @@ class Member:
     @property
     def applied(self) -> int:
         return self._transaction.applied
+
+    @property
+    def device(self) -> torch.device:
+        return self._claim.device
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the groups of the generation under way have been given up."""
+        return self._connector is not None and self._connector.aborted
 
     @property
     def applying(self) -> bool:
@@ -125,7 +135,7 @@ class Member:
             vote=state.held.vote if state.held is not None else None,
             shard=state.shard.cp_rank if state.valid and state.shard is not None else None,
             has_gradient=state.has_gradient,
-            healthy=probe(self._claim.device),
+            healthy=not self.device_failed and probe(self._claim.device),
             last_vote=state.last,
             gradient_cast=state.gradient_cast,
         )  # fmt: skip
@@ -319,5 +329,5 @@ class Member:
 
     def _raise_if_aborted(self) -> None:
         """Computing and reading do not notice an abort by themselves; a long one would look like a hang."""
-        if self._connector is not None and self._connector.aborted:
+        if self.aborted:
             raise GroupAborted("aborted between two exchanges")

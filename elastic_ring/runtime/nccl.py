@@ -114,6 +114,18 @@ class Aborter:
         log.info("an NCCL group was aborted in %.3f s", time.monotonic() - begun)
 
 
+def has_failed(device: torch.device) -> bool:
+    """Whether the device has an error that stays; does not wait for what is queued, which may wait for a peer."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.current_stream(device).query()
+    except RuntimeError as error:
+        log.error("%s has failed: %s", device, error)
+        return True
+    return False
+
+
 def probe(device: torch.device) -> bool:
     """Whether the device still computes: a sticky error of CUDA shows in whatever is asked next."""
     if device.type != "cuda":

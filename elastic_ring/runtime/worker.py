@@ -15,7 +15,6 @@ import queue
 import signal
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -39,15 +38,14 @@ from elastic_ring.control.messages import (
     from_json,
     to_json,
 )
-from elastic_ring.errors import DigestMismatch, ElasticRingError, TooManySkipped
 from elastic_ring.monitor.stamps import StampWriter
 from elastic_ring.runtime.groups import is_transport_error
 from elastic_ring.runtime.injection import Injector
 from elastic_ring.runtime.member import Member
+from elastic_ring.runtime.nccl import has_failed
 from elastic_ring.runtime.training_thread import TrainingThread
-from elastic_ring.train.check import ModelRefused
+from elastic_ring.runtime.troubles import trouble_kind, trouble_text
 from elastic_ring.train.task import TrainingTask
-from elastic_ring.train.vote import ReplicasDiverged
 
 log = logging.getLogger(__name__)
 
@@ -224,12 +222,12 @@ class Worker:
             if not self._training.is_this:
                 return  # left behind: another thread has gone on from here
             log.warning("build of %s failed: %s", identity[1:], error, exc_info=not is_transport_error(error))
+            kind = self._kind_of(error, healing=not command.fresh)
             self._park()
-            kind = trouble_kind(error)
             if kind == "peer":
                 self._answer(BuildFailed(self._cause(), *identity, f"{type(error).__name__}: {error}"))
-            else:  # no fault of the ring's: building again would not help
-                self._answer(Trouble(self._cause(), *identity, kind, member.applied, trouble_text(error)))
+            else:  # no fault of the ring's: building again with this one would not help
+                self._tell_trouble(kind, error, identity, command.step)
             return
         if not self._training.is_this:
             return
@@ -240,24 +238,22 @@ class Worker:
 
     def _run(self, command: Build) -> None:
         assert self._member is not None
-        member, identity = self._member, (command.term, command.generation)
+        member, identity = self._member, (self.card.worker, command.term, command.generation)
         try:
             kind = member.train()
         except BaseException as error:  # a sys.exit in the user's code is an answer too
             if not self._training.is_this:
                 return
+            kind = self._kind_of(error)
             self._park()
-            trouble = Trouble(
-                self._cause(), self.card.worker, *identity, trouble_kind(error), member.applied, trouble_text(error)
-            )
-            log.warning("step %d broke off (%s): %s", member.applied, trouble.kind, error)
-            self._answer(trouble)
+            log.warning("step %d broke off (%s): %s", member.applied, kind, error, exc_info=kind == "device")
+            self._tell_trouble(kind, error, identity, member.applied)
             return
         if not self._training.is_this:
             return
         self._activity = "finished" if kind == "finished" else "parked"
         self._training.park()
-        self._report(kind, identity, -1)
+        self._report(kind, identity[1:], -1)
 
     def _finalize(self, command: Finalize) -> None:
         assert self._member is not None
@@ -268,15 +264,28 @@ class Worker:
             if not self._training.is_this:
                 return
             log.warning("writing the weights broke off: %s", error)
+            kind = self._kind_of(error)
             self._park()
-            kind = "peer" if is_transport_error(error) else "check"
-            self._answer(Trouble(self._cause(), *identity, kind, self._member.applied, trouble_text(error)))
+            self._tell_trouble(kind if kind in ("peer", "device") else "check", error, identity, self._member.applied)
             return
         if not self._training.is_this:
             return
         self._training.park()
         if finalized is not None:
             self._answer(finalized)
+
+    def _kind_of(self, error: BaseException, healing: bool = False) -> str:
+        assert self._member is not None
+        member = self._member
+        kind = trouble_kind(error, lambda: has_failed(member.device), healing=healing)
+        if kind == "device" and member.aborted:
+            return "peer"  # the abort may have broken what was queued; the probe before the report has the last word
+        if kind == "device":
+            member.device_failed = True  # also for whoever does not hear of it and asks for a report
+        return kind
+
+    def _tell_trouble(self, kind: str, error: BaseException, identity: tuple[str, int, int], step: int) -> None:
+        self._answer(Trouble(self._cause(), *identity, kind, step, trouble_text(error, kind)))
 
     def _park(self) -> None:
         """Parked before anyone is told, so that the answer never waits for this thread."""
@@ -332,24 +341,6 @@ def environment_of_bits(num_threads: int) -> dict[str, Any]:
         "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "machine": platform.machine(),
         "mkl": torch.backends.mkl.is_available(), "num_threads": num_threads,
     }  # fmt: skip
-
-
-def trouble_kind(error: BaseException) -> str:
-    """Which kind of `Trouble` an exception of the step loop is."""
-    if isinstance(error, TooManySkipped):
-        return "skipped"
-    if isinstance(error, DigestMismatch):
-        return "peer"  # what arrived is not used; the next build sends it again
-    if isinstance(error, (ModelRefused, ReplicasDiverged)):
-        return "check"
-    return "peer" if is_transport_error(error) else "user"
-
-
-def trouble_text(error: BaseException) -> str:
-    """The user's traceback, or what an error of ours says."""
-    if isinstance(error, ElasticRingError):
-        return str(error)
-    return "".join(traceback.format_exception(error))
 
 
 def _stderr_path() -> str:
