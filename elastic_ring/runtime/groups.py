@@ -32,6 +32,7 @@ from elastic_ring.errors import GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime import nccl
 from elastic_ring.runtime.joined import JoinedGroup, LaunchGate
+from elastic_ring.runtime.self_test import self_test
 from elastic_ring.runtime.sockets import listening, tcp_sockets
 from elastic_ring.state.transfer import Link
 
@@ -326,18 +327,6 @@ class Connector:
         """Raises GroupAborted once the control thread has given this generation up."""
         if self.aborted:
             raise GroupAborted(f"generation {self.where.prefix} was aborted")
-
-
-def self_test(groups: Groups) -> None:
-    """One known sum over each group; raises PeerFailed when a wire carries something else."""
-    for name in ("world", "shard", "ring", "replica"):
-        group: dist.ProcessGroup | JoinedGroup = getattr(groups, name)
-        on = groups.connector.device if name != "world" else torch.device("cpu")
-        probe = torch.tensor([1.0, float(group.rank())], device=on)
-        group.allreduce([probe]).wait()
-        size = group.size()
-        if probe.tolist() != [size, size * (size - 1) / 2]:
-            raise PeerFailed(f"self-test of group {name}: got {probe.tolist()} from {size} ranks")
 
 
 def forget_groups() -> None:
