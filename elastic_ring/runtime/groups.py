@@ -323,6 +323,12 @@ class Connector:
         backend._set_default_timeout(timedelta(seconds=self.where.collective_s))
         return backend
 
+    def exchange_error(self) -> str:
+        """What NCCL has noticed of a broken link of these groups, and ends nothing for; empty if nothing."""
+        with self._lock:
+            backends = [] if self.aborted else list(self._nccl)
+        return next((error for error in map(nccl.link_error, backends) if error), "")
+
     def raise_if_aborted(self) -> None:
         """Raises GroupAborted once the control thread has given this generation up."""
         if self.aborted:

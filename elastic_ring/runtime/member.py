@@ -26,6 +26,7 @@ from elastic_ring.runtime.devices import KERNEL_CACHE, DeviceClaim, let_go_of_ca
 from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups, translated
 from elastic_ring.runtime.injection import Injector
 from elastic_ring.runtime.nccl import probe
+from elastic_ring.runtime.standstill import DeviceMarks
 from elastic_ring.state.transfer import receive_shard, send_shard
 from elastic_ring.train.check import check_model
 from elastic_ring.train.optim import learning_rate
@@ -51,6 +52,8 @@ class Member:
         self._injector = injector
         self._publish = publish
         self.boundary_requested = False
+        self.marks = DeviceMarks()
+        self._num_data_waits = 0
         self.device_failed = False  # said so itself: a probe may still pass
         self._connector: Connector | None = None
         self._groups: Groups | None = None
@@ -69,10 +72,10 @@ class Member:
         self.fingerprint = source.fingerprint
         held = step.num_val_sequences if step.val_every_steps else 0
         training, validation = hold_out(source, num_sequences=held)
-        self._val_loader = Loader(validation, self._raise_if_aborted)
+        self._val_loader = Loader(validation, self._while_data_comes)
         order = Order(step.seed, step.global_batch, training.num_sequences)
         cache = KERNEL_CACHE if self._card.scaling.device == "cuda" else None
-        self._transaction = Transaction(task, Loader(training, self._raise_if_aborted), order, self._watch, cache)
+        self._transaction = Transaction(task, Loader(training, self._while_data_comes), order, self._watch, cache)
         self._transaction.warm_up()
         warm_up(task)
         if self._card.scaling.device == "cuda":
@@ -90,6 +93,15 @@ class Member:
     @property
     def device(self) -> torch.device:
         return self._claim.device
+
+    def moved(self) -> tuple[int, ...]:
+        """Numbers that grow while a step moves; read by any thread, at any time."""
+        return self._stamps.num_stamps, self.marks.num_passed, self._num_data_waits
+
+    def exchange_error(self) -> str:
+        """What a group of the generation under way knows of a broken link; empty if nothing."""
+        connector = self._connector
+        return "" if connector is None else connector.exchange_error()
 
     @property
     def aborted(self) -> bool:
@@ -320,12 +332,19 @@ class Member:
     def _watch(self, phase: str, step: int, hop: int | None = None) -> None:
         """Stamp progress; give planned faults their moment. Backward's own faults strike at its first hop."""
         self._stamps.stamp(step, Phase[phase.upper()], -1 if hop is None else hop)
+        if self.device.type == "cuda":
+            self.marks.leave()
         if phase in ABORTABLE:
             self._raise_if_aborted()
         if phase in ("forward", "backward") and hop is None:
             return
         rank = self._groups.global_rank if self._groups is not None else -1
         self._injector.check(phase=phase, step=step, rank=rank, hop=hop)
+
+    def _while_data_comes(self) -> None:
+        """A source that takes long is no standstill of this rank; whoever waits for this rank has a limit too."""
+        self._num_data_waits += 1
+        self._raise_if_aborted()
 
     def _raise_if_aborted(self) -> None:
         """Computing and reading do not notice an abort by themselves; a long one would look like a hang."""

@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 PROBE_ELEMENTS = 256
 ENVIRONMENT = {
-    # The control thread decides what happens to a process whose peers have died; NCCL's watchdog must not.
+    # The control thread decides what happens to a process whose peers have died; NCCL's watchdog must not. So nothing
+    # of NCCL's has a timeout: `runtime.standstill` watches.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -112,6 +113,16 @@ class Aborter:
         except RuntimeError as error:
             log.warning("abort of an NCCL group: %s", error)
         log.info("an NCCL group was aborted in %.3f s", time.monotonic() - begun)
+
+
+def link_error(backend: Any) -> str:
+    """What the watchdog of a group has found out about its links; it is told to end nothing (`ENVIRONMENT`).
+
+    Its timeouts are passed over: they count from when an operation is queued, and a step may be queued long before it
+    has been computed.
+    """
+    found = str(backend.get_error().name)
+    return f"NCCL reports {found}" if found in ("COMM_ERROR", "REMOTE_ERROR") else ""
 
 
 def has_failed(device: torch.device) -> bool:
