@@ -140,7 +140,8 @@ class Connector:
             if self.device.type != "cuda":
                 return Link(host)
             own_store = PrefixStore(f"{self.where.prefix}/link/{name}/nccl", self._open_store())
-            group = JoinedGroup(self._nccl_backend(own_store, index, len(workers)), self._gate.launching)
+            build = partial(self._nccl_backend, own_store, index, len(workers))
+            group = JoinedGroup(nccl.in_parallel([build], self.raise_if_aborted)[0], self._gate.launching)
             nccl.first_exchange(group, self.device)
             self.raise_if_aborted()  # an abort ends the exchange and raises nothing
             return Link(host, group)
@@ -287,10 +288,11 @@ class Connector:
     ) -> list[dist.ProcessGroup]:
         """All NCCL groups at once, each over a connection to the store of its own: a client that waits blocks."""
         stores = [PrefixStore(f"{self.where.prefix}/{name}", self._open_store()) for name, _ in named]
-        backends = nccl.in_parallel([
+        builds = [
             partial(self._nccl_backend, store, list(ranks).index(global_rank), len(ranks))
             for store, (_, ranks) in zip(stores, named, strict=True)
-        ])  # fmt: skip
+        ]  # fmt: skip
+        backends = nccl.in_parallel(builds, self.raise_if_aborted)
         return [
             self._registered(name, store, backend, "nccl", "cuda", ranks, global_rank)
             for store, backend, (name, ranks) in zip(stores, backends, named, strict=True)

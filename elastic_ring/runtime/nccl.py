@@ -7,6 +7,7 @@ being filled. So whoever read a result asks afterwards whether the groups were a
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from torch.distributed import PrefixStore
 log = logging.getLogger(__name__)
 
 PROBE_ELEMENTS = 256
+LOOK_S = 0.05
 ENVIRONMENT = {
     # The control thread decides what happens to a process whose peers have died; NCCL's watchdog must not. So nothing
     # of NCCL's has a timeout: `runtime.standstill` watches.
@@ -68,25 +70,33 @@ def first_exchange(group: Any, device: torch.device) -> None:
     torch.cuda.current_stream(device).synchronize()
 
 
-def in_parallel(builds: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The results of several builds in order, each made by a thread of its own; raises the first error."""
-    results: list[Any] = [None] * len(builds)
-    errors: list[BaseException] = []
+def in_parallel(builds: Sequence[Callable[[], Any]], check: Callable[[], None]) -> list[Any]:
+    """The results of several builds in order, each made by a thread of its own; raises the first error there is.
+
+    `check` is called every LOOK_S, and what it raises ends the wait: a communicator whose peers never come cannot be
+    aborted before it is made. Its thread stays behind then, does no harm, and has its own end with the process.
+    """
+    ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
 
     def run(index: int) -> None:
         try:
-            results[index] = builds[index]()
+            ended.put((index, builds[index](), None))
         except BaseException as error:
-            errors.append(error)
+            ended.put((index, None, error))
 
-    threads = [threading.Thread(target=run, args=(i,), name=f"nccl-{i}", daemon=True) for i in range(len(builds))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    for index in range(len(builds)):
+        threading.Thread(target=run, args=(index,), name=f"nccl-{index}", daemon=True).start()
+    results: dict[int, Any] = {}
+    while len(results) < len(builds):
+        check()
+        try:
+            index, result, error = ended.get(timeout=LOOK_S)
+        except queue.Empty:
+            continue
+        if error is not None:
+            raise error
+        results[index] = result
+    return [results[index] for index in range(len(builds))]
 
 
 class Aborter:
