@@ -299,7 +299,9 @@ class Connector:
         ]
 
     def _nccl_backend(self, store: PrefixStore, rank: int, size: int) -> Any:
-        backend = nccl.make_backend(store, rank, size, self.device, self.where.collective_s, self._keep)
+        backend = nccl.make_backend(
+            store, rank, size, self.device, self.where.collective_s, self._keep, lambda: self.aborted
+        )
         self.raise_if_aborted()
         return backend
 

@@ -42,7 +42,8 @@ ENVIRONMENT = {
 
 
 def make_backend(
-    store: PrefixStore, rank: int, size: int, device: torch.device, collective_s: float, made: Callable[[Any], None]
+    store: PrefixStore, rank: int, size: int, device: torch.device, collective_s: float, made: Callable[[Any], None],
+    given_up: Callable[[], bool],
 ) -> Any:
     """A connected `ProcessGroupNCCL`. Blocks until all ranks have come; `made` has it before that."""
     options = torch.distributed.ProcessGroupNCCL.Options()
@@ -53,8 +54,26 @@ def make_backend(
     torch.cuda.set_device(device)
     backend = torch.distributed.ProcessGroupNCCL(store, rank, size, options)
     made(backend)
-    backend.eager_connect_single_device(device)
+    connect_now(backend, device, given_up)
     return backend
+
+
+def connect_now(backend: Any, device: torch.device, given_up: Callable[[], bool]) -> None:
+    """Connect, and abort at once what was given up meanwhile: that abort found no communicator to end, and whoever
+    aborts each backend once does not come again."""
+    backend.eager_connect_single_device(device)
+    if given_up():
+        end(backend)
+
+
+def end(backend: Any) -> None:
+    """Abort a backend; takes about half a second, whatever waits in it."""
+    begun = time.monotonic()
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        log.warning("abort of an NCCL group: %s", error)
+    log.info("an NCCL group was aborted in %.3f s", time.monotonic() - begun)
 
 
 def first_exchange(group: Any, device: torch.device) -> None:
@@ -111,18 +130,9 @@ class Aborter:
     def abort(self, backends: Sequence[Any]) -> None:
         for backend in backends:
             if id(backend) not in self._begun:
-                thread = threading.Thread(target=self._abort, args=(backend,), name="nccl-abort", daemon=True)
+                thread = threading.Thread(target=end, args=(backend,), name="nccl-abort", daemon=True)
                 self._begun[id(backend)] = (backend, thread)
                 thread.start()
-
-    @staticmethod
-    def _abort(backend: Any) -> None:
-        begun = time.monotonic()
-        try:
-            backend.abort()
-        except RuntimeError as error:
-            log.warning("abort of an NCCL group: %s", error)
-        log.info("an NCCL group was aborted in %.3f s", time.monotonic() - begun)
 
 
 def link_error(backend: Any) -> str:
