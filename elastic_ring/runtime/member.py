@@ -29,10 +29,12 @@ from elastic_ring.runtime.nccl import probe
 from elastic_ring.runtime.standstill import DeviceMarks
 from elastic_ring.state.transfer import receive_shard, send_shard
 from elastic_ring.train.check import check_model
+from elastic_ring.train.kernels import Names, agree, gather_rows, kernels_of
 from elastic_ring.train.optim import learning_rate
+from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.transaction import Local, Transaction
 from elastic_ring.train.vote import Outcome
-from elastic_ring.train.warm import warm_up
+from elastic_ring.train.warm import attention_shapes, warm_up
 from elastic_ring.train.weights import gather_weights
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,8 @@ class Member:
         self._left_behind: list[tuple[Any, ...]] = []
         self._claim = DeviceClaim(card.scaling.device)
         self._timings: dict[str, float] = {}  # of the build under way
+        self._shapes: tuple[tuple[int, int, int], ...] = ()
+        self._kernels: Names = ()
 
     def warm_up(self) -> None:
         """Open the data and do once, on something tiny, what is slow the first time."""
@@ -80,6 +84,8 @@ class Member:
         warm_up(task)
         if self._card.scaling.device == "cuda":
             warm_devices(task)
+            self._shapes = attention_shapes(task)
+            self._kernels = self._find_kernels(task)
         # What is here now stays: `forget_groups` has only what came later to look through, in milliseconds.
         gc.collect()
         gc.freeze()
@@ -191,6 +197,7 @@ class Member:
         connected = time.monotonic()
         receives = [heal for heal in command.heals if worker in heal.newcomers]
         if self._groups is not None:
+            self._agree_on_kernels(self._groups, holds=not command.fresh and not receives)
             state.enter(self._groups, (command.term, command.generation), keep=not command.fresh and not receives)
             if command.fresh:
                 state.initialise()
@@ -204,7 +211,7 @@ class Member:
         assert not self.seated or (state.valid and state.applied == command.step), (state.applied, command.step)
         if self._groups is not None and command.fresh and self._card.task.step.check_model:
             with translated(connector):
-                check_model(self._card.task, self._groups, state)
+                check_model(state.task, self._groups, state)
         self._stamps.stamp(command.step, Phase.IDLE)
         timings = {
             "connect_s": connected - begun, "roll_s": rolled - connected, "heal_s": healed - rolled,
@@ -221,6 +228,20 @@ class Member:
         self._transaction.use(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+
+    def _find_kernels(self, task: TrainingTask) -> Names:
+        return kernels_of(task, self._shapes, torch.device(self._card.scaling.device), KERNEL_CACHE)
+
+    def _agree_on_kernels(self, groups: Groups, holds: bool) -> None:
+        """A mixed ring would add in different ways, or hang over messages of different sizes."""
+        if self.device.type == "cpu":
+            return  # the same code everywhere
+        # Who holds nothing begins with the run's own task: what it once pinned for others binds it no more.
+        task = self._transaction.task if holds else self._card.task
+        own = self._kernels if holds else self._find_kernels(task)
+        with translated(groups.connector):
+            rows = gather_rows(groups.world, own, holds)
+        self._transaction.task, self._kernels = agree(task, rows, own, self._find_kernels)
 
     def _heal(self, heal: Heal, connector: Connector) -> int:
         """Send to or receive from the other workers of this heal, over a link of their own."""

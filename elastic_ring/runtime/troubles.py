@@ -13,6 +13,7 @@ import torch
 from elastic_ring.errors import DigestMismatch, ElasticRingError, TooManySkipped
 from elastic_ring.runtime.groups import is_transport_error
 from elastic_ring.train.check import ModelRefused
+from elastic_ring.train.kernels import KernelMismatch
 from elastic_ring.train.vote import ReplicasDiverged
 
 
@@ -22,8 +23,8 @@ def trouble_kind(
     """Which kind of `Trouble` an exception is.
 
     `device_failed` asks the device whether it still answers; it is asked only before the user's code is blamed.
-    `healing`: in a build for a run that has state already. The model has had room elsewhere, so that there is none
-    here is this device's trouble; in a step, or at the start, it is the user's, and would only happen again.
+    `healing`: in a build for a run that has state already. The model has had room elsewhere, and its kernel has run
+    there, so that they do not here is this device's trouble; no room in a step, or at the start, is the user's.
     """
     if isinstance(error, TooManySkipped):
         return "skipped"
@@ -31,6 +32,8 @@ def trouble_kind(
         return "peer"  # what arrived is not used; the next build sends it again
     if isinstance(error, (ModelRefused, ReplicasDiverged)):
         return "check"
+    if isinstance(error, KernelMismatch):
+        return "device" if healing else "check"
     if is_transport_error(error):
         return "peer"
     if is_device_error(error) or (healing and is_out_of_memory(error)) or device_failed():

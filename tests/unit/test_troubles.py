@@ -9,6 +9,7 @@ from elastic_ring.errors import DigestMismatch, GroupAborted, PeerFailed, TooMan
 from elastic_ring.runtime.nccl import has_failed
 from elastic_ring.runtime.troubles import trouble_kind, trouble_text
 from elastic_ring.train.check import ModelRefused
+from elastic_ring.train.kernels import KernelMismatch
 from elastic_ring.train.vote import ReplicasDiverged
 
 CUDA_ERROR = "CUDA error: an illegal memory access was encountered\nFor debugging consider CUDA_LAUNCH_BLOCKING=1"
@@ -54,6 +55,12 @@ def test_no_room_for_a_newcomer_is_its_devices_trouble_and_no_room_for_a_step_th
     error = raised(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB."))
     assert trouble_kind(error, healing=True) == "device"
     assert trouble_kind(error) == "user"
+
+
+def test_a_kernel_that_the_others_run_and_this_device_does_not_costs_a_newcomer_or_refuses_a_start() -> None:
+    error = raised(KernelMismatch("cannot follow"))
+    assert trouble_kind(error, untouched, healing=True) == "device"
+    assert trouble_kind(error, untouched) == "check"
 
 
 def test_everything_else_is_the_users_while_the_device_is_well() -> None:
