@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from elastic_ring.errors import DigestMismatch, ElasticRingError, TooManySkipped
-from elastic_ring.runtime.groups import is_transport_error
+from elastic_ring.runtime.transport import is_transport_error
 from elastic_ring.train.check import ModelRefused
 from elastic_ring.train.kernels import KernelMismatch
 from elastic_ring.train.vote import ReplicasDiverged

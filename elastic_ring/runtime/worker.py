@@ -39,12 +39,12 @@ from elastic_ring.control.messages import (
     to_json,
 )
 from elastic_ring.monitor.stamps import StampWriter, phase_name
-from elastic_ring.runtime.groups import is_transport_error
 from elastic_ring.runtime.injection import Injector
 from elastic_ring.runtime.member import Member
 from elastic_ring.runtime.nccl import has_failed
 from elastic_ring.runtime.standstill import Standstill, StoodStill, look_at_device
 from elastic_ring.runtime.training_thread import TrainingThread
+from elastic_ring.runtime.transport import is_transport_error
 from elastic_ring.runtime.troubles import trouble_kind, trouble_text
 from elastic_ring.train.task import TrainingTask
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from elastic_ring.errors import TooManySkipped
 from elastic_ring.mesh import Mesh, Seat
 from elastic_ring.state.device_squares import squared_norm
 from elastic_ring.state.shard import Counters, Shard
+from elastic_ring.train.gated import gate
 from elastic_ring.train.optim import learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.vote import Ballot, Outcome, count, start_vote
@@ -52,6 +54,9 @@ class Wires(Protocol):
 
     def check(self) -> None:
         """Raises GroupAborted once these groups have been aborted."""
+
+    def launching(self) -> AbstractContextManager[None]:
+        """Round each launch of an exchange, so that no abort meets it half way. Raises as `check`."""
 
 
 class Watch(Protocol):
@@ -159,6 +164,7 @@ class Transaction:
         self._wires, self._cast = wires, cast
         seat = self._seat
         model = self._maker.wrap(wires.device_mesh)
+        gate(model, wires.launching)
         params = local_params(model)
         if keep:
             assert self.shard is not None
