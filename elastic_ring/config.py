@@ -40,7 +40,7 @@ class Timeouts:
     start_s: float = 120.0  # for a worker's process to become a warm spare
     boundary_s: float = 600.0  # from a boundary request to the boundary
     finalize_s: float = 600.0  # gathering and writing the weights
-    collective_s: float = 900.0  # one exchange; a training thread that is stuck with the GIL free shows only here
+    collective_s: float = 900.0  # one exchange between workers
     lease_s: float = 60.0  # how long a run outlives its driver
     clear_s: float = 30.0  # for actors and placement groups to be gone at the end
 
@@ -68,6 +68,14 @@ class Timeouts:
                     f"timeouts.{shorter}={getattr(self, shorter)} must be less than "
                     f"timeouts.{longer}={getattr(self, longer)}: raise the second or lower the first"
                 )
+
+    @property
+    def standstill_s(self) -> float:
+        """How long a step may stand still, neither its thread nor its device moving, before it is given up.
+
+        An exchange that can end by itself has ended by then, and its thread has had `park_s` to come back from it.
+        """
+        return self.collective_s + self.park_s
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,27 @@ from elastic_ring.attention.stages import Stage
 __all__ = ["Group", "HopBuffers", "HopExchange", "HopLedger", "PendingWork"]
 
 
+@contextmanager
+def one_operation(backend: Any) -> Iterator[list[Any]]:
+    """All that is sent and received inside goes out together; its work is in the list afterwards.
+
+    NCCL collects in the calling thread from the start on. What breaks off inside must not leave it collecting: nothing
+    that the thread did later, in any group, would ever be launched. A group that can forget what was posted does;
+    another sends it, and whoever caught the error gives the group up.
+    """
+    works: list[Any] = []
+    backend._start_coalescing()
+    try:
+        yield works
+    except BaseException:
+        if hasattr(backend, "drop"):
+            backend.drop()
+        else:
+            backend._end_coalescing()
+        raise
+    works.append(backend._end_coalescing())
+
+
 class PendingWork(Protocol):
     """A send or receive under way; `wait` returns when it is done or raises when it never will be."""
 
@@ -266,9 +287,9 @@ class HopExchange:
         group = self._group
         assert group is not None
         backend: Any = group._get_backend(device) if hasattr(group, "_get_backend") else group
-        backend._start_coalescing()
-        yield
-        work = backend._end_coalescing()
+        with one_operation(backend) as works:
+            yield
+        (work,) = works
         posted = [message for _, message in self._sends[first_send:]]
         posted += arrival.messages if arrival is not None else []
         for message in posted:

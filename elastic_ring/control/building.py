@@ -94,8 +94,12 @@ def trouble(turn: Turn, event: Trouble) -> None:
     assert isinstance(phase, Building)
     if phases.is_fatal(turn, event):
         return
+    if event.kind == "device":
+        lost(turn, phases.fence_broken(turn, event))
+        return
     why = f"{event.worker} reports {event.kind} trouble in step {event.step}"
     if event.kind == "user":
+        turn.edit_phase(incident=phases.noted(phase.incident, event))
         give_up(turn, why)
     else:
         _again(turn, why)

@@ -111,8 +111,10 @@ class Trouble:
     """A member's step loop stopped by itself.
 
     kind: `peer` (an exchange failed: triggers the abort, proves nothing about who is dead),
-    `user` (the model, loss or data raised: `detail` is the traceback), `skipped` (too many skipped steps),
-    `check` (the start-up check refused the model).
+    `user` (the model, loss or data raised: `detail` is the traceback), `device` (this worker's own device erred, or
+    had no room for a newcomer: the worker is killed and replaced), `skipped` (too many skipped steps),
+    `check` (the start-up check refused the model). `step` is the step that was under way or that the ring was
+    being built for, whatever the worker itself has applied: a newcomer has applied none.
     """
 
     cause: str

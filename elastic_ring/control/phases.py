@@ -6,7 +6,18 @@ from dataclasses import replace
 
 from elastic_ring.control import recovery
 from elastic_ring.control.messages import Finalize, Finalized, Published, Report, Trouble
-from elastic_ring.control.state import Closing, Crew, Finishing, Loss, Running, State, able_to_form, spares
+from elastic_ring.control.state import (
+    Closing,
+    Crew,
+    Finishing,
+    Incident,
+    Loss,
+    Running,
+    State,
+    able_to_form,
+    crew_of,
+    spares,
+)
 from elastic_ring.control.turn import Turn
 
 # ---------------------------------------------------------------- running
@@ -28,9 +39,27 @@ def running_trouble(turn: Turn, event: Trouble) -> None:
     assert isinstance(phase, Running | Finishing)
     if is_fatal(turn, event):
         return
+    if event.kind == "device":
+        running_lost(turn, fence_broken(turn, event))
+        return
     why = f"{event.kind} trouble in step {event.step}, told by {event.worker}"
-    incident = replace(recovery.open_incident(turn, phase.crew, why), user_raised=event.kind == "user")
+    incident = noted(recovery.open_incident(turn, phase.crew, why), event)
     recovery.begin_closing(turn, phase.crew, incident, why)
+
+
+def noted(incident: Incident, event: Trouble) -> Incident:
+    """With the step in which the user's code raised, if it was that."""
+    return replace(incident, raised_step=event.step) if event.kind == "user" else incident
+
+
+def fence_broken(turn: Turn, event: Trouble) -> tuple[Loss, ...]:
+    """A worker whose device erred goes at once, as one that died: it holds nothing that can be used."""
+    if not turn.live([event.worker]):
+        turn.say(f"{event.worker} is gone already")
+        return ()
+    turn.fence([event.worker], "device error", written_off=True)
+    turn.say(f"the device of {event.worker} erred in step {event.step}, so it is killed: {event.detail}")
+    return (Loss(event.worker, turn.state.workers[event.worker].node, None, "device error", event.detail),)
 
 
 def is_fatal(turn: Turn, event: Trouble) -> bool:
@@ -43,13 +72,16 @@ def is_fatal(turn: Turn, event: Trouble) -> bool:
         turn.end("RunFailed", event.detail, step=event.step, worker=event.worker, check="ValueError")
         return True
     if event.kind == "user":
-        errors = turn.state.user_errors.again(event.step)
+        crew = crew_of(turn.state)
+        assert crew is not None
+        step = max(event.step, crew.step)  # no member of it trains, or is built for, an earlier one
+        errors = turn.state.user_errors.again(step)
         turn.set(user_errors=errors, user_detail=event.detail)
         if errors.count >= turn.options.user_error_limit:
             turn.end(
                 "UserCodeFailed",
-                f"{event.detail}\nraised {errors.count} times in step {event.step}, last on {event.worker}",
-                step=event.step, worker=event.worker,
+                f"{event.detail}\nraised {errors.count} times in step {step}, last on {event.worker}",
+                step=step, worker=event.worker,
             )
             return True
     return False
@@ -94,7 +126,7 @@ def park(turn: Turn, report: Report) -> None:
         why = f"members parked at steps {sorted(steps)} or without a shard"
         recovery.begin_closing(turn, phase.crew, recovery.open_incident(turn, phase.crew, why), why)
         return
-    turn.set(committed=max(turn.state.committed, report.applied))
+    turn.commit(report.applied)
     for known in parked.values():
         recovery.learn_vote(turn, phase.crew, known.last_vote)
     if report.applied >= turn.options.total_steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_ring.control import recovery
+from elastic_ring.control import phases, recovery
 from elastic_ring.control.messages import CoordinatorStarted, Hello, Report, Status, Trouble
 from elastic_ring.control.state import Building, Closing, Ended, Forming, Idle, Loss, Reconnecting, Running, crew_of
 from elastic_ring.control.turn import Turn
@@ -98,6 +98,8 @@ def disturbed(turn: Turn, event: Trouble | Report) -> None:
     turn.set(generation=max(turn.state.generation, event.generation))
     turn.edit_phase(disturbed=f"{event.worker} sent {type(event).__name__} ({event.kind})")
     turn.say(f"{event.worker} does not train any more")
+    if isinstance(event, Trouble) and event.kind == "device":
+        lost(turn, phases.fence_broken(turn, event))
 
 
 def settle(turn: Turn) -> None:

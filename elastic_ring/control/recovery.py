@@ -26,6 +26,9 @@ from elastic_ring.control.state import (
 from elastic_ring.control.turn import Turn
 from elastic_ring.mesh import Mesh
 
+OF_ONE_DEVICE = ("poisoned device", "device error")
+"""Losses that say nothing about the step: a chip failed under it."""
+
 
 def open_incident(
     turn: Turn, crew: Crew, cause: str, losses: tuple[Loss, ...] = (), planned: tuple[str, ...] = ()
@@ -57,7 +60,8 @@ def learn_vote(turn: Turn, crew: Crew, vote: Vote | None) -> bool:
     known = turn.state.newest_vote
     if known is not None and known.step >= vote.step:
         return False
-    turn.set(newest_vote=vote, committed=max(turn.state.committed, vote.step + 1))
+    turn.set(newest_vote=vote)
+    turn.commit(vote.step + 1)
     return True
 
 
@@ -79,7 +83,8 @@ def rebuild(turn: Turn, crew: Crew, incident: Incident, reports: Mapping[str, Re
     state = turn.state
     decided = quorum.decide(reports, state.newest_vote, state.committed, crew.step, crew.cast)
     if decided.step > state.committed:
-        turn.set(committed=decided.step, newest_vote=decided.newest_vote)
+        turn.set(newest_vote=decided.newest_vote)
+        turn.commit(decided.step)
     if decided.roll_forward is not None:
         incident = replace(incident, rolled_forward=decided.roll_forward.step)
     if not incident.counted:
@@ -118,7 +123,7 @@ def _hints(base: Crew, crew: Crew) -> dict[str, int]:
 
 def _is_crash_loop(turn: Turn, incident: Incident, step: int) -> bool:
     """Counts recoveries, not deaths: a node that takes four members with it counts once."""
-    died = [loss for loss in incident.lost if loss.global_rank is not None and loss.reason != "poisoned device"]
+    died = [loss for loss in incident.lost if loss.global_rank is not None and loss.reason not in OF_ONE_DEVICE]
     if not died or incident.planned:
         return False
     crashes = turn.state.crashes.again(step)
@@ -149,11 +154,10 @@ def _nobody_holds(turn: Turn, crew: Crew, incident: Incident, unheld: policy.Unh
             turn.send(Stand(turn.cause, worker, turn.state.term, turn.state.generation))
         turn.enter(Forming(turn.now))
         return
-    failed_step = turn.state.user_errors.step
-    # Its result was voted, and applying it raised on every holder.
-    if incident.user_raised and not incident.lost and failed_step == step - 1:
-        told = f"{turn.state.user_detail}\nraised in the apply of step {failed_step}, on every holder"
-        turn.end("UserCodeFailed", told, step=failed_step)
+    # Its result was voted, and applying it raised on every holder: in the step itself, or in the build after it.
+    if incident.raised_step in (step - 1, step) and not incident.lost:
+        told = f"{turn.state.user_detail}\nraised in the apply of step {step - 1}, on every holder"
+        turn.end("UserCodeFailed", told, step=step - 1)
         return
     rung = policy.next_rung(turn.options.rungs)
     assert rung is None, f"rung {rung} is offered, but nothing here climbs down to it yet"

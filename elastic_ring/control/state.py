@@ -81,7 +81,10 @@ class Loss:
 
 @dataclass(frozen=True)
 class Incident:
-    """All that happened since the last generation that ran; one recovery, however many deaths it took."""
+    """All that happened since the last generation that ran; one recovery, however many deaths it took.
+
+    `raised_step`: the step in which the user's code raised; None if it did not.
+    """
 
     cause: str
     noticed_at: float
@@ -90,7 +93,7 @@ class Incident:
     planned: tuple[str, ...] = ()
     counted: bool = False
     rolled_forward: int | None = None
-    user_raised: bool = False
+    raised_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,8 @@ class Counted:
 class State:
     """`committed` steps are known to be committed; `newest_vote` is the newest result the core itself holds.
 
-    `rounds` counts builds in a row that no commit followed, `user_detail` is the last traceback of the user's code.
+    `rounds` counts builds in a row that no commit followed. `user_errors` counts what the user's code raised in a step
+    that no commit followed, `user_detail` is the last traceback of it.
     `promise` is the weakest of all changes so far. `story` is the last (event, reason) pairs that mattered.
     """
 

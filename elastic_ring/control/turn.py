@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_ring.control.messages import Command, EndRun, Event, KillWorker, Release, Stop
 from elastic_ring.control.options import ControlOptions
-from elastic_ring.control.state import Ended, Phase, State, Worker, crew_of
+from elastic_ring.control.state import Counted, Ended, Phase, State, Worker, crew_of
 
 
 class Turn:
@@ -38,6 +38,12 @@ class Turn:
 
     def edit_phase(self, **changes: Any) -> None:
         self.state = replace(self.state, phase=replace(self.state.phase, **changes))
+
+    def commit(self, num_steps: int) -> None:
+        """So many steps are committed, if that is news; what the user's code raised in them is behind the run."""
+        if num_steps > self.state.committed:
+            errors = self.state.user_errors
+            self.set(committed=num_steps, user_errors=errors if errors.step >= num_steps else Counted())
 
     def say(self, reason: str) -> None:
         self.reasons.append(reason)

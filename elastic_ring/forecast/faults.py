@@ -13,7 +13,9 @@ FAULTS = {
     "kill-node": 2, "drain-node": 1, "join": 3, "restart": 3, "split": 2, "stop": 0.1, "bad-start": 1, "echo": 3,
     "kill-in-vote": 8, "kill-in-build": 5, "kill-in-heal": 3,
 }
-"""Fault → weight in the random schedule."""
+"""Fault → weight in the random schedule. `OWN` are those that a worker finds in itself, in a step or in a build."""
+
+OWN = ("device", "raise")
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,9 @@ def random_schedule(seed: int) -> Schedule:
     schedule = Schedule(options, tuple(slots), tuple(faults), rng.choice([0.02, 0.1]) if lossy else 0.0,
                         0.1 if rng.random() < 0.5 else 0.0, horizon + 1.0)
     # Numbers of their own: whatever has no limits is the same run as before there were any.
-    limits = random.Random(f"seats of {seed}")
-    return _with_seats(schedule, limits) if limits.random() < 0.35 else schedule
+    limits, own = random.Random(f"seats of {seed}"), random.Random(f"own troubles of {seed}")
+    schedule = _with_seats(schedule, limits) if limits.random() < 0.35 else schedule
+    return _with_own_troubles(schedule, own) if own.random() < 0.3 else schedule
 
 
 def _with_seats(schedule: Schedule, rng: random.Random) -> Schedule:
@@ -73,6 +76,12 @@ def _with_seats(schedule: Schedule, rng: random.Random) -> Schedule:
     slots = tuple(num_seats + rng.choice([0, 1, 1, 2]) for num_seats in seats)
     more = [(rng.uniform(0.5, schedule.faults_end_s), rng.choice(["drain", "kill"])) for _ in range(rng.randint(0, 4))]
     return replace(schedule, nodes=slots, seats=tuple(seats), faults=tuple(sorted([*schedule.faults, *more])))
+
+
+def _with_own_troubles(schedule: Schedule, rng: random.Random) -> Schedule:
+    """The same with some workers whose chip errs, or whose code raises."""
+    more = [(rng.uniform(0.3, schedule.faults_end_s), rng.choice(OWN)) for _ in range(rng.randint(1, 5))]
+    return replace(schedule, faults=tuple(sorted([*schedule.faults, *more])))
 
 
 def describe_seed(seed: int) -> dict[str, Any]:

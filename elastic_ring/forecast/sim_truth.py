@@ -62,7 +62,9 @@ def check_end(world: World, end: EndRun) -> None:
     elif end.error == "CrashLoop":
         require(state.crashes.count >= world.options.crash_loop_limit, 3, "a crash loop that was none")
     elif end.error == "UserCodeFailed":
-        require(world.facts.get("raise", 0) >= 2, 3, "user code raised once")
+        step = int(dict(end.facts)["step"])
+        told = f"user code raised {world.raised[step]} times in step {step}"
+        require(world.raised[step] >= world.options.user_error_limit, 3, told)
     else:
         require(end.error == "" and world.facts.get("stop"), 3, f"{end.error}: {end.message}")
 

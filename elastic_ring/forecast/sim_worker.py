@@ -69,6 +69,7 @@ class SimWorker:
     def __init__(self, world: World, name: str, node: str) -> None:
         self.world, self.name, self.node = world, name, node
         self.alive, self.frozen, self.poisoned, self.breaks_apply, self.raises = True, False, False, False, False
+        self.errs = False
         self.term, self.generation = 0, 0
         self.doing, self.num_aborts = "spare", 0
         self.shard: Shard | None = None
@@ -173,13 +174,28 @@ class SimWorker:
 
     def trouble(self, kind: str = "peer") -> None:
         """Stop by oneself; repeat until someone answers."""
+        step = self.applied
+        if self.doing in ("rolling", "healing") and self.group is not None:
+            step = self.group.order.step
+        if kind == "user":
+            self.world.raised[step] += 1
         self._abort("stopped")
-        self._complain(kind, self.num_aborts)
+        self._complain(kind, step, self.num_aborts)
 
-    def _complain(self, kind: str, aborts: int) -> None:
+    def _complain(self, kind: str, step: int, aborts: int) -> None:
         if self.alive and self.num_aborts == aborts and not self.frozen:
-            self.world.tell(Trouble("w", self.name, self.term, self.generation, kind, self.applied, "trace"))
-            self.world.later(1.0, lambda: self._complain(kind, aborts))
+            self.world.tell(Trouble("w", self.name, self.term, self.generation, kind, step, "trace"))
+            self.world.later(1.0, lambda: self._complain(kind, step, aborts))
+
+    def _own_trouble(self) -> bool:
+        """Whether this worker's own code or device stops it here."""
+        if self.errs:
+            self.errs, self.poisoned = False, True
+            self.trouble("device")
+        elif self.raises:
+            self.raises = False
+            self.trouble("user")
+        return self.doing == "stopped"
 
     def _announce(self, kind: str, aborts: int) -> None:
         if self.alive and self.num_aborts == aborts and not self.frozen:
@@ -239,6 +255,8 @@ class SimWorker:
         return True
 
     def _rolling(self, group: Group) -> None:
+        if self._own_trouble():
+            return
         order = group.order
         newcomers = {worker for heal in order.heals for worker in heal.newcomers}
         if order.fresh:
@@ -259,6 +277,8 @@ class SimWorker:
         self.doing = "healing" if self.name in newcomers else "donating" if donates else "resuming"
 
     def _healing(self, group: Group) -> None:
+        if self._own_trouble():
+            return
         heal = next(heal for heal in group.order.heals if self.name in heal.newcomers)
         donor = self.world.workers[heal.donor]
         if self._broken(group):
@@ -300,10 +320,9 @@ class SimWorker:
             self.doing = "compute"
 
     def _compute(self, group: Group) -> None:
-        if self.raises:
-            self.raises = False
-            self.trouble("user")
-        elif self._broken(group) and self.world.random.random() < 0.5:
+        if self._own_trouble():
+            return
+        if self._broken(group) and self.world.random.random() < 0.5:
             self.trouble()
         else:
             group.reduced.setdefault(self.applied, set()).add(self.name)

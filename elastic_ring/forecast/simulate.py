@@ -10,6 +10,7 @@ import heapq
 import itertools
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -100,6 +101,7 @@ class World:
         self.armed: list[str] = []
         self.seen: list[Event] = []
         self.facts: dict[str, int] = {}
+        self.raised: Counter[int] = Counter()  # by step: how often somebody's user code raised
         self.healthy_reports: set[str] = set()
 
     def begin(self) -> None:
@@ -331,6 +333,8 @@ class World:
             victim.trouble()
         elif kind == "raise":
             victim.raises = True
+        elif kind == "device":
+            victim.errs = True
         elif kind == "apply":
             victim.breaks_apply = True
         elif kind == "poison":
@@ -347,7 +351,7 @@ class World:
     def relieve(self) -> None:
         """Faults cease; a node comes with room for everything that is wanted."""
         for worker in self.workers.values():
-            worker.poisoned = worker.raises = worker.breaks_apply = False
+            worker.poisoned = worker.raises = worker.breaks_apply = worker.errs = False
         self.armed.clear()
         largest = self.options.dp_limit * self.options.cp
         self._join(self.options.num_workers_wanted, largest if self.schedule.seats else None)

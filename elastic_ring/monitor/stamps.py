@@ -79,6 +79,7 @@ class StampWriter:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.generation = 0
+        self.phase: int = Phase.STARTING
         self._memory: mmap.mmap | None = None
         self._counter = 0
         self._num_touches = 0
@@ -111,6 +112,7 @@ class StampWriter:
     def stamp(self, step: int, phase: int, hop: int = -1) -> None:
         """Note progress: `step` under way (-1: none), its phase, the hop inside attention."""
         self._counter = counter = self._counter + 1
+        self.phase = phase
         # Begun first, counter last, and a reader looks in the opposite order: where it finds them equal, no
         # stamp began before it had read the whole of the last one. (Where a CPU reorders stores, as ARM may,
         # it can rarely see two neighbours mixed; the counter, on which judgement stands, is one word.)
@@ -118,6 +120,11 @@ class StampWriter:
         words[_BEGUN_SLOT] = counter
         _BODY.pack_into(words, _BODY_AT, step, self.generation, phase, hop, self._now_ns())
         words[_COUNTER_SLOT] = counter
+
+    @property
+    def num_stamps(self) -> int:
+        """So many were left in this process, touches not counted: it grows while the training thread moves."""
+        return self._counter
 
     def touch(self) -> None:
         """Alive, nothing new: what a thread that waits for its peers calls every 50 ms or more often."""

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -32,7 +32,9 @@ from elastic_ring.errors import GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime import nccl
 from elastic_ring.runtime.joined import JoinedGroup, LaunchGate
+from elastic_ring.runtime.self_test import self_test
 from elastic_ring.runtime.sockets import listening, tcp_sockets
+from elastic_ring.runtime.transport import is_transport_error
 from elastic_ring.state.transfer import Link
 
 _ABORT_AGAIN_S = 0.02
@@ -61,13 +63,17 @@ class Groups:
     world: dist.ProcessGroup
     shard: dist.ProcessGroup
     ring: dist.ProcessGroup | JoinedGroup
-    replica: dist.ProcessGroup
+    replica: dist.ProcessGroup | JoinedGroup
     device_mesh: DeviceMesh
     connector: Connector
 
     def check(self) -> None:
         """Raises GroupAborted once these groups have been aborted."""
         self.connector.raise_if_aborted()
+
+    def launching(self) -> AbstractContextManager[None]:
+        """Round each launch on them, so that no abort meets it half way. Raises as `check`."""
+        return self.connector.gate.launching()
 
 
 @dataclass
@@ -90,10 +96,10 @@ class Connector:
     timings: dict[str, float] = field(default_factory=dict)
     _nccl: list[Any] = field(default_factory=list)
     _aborter: nccl.Aborter = field(default_factory=nccl.Aborter)
-    _gate: LaunchGate = field(init=False)
+    gate: LaunchGate = field(init=False)
 
     def __post_init__(self) -> None:
-        self._gate = LaunchGate(self.raise_if_aborted)
+        self.gate = LaunchGate(self.raise_if_aborted)
 
     def connect(self, mesh: Mesh, global_rank: int) -> Groups:
         """All groups of this rank. Raises GroupAborted, PeerFailed (a peer did not come in time)."""
@@ -112,14 +118,15 @@ class Connector:
             row, column = seat.dp_rank, seat.cp_rank
             named = ((f"shard{row}", ring), (f"ring{row}", ring), (f"replica{column}", replicas))
             hops: dist.ProcessGroup | JoinedGroup
+            sums: dist.ProcessGroup | JoinedGroup
             if self.device.type == "cuda":
-                shard, ring_group, replica = self._nccl_groups(named, global_rank)
-                hops = JoinedGroup(ring_group._get_backend(self.device), self._gate.launching)
+                shard, *others = self._nccl_groups(named, global_rank)
+                hops, sums = (JoinedGroup(each._get_backend(self.device), self.gate.launching) for each in others)
             else:
-                shard, hops, replica = (self._group(store, device, *name_ranks, global_rank) for name_ranks in named)
+                shard, hops, sums = (self._group(store, device, *name_ranks, global_rank) for name_ranks in named)
             device_mesh = DeviceMesh.from_group(shard, self.device.type)
             built = time.monotonic()
-            groups = Groups(mesh, global_rank, world, shard, hops, replica, device_mesh, self)
+            groups = Groups(mesh, global_rank, world, shard, hops, sums, device_mesh, self)
             self_test(groups)
             self.timings = {
                 "meet_s": met - begun, "world_s": voting - met, "groups_s": built - voting,
@@ -139,7 +146,8 @@ class Connector:
             if self.device.type != "cuda":
                 return Link(host)
             own_store = PrefixStore(f"{self.where.prefix}/link/{name}/nccl", self._open_store())
-            group = JoinedGroup(self._nccl_backend(own_store, index, len(workers)), self._gate.launching)
+            build = partial(self._nccl_backend, own_store, index, len(workers))
+            group = JoinedGroup(nccl.in_parallel([build], self.raise_if_aborted)[0], self.gate.launching)
             nccl.first_exchange(group, self.device)
             self.raise_if_aborted()  # an abort ends the exchange and raises nothing
             return Link(host, group)
@@ -147,7 +155,9 @@ class Connector:
     def abort(self) -> None:
         """Fail every operation of this generation, blocked or to come; the peers see it once `close` is called."""
         self._give_up()
-        with self._gate.shut():
+        if not self._nccl:
+            return  # gloo's calls wait inside the gate for their peers, and have been told
+        with self.gate.shut():
             self._aborter.abort(self._nccl)  # after the votes' connections: no vote may count what comes now
 
     def _give_up(self) -> None:
@@ -290,17 +300,20 @@ class Connector:
     ) -> list[dist.ProcessGroup]:
         """All NCCL groups at once, each over a connection to the store of its own: a client that waits blocks."""
         stores = [PrefixStore(f"{self.where.prefix}/{name}", self._open_store()) for name, _ in named]
-        backends = nccl.in_parallel([
+        builds = [
             partial(self._nccl_backend, store, list(ranks).index(global_rank), len(ranks))
             for store, (_, ranks) in zip(stores, named, strict=True)
-        ])  # fmt: skip
+        ]  # fmt: skip
+        backends = nccl.in_parallel(builds, self.raise_if_aborted)
         return [
             self._registered(name, store, backend, "nccl", "cuda", ranks, global_rank)
             for store, backend, (name, ranks) in zip(stores, backends, named, strict=True)
         ]
 
     def _nccl_backend(self, store: PrefixStore, rank: int, size: int) -> Any:
-        backend = nccl.make_backend(store, rank, size, self.device, self.where.collective_s, self._keep)
+        backend = nccl.make_backend(
+            store, rank, size, self.device, self.where.collective_s, self._keep, lambda: self.aborted
+        )
         self.raise_if_aborted()
         return backend
 
@@ -326,22 +339,16 @@ class Connector:
         backend._set_default_timeout(timedelta(seconds=self.where.collective_s))
         return backend
 
+    def exchange_error(self) -> str:
+        """What NCCL has noticed of a broken link of these groups, and ends nothing for; empty if nothing."""
+        with self._lock:
+            backends = [] if self.aborted else list(self._nccl)
+        return next((error for error in map(nccl.link_error, backends) if error), "")
+
     def raise_if_aborted(self) -> None:
         """Raises GroupAborted once the control thread has given this generation up."""
         if self.aborted:
             raise GroupAborted(f"generation {self.where.prefix} was aborted")
-
-
-def self_test(groups: Groups) -> None:
-    """One known sum over each group; raises PeerFailed when a wire carries something else."""
-    for name in ("world", "shard", "ring", "replica"):
-        group: dist.ProcessGroup | JoinedGroup = getattr(groups, name)
-        on = groups.connector.device if name != "world" else torch.device("cpu")
-        probe = torch.tensor([1.0, float(group.rank())], device=on)
-        group.allreduce([probe]).wait()
-        size = group.size()
-        if probe.tolist() != [size, size * (size - 1) / 2]:
-            raise PeerFailed(f"self-test of group {name}: got {probe.tolist()} from {size} ranks")
 
 
 def forget_groups() -> None:
@@ -384,16 +391,3 @@ class translated:
             raise GroupAborted(f"generation {self._connector.where.prefix} was aborted") from error
         if is_transport_error(error):
             raise PeerFailed(f"{type(error).__name__}: {error}") from error
-
-
-def is_transport_error(error: BaseException | None) -> bool:
-    """Whether gloo, the store or a socket failed somewhere in this chain of exceptions."""
-    while error is not None:
-        if isinstance(error, (PeerFailed, GroupAborted, dist.DistNetworkError, dist.DistStoreError)):
-            return True
-        if isinstance(error, dist.DistBackendError):
-            return True
-        if isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo/", "Gloo", "NCCL")):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

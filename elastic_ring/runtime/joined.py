@@ -69,6 +69,10 @@ class JoinedGroup:
     def _start_coalescing(self) -> None:
         self._posted = []
 
+    def drop(self) -> None:
+        """Forget what was posted, after an error among it: none of it is launched."""
+        self._posted = []
+
     def _end_coalescing(self) -> Any:
         posted, self._posted = self._posted, []
         with self._launching():

@@ -33,12 +33,15 @@ from elastic_ring.runtime.devices import (
 )
 from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups, translated
 from elastic_ring.runtime.injection import Injector
+from elastic_ring.runtime.standstill import DeviceMarks
 from elastic_ring.state.transfer import receive_shard, send_shard
 from elastic_ring.train.check import check_model
+from elastic_ring.train.kernels import Names, agree, gather_rows, kernels_of
 from elastic_ring.train.optim import learning_rate
+from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.transaction import Local, Transaction
 from elastic_ring.train.vote import Outcome
-from elastic_ring.train.warm import warm_up
+from elastic_ring.train.warm import attention_shapes, warm_up
 from elastic_ring.train.weights import gather_weights
 from elastic_ring.train.wrap import num_parameters
 
@@ -60,6 +63,9 @@ class Member:
         self._injector = injector
         self._publish = publish
         self.boundary_requested = False
+        self.marks = DeviceMarks()
+        self._num_data_waits = 0
+        self.device_failed = False  # said so itself: a probe may still pass
         self._connector: Connector | None = None
         self._groups: Groups | None = None
         self._command: Build | None = None
@@ -72,6 +78,8 @@ class Member:
         self.environment: dict[str, Any] = {}  # what its bits depend on, beside what every worker tells
         self._oddities = Oddities()
         self._timings: dict[str, float] = {}  # of the build under way
+        self._shapes: tuple[tuple[int, int, int], ...] = ()
+        self._kernels: Names = ()
 
     def warm_up(self) -> None:
         """Open the data and do once, on something tiny, what is slow the first time."""
@@ -80,10 +88,10 @@ class Member:
         self.fingerprint = source.fingerprint
         held = step.num_val_sequences if step.val_every_steps else 0
         training, validation = hold_out(source, num_sequences=held)
-        self._val_loader = Loader(validation, self._raise_if_aborted)
+        self._val_loader = Loader(validation, self._while_data_comes)
         order = Order(step.seed, step.global_batch, training.num_sequences)
         cache = KERNEL_CACHE if self._card.scaling.device == "cuda" else None
-        self._transaction = Transaction(task, Loader(training, self._raise_if_aborted), order, self._watch, cache)
+        self._transaction = Transaction(task, Loader(training, self._while_data_comes), order, self._watch, cache)
         self._transaction.warm_up(self._card.scaling.cp, self._card.scaling.device)
         warm_up(task)
         self._num_parameters = num_parameters(task)
@@ -94,6 +102,8 @@ class Member:
             self.chips, self._claim.avoided = [chip.name for chip in seen], warmed.failed
             self.environment = gpu_environment(warmed.kernels)
             self._oddities.listen()
+            self._shapes = attention_shapes(task)
+            self._kernels = self._find_kernels(task)
         # What is here now stays: `forget_groups` has only what came later to look through, in milliseconds.
         gc.collect()
         gc.freeze()
@@ -103,6 +113,24 @@ class Member:
     @property
     def applied(self) -> int:
         return self._transaction.applied
+
+    @property
+    def device(self) -> torch.device:
+        return self._claim.device
+
+    def moved(self) -> tuple[int, ...]:
+        """Numbers that grow while a step moves; read by any thread, at any time."""
+        return self._stamps.num_stamps, self.marks.num_passed, self._num_data_waits
+
+    def exchange_error(self) -> str:
+        """What a group of the generation under way knows of a broken link; empty if nothing."""
+        connector = self._connector
+        return "" if connector is None else connector.exchange_error()
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the groups of the generation under way have been given up."""
+        return self._connector is not None and self._connector.aborted
 
     @property
     def applying(self) -> bool:
@@ -143,7 +171,7 @@ class Member:
             vote=state.held.vote if state.held is not None else None,
             shard=state.shard.cp_rank if state.valid and state.shard is not None else None,
             has_gradient=state.has_gradient,
-            healthy=self._claim.healthy(),
+            healthy=not self.device_failed and self._claim.healthy(),
             last_vote=state.last,
             gradient_cast=state.gradient_cast,
         )  # fmt: skip
@@ -187,6 +215,7 @@ class Member:
         connected = time.monotonic()
         receives = [heal for heal in command.heals if worker in heal.newcomers]
         if self._groups is not None:
+            self._agree_on_kernels(self._groups, holds=not command.fresh and not receives)
             state.enter(self._groups, (command.term, command.generation), keep=not command.fresh and not receives)
             if command.fresh:
                 state.initialise()
@@ -200,7 +229,7 @@ class Member:
         assert not self.seated or (state.valid and state.applied == command.step), (state.applied, command.step)
         if self._groups is not None and command.fresh and self._card.task.step.check_model:
             with translated(connector):
-                check_model(self._card.task, self._groups, state)
+                check_model(state.task, self._groups, state)
         self._stamps.stamp(command.step, Phase.IDLE)
         timings = {
             "connect_s": connected - begun, "roll_s": rolled - connected, "heal_s": healed - rolled,
@@ -219,6 +248,20 @@ class Member:
         self._transaction.use(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+
+    def _find_kernels(self, task: TrainingTask) -> Names:
+        return kernels_of(task, self._shapes, torch.device(self._card.scaling.device), KERNEL_CACHE)
+
+    def _agree_on_kernels(self, groups: Groups, holds: bool) -> None:
+        """A mixed ring would add in different ways, or hang over messages of different sizes."""
+        if self.device.type == "cpu":
+            return  # the same code everywhere
+        # Who holds nothing begins with the run's own task: what it once pinned for others binds it no more.
+        task = self._transaction.task if holds else self._card.task
+        own = self._kernels if holds else self._find_kernels(task)
+        with translated(groups.connector):
+            rows = gather_rows(groups.world, own, holds)
+        self._transaction.task, self._kernels = agree(task, rows, own, self._find_kernels)
 
     def _heal(self, heal: Heal, connector: Connector) -> int:
         """Send to or receive from the other workers of this heal, over a link of their own."""
@@ -343,6 +386,8 @@ class Member:
     def _watch(self, phase: str, step: int, hop: int | None = None) -> None:
         """Stamp progress; give planned faults their moment. Backward's own faults strike at its first hop."""
         self._stamps.stamp(step, Phase[phase.upper()], -1 if hop is None else hop)
+        if self.device.type == "cuda":
+            self.marks.leave()
         if phase in ABORTABLE:
             self._raise_if_aborted()
         if phase in ("forward", "backward") and hop is None:
@@ -350,7 +395,12 @@ class Member:
         rank = self._groups.global_rank if self._groups is not None else -1
         self._injector.check(phase=phase, step=step, rank=rank, hop=hop)
 
+    def _while_data_comes(self) -> None:
+        """A source that takes long is no standstill of this rank; whoever waits for this rank has a limit too."""
+        self._num_data_waits += 1
+        self._raise_if_aborted()
+
     def _raise_if_aborted(self) -> None:
         """Computing and reading do not notice an abort by themselves; a long one would look like a hang."""
-        if self._connector is not None and self._connector.aborted:
+        if self.aborted:
             raise GroupAborted("aborted between two exchanges")

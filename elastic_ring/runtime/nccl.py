@@ -7,6 +7,7 @@ being filled. So whoever read a result asks afterwards whether the groups were a
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +20,10 @@ from torch.distributed import PrefixStore
 log = logging.getLogger(__name__)
 
 PROBE_ELEMENTS = 256
+LOOK_S = 0.05
 ENVIRONMENT = {
-    # The control thread decides what happens to a process whose peers have died; NCCL's watchdog must not.
+    # The control thread decides what happens to a process whose peers have died; NCCL's watchdog must not. So nothing
+    # of NCCL's has a timeout: `runtime.standstill` watches.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -39,7 +42,8 @@ ENVIRONMENT = {
 
 
 def make_backend(
-    store: PrefixStore, rank: int, size: int, device: torch.device, collective_s: float, made: Callable[[Any], None]
+    store: PrefixStore, rank: int, size: int, device: torch.device, collective_s: float, made: Callable[[Any], None],
+    given_up: Callable[[], bool],
 ) -> Any:
     """A connected `ProcessGroupNCCL`. Blocks until all ranks have come; `made` has it before that."""
     options = torch.distributed.ProcessGroupNCCL.Options()
@@ -50,8 +54,26 @@ def make_backend(
     torch.cuda.set_device(device)
     backend = torch.distributed.ProcessGroupNCCL(store, rank, size, options)
     made(backend)
-    backend.eager_connect_single_device(device)
+    connect_now(backend, device, given_up)
     return backend
+
+
+def connect_now(backend: Any, device: torch.device, given_up: Callable[[], bool]) -> None:
+    """Connect, and abort at once what was given up meanwhile: that abort found no communicator to end, and whoever
+    aborts each backend once does not come again."""
+    backend.eager_connect_single_device(device)
+    if given_up():
+        end(backend)
+
+
+def end(backend: Any) -> None:
+    """Abort a backend; takes about half a second, whatever waits in it."""
+    begun = time.monotonic()
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        log.warning("abort of an NCCL group: %s", error)
+    log.info("an NCCL group was aborted in %.3f s", time.monotonic() - begun)
 
 
 def first_exchange(group: Any, device: torch.device) -> None:
@@ -67,25 +89,33 @@ def first_exchange(group: Any, device: torch.device) -> None:
     torch.cuda.current_stream(device).synchronize()
 
 
-def in_parallel(builds: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The results of several builds in order, each made by a thread of its own; raises the first error."""
-    results: list[Any] = [None] * len(builds)
-    errors: list[BaseException] = []
+def in_parallel(builds: Sequence[Callable[[], Any]], check: Callable[[], None]) -> list[Any]:
+    """The results of several builds in order, each made by a thread of its own; raises the first error there is.
+
+    `check` is called every LOOK_S, and what it raises ends the wait: a communicator whose peers never come cannot be
+    aborted before it is made. Its thread stays behind then, does no harm, and has its own end with the process.
+    """
+    ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
 
     def run(index: int) -> None:
         try:
-            results[index] = builds[index]()
+            ended.put((index, builds[index](), None))
         except BaseException as error:
-            errors.append(error)
+            ended.put((index, None, error))
 
-    threads = [threading.Thread(target=run, args=(i,), name=f"nccl-{i}", daemon=True) for i in range(len(builds))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    for index in range(len(builds)):
+        threading.Thread(target=run, args=(index,), name=f"nccl-{index}", daemon=True).start()
+    results: dict[int, Any] = {}
+    while len(results) < len(builds):
+        check()
+        try:
+            index, result, error = ended.get(timeout=LOOK_S)
+        except queue.Empty:
+            continue
+        if error is not None:
+            raise error
+        results[index] = result
+    return [results[index] for index in range(len(builds))]
 
 
 class Aborter:
@@ -100,7 +130,7 @@ class Aborter:
     def abort(self, backends: Sequence[Any]) -> None:
         for backend in backends:
             if id(backend) not in self._begun:
-                thread = threading.Thread(target=self._abort, args=(backend,), name="nccl-abort", daemon=True)
+                thread = threading.Thread(target=end, args=(backend,), name="nccl-abort", daemon=True)
                 self._begun[id(backend)] = (backend, thread)
                 thread.start()
 
@@ -112,14 +142,27 @@ class Aborter:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
 
-    @staticmethod
-    def _abort(backend: Any) -> None:
-        begun = time.monotonic()
-        try:
-            backend.abort()
-        except RuntimeError as error:
-            log.warning("abort of an NCCL group: %s", error)
-        log.info("an NCCL group was aborted in %.3f s", time.monotonic() - begun)
+
+def link_error(backend: Any) -> str:
+    """What the watchdog of a group has found out about its links; it is told to end nothing (`ENVIRONMENT`).
+
+    Its timeouts are passed over: they count from when an operation is queued, and a step may be queued long before it
+    has been computed.
+    """
+    found = str(backend.get_error().name)
+    return f"NCCL reports {found}" if found in ("COMM_ERROR", "REMOTE_ERROR") else ""
+
+
+def has_failed(device: torch.device) -> bool:
+    """Whether the device has an error that stays; does not wait for what is queued, which may wait for a peer."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.current_stream(device).query()
+    except RuntimeError as error:
+        log.error("%s has failed: %s", device, error)
+        return True
+    return False
 
 
 def probe(device: torch.device) -> bool:

@@ -15,7 +15,6 @@ import queue
 import signal
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -39,19 +38,20 @@ from elastic_ring.control.messages import (
     from_json,
     to_json,
 )
-from elastic_ring.errors import DigestMismatch, ElasticRingError, TooManySkipped
-from elastic_ring.monitor.stamps import StampWriter
-from elastic_ring.runtime.groups import is_transport_error
+from elastic_ring.monitor.stamps import StampWriter, phase_name
 from elastic_ring.runtime.injection import Injector
 from elastic_ring.runtime.member import Member
+from elastic_ring.runtime.nccl import has_failed
+from elastic_ring.runtime.standstill import Standstill, StoodStill, look_at_device
 from elastic_ring.runtime.training_thread import TrainingThread
-from elastic_ring.train.check import ModelRefused
+from elastic_ring.runtime.transport import is_transport_error
+from elastic_ring.runtime.troubles import trouble_kind, trouble_text
 from elastic_ring.train.task import TrainingTask
-from elastic_ring.train.vote import ReplicasDiverged
 
 log = logging.getLogger(__name__)
 
 HEART_PERIOD_S = 0.1
+GIVE_UP_S = 2.0  # an abort takes half a second; the coordinator's `Stop` tries again, for longer
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Worker:
         self._member: Member | None = None
         self._stamps = StampWriter(card.stamp_path)
         self._causes = 0
+        self._standstill = Standstill(card.run.timeouts.standstill_s, self._moved)
         self._starting = threading.Lock()
 
     # ------------------------------------------------------------ what the coordinator calls
@@ -105,7 +106,10 @@ class Worker:
         member.warm_up()
         self._member = member
         self._training.start()
-        for target, name in ((self._beat, "heart"), (self._control, "control")):
+        threads = [(self._beat, "heart"), (self._control, "control")]
+        if self.card.scaling.device == "cuda":
+            threads.append((self._look_at_device, "device-watch"))
+        for target, name in threads:
             threading.Thread(target=target, name=name, daemon=True).start()
 
     def command(self, data: dict[str, Any], extra: dict[str, Any]) -> None:
@@ -142,6 +146,9 @@ class Worker:
                 log.exception("command %s failed", type(command).__name__)
 
     def _obey(self, command: Any, extra: dict[str, Any]) -> None:
+        if isinstance(command, StoodStill):  # by this worker itself, of a generation that may be older than the term
+            self._give_up(command)
+            return
         # Hello and Release speak for a term as a whole, not for a generation.
         stamp = (command.term, getattr(command, "generation", self._seen[1]))
         # What is older than the newest seen, and whatever would disturb the generation that is built already.
@@ -180,6 +187,21 @@ class Worker:
         log.info("parked for %s in %.3f s", self._seen, time.monotonic() - started)
         self._report("aborted", self._seen, int(extra.get("published", -1)))
 
+    def _give_up(self, told: StoodStill) -> None:
+        """End a step that no longer moves, as an exchange that failed would have ended it."""
+        assert self._member is not None
+        member = self._member
+        if self._training.parked.is_set() or not self._standstill.holds(told):
+            return
+        phase = phase_name(self._stamps.phase)
+        log.error("step %d of generation %d stands still in %s: %s; its groups are given up", member.applied,
+                  told.generation, phase, told.why)  # fmt: skip
+        # A thread that comes back tells of it itself. One that does not is left behind, or killed, at the next `Stop`.
+        if not member.abort(self._training.parked, GIVE_UP_S):
+            identity = (self.card.worker, told.term, told.generation)
+            detail = f"stands still in {phase}: {told.why}"
+            self._answer(Trouble(self._cause(), *identity, "peer", member.applied, detail))
+
     def _build(self, command: Build, extra: dict[str, Any]) -> None:
         assert self._member is not None
         # A boundary leaves the old groups up.
@@ -187,6 +209,7 @@ class Worker:
             log.error("training thread busy; cannot build %s", self._seen)
             return
         self._built = self._seen
+        self._standstill.halt()
         connector = self._member.prepare(command, extra)  # from here on an abort reaches this build
         self._order("building", lambda: self._build_and_train(command, connector))
 
@@ -225,12 +248,12 @@ class Worker:
             if not self._training.is_this:
                 return  # left behind: another thread has gone on from here
             log.warning("build of %s failed: %s", identity[1:], error, exc_info=not is_transport_error(error))
+            kind = self._kind_of(error, healing=not command.fresh)
             self._park()
-            kind = trouble_kind(error)
             if kind == "peer":
                 self._answer(BuildFailed(self._cause(), *identity, f"{type(error).__name__}: {error}"))
-            else:  # no fault of the ring's: building again would not help
-                self._answer(Trouble(self._cause(), *identity, kind, member.applied, trouble_text(error)))
+            else:  # no fault of the ring's: building again with this one would not help
+                self._tell_trouble(kind, error, identity, command.step)
             return
         if not self._training.is_this:
             return
@@ -241,24 +264,25 @@ class Worker:
 
     def _run(self, command: Build) -> None:
         assert self._member is not None
-        member, identity = self._member, (command.term, command.generation)
+        member, identity = self._member, (self.card.worker, command.term, command.generation)
+        self._standstill.begin(identity[1:])
         try:
             kind = member.train()
         except BaseException as error:  # a sys.exit in the user's code is an answer too
             if not self._training.is_this:
                 return
+            kind = self._kind_of(error)
             self._park()
-            trouble = Trouble(
-                self._cause(), self.card.worker, *identity, trouble_kind(error), member.applied, trouble_text(error)
-            )
-            log.warning("step %d broke off (%s): %s", member.applied, trouble.kind, error)
-            self._answer(trouble)
+            log.warning("step %d broke off (%s): %s", member.applied, kind, error, exc_info=kind == "device")
+            self._tell_trouble(kind, error, identity, member.applied)
             return
+        finally:
+            self._standstill.end(identity[1:])
         if not self._training.is_this:
             return
         self._activity = "finished" if kind == "finished" else "parked"
         self._training.park()
-        self._report(kind, identity, -1)
+        self._report(kind, identity[1:], -1)
 
     def _finalize(self, command: Finalize) -> None:
         assert self._member is not None
@@ -269,15 +293,28 @@ class Worker:
             if not self._training.is_this:
                 return
             log.warning("writing the weights broke off: %s", error)
+            kind = self._kind_of(error)
             self._park()
-            kind = "peer" if is_transport_error(error) else "check"
-            self._answer(Trouble(self._cause(), *identity, kind, self._member.applied, trouble_text(error)))
+            self._tell_trouble(kind if kind in ("peer", "device") else "check", error, identity, self._member.applied)
             return
         if not self._training.is_this:
             return
         self._training.park()
         if finalized is not None:
             self._answer(finalized)
+
+    def _kind_of(self, error: BaseException, healing: bool = False) -> str:
+        assert self._member is not None
+        member = self._member
+        kind = trouble_kind(error, lambda: has_failed(member.device), healing=healing)
+        if kind in ("device", "user") and member.aborted:
+            return "peer"  # an abort leaves nonsense in the buffers; the probe before the report asks the device
+        if kind == "device":
+            member.device_failed = True  # also for whoever does not hear of it and asks for a report
+        return kind
+
+    def _tell_trouble(self, kind: str, error: BaseException, identity: tuple[str, int, int], step: int) -> None:
+        self._answer(Trouble(self._cause(), *identity, kind, step, trouble_text(error, kind)))
 
     def _park(self) -> None:
         """Parked before anyone is told, so that the answer never waits for this thread."""
@@ -310,7 +347,23 @@ class Worker:
         self._stamps.bind_thread()
         while True:
             self._stamps.touch()
+            told = self._standstill.look(time.monotonic())
+            if told is not None:
+                self._tell_control(told)
             time.sleep(HEART_PERIOD_S)
+
+    def _moved(self) -> tuple[int, ...]:
+        assert self._member is not None
+        if self._member.device.type != "cpu":
+            return self._member.moved()  # a thread that waits for a GPU computes all the time
+        return (*self._member.moved(), self._training.cpu_ticks)
+
+    def _look_at_device(self) -> None:
+        assert self._member is not None
+        look_at_device(self._member.marks, self._standstill, self._member.exchange_error, self._tell_control)
+
+    def _tell_control(self, told: StoodStill) -> None:
+        self._commands.put((told, {}))
 
     def _injector(self) -> Injector:
         import ray
@@ -335,24 +388,6 @@ def environment_of_bits(num_threads: int, gpus: Mapping[str, Any] | None = None)
         "mkl": torch.backends.mkl.is_available(), "num_threads": num_threads,
         **(gpus or {}),
     }  # fmt: skip
-
-
-def trouble_kind(error: BaseException) -> str:
-    """Which kind of `Trouble` an exception of the step loop is."""
-    if isinstance(error, TooManySkipped):
-        return "skipped"
-    if isinstance(error, DigestMismatch):
-        return "peer"  # what arrived is not used; the next build sends it again
-    if isinstance(error, (ModelRefused, ReplicasDiverged)):
-        return "check"
-    return "peer" if is_transport_error(error) else "user"
-
-
-def trouble_text(error: BaseException) -> str:
-    """The user's traceback, or what an error of ours says."""
-    if isinstance(error, ElasticRingError):
-        return str(error)
-    return "".join(traceback.format_exception(error))
 
 
 def _stderr_path() -> str:

@@ -34,14 +34,18 @@ class Link:
     host: Any
     device: Any = None
     timings: dict[str, float] = field(default_factory=dict)
-    """`pack_s` of a donor, `wire_s` of both, `verify_s` of a newcomer."""
+    """`pack_s` and `answer_s` of a donor, `wire_s` of both, `verify_s` of a newcomer."""
 
     def size(self) -> int:
         return int(self.host.size())
 
 
 def send_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] = lambda: None) -> int:
-    """Send to every other rank of `link`; returns the bytes sent to each. `after_chunk` is called between chunks."""
+    """Send to every other rank of `link`; returns the bytes sent to each. `after_chunk` is called between chunks.
+
+    Returns once every newcomer has answered that all is there. Between hosts what has left a device is only on its way,
+    and who takes the link down then takes that down too.
+    """
     begun = time.monotonic()
     header, tensors = shard.pack()
     packed = time.monotonic()
@@ -64,7 +68,10 @@ def send_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] = la
         num_bytes += sum(piece.numel() for piece in batch)
         after_chunk()
     _settle(on_device)
-    link.timings.update(pack_s=packed - begun, wire_s=time.monotonic() - packed)
+    sent = time.monotonic()
+    for receiver in receivers:
+        link.host.recv([torch.empty(1, dtype=torch.uint8)], receiver, 0).wait()
+    link.timings.update(pack_s=packed - begun, wire_s=sent - packed, answer_s=time.monotonic() - sent)
     return num_bytes
 
 
@@ -100,6 +107,7 @@ def receive_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] =
     _settle(on_device)
     arrived = time.monotonic()
     found = digest_of(header["counters"], tensors)
+    link.host.send([torch.ones(1, dtype=torch.uint8)], DONOR, 0).wait()  # all has arrived, whatever it is worth
     if found != header["digest"]:
         raise DigestMismatch(
             f"healed shard of cp_rank {header['cp_rank']} has digest {found[:16]}, its donor's is "
@@ -118,7 +126,7 @@ def _parts(tensors: list[Tensor], link: Link) -> tuple[list[Tensor], list[Tensor
 
 
 def _settle(tensors: list[Tensor]) -> None:
-    """Wait until what was queued for the device is done: the link may be taken down then."""
+    """Wait until what was queued for the device is done."""
     if tensors:
         torch.cuda.current_stream(tensors[0].device).synchronize()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ from elastic_ring.errors import TooManySkipped
 from elastic_ring.mesh import Mesh, Seat
 from elastic_ring.state.device_squares import squared_norm
 from elastic_ring.state.shard import Counters, Shard
+from elastic_ring.train.gated import gate
 from elastic_ring.train.layouts import Layouts
 from elastic_ring.train.optim import learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
@@ -54,6 +56,9 @@ class Wires(Protocol):
 
     def check(self) -> None:
         """Raises GroupAborted once these groups have been aborted."""
+
+    def launching(self) -> AbstractContextManager[None]:
+        """Round each launch of an exchange, so that no abort meets it half way. Raises as `check`."""
 
 
 class Watch(Protocol):
@@ -163,6 +168,7 @@ class Transaction:
         self._wires, self._cast = wires, cast
         seat = self._seat
         model = self._maker.wrap(wires.device_mesh)
+        gate(model, wires.launching)
         params = local_params(model)
         if keep:
             assert self.shard is not None

@@ -9,9 +9,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from elastic_ring.control.coordination import Decision
 from elastic_ring.control.invariants import InvariantBroken
+from elastic_ring.control.messages import Event, Trouble
+from elastic_ring.control.state import phase_name
 from elastic_ring.errors import IllegalTransition
-from elastic_ring.forecast.faults import FAULTS, random_schedule
+from elastic_ring.forecast.faults import FAULTS, OWN, random_schedule
 from elastic_ring.forecast.simulate import NotFinished, World, simulate
 from tests.sim.planted import PLANTED
 
@@ -58,7 +61,7 @@ class Upheaval(RuleBasedStateMachine):
         self.world = World(seed, schedule)
         self.world.begin()
 
-    @rule(kind=st.sampled_from(sorted(FAULTS)))
+    @rule(kind=st.sampled_from(sorted({*FAULTS, *OWN})))
     def fault(self, kind: str) -> None:
         self.world.fault(kind)
 
@@ -76,3 +79,17 @@ TestUpheaval.settings = settings(
     max_examples=300, stateful_step_count=25, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
+
+
+def test_random_schedules_have_devices_that_err_in_steps_and_in_builds() -> None:
+    phases: dict[tuple[int, int], str] = {}
+    struck: set[str] = set()
+    for seed in range(60):
+
+        def listen(now: float, term: int, event: Event, decision: Decision, seed: int = seed) -> None:
+            if isinstance(event, Trouble) and event.kind == "device" and "so it is killed" in decision.reason:
+                struck.add(phases[seed, term])
+            phases[seed, term] = phase_name(decision.state)
+
+        simulate(seed, listen=listen)
+    assert {"running", "building"} <= struck

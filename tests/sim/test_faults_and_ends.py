@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_ring.control.messages import (
+    CoordinatorStarted,
     Finalize,
     Finalized,
     KillWorker,
@@ -12,6 +13,7 @@ from elastic_ring.control.messages import (
     Release,
     Resumed,
     StartWorker,
+    Status,
     Stop,
     StopRequested,
     Trouble,
@@ -77,6 +79,91 @@ def test_user_code_that_raises_twice_in_one_step_ends_the_run_traceback_first() 
     end = end_in(run.say(Trouble("w", first[2], 1, 2, "user", 7, "Traceback: boom")))
     assert end.error == "UserCodeFailed"
     assert end.message.startswith("Traceback: boom")
+
+
+def test_errors_of_newcomers_weeks_apart_are_not_errors_of_one_step() -> None:
+    """A newcomer has applied no step, whatever step the run is at."""
+    run = Bench({"a": 4, "b": 4}, spares=3).form()
+    for committed in (7, 80_000):
+        run.lose(3)
+        order = build_in(run.report_all(applied=committed))
+        (newcomer,) = order.heals[0].newcomers
+        run.say(Trouble("w", newcomer, 1, run.state.generation, "user", 0, "Traceback: no room"))
+        assert (run.state.user_errors.step, run.state.user_errors.count) == (committed, 1)
+        run.report_all(applied=committed)
+        run.resume_all()
+        run.commit(committed)
+        assert run.state.user_errors.count == 0, "the step is committed"
+        run.all_ready()
+    assert run.phase == "running"
+
+
+def test_a_member_whose_device_errs_in_a_step_is_killed_and_replaced_and_the_step_is_not_blamed() -> None:
+    run = Bench({"a": 9, "b": 9}, spares=8).form()
+    for attempt in range(5):
+        crew = members(run.state)
+        said = run.say(Trouble("w", crew[3], 1, run.state.generation, "device", 7, "CUDA error: an ECC error"))
+        assert [kill.worker for kill in only(KillWorker, said)] == [crew[3]]
+        assert {stop.worker for stop in only(Stop, said)} == set(crew[:3])
+        order = build_in(run.report_all(applied=7))
+        assert (order.seats[:3], order.step) == (crew[:3], 7)
+        assert order.seats[3] != crew[3]
+        run.resume_all()
+        assert run.phase == "running", f"attempt {attempt}"
+    (loss,) = run.change.lost
+    assert (loss.global_rank, loss.reason, loss.detail) == (3, "device error", "CUDA error: an ECC error")
+
+
+def test_a_newcomer_without_room_on_its_device_makes_way_for_the_next() -> None:
+    run = Bench({"a": 4, "b": 4}, spares=3).form()
+    survivors = members(run.state)[:3]
+    run.lose(3)
+    order = build_in(run.report_all(applied=7))
+    (newcomer,) = order.heals[0].newcomers
+    said = run.say(Trouble("w", newcomer, 1, run.state.generation, "device", 7, "OutOfMemoryError: CUDA out of memory"))
+    assert [kill.worker for kill in only(KillWorker, said)] == [newcomer]
+    order = build_in(run.report_all(applied=7))
+    assert order.seats[:3] == survivors
+    assert newcomer not in order.seats
+    run.resume_all()
+    assert (run.phase, run.state.user_errors.count) == ("running", 0)
+
+
+def test_the_second_word_of_a_broken_device_changes_nothing() -> None:
+    run = Bench({"a": 4, "b": 4}, spares=3).form()
+    trouble = Trouble("w", members(run.state)[3], 1, 1, "device", 7, "CUDA error")
+    run.say(trouble)
+    state = run.state
+    assert run.say(trouble) == ()
+    assert run.state is state
+
+
+def test_a_device_that_errs_on_every_attempt_ends_the_run_with_its_last_words() -> None:
+    run = Bench({"a": 40, "b": 40}, spares=60, round_limit=4).form()
+    said: tuple[object, ...] = ()
+    for _ in range(5):
+        run.say(Trouble("w", members(run.state)[3], 1, run.state.generation, "device", 7, "CUDA error: assert"))
+        said = run.report_all(applied=7)
+        if run.phase == "ended":
+            break
+        run.resume_all()
+    end = end_in(said)  # type: ignore[arg-type]
+    assert end.error == "RunFailed"
+    assert "device error CUDA error: assert" in end.message
+
+
+def test_a_device_error_told_to_a_new_coordinator_is_a_loss_too() -> None:
+    run = Bench({"a": 4, "b": 4}, spares=3).form()
+    crew = members(run.state)
+    run.say(CoordinatorStarted("c", 2))
+    said = run.say(Trouble("w", crew[3], 2, 1, "device", 7, "CUDA error"))
+    assert [kill.worker for kill in only(KillWorker, said)] == [crew[3]]
+    for worker in run.state.workers.values():
+        if worker.life == "ready":
+            activity = "running" if worker.worker in crew else "spare"
+            run.say(Status("w", worker.worker, 2, 1, activity))
+    assert run.phase == "closing"
+    assert crew[3] not in build_in(run.report_all(applied=7)).seats
 
 
 @pytest.mark.parametrize(("kind", "error"), [("skipped", "TooManySkipped"), ("check", "RunFailed")])

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups import Connector, Rendezvous, translated
+from elastic_ring.runtime.nccl import in_parallel
+from elastic_ring.runtime.training_thread import TrainingThread
 from tests.unit.crew import HOST, Crew, abort, connect, crew, leave
 
 PAIR = Mesh(1, 2)
@@ -274,6 +277,59 @@ def test_a_killed_peer_gives_peer_failed_and_the_survivor_builds_the_next_genera
         assert {three.result(0), three.result(1)} == {"PeerFailed"}
         for rank in (0, 1):
             three.now(rank, abort)
+        three.all(connect, three.meeting(), PAIR, ranks=(0, 1))
+        assert three.all(total, ranks=(0, 1)) == [3.0, 3.0]
+
+
+def meet(me: Any, where: Rendezvous, mesh: Mesh) -> None:
+    """The first half of a build: the store, the ports, the group of all."""
+    leave(me)
+    me.connector = Connector(where)
+    store = me.connector._open_store()
+    device = me.connector._listen()
+    me.connector._exchange_ports(store, mesh, me.rank)
+    me.world = me.connector._group(store, device, "world", range(mesh.size), me.rank)
+
+
+def connect_out_of_reach(me: Any, port: int, name: str) -> None:
+    """As NCCL's set-up does: wait for all ranks over sockets that no abort knows of."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
+    store = TCPStore(HOST, port, is_master=False, wait_for_workers=False)
+    me.waiting.release()
+    ProcessGroupGloo(PrefixStore(name, store), me.rank, 3, options)
+
+
+def build_the_rest(me: Any, port: int) -> None:
+    """The second half, in a training thread."""
+    me.waiting, me.ended = threading.Semaphore(0), "not yet"
+    me.training = TrainingThread("training")
+    me.training.start()
+
+    def build() -> None:
+        try:
+            builds = [partial(connect_out_of_reach, me, port, name) for name in ("shard", "ring")]
+            in_parallel(builds, me.connector.raise_if_aborted)
+        except GroupAborted as error:
+            me.ended = type(error).__name__
+
+    me.training.give(build)
+    for _ in range(2):
+        assert me.waiting.acquire(timeout=30)
+
+
+def release_training(me: Any) -> tuple[str, str]:
+    return me.training.release(me.connector.abort_until, lambda: True, 20.0), me.ended
+
+
+def test_survivors_come_back_from_groups_that_a_killed_newcomer_never_joins() -> None:
+    """It dies between the group of all, which it joined, and the others: what sets those up waits, deaf to aborts."""
+    with crew(3) as three:
+        three.all(meet, three.meeting(), Mesh(1, 3))
+        three.kill(2)
+        elsewhere = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        three.all(build_the_rest, elsewhere.port, ranks=(0, 1))
+        assert [three.now(rank, release_training) for rank in (0, 1)] == [("parked", "GroupAborted")] * 2
         three.all(connect, three.meeting(), PAIR, ranks=(0, 1))
         assert three.all(total, ranks=(0, 1)) == [3.0, 3.0]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ring.attention.exchange import one_operation
 from elastic_ring.errors import GroupAborted
 from elastic_ring.runtime.joined import JoinedGroup, LaunchGate
 
@@ -72,6 +73,39 @@ def test_an_operation_that_breaks_leaves_no_thread_collecting() -> None:
     with pytest.raises(RuntimeError, match="aborted"):
         post(JoinedGroup(backend, LaunchGate(lambda: None).launching))
     assert backend.open == 0
+
+
+def send_all(group: Any, *peers: int | None) -> None:
+    with one_operation(group):
+        for peer in peers:
+            assert peer is not None, "not a peer"
+            group.send([torch.zeros(1)], peer, 0)
+
+
+def test_a_hop_goes_out_as_one_operation_of_a_plain_group() -> None:
+    backend = Backend()
+    with one_operation(backend) as works:
+        backend.recv([torch.zeros(1)], 2, 0)
+        backend.send([torch.zeros(1)], 1, 0)
+        assert works == []
+    assert (backend.seen, works) == (["start", "recv 2", "send 1", "end"], ["work"])
+
+
+def test_an_error_between_a_hops_sends_leaves_no_thread_collecting_in_a_plain_group() -> None:
+    backend = Backend(breaks=True)
+    with pytest.raises(RuntimeError, match="aborted"):
+        send_all(backend, 1, 3)
+    assert backend.open == 0
+
+
+def test_an_error_between_a_hops_sends_launches_nothing_of_a_group_that_posts() -> None:
+    backend = Backend()
+    group = JoinedGroup(backend, LaunchGate(lambda: None).launching)
+    with pytest.raises(AssertionError, match="not a peer"):
+        send_all(group, 1, None)
+    assert backend.seen == []
+    assert post(group) == "work"
+    assert backend.seen == ["start", "recv 2", "send 1", "send 3", "end"]
 
 
 def test_an_abort_waits_for_the_launch_under_way() -> None:

@@ -101,11 +101,59 @@ def test_tensors_larger_than_a_chunk_arrive_whole_and_chunks_are_announced(
     assert newcomer.digest() == donor.digest()
 
 
+@pytest.mark.parametrize("num_newcomers", [1, 2])
+def test_a_donor_stays_until_the_last_newcomer_has_everything(
+    links: ThreadRings, monkeypatch: pytest.MonkeyPatch, num_newcomers: int
+) -> None:
+    """Taking its end of the link down earlier would take down what is still on its way."""
+    donor = make_shard(steps=2, seed=0)
+    newcomers = [make_shard(steps=0, seed=1 + i) for i in range(num_newcomers)]
+    group, gone = links.groups(1 + num_newcomers), threading.Event()
+    digest, seen = transfer.digest_of, list[bool]()
+
+    def digest_late(counters: Any, tensors: list[torch.Tensor]) -> str:
+        seen.append(gone.wait(0.2))
+        return digest(counters, tensors)
+
+    monkeypatch.setattr(transfer, "digest_of", digest_late)
+
+    def work(rank: int) -> None:
+        link = Link(group[rank])
+        if rank > 0:
+            receive_shard(newcomers[rank - 1], link)
+            return
+        send_shard(donor, link)
+        gone.set()
+        assert link.timings["answer_s"] > 0
+
+    in_threads(1 + num_newcomers, work)
+    assert seen == [False] * num_newcomers
+    assert {newcomer.digest() for newcomer in newcomers} == {donor.digest()}
+
+
+def test_a_newcomer_whose_shard_is_refused_lets_its_donor_go(links: ThreadRings) -> None:
+    donor, newcomer, groups = make_shard(steps=2, seed=0), make_shard(steps=1, seed=9), links.groups(2, fresh=True)
+    returned = threading.Event()
+
+    def work(rank: int) -> None:
+        if rank == 1:
+            receive_shard(newcomer, Link(FlippingLink(groups[1], 3)))
+        send_shard(donor, Link(groups[0]))
+        returned.set()
+
+    with pytest.raises(DigestMismatch):
+        in_threads(2, work)
+    assert returned.is_set()
+
+
 class FlippingLink:
     """A link that flips one bit of the n-th message that arrives."""
 
     def __init__(self, link: Any, message: int) -> None:
         self._link, self._message, self.num_received = link, message, 0
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self._link.send(tensors, peer, tag)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
         self._link.recv(tensors, source, tag).wait()

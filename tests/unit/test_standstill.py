@@ -1,0 +1,380 @@
+"""A step that stops moving is given up, and one that is only slow is not.
+
+The judgement is tried on numbers with times of its own; what it leads to, in a real worker's threads over real
+gloo, whose operations may wait for ten minutes here, as NCCL's wait for ever.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ring.config import RunConfig, ScalingConfig, Timeouts
+from elastic_ring.control.messages import Build, Stop, Trouble, from_json, to_json
+from elastic_ring.data.loader import Loader
+from elastic_ring.errors import GroupAborted
+from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.stamps import Phase
+from elastic_ring.runtime import standstill, worker
+from elastic_ring.runtime.groups import translated
+from elastic_ring.runtime.standstill import DeviceMarks, Standstill, StoodStill, look_at_device
+from elastic_ring.runtime.training_thread import TrainingThread
+from tests.unit.crew import Crew, connect, crew, leave
+
+LIMIT_S = 920.0
+CAST = (1, 3)
+PAIR = Mesh(1, 2)
+WAIT_S = 60.0
+
+# ------------------------------------------------------------ the judgement
+
+
+class Scene:
+    """A judge on a clock of its own, over numbers that a test moves."""
+
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self.numbers = [0, 0, 0]
+        self.judge = Standstill(limit_s, lambda: tuple(self.numbers))
+        self.now = 1000.0
+
+    def pass_time(self, duration_s: float, look_s: float = 0.1) -> list[StoodStill]:
+        told = []
+        for _ in range(round(duration_s / look_s)):
+            self.now += look_s
+            said = self.judge.look(self.now)
+            told += [said] if said is not None else []
+        return told
+
+
+@pytest.mark.parametrize("what", [0, 1, 2])
+def test_a_step_is_well_however_long_it_takes_while_one_of_the_numbers_moves(what: int) -> None:
+    scene = Scene()
+    scene.judge.begin(CAST)
+    for _ in range(8):
+        assert scene.pass_time(LIMIT_S - 20.0, look_s=1.0) == []
+        scene.numbers[what] += 1
+
+
+def test_what_stands_for_the_limit_is_told_once_and_again_after_as_long_again() -> None:
+    scene = Scene()
+    scene.judge.begin(CAST)
+    assert scene.pass_time(LIMIT_S - 5.0) == []
+    (told,) = scene.pass_time(15.0)
+    assert (told.term, told.generation, told.moved) == (*CAST, (0, 0, 0))
+    assert scene.judge.holds(told)
+    assert scene.pass_time(LIMIT_S - 20.0) == []
+    assert len(scene.pass_time(30.0)) == 1
+
+
+def test_between_steps_of_generations_nothing_is_told_and_what_was_told_no_longer_holds() -> None:
+    scene = Scene()
+    assert scene.pass_time(3 * LIMIT_S, look_s=1.0) == []
+    scene.judge.begin(CAST)
+    (told,) = scene.pass_time(LIMIT_S + 10.0, look_s=1.0)
+    scene.judge.end((1, 2))  # of a thread that was left behind in an older generation
+    assert scene.judge.holds(told)
+    scene.numbers[0] += 1
+    assert not scene.judge.holds(told), "it has moved since"
+    scene.judge.end(CAST)
+    assert scene.pass_time(3 * LIMIT_S, look_s=1.0) == []
+    assert not scene.judge.holds(StoodStill(*CAST, "NCCL reports COMM_ERROR"))
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    scene = Scene()
+    scene.judge.begin(CAST)
+    scene.pass_time(10.0)
+    assert scene.pass_time(20 * LIMIT_S, look_s=10 * LIMIT_S) == []
+
+
+@pytest.mark.parametrize("collective_s", [61.0, 900.0, 7200.0])
+def test_the_limit_lies_above_the_time_that_one_exchange_may_take_whatever_is_set(collective_s: float) -> None:
+    timeouts = Timeouts(collective_s=collective_s)
+    assert timeouts.standstill_s == collective_s + timeouts.park_s > collective_s
+
+
+# ------------------------------------------------------------ what moves
+
+
+class Event:
+    """As the device's: passed once the work before it is done."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Event.made += 1
+        self.place = -1
+
+    def record(self) -> None:
+        self.place = Stream.queued
+
+    def query(self) -> bool:
+        if Stream.failed:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return Stream.done >= self.place
+
+
+class Stream:
+    queued = done = 0
+    failed = False
+
+
+@pytest.fixture
+def stream() -> type[Stream]:
+    Stream.queued = Stream.done = Event.made = 0
+    Stream.failed = False
+    return Stream
+
+
+def test_a_device_that_works_off_what_the_thread_queued_long_ago_moves_all_the_while(stream: type[Stream]) -> None:
+    """The host has queued a whole step and waits for its result: only the device's events tell that it goes on."""
+    marks = DeviceMarks(Event)
+    for _ in range(50):
+        stream.queued += 1
+        marks.leave()
+    marks.look()
+    assert marks.num_passed == 0
+    for done in range(1, 51):
+        stream.done = done
+        marks.look()
+        assert marks.num_passed == done
+    marks.leave()
+    assert Event.made == 50, "events are used again"
+
+
+def test_a_device_that_has_failed_passes_nothing_and_breaks_nothing(stream: type[Stream]) -> None:
+    marks = DeviceMarks(Event)
+    stream.queued = 1
+    marks.leave()
+    stream.failed = True
+    marks.look()
+    marks.look()
+    assert marks.num_passed == 0
+
+
+def test_a_thread_that_computes_without_a_stamp_moves_and_one_that_sleeps_does_not() -> None:
+    thread, over, computing = TrainingThread("under test"), threading.Event(), threading.Event()
+    thread.start()
+    waiting = threading.Event()
+
+    def work() -> None:
+        computing.set()
+        while not over.is_set():
+            sum(range(1000))
+        waiting.wait(WAIT_S)
+
+    thread.give(work)
+    assert computing.wait(WAIT_S)
+    before = thread.cpu_ticks
+    deadline = time.monotonic() + WAIT_S
+    while thread.cpu_ticks < before + 3:
+        assert time.monotonic() < deadline
+    over.set()
+    while (ticks := thread.cpu_ticks) != (time.sleep(0.2), thread.cpu_ticks)[1]:
+        assert time.monotonic() < deadline
+    assert thread.cpu_ticks == ticks
+    waiting.set()
+    assert thread.parked.wait(WAIT_S)
+    assert TrainingThread("never started").cpu_ticks == 0
+
+
+def test_a_source_that_takes_long_calls_back_while_it_is_waited_for() -> None:
+    """What `Member` hangs its count on; the wait ends when the count's owner raises."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def read(self, sample_id: int) -> Any:
+            go_on.wait(WAIT_S)
+
+    def count() -> None:
+        asked.set()
+        raise GroupAborted("nobody needs it any more")
+
+    loader = Loader(Slow(), count)  # type: ignore[arg-type]
+    with pytest.raises(GroupAborted):
+        loader.load(0, 0, None, 0)  # type: ignore[arg-type]
+    assert asked.is_set()
+    go_on.set()
+    loader.close()
+
+
+def test_a_broken_link_that_the_groups_know_of_is_told_once_for_each_generation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Enough(Exception):
+        pass
+
+    looks: list[float] = []
+    judge, told = Standstill(LIMIT_S, lambda: (0,)), list[StoodStill]()
+
+    def next_look(duration_s: float) -> None:
+        looks.append(duration_s)
+        if len(looks) == 2:
+            judge.begin(CAST)
+        if len(looks) == 6:
+            judge.begin((1, 4))
+        if len(looks) == 9:
+            raise Enough
+
+    monkeypatch.setattr(standstill.time, "sleep", next_look)
+    with pytest.raises(Enough):
+        look_at_device(DeviceMarks(Event), judge, lambda: "NCCL reports COMM_ERROR", told.append)
+    assert [(word.generation, word.why) for word in told] == [
+        (3, "NCCL reports COMM_ERROR"), (4, "NCCL reports COMM_ERROR"),
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------ what follows, in a worker
+
+
+SHORT = Timeouts(
+    stopped_s=0.01, heart_floor_s=0.02, heart_cap_s=0.1, park_s=0.2, report_s=0.3, hello_s=0.5, build_s=0.5,
+    beat_s=0.05, node_silent_s=0.5, coordinator_silent_s=1.0, boundary_s=5.0, collective_s=0.8,
+)  # fmt: skip
+
+
+class Notices:
+    """The coordinator's handle, as the worker uses it."""
+
+    def __init__(self) -> None:
+        self.heard: queue.Queue[Any] = queue.Queue()
+        self.notify = SimpleNamespace(remote=lambda data, extra: self.heard.put(from_json(data)))
+
+
+class Part:
+    """A member whose groups are real and whose step is what a test gives it."""
+
+    def __init__(self, me: Any, step: Any) -> None:
+        self._me, self._step = me, step
+        self.device = torch.device("cpu")
+        self.applied, self.applying, self.device_failed, self.seated = 7, False, False, True
+        self.num_moves = 0
+
+    @property
+    def aborted(self) -> bool:
+        return bool(self._me.connector.aborted)
+
+    def moved(self) -> tuple[int, ...]:
+        return (self.num_moves,)
+
+    def abort(self, parked: threading.Event, timeout_s: float) -> bool:
+        return bool(self._me.connector.abort_until(parked, timeout_s))
+
+    def train(self) -> str:
+        with translated(self._me.connector):
+            self._step(self._me, self)
+        return "finished"
+
+    def records_after(self, step: int) -> list[Any]:
+        return []
+
+    unsent = list
+
+    def report(self, cause: str, term: int, generation: int, kind: str) -> Any:
+        return Stop(cause, "reported", term, generation, kind)
+
+
+def begin_step(me: Any, step: Any, folder: str) -> None:
+    """A worker with its own control thread and heart, in the middle of a generation."""
+    card = worker.WorkerCard(
+        "w", "n", "127.0.0.1", f"{folder}/stamps{me.rank}", None, ScalingConfig(), RunConfig(timeouts=SHORT),  # type: ignore[arg-type]
+    )  # fmt: skip
+    me.worker = worker.Worker(card)
+    me.worker._coordinator = me.notices = Notices()
+    me.worker._member = me.part = Part(me, step)
+    me.worker._stamps.open()
+    me.worker._stamps.stamp(7, Phase.REDUCE)
+    me.worker._seen = me.worker._built = CAST
+    me.worker._training.start()
+    for body in (me.worker._beat, me.worker._control):
+        threading.Thread(target=body, daemon=True).start()
+    order = Build("c", "w", *CAST, PAIR, ("w", "v"), 7, None, (), False)
+    me.worker._order("running", lambda: me.worker._run(order))
+
+
+def wait_for_a_peer_that_never_answers(me: Any, part: Part) -> None:
+    me.groups.world.recv([torch.zeros(4)], 1 - me.rank, 7).wait()
+
+
+def wait_for_what_is_no_exchange(me: Any, part: Part) -> None:
+    me.never = threading.Event()
+    me.never.wait(WAIT_S * 10)
+
+
+def step_slowly(me: Any, part: Part) -> None:
+    """Three times the limit, with a sign of life now and then and nothing computed between."""
+    for _ in range(10):
+        time.sleep(SHORT.standstill_s / 3)
+        part.num_moves += 1
+
+
+def read_nonsense_after_an_abort(me: Any, part: Part) -> None:
+    """As a device's: the abort ends the wait, raises nothing, and leaves nonsense that the user's code trips over."""
+    while not part.aborted:
+        time.sleep(0.01)
+    raise ValueError("the loss is not a number")
+
+
+def heard(me: Any) -> Any:
+    return me.notices.heard.get(timeout=WAIT_S)
+
+
+def heard_nothing_more(me: Any) -> bool:
+    return bool(me.notices.heard.empty())
+
+
+def told_to_stop(me: Any) -> Any:
+    me.worker.command(to_json(Stop("c", "w", CAST[0], CAST[1] + 1, "abort")), {})
+    return heard(me)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Crew]:
+    with crew(2) as made:
+        yield made
+
+
+@pytest.fixture
+def joined(pair: Crew) -> Iterator[Crew]:
+    pair.all(connect, pair.meeting(), PAIR)
+    yield pair
+    pair.all(leave)
+
+
+@pytest.mark.parametrize("step", [wait_for_a_peer_that_never_answers, read_nonsense_after_an_abort])
+def test_a_step_that_waits_for_ever_is_given_up_and_told_as_a_peers_trouble(
+    joined: Crew, step: Any, tmp_path: Any
+) -> None:
+    joined.now(0, begin_step, step, str(tmp_path))
+    trouble = joined.now(0, heard)
+    assert isinstance(trouble, Trouble)
+    assert (trouble.kind, trouble.step, trouble.generation) == ("peer", 7, CAST[1])
+    report = joined.now(0, told_to_stop)
+    assert (report.worker, report.generation, report.mode) == ("reported", CAST[1] + 1, "aborted")
+
+
+def test_a_thread_that_no_abort_reaches_is_told_of_by_the_control_thread(joined: Crew, tmp_path: Any) -> None:
+    """What the coordinator hears then ends in a `Stop` that this worker cannot answer, and in its death."""
+    joined.now(0, begin_step, wait_for_what_is_no_exchange, str(tmp_path))
+    trouble = joined.now(0, heard)
+    assert (trouble.kind, trouble.step) == ("peer", 7)
+    assert "stands still in reduce" in trouble.detail
+    joined.now(0, let_it_go)
+
+
+def let_it_go(me: Any) -> None:
+    me.never.set()
+
+
+def test_a_step_that_is_slow_and_moves_runs_to_its_end(joined: Crew, tmp_path: Any) -> None:
+    joined.now(0, begin_step, step_slowly, str(tmp_path))
+    report = joined.now(0, heard)
+    assert (report.worker, report.mode) == ("reported", "finished")
+    assert joined.now(0, heard_nothing_more)
