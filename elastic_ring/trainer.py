@@ -42,6 +42,7 @@ from elastic_ring.runtime.charter import Charter
 from elastic_ring.runtime.cluster import NAMESPACE, actor_name, room
 from elastic_ring.runtime.coordinator import Coordinator
 from elastic_ring.runtime.session import interruptible, lease, ray_session
+from elastic_ring.train.compiling import check_compiles
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory
 from elastic_ring.train.task import Initial, LossFunction, TrainingTask
 from elastic_ring.train.warm import attention_shapes
@@ -126,6 +127,8 @@ class ElasticRingTrainer:
         training_order(self.task)
         check_writable(self.run.folder)
         check_buildable(self.task)
+        if self.scaling.device == "cpu":  # the driver of a run on GPUs may have none, nor a compiler for them
+            check_compiles(self.task, "cpu")
         if self.scaling.device == "cuda":
             check_pattern(self.task, self.scaling.cp)
         check_portable(self.task)

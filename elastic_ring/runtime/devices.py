@@ -68,8 +68,9 @@ class DeviceClaim:
         return True
 
 
-def warm_devices(task: TrainingTask) -> None:
-    """A context and the first kernels on every GPU: a standby does not know which one it will take."""
+def warm_devices(task: TrainingTask, cp: int) -> None:
+    """A context and the first kernels on every GPU, for rings of `cp` ranks: a standby does not know which GPU it will
+    take."""
     if task.step.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # Else that switch also fills every new tensor, which costs a pass over memory each time.
@@ -77,7 +78,7 @@ def warm_devices(task: TrainingTask) -> None:
     shapes = attention_shapes(task)
     for index in range(torch.cuda.device_count()):
         begun = time.monotonic()
-        warm_up_device(task, torch.device("cuda", index), shapes)
+        warm_up_device(task, torch.device("cuda", index), shapes, cp)
         log.info("GPU %d is warm after %.2f s", index, time.monotonic() - begun)
 
 

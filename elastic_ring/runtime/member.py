@@ -28,6 +28,7 @@ from elastic_ring.runtime.injection import Injector
 from elastic_ring.runtime.nccl import probe
 from elastic_ring.state.transfer import receive_shard, send_shard
 from elastic_ring.train.check import check_model
+from elastic_ring.train.compiling import CompileWatch, compiled_by, rehearse_model, report_compiled
 from elastic_ring.train.optim import learning_rate
 from elastic_ring.train.transaction import Local, Transaction
 from elastic_ring.train.vote import Outcome
@@ -75,7 +76,10 @@ class Member:
         self._transaction.warm_up()
         warm_up(task)
         if self._card.scaling.device == "cuda":
-            warm_devices(task)
+            warm_devices(task, self._card.scaling.cp)
+        else:
+            rehearse_model(task, torch.device("cpu"), self._card.scaling.cp)
+        self.compiled_by = compiled_by(task, self._card.scaling.device)
         # What is here now stays: `forget_groups` has only what came later to look through, in milliseconds.
         gc.collect()
         gc.freeze()
@@ -249,7 +253,7 @@ class Member:
         assert self._command is not None
         assert self._groups is not None
         assert self._connector is not None
-        state, step_config = self._transaction, self._card.task.step
+        state, step_config, compiled = self._transaction, self._card.task.step, CompileWatch()
         with translated(self._connector):
             while state.applied < step_config.steps:
                 step, begun = state.applied, time.monotonic()
@@ -259,6 +263,7 @@ class Member:
                 self._send(through=step - 1)
                 outcome, local = state.run(step, boundary=self.boundary_requested)
                 self._record(outcome, local, time.monotonic() - begun)
+                report_compiled(compiled, step)
                 if outcome.boundary and state.applied < step_config.steps:
                     return "boundary"
             self._validate_if_due(state.applied)

@@ -122,7 +122,7 @@ class Worker:
             "stamp_path": self.card.stamp_path,
             "log_path": _stderr_path(),
             "fingerprint": self._member.fingerprint,
-            "environment": environment_of_bits(self.card.scaling.num_threads),
+            "environment": {**environment_of_bits(self.card.scaling.num_threads), **self._member.compiled_by},
         }
 
     def ping(self) -> str:

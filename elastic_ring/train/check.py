@@ -15,6 +15,7 @@ from elastic_ring.attention.layout import make_layout
 from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.errors import ElasticRingError
+from elastic_ring.train.compiling import uncompiled
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import attention_of, batch_of
 
@@ -27,7 +28,15 @@ class ModelRefused(ElasticRingError):
 
 
 def check_model(task: TrainingTask, wires: Any, state: Any) -> None:
-    """Compare loss and gradient of one short sequence at cp = 1 and on the ring. Raises ModelRefused."""
+    """Compare loss and gradient of one short sequence at cp = 1 and on the ring. Raises ModelRefused.
+
+    Nothing is compiled for it: its lengths never come again.
+    """
+    with uncompiled():
+        _check_model(task, wires, state)
+
+
+def _check_model(task: TrainingTask, wires: Any, state: Any) -> None:
     model: nn.Module = state.model
     sample = _short_sample(task, state.loader, wires.mesh.cp)
     _refuse_changing_buffers(task, model, sample, wires)

@@ -1,0 +1,312 @@
+"""Layers whose pieces torch.compile has made: the eager result but for rounding, the same bits in every process,
+nothing compiled after the warm-up without a word, and no start without a compiler."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import Tensor
+
+from elastic_ring import trainer
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.schedule import plan
+from elastic_ring.config import RunConfig
+from elastic_ring.mesh import Mesh
+from elastic_ring.model.init import Initialiser, initialise_module
+from elastic_ring.model.pieces import OPTIONS
+from elastic_ring.model.transformer import Transformer
+from elastic_ring.train.check import check_model
+from elastic_ring.train.compiling import (
+    CompileWatch,
+    NoCompiler,
+    check_compiler,
+    check_compiles,
+    find_compiler,
+    rehearse_model,
+    report_compiled,
+    slice_lengths,
+)
+from elastic_ring.train.task import TrainingTask
+from tests.unit.crew import Crew, crew
+from tests.unit.tiny_task import (
+    MODEL,
+    STEP,
+    RandomText,
+    abort_until_parked,
+    begin,
+    break_off,
+    facts,
+    make_task,
+    plan_break,
+    rebuild,
+    run_steps,
+)
+
+COMPILED = replace(MODEL, compile_blocks=True)
+CONTEXT = 27  # two ranks of a ring hold 14 and 13
+RING, REPLICAS = Mesh(1, 2), Mesh(2, 1)
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One thread, and compiled code in a folder of this run, shared by its tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "compiled"))
+        yield
+    torch.set_num_threads(before)
+
+
+def pass_of(num_tokens: int = 24, documents: tuple[int, ...] = (0,), **settings: Any) -> list[Tensor]:
+    """The loss and all gradients of one sequence."""
+    config = replace(MODEL, **settings)
+    model = Transformer(config)
+    initialise_module(model, Initialiser(0, config.num_layers))
+    ring = RingAttention(plan(Pattern(True, documents), make_layout("contiguous", num_tokens, 1)), 0, None)
+    tokens = torch.arange(num_tokens).unsqueeze(0) * 7 % config.vocab_size
+    positions = torch.arange(num_tokens).unsqueeze(0)
+    loss, _ = model(tokens, positions=positions, document_ids=tokens, attention=ring, targets=tokens.roll(-1, 1))
+    loss.backward()
+    return [loss.detach(), *(param.grad for param in model.parameters() if param.grad is not None)]
+
+
+# ------------------------------------------------------------ what it computes
+
+
+@pytest.mark.parametrize("how", [
+    {"checkpoint_activations": False},
+    {"checkpoint_activations": True},
+    {"checkpoint_activations": True, "offload_activations": True},
+], ids=["kept", "checkpointed", "offloaded"])  # fmt: skip
+def test_compiled_layers_give_the_eager_loss_and_gradients(how: dict[str, bool]) -> None:
+    eager, compiled = pass_of(**how), pass_of(compile_blocks=True, **how)
+    assert len(eager) == len(compiled)
+    for found, wanted in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_recomputing_compiled_layers_changes_no_bit() -> None:
+    kept = pass_of(compile_blocks=True, checkpoint_activations=False)
+    for offload in (False, True):
+        again = pass_of(compile_blocks=True, checkpoint_activations=True, offload_activations=offload)
+        assert all(map(torch.equal, kept, again))
+
+
+def test_documents_and_layers_and_modules_share_what_one_has_compiled() -> None:
+    pass_of(compile_blocks=True)
+    watch = CompileWatch()
+    pass_of(compile_blocks=True, documents=(0, 7, 9))
+    pass_of(compile_blocks=True, documents=(0, 23), num_layers=3)
+    assert watch.news() == []
+
+
+BITS = """
+import hashlib, sys, torch
+torch.set_num_threads(1)
+from tests.unit.test_compiled_pieces import pass_of
+for num_tokens in map(int, sys.argv[1:]):
+    found = pass_of(num_tokens, compile_blocks=True)
+told = b"".join(tensor.numpy().tobytes() for tensor in found)
+print(hashlib.sha256(told).hexdigest(), torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def bits(folder: Path, *lengths: int) -> tuple[str, int]:
+    """Digest of loss and gradients for the last length, in a process of its own; how many graphs it found on disk."""
+    done = subprocess.run(
+        [sys.executable, "-c", BITS, *map(str, lengths)], capture_output=True, text=True, timeout=240, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    digest, hits = done.stdout.split()
+    return digest, int(hits)
+
+
+def test_another_process_gets_the_same_bits_compiling_anew_or_finding_it_done_whatever_came_before(
+    tmp_path: Path,
+) -> None:
+    first, hits = bits(tmp_path / "a", 24)
+    assert hits == 0
+    found, hits = bits(tmp_path / "a", 24)
+    assert hits > 0
+    after_others, _ = bits(tmp_path / "b", 31, 24)
+    assert first == found == after_others
+
+
+def test_nothing_is_chosen_by_timing_and_torch_knows_every_option() -> None:
+    known = torch._inductor.config.get_config_copy()
+    assert set(OPTIONS) <= set(known)
+    assert OPTIONS["deterministic"] is True
+    assert not any(value for name, value in OPTIONS.items() if name not in ("deterministic", "compile_threads"))
+
+
+# ------------------------------------------------------------ on a ring, through what happens to it
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Crew]:
+    with crew(2) as made:
+        yield made
+
+
+def compiled_task(**settings: Any) -> TrainingTask:
+    step = replace(STEP, context_tokens=CONTEXT)
+    task = make_task(data=RandomText(CONTEXT), step=step)
+    return replace(task, model=partial(Transformer, replace(COMPILED, **settings)))
+
+
+def rehearse(me: Any, folder: str, task: TrainingTask, cp: int) -> None:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    rehearse_model(task, torch.device("cpu"), cp)
+    me.compiles = CompileWatch()
+
+
+def compiled_since(me: Any) -> list[str]:
+    return me.compiles.news()
+
+
+def check(me: Any) -> None:
+    check_model(me.state.task, me.groups, me.state)
+
+
+def validate(me: Any) -> float:
+    return me.state.validate(me.state.loader, 2)
+
+
+@pytest.mark.parametrize(("mesh", "offload"), [(RING, False), (REPLICAS, True)], ids=["ring", "replicas"])
+def test_a_warm_process_compiles_nothing_in_its_steps_nor_after_a_break(
+    pair: Crew, tmp_path: Path, mesh: Mesh, offload: bool
+) -> None:
+    task = compiled_task(offload_activations=offload)
+    assert slice_lengths(task, mesh.cp) == ((13, 14) if mesh.cp == 2 else (27,))
+    pair.all(rehearse, str(tmp_path), task, mesh.cp)
+    pair.all(begin, pair.meeting(), mesh, task)
+    pair.all(check)
+    undisturbed = pair.all(run_steps, 4)
+    ended = [fact["digest"] for fact in pair.all(facts)]
+    pair.all(begin, pair.meeting(), mesh, task)
+    pair.call(1, plan_break, "backward", 1) if mesh.cp == 2 else pair.call(1, plan_break, "reduce", 1)
+    for rank in (0, 1):
+        pair.start(rank, break_off, 4)
+    assert pair.result(1) == "Broken"
+    assert all(pair.now(rank, abort_until_parked) for rank in (0, 1))
+    pair.result(0)
+    pair.all(rebuild, pair.meeting(), mesh)
+    again = pair.all(run_steps, 3)
+    assert pair.all(compiled_since) == [[], []]
+    assert [told[1:] for told in undisturbed] == again
+    assert [fact["digest"] for fact in pair.all(facts)] == ended
+    pair.all(begin, pair.meeting(), mesh, make_task(data=task.data, step=task.step))
+    for found, eager in zip(undisturbed, pair.all(run_steps, 4), strict=True):
+        for one, other in zip(found, eager, strict=True):
+            assert float.fromhex(one[0]) == pytest.approx(float.fromhex(other[0]), rel=1e-5)
+
+
+def test_passes_without_gradients_are_rehearsed_where_the_run_validates(pair: Crew, tmp_path: Path) -> None:
+    task = compiled_task(norm_eps=1e-6)
+    for every, compiled in ((2, 0), (0, 2)):
+        asked = replace(task, step=replace(task.step, val_every_steps=every))
+        if not every:  # a shape of its own, or the first round would have compiled it
+            asked = replace(asked, model=partial(Transformer, replace(COMPILED, norm_eps=2e-6)))
+        pair.all(rehearse, str(tmp_path), asked, 2)
+        pair.all(begin, pair.meeting(), RING, asked)
+        pair.all(run_steps, 1)
+        pair.all(validate)
+        assert list(map(len, pair.all(compiled_since))) == [compiled] * 2
+
+
+# ------------------------------------------------------------ what an operator is told
+
+
+def test_what_is_compiled_after_the_warm_up_is_named_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    pass_of(compile_blocks=True)
+    watch = CompileWatch()
+    with caplog.at_level(logging.WARNING):
+        report_compiled(watch, 11)
+        assert caplog.messages == []
+        pass_of(37, compile_blocks=True)
+        report_compiled(watch, 12)
+        report_compiled(watch, 13)
+    (told,) = caplog.messages
+    assert told.startswith("step 12 compiled 2 more: before (")
+    assert "after (" in told
+    assert "expected 24, actual 37" in told
+    assert "the warm-up did not cover it" in told
+
+
+# ------------------------------------------------------------ no compiler
+
+
+def nothing(device: str) -> None:
+    raise NoCompiler(f"there is nothing for {device}")
+
+
+def test_without_a_compiler_the_option_is_refused_with_the_way_out() -> None:
+    wanted = "compile_blocks=True on device='cuda': there is nothing for cuda; or train without: compile_blocks=False"
+    with pytest.raises(ValueError, match=wanted):
+        check_compiler("cuda", nothing)
+    task = compiled_task()
+    with pytest.raises(ValueError, match="there is nothing for cpu"):
+        check_compiles(task, "cpu", nothing)
+    with pytest.raises(ValueError, match="there is nothing for cpu"):
+        rehearse_model(task, torch.device("cpu"), 2, nothing)
+    check_compiles(make_task(), "cpu", nothing)
+    rehearse_model(make_task(), torch.device("cpu"), 2, nothing)
+
+
+def test_a_machine_without_its_tools_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: 1 / 0)
+    with pytest.raises(NoCompiler, match="no C\\+\\+ compiler: install g\\+\\+, or name one in CXX"):
+        find_compiler("cpu")
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "g++")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
+    with pytest.raises(NoCompiler, match=r"no Python\.h: install Python's development files"):
+        find_compiler("cpu")
+    monkeypatch.setattr("torch.utils._triton.has_triton_package", lambda: False)
+    with pytest.raises(NoCompiler, match="no Triton"):
+        find_compiler("cuda")
+
+
+def test_a_run_without_a_compiler_ends_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(trainer, "check_compiles", partial(check_compiles, find=nothing))
+    task = compiled_task()
+    run = RunConfig(run_dir=str(tmp_path / "run"))
+    asked = trainer.ElasticRingTrainer(task.model, task.data, step=task.step, run=run)
+    with pytest.raises(ValueError, match="there is nothing for cpu"):
+        asked.fit()
+
+
+def test_what_torch_fails_to_compile_is_refused_at_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise torch._dynamo.exc.TorchRuntimeError("no such instruction")
+
+    monkeypatch.setattr(Transformer, "rehearse", broken)
+    with pytest.raises(ValueError, match=r"torch\.compile failed \(no such instruction\); or train without"):
+        rehearse_model(compiled_task(), torch.device("cpu"), 2)
+
+
+def test_a_busy_gpu_without_memory_to_compile_on_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("97 GiB")
+
+    monkeypatch.setattr(Transformer, "rehearse", full)
+    rehearse_model(compiled_task(), torch.device("cpu"), 2)
+    assert "too little memory to compile beside others, the first step will: 97 GiB" in caplog.text
