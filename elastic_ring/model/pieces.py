@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-OPTIONS: dict[str, bool | int] = {
+OPTIONS: dict[str, Any] = {
     "deterministic": True,
     "max_autotune": False,
     "max_autotune_pointwise": False,
@@ -49,7 +49,7 @@ def before(
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x (B, S, width) to q (B, S, H, D), k and v (B, S, Hkv, D): normalised, projected, turned to its positions."""
-    x = F.rms_norm(x, (x.size(-1),), norm, eps)
+    x = F.rms_norm(x, [x.size(-1)], norm, eps)
     heads = (x.size(0), x.size(1), -1, head_dim)
     q = rotated(F.linear(x, query).view(heads), cos, sin)
     k = rotated(F.linear(x, key).view(heads), cos, sin)
@@ -62,7 +62,7 @@ def after(
     """x (B, S, width) and attention's result (B, S, H * D) to the layer's result: both residual sums, SwiGLU (Shazeer
     2020) between."""
     x = x + F.linear(attended, output)
-    y = F.rms_norm(x, (x.size(-1),), norm, eps)
+    y = F.rms_norm(x, [x.size(-1)], norm, eps)
     return x + F.linear(F.silu(F.linear(y, gate)) * F.linear(y, up), down)
 
 

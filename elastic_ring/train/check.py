@@ -32,7 +32,7 @@ def check_model(task: TrainingTask, wires: Any, state: Any) -> None:
 
     Nothing is compiled for it: its lengths never come again.
     """
-    with uncompiled():
+    with uncompiled(task):
         _check_model(task, wires, state)
 
 

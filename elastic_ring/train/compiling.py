@@ -13,13 +13,12 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from elastic_ring.attention.layout import make_layout
 from elastic_ring.config import environment
@@ -68,24 +67,21 @@ def check_compiler(device: str, find: Callable[[str], None] = find_compiler) -> 
         raise ValueError(f"compile_blocks=True on device={device!r}: {error}; {WAY_OUT}") from error
 
 
-def compiles(model: nn.Module) -> bool:
+def compiles(task: TrainingTask) -> bool:
     """Whether some part of the model asks for torch.compile, by an attribute `compile_blocks`."""
-    return any(getattr(module, "compile_blocks", False) for module in model.modules())
+    with torch.device("meta"):
+        return any(getattr(module, "compile_blocks", False) for module in task.model().modules())
 
 
 def check_compiles(task: TrainingTask, device: str, find: Callable[[str], None] = find_compiler) -> None:
     """`check_compiler` for a task whose model asks for it."""
-    with torch.device("meta"):
-        model = task.model()
-    if compiles(model):
+    if compiles(task):
         check_compiler(device, find)
 
 
 def compiled_by(task: TrainingTask, device: str) -> dict[str, str]:
     """What the bits of compiled code depend on besides its inputs, by name; empty where nothing is compiled."""
-    with torch.device("meta"):
-        model = task.model()
-    if not compiles(model):
+    if not compiles(task):
         return {}
     if device != "cpu":
         return {"compiler": f"triton {metadata.version('triton')}"}
@@ -111,11 +107,11 @@ def rehearse_model(
     ValueError where nothing can be compiled. Too little memory on a GPU that others use is no error: the first step
     compiles then, and says so.
     """
-    with torch.device("meta"):
-        model = task.model()
-    if not compiles(model):
+    if not compiles(task):
         return
     check_compiler(device.type, find)
+    with torch.device("meta"):
+        model = task.model()
     rehearse: Callable[..., None] | None = getattr(model, "rehearse", None)
     if rehearse is None:
         log.warning("%s compiles parts of itself and has no rehearse(): the first step compiles", type(model).__name__)
@@ -162,8 +158,10 @@ def report_compiled(watch: CompileWatch, step: int) -> None:
         log.warning("step %d compiled %d more: %s; the warm-up did not cover it", step, len(news), "; ".join(news))
 
 
-def uncompiled() -> AbstractContextManager[None]:
-    """A context in which everything runs as it is written: for shapes that come once."""
+def uncompiled(task: TrainingTask) -> AbstractContextManager[None]:
+    """A context in which a task that compiles runs as it is written: for shapes that come once."""
+    if not compiles(task):
+        return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return stance
 

@@ -55,6 +55,12 @@ from tests.unit.tiny_task import (
     run_steps,
 )
 
+pytestmark = [
+    # torch looks at it, and hides its own warning in a way that comes after a filter which makes errors of warnings.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),  # its own too
+]
+
 COMPILED = replace(MODEL, compile_blocks=True)
 CONTEXT = 27  # two ranks of a ring hold 14 and 13
 RING, REPLICAS = Mesh(1, 2), Mesh(2, 1)
