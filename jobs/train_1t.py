@@ -106,8 +106,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def model_of(args: argparse.Namespace) -> ModelConfig:
     model = PRESETS[args.preset]().model
-    asked = {"offload_activations": args.offload_activations, "compile_blocks": args.compile}
-    return dataclasses.replace(model, **{name: True for name, wanted in asked.items() if wanted})
+    return dataclasses.replace(
+        model, offload_activations=model.offload_activations or args.offload_activations,
+        compile_blocks=model.compile_blocks or args.compile,
+    )  # fmt: skip
 
 
 def build(args: argparse.Namespace) -> ElasticRingTrainer:

@@ -84,10 +84,15 @@ def compiled() -> Pieces:
 
 
 def _compiled(piece: Callable[..., Any]) -> Callable[..., Any]:
-    made = torch.compile(piece, fullgraph=True, dynamic=False, options=dict(OPTIONS))
+    made = _made(piece)
 
     def call(*args: Any) -> Any:
+        # At every call: recomputation runs in a thread of autograd's, and settings are a thread's own from torch 2.12.
         with torch._dynamo.config.patch(recompile_limit=NUM_VARIANTS):
             return made(*args)
 
     return call
+
+
+def _made(piece: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(piece, fullgraph=True, dynamic=False, options=dict(OPTIONS))

@@ -3,11 +3,12 @@ nothing compiled after the warm-up without a word, and no start without a compil
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +26,10 @@ from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.schedule import plan
 from elastic_ring.config import RunConfig
 from elastic_ring.mesh import Mesh
+from elastic_ring.model import pieces
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.pieces import OPTIONS
-from elastic_ring.model.transformer import Transformer
+from elastic_ring.model.transformer import Rotation, Transformer
 from elastic_ring.train.check import check_model
 from elastic_ring.train.compiling import (
     CompileWatch,
@@ -66,15 +68,39 @@ CONTEXT = 27  # two ranks of a ring hold 14 and 13
 RING, REPLICAS = Mesh(1, 2), Mesh(2, 1)
 
 
+def without_inductor() -> None:
+    """Dynamo and AOTAutograd as ever, their graphs run as they are: seconds less for all that is not about bits."""
+
+    def quick(piece: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(piece, fullgraph=True, dynamic=False, backend="aot_eager")
+
+    pieces._made = quick
+    pieces.compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def quick() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "_made", None)  # to be put back
+        without_inductor()
+        yield
+    pieces.compiled.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One thread, and compiled code in a folder of this run, shared by its tests."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "compiled"))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder(tmp_path_factory)))
         yield
     torch.set_num_threads(before)
+
+
+def folder(factory: pytest.TempPathFactory) -> Path:
+    return factory.getbasetemp() / "compiled"
 
 
 def pass_of(num_tokens: int = 24, documents: tuple[int, ...] = (0,), **settings: Any) -> list[Tensor]:
@@ -93,64 +119,75 @@ def pass_of(num_tokens: int = 24, documents: tuple[int, ...] = (0,), **settings:
 # ------------------------------------------------------------ what it computes
 
 
-@pytest.mark.parametrize("how", [
-    {"checkpoint_activations": False},
-    {"checkpoint_activations": True},
-    {"checkpoint_activations": True, "offload_activations": True},
-], ids=["kept", "checkpointed", "offloaded"])  # fmt: skip
-def test_compiled_layers_give_the_eager_loss_and_gradients(how: dict[str, bool]) -> None:
-    eager, compiled = pass_of(**how), pass_of(compile_blocks=True, **how)
-    assert len(eager) == len(compiled)
-    for found, wanted in zip(compiled, eager, strict=True):
+def digest_of(tensors: list[Tensor]) -> str:
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def test_compiled_layers_give_the_eager_loss_and_gradients_and_recomputing_them_changes_no_bit() -> None:
+    eager, kept = (pass_of(compile_blocks=compiled, checkpoint_activations=False) for compiled in (False, True))
+    assert len(eager) == len(kept)
+    for found, wanted in zip(kept, eager, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_recomputing_compiled_layers_changes_no_bit() -> None:
-    kept = pass_of(compile_blocks=True, checkpoint_activations=False)
     for offload in (False, True):
         again = pass_of(compile_blocks=True, checkpoint_activations=True, offload_activations=offload)
         assert all(map(torch.equal, kept, again))
 
 
-def test_documents_and_layers_and_modules_share_what_one_has_compiled() -> None:
-    pass_of(compile_blocks=True)
-    watch = CompileWatch()
-    pass_of(compile_blocks=True, documents=(0, 7, 9))
-    pass_of(compile_blocks=True, documents=(0, 23), num_layers=3)
-    assert watch.news() == []
-
-
 BITS = """
-import hashlib, sys, torch
+import torch
 torch.set_num_threads(1)
-from tests.unit.test_compiled_pieces import pass_of
-for num_tokens in map(int, sys.argv[1:]):
-    found = pass_of(num_tokens, compile_blocks=True)
-told = b"".join(tensor.numpy().tobytes() for tensor in found)
-print(hashlib.sha256(told).hexdigest(), torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
+from tests.unit.test_compiled_pieces import digest_of, pass_of
+print(digest_of(pass_of(compile_blocks=True)), torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 """
 
 
-def bits(folder: Path, *lengths: int) -> tuple[str, int]:
-    """Digest of loss and gradients for the last length, in a process of its own; how many graphs it found on disk."""
+def bits(compiled: Path) -> tuple[str, int]:
+    """Digest of loss and gradients in a process of its own; how many graphs it found in the folder."""
     done = subprocess.run(
-        [sys.executable, "-c", BITS, *map(str, lengths)], capture_output=True, text=True, timeout=240, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder)},
+        [sys.executable, "-c", BITS], capture_output=True, text=True, timeout=280, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(compiled)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     digest, hits = done.stdout.split()
     return digest, int(hits)
 
 
-def test_another_process_gets_the_same_bits_compiling_anew_or_finding_it_done_whatever_came_before(
-    tmp_path: Path,
+def test_another_process_gets_the_same_bits_whether_it_compiles_anew_or_finds_it_done(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    first, hits = bits(tmp_path / "a", 24)
+    here = digest_of(pass_of(compile_blocks=True))
+    found, hits = bits(folder(tmp_path_factory))
+    assert hits == 4  # before and after, forward and backward
+    anew, hits = bits(tmp_path)
     assert hits == 0
-    found, hits = bits(tmp_path / "a", 24)
-    assert hits > 0
-    after_others, _ = bits(tmp_path / "b", 31, 24)
-    assert first == found == after_others
+    assert here == found == anew
+
+
+@pytest.mark.usefixtures("quick")
+def test_documents_and_layers_and_modules_share_what_one_has_compiled() -> None:
+    watch = CompileWatch()
+    pass_of(compile_blocks=True)
+    assert len(watch.news()) == 2
+    pass_of(compile_blocks=True, documents=(0, 7, 9))
+    pass_of(compile_blocks=True, documents=(0, 23), num_layers=3, checkpoint_activations=False)
+    assert watch.news() == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_every_length_is_compiled_for_itself_and_more_of_them_than_torch_takes_by_default() -> None:
+    weights = [torch.ones(8), *torch.ones(3, 4, 8)]
+
+    def run(num_tokens: int) -> None:
+        rotation = Rotation.at(torch.arange(num_tokens).unsqueeze(0), 4, 10_000.0, torch.float32)
+        pieces.compiled().before(torch.ones(1, num_tokens, 8), *weights, rotation.cos, rotation.sin, 1e-5, 4)
+
+    watch = CompileWatch()
+    for num_tokens in range(20, 30):
+        run(num_tokens)
+        assert len(watch.news()) == 1
+    for num_tokens in range(20, 30):
+        run(num_tokens)
+    assert watch.news() == []
 
 
 def test_nothing_is_chosen_by_timing_and_torch_knows_every_option() -> None:
@@ -175,8 +212,8 @@ def compiled_task(**settings: Any) -> TrainingTask:
     return replace(task, model=partial(Transformer, replace(COMPILED, **settings)))
 
 
-def rehearse(me: Any, folder: str, task: TrainingTask, cp: int) -> None:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+def rehearse(me: Any, task: TrainingTask, cp: int) -> None:
+    without_inductor()
     rehearse_model(task, torch.device("cpu"), cp)
     me.compiles = CompileWatch()
 
@@ -195,11 +232,11 @@ def validate(me: Any) -> float:
 
 @pytest.mark.parametrize(("mesh", "offload"), [(RING, False), (REPLICAS, True)], ids=["ring", "replicas"])
 def test_a_warm_process_compiles_nothing_in_its_steps_nor_after_a_break(
-    pair: Crew, tmp_path: Path, mesh: Mesh, offload: bool
+    pair: Crew, mesh: Mesh, offload: bool
 ) -> None:
     task = compiled_task(offload_activations=offload)
     assert slice_lengths(task, mesh.cp) == ((13, 14) if mesh.cp == 2 else (27,))
-    pair.all(rehearse, str(tmp_path), task, mesh.cp)
+    pair.all(rehearse, task, mesh.cp)
     pair.all(begin, pair.meeting(), mesh, task)
     pair.all(check)
     undisturbed = pair.all(run_steps, 4)
@@ -222,14 +259,12 @@ def test_a_warm_process_compiles_nothing_in_its_steps_nor_after_a_break(
             assert float.fromhex(one[0]) == pytest.approx(float.fromhex(other[0]), rel=1e-5)
 
 
-def test_passes_without_gradients_are_rehearsed_where_the_run_validates(pair: Crew, tmp_path: Path) -> None:
-    task = compiled_task(norm_eps=1e-6)
+def test_passes_without_gradients_are_rehearsed_where_the_run_validates(pair: Crew) -> None:
     for every, compiled in ((2, 0), (0, 2)):
-        asked = replace(task, step=replace(task.step, val_every_steps=every))
-        if not every:  # a shape of its own, or the first round would have compiled it
-            asked = replace(asked, model=partial(Transformer, replace(COMPILED, norm_eps=2e-6)))
-        pair.all(rehearse, str(tmp_path), asked, 2)
-        pair.all(begin, pair.meeting(), RING, asked)
+        task = compiled_task()
+        task = replace(task, step=replace(task.step, val_every_steps=every))
+        pair.all(rehearse, task, 2)
+        pair.all(begin, pair.meeting(), RING, task)
         pair.all(run_steps, 1)
         pair.all(validate)
         assert list(map(len, pair.all(compiled_since))) == [compiled] * 2
@@ -238,16 +273,22 @@ def test_passes_without_gradients_are_rehearsed_where_the_run_validates(pair: Cr
 # ------------------------------------------------------------ what an operator is told
 
 
+def told_by(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Our own lines: torch keeps a trace of what it compiles in the same log."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("elastic_ring")]
+
+
+@pytest.mark.usefixtures("quick")
 def test_what_is_compiled_after_the_warm_up_is_named_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     pass_of(compile_blocks=True)
     watch = CompileWatch()
     with caplog.at_level(logging.WARNING):
         report_compiled(watch, 11)
-        assert caplog.messages == []
+        assert told_by(caplog) == []
         pass_of(37, compile_blocks=True)
         report_compiled(watch, 12)
         report_compiled(watch, 13)
-    (told,) = caplog.messages
+    (told,) = told_by(caplog)
     assert told.startswith("step 12 compiled 2 more: before (")
     assert "after (" in told
     assert "expected 24, actual 37" in told
