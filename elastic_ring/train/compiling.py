@@ -30,41 +30,38 @@ WAY_OUT = "or train without: compile_blocks=False, no --compile"
 REASON_CHARACTERS = 400
 
 
-class NoCompiler(Exception):
-    """What torch.compile needs is not on this machine; the message says what."""
+Find = Callable[[str], str | None]
+"""What is missing on this machine to compile for a device, 'cpu' or 'cuda', and how to get it; None when nothing is."""
 
 
-def find_compiler(device: str) -> None:
-    """Raises NoCompiler where torch.compile cannot make kernels for a device of this kind.
-
-    For a CPU it writes C++, for a GPU it needs Triton, which compiles a launcher in C; both include Python's headers.
-    """
+def find_compiler(device: str) -> str | None:
+    """For a CPU torch.compile writes C++, for a GPU it needs Triton, which compiles a launcher in C; both include
+    Python's headers."""
     if device == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
 
         try:
             get_cpp_compiler()
         except Exception as error:  # of torch's own kind, which differs between its versions
-            raise NoCompiler("there is no C++ compiler: install g++, or name one in CXX") from error
+            return f"there is no C++ compiler ({type(error).__name__}): install g++, or name one in CXX"
     else:
         from torch.utils._triton import has_triton_package
 
         if not has_triton_package():
-            raise NoCompiler("there is no Triton: install the triton package of this torch")
+            return "there is no Triton: install the triton package of this torch"
         named = environment().get("CC")
         if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"])):
-            raise NoCompiler("there is no C compiler, which Triton needs: install gcc, or name one in CC")
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if not header.is_file():
-        raise NoCompiler(f"there is no {header.name}: install Python's development files")
+            return "there is no C compiler, which Triton needs: install gcc, or name one in CC"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        return "there is no Python.h: install Python's development files"
+    return None
 
 
-def check_compiler(device: str, find: Callable[[str], None] = find_compiler) -> None:
-    """Raises ValueError where `find` says that nothing can be compiled for `device`, 'cpu' or 'cuda'."""
-    try:
-        find(device)
-    except NoCompiler as error:
-        raise ValueError(f"compile_blocks=True on device={device!r}: {error}; {WAY_OUT}") from error
+def check_compiler(device: str, find: Find = find_compiler) -> None:
+    """Raises ValueError where `find` says that nothing can be compiled for `device`."""
+    missing = find(device)
+    if missing is not None:
+        raise ValueError(f"compile_blocks=True on device={device!r}: {missing}; {WAY_OUT}")
 
 
 def compiles(task: TrainingTask) -> bool:
@@ -73,7 +70,7 @@ def compiles(task: TrainingTask) -> bool:
         return any(getattr(module, "compile_blocks", False) for module in task.model().modules())
 
 
-def check_compiles(task: TrainingTask, device: str, find: Callable[[str], None] = find_compiler) -> None:
+def check_compiles(task: TrainingTask, device: str, find: Find = find_compiler) -> None:
     """`check_compiler` for a task whose model asks for it."""
     if compiles(task):
         check_compiler(device, find)
@@ -98,9 +95,7 @@ def slice_lengths(task: TrainingTask, cp: int) -> tuple[int, ...]:
     return tuple(sorted({layout.num_tokens(cp_rank) for cp_rank in range(cp)} - {0}))
 
 
-def rehearse_model(
-    task: TrainingTask, device: torch.device, cp: int, find: Callable[[str], None] = find_compiler
-) -> None:
+def rehearse_model(task: TrainingTask, device: torch.device, cp: int, find: Find = find_compiler) -> None:
     """Have a model that compiles do it now, on `device`, for every slice that its place on a ring may bring.
 
     The model's `rehearse(lengths, device, dtype, validates=...)` does it; one without has nothing rehearsed. Raises
