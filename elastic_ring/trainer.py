@@ -40,6 +40,7 @@ from elastic_ring.runtime.cluster import NAMESPACE, WORKER_ENVIRONMENT, actor_na
 from elastic_ring.runtime.coordinator import Coordinator
 from elastic_ring.runtime.session import interruptible, lease, ray_session
 from elastic_ring.train.check_pattern import check_pattern
+from elastic_ring.train.compiling import check_compiles
 from elastic_ring.train.layouts import AUTO, Layouts
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory
 from elastic_ring.train.task import Initial, LossFunction, TrainingTask
@@ -134,6 +135,8 @@ class ElasticRingTrainer:
         check_buildable(self.task)
         layouts = Layouts(self.task)
         layouts.choice(self.scaling.cp, self.scaling.device)
+        if self.scaling.device == "cpu":  # the driver of a run on GPUs may have none, nor a compiler for them
+            check_compiles(self.task, "cpu")
         if self.scaling.device == "cuda":
             check_pattern(self.task, self.scaling.cp, layouts)
         check_portable(self.task)

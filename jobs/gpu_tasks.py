@@ -85,12 +85,14 @@ class GpuRun:
     checkpoint: bool = True
     offload: bool = False
     pattern: str = ""
+    compile: bool = False
 
     @property
     def model(self) -> ModelConfig:
         return replace(
-            preset(self.preset), checkpoint_activations=self.checkpoint, offload_activations=self.offload
-        )
+            preset(self.preset), checkpoint_activations=self.checkpoint, offload_activations=self.offload,
+            compile_blocks=self.compile,
+        )  # fmt: skip
 
     def trainer(self, folder: Path, name: str, steps: int, faults: str = "") -> ElasticRingTrainer:
         step = StepConfig(

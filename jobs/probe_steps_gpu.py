@@ -3,13 +3,16 @@
     python jobs/probe_steps_gpu.py bits --preset 100m --context 8192
     python jobs/probe_steps_gpu.py speed --preset 1b --context 131072 --batch 2
     python jobs/probe_steps_gpu.py speed --preset 1b --context 131072 --fast --pattern bigbird:52,0,52
+    python jobs/probe_steps_gpu.py speed --preset 1b --context 32768 --compile
     python jobs/probe_steps_gpu.py broken --preset 100m --dp 1 --generations 8
 
 `bits` trains twice from the same beginning and compares, on every rank and after every step, the summed gradient and
 the parameters. `speed` prints step time, model FLOPs utilisation and memory, and with `--profile` where rank 0's GPU
 spent a step. With `--pattern` the step is timed dense, with the pattern, and with each query's own block alone: what
-is left then is not attention's, and bounds what any pattern can gain (Amdahl). `broken` aborts the groups at any moment
-of a step, again and again, and prints what each generation finds in memory: what a broken-off one leaves behind.
+is left then is not attention's, and bounds what any pattern can gain (Amdahl). With `--compile` it is timed eager and
+with the layers' pieces compiled, and the ratio printed, with the loss and the warm-up of each. `broken` aborts the
+groups at any moment of a step, again and again, and prints what each generation finds in memory: what a broken-off one
+leaves behind.
 Processes are spawned with the environment of the product's workers; groups are made by its `Connector`.
 
 Model FLOPs utilisation is `jobs.gpu_tasks`'s.
@@ -60,6 +63,7 @@ from elastic_ring.runtime.devices import (
 )
 from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups, translated
 from elastic_ring.state.device_digest import device_digest, device_digests
+from elastic_ring.train.compiling import rehearse_model
 from elastic_ring.train.transaction import Transaction
 from elastic_ring.train.warm import attention_shapes, warm_up_device
 from jobs.gpu_tasks import PEAK_FLOPS, GpuRun, utilisation
@@ -141,23 +145,32 @@ def bits(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: a
 def speed(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     state = build(run, connected(run, rank, ports[0], "0/1", device), device)
     seconds = [one_step(state, step)[0] for step in range(args.steps)]
+    peaks = peak_bytes(device)
+    spans: dict[str, float] = {}
+    one_step(state, state.applied, spans)
     if args.profile and rank == 0:
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            one_step(state, args.steps)
+            one_step(state, state.applied)
         Path(args.profile).write_text(seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=45))
     elif args.profile:
-        one_step(state, args.steps)
+        one_step(state, state.applied)
     steady = median(seconds[1:])
     used = utilisation(run, steady)
     return {
         "first_s": round(seconds[0], 3), "step_s": round(steady, 4), "mfu": round(used, 4),
         "tflops": round(used * PEAK_FLOPS / 1e12, 1),
         "spread": round((max(seconds[1:]) - min(seconds[1:])) / steady, 3),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
-        "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 1),
+        "peak_gib": round(peaks[0] / 2**30, 1), "reserved_gib": round(peaks[1] / 2**30, 1), "loss": spans["loss"],
     }  # fmt: skip
+
+
+def peak_bytes(device: torch.device) -> tuple[int, int]:
+    """The most memory in tensors, and taken from the device for them; on a CPU what the process holds now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return (psutil.Process().memory_info().rss,) * 2
 
 
 def broken(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
@@ -242,11 +255,14 @@ def holders() -> list[str]:
 
 def warm(run: GpuRun, device: torch.device, all_devices: bool) -> None:
     task = run.trainer(Path("/tmp"), "probe", 1000).task
+    if device.type == "cpu":
+        rehearse_model(task, device, run.cp)
+        return
     be_deterministic(task)
     if all_devices:
-        warm_devices(task, visible_chips())
+        warm_devices(task, visible_chips(), run.cp)
     else:
-        warm_up_device(task, device, attention_shapes(task), KERNEL_CACHE, {})
+        warm_up_device(task, device, attention_shapes(task), run.cp, KERNEL_CACHE, {})
     torch.cuda.set_device(device)
 
 
@@ -260,8 +276,9 @@ def child(rank: int, end: Connection, ports: list[int], run: GpuRun, args: argpa
     try:
         device = torch.device("cpu") if args.cpu else torch.device("cuda", rank)
         begun = time.monotonic()
-        if not args.cpu:
-            warm(run, device, args.warm_all)
+        if args.cpu:
+            torch.set_num_threads(1)
+        warm(run, device, args.warm_all)
         warm_s = time.monotonic() - begun
         work = {"bits": bits, "speed": speed, "broken": broken}[args.what]
         end.send({"rank": rank, "warm_s": round(warm_s, 2), **work(run, rank, ports, device, args)})
@@ -303,12 +320,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--generations", type=int, default=8, help="of broken")
     parser.add_argument("--break-s", type=float, default=1.0, help="of broken: the latest moment of an abort")
     parser.add_argument("--trace", action="store_true", help="of broken: where what is left was allocated")
-    parser.add_argument("--cpu", action="store_true", help="broken on gloo instead")
+    parser.add_argument("--cpu", action="store_true", help="broken and speed on gloo instead")
     parser.add_argument("--kernel", default="")
     parser.add_argument("--pattern", default="", help="a sparse pattern, in short form or a JSON file")
     parser.add_argument("--fast", action="store_true", help="kernels that need not repeat their bits")
     parser.add_argument("--no-checkpoint", action="store_true", help="keep all activations")
     parser.add_argument("--offload", action="store_true", help="activations wait in host memory")
+    parser.add_argument("--compile", action="store_true", help="compile the layers' pieces; speed also times without")
     parser.add_argument("--warm-all", action="store_true", help="warm every GPU, as a standby does")
     parser.add_argument("--profile", default="", help="write a profile to this file")
     parser.add_argument("--env", nargs="*", default=[], help="NAME=VALUE for the processes")
@@ -319,19 +337,45 @@ def main(argv: list[str]) -> int:
         checkpoint=not args.no_checkpoint, offload=args.offload,
     )  # fmt: skip
     text = Path(args.pattern).read_text(encoding="utf-8") if Path(args.pattern).is_file() else args.pattern
+    if text and args.compile and args.what == "speed":
+        parser.error("--pattern and --compile each time the step against another: give one of them")
     if text and args.what == "speed":
         return against_dense(run, text, args)
-    run = replace(run, pattern=text)
+    if args.compile and args.what == "speed":
+        return against_eager(run, args)
+    run = replace(run, pattern=text, compile=args.compile)
     answers = measure(run, args)
     show(answers, args)
     return int(any("error" in answer for answer in answers))
 
 
-def show(answers: list[dict[str, Any]], args: argparse.Namespace, pattern: str = "") -> None:
+def show(answers: list[dict[str, Any]], args: argparse.Namespace, variant: str = "") -> None:
     chosen = ("what", "preset", "context", "kernel", "fast", "no_checkpoint", "offload", "dp", "cp", "batch", "env")
     asked = {name: value for name, value in vars(args).items() if name in chosen}
     for answer in answers:
-        print(json.dumps({**asked, **({"pattern": pattern} if pattern else {}), **answer}), flush=True)
+        print(json.dumps({**asked, **({"variant": variant} if variant else {}), **answer}), flush=True)
+
+
+def against_eager(run: GpuRun, args: argparse.Namespace) -> int:
+    """The step as it is and with compiled pieces, in turn, in processes of their own; the second that compiles finds
+    what the first left on disk."""
+    rows: dict[str, list[dict[str, Any]]] = {"eager": [], "compiled": []}
+    for name in ("eager", "compiled", "eager", "compiled"):
+        answers = measure(replace(run, compile=name == "compiled"), args)
+        show(answers, args, name)
+        if any("error" in answer for answer in answers):
+            return 1
+        rows[name].append({what: max(answer[what] for answer in answers)
+                           for what in ("step_s", "first_s", "warm_s", "peak_gib", "loss")})  # fmt: skip
+    best = {name: min(row["step_s"] for row in found) for name, found in rows.items()}
+    print(json.dumps({
+        "speed_up": round(best["eager"] / best["compiled"], 4),
+        **{f"{name}_s": seconds for name, seconds in best.items()},
+        **{f"{name}_mfu": round(utilisation(run, seconds), 4) for name, seconds in best.items()},
+        **{f"{name}_{what}": [row[what] for row in found] for name, found in rows.items()
+           for what in ("warm_s", "first_s", "peak_gib", "loss")},
+    }), flush=True)  # fmt: skip
+    return 0
 
 
 OWN_BLOCK = "bigbird:1,0,0"

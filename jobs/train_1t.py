@@ -104,6 +104,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--offload-activations", action="store_true", help="what checkpointing keeps waits in the host's memory"
     )
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile fuses what a layer computes around attention"
+    )
     parser.add_argument("--plan", action="store_true", help="print what the run needs, and start nothing")
     parser.add_argument("--run-name")
     parser.add_argument("--run-dir")
@@ -112,7 +115,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def model_of(args: argparse.Namespace) -> ModelConfig:
     model = PRESETS[args.preset]().model
-    return dataclasses.replace(model, offload_activations=True) if args.offload_activations else model
+    return dataclasses.replace(
+        model, offload_activations=model.offload_activations or args.offload_activations,
+        compile_blocks=model.compile_blocks or args.compile,
+    )  # fmt: skip
 
 
 def build(args: argparse.Namespace) -> ElasticRingTrainer:

@@ -32,7 +32,8 @@ class SparseKernel:
     """`run` is differentiable and for whole sequences; `forward` and `backward` serve any stretch of keys.
 
     `deterministic` says that equal calls give equal bits, gradients included; the self-test checks it. `keeps_type`
-    says that gradients come in the inputs' type, so that a wider one on the wire would add bytes and no digits.
+    says that gradients come in the inputs' type, so that a wider one on the wire would add bytes and no digits;
+    `by_length`, that the kernel is compiled anew for each number of query and of key blocks.
     """
 
     name: str
@@ -45,6 +46,7 @@ class SparseKernel:
     devices: tuple[str, ...] = ("cuda",)
     package: str | None = None
     keeps_type: bool = True
+    by_length: bool = False
 
     def refusal(self, head_dim: int, dtype: torch.dtype, deterministic: bool, device: str = "cuda") -> str | None:
         """Why it cannot serve such calls, or None when it can."""
@@ -69,7 +71,9 @@ KERNELS = (
         "flash-attn-4-sparse", block_sparse.flash, block_sparse.flash_forward, block_sparse.flash_backward, False,
         package="flash-attn-4",
     ),
-    SparseKernel("flex-sparse", block_sparse.flex, block_sparse.flex_forward, block_sparse.flex_backward, True),
+    SparseKernel(
+        "flex-sparse", block_sparse.flex, block_sparse.flex_forward, block_sparse.flex_backward, True, by_length=True
+    ),
 )  # fmt: skip
 """In order of preference."""
 

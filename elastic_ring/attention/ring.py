@@ -106,6 +106,11 @@ class RingAttention(KeepsResults):
         """Start counting calls from 0 again; all ranks do so at the same place (once a step)."""
         self._next_call_index = 0
 
+    def shapes(self, k: torch.Tensor) -> frozenset[tuple[int, int, bool]]:
+        """(queries, keys, causal) of the kernel calls of a pass over keys like `k` (B, S_local, Hkv, D)."""
+        tiles = (tile for stage in self._stages(k) for tile in (*stage.by_rows, *stage.by_keys))
+        return frozenset((tile.q[1] - tile.q[0], tile.k[1] - tile.k[0], tile.causal) for tile in tiles)
+
     def _run_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -13,8 +13,8 @@ class ModelConfig:
     """A decoder of `num_layers` blocks; `ffn_width` is the inner width of SwiGLU.
 
     dtype is that of the parameters as built; what FSDP2 computes in is its own setting. `offload_activations` moves
-    what checkpointing keeps to host memory between forward and backward. Raises ValueError for
-    shapes that do not fit each other.
+    what checkpointing keeps to host memory between forward and backward. `compile_blocks` has torch.compile fuse what
+    a layer computes around attention (`pieces`). Raises ValueError for shapes that do not fit each other.
     """
 
     vocab_size: int
@@ -29,6 +29,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     checkpoint_activations: bool = True
     offload_activations: bool = False
+    compile_blocks: bool = False
     loss_chunk_tokens: int = 1024
     dtype: str = "float32"
 

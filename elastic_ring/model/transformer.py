@@ -1,18 +1,18 @@
 """Our decoder: RMSNorm, rotary embedding on global positions, grouped-query attention, SwiGLU.
 
 It knows nothing of rings: attention is a callable that it is handed. It can be built on the meta device,
-since its parameters are filled by `init` and nothing else is kept; each of `blocks` is one FSDP2 unit.
+since its parameters are filled by `init` and nothing else is kept; each of `blocks` is one FSDP2 unit. What a layer
+computes around attention is `pieces`'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import overload
+from typing import Any, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
@@ -20,6 +20,7 @@ from elastic_ring.attention.layers import of_layer
 from elastic_ring.attention.parked import Parked
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.loss import chunked_cross_entropy
+from elastic_ring.model.pieces import EAGER, compiled, rotated
 
 # q (B, S, H, D), k and v (B, S, H_kv, D) -> out (B, S, H, D); S is the local length.
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -46,46 +47,30 @@ class Rotation:
         return cls(angles.cos().to(kept).unsqueeze(2), angles.sin().to(kept).unsqueeze(2))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Turns x (B, S, H, D): its halves are the two coordinates (Su et al. 2021, in GPT-NeoX's
-        pairing)."""
-        first, second = x.to(self.cos.dtype).chunk(2, dim=-1)
-        turned = (first * self.cos - second * self.sin, first * self.sin + second * self.cos)
-        return torch.cat(turned, dim=-1).to(x.dtype)
+        """Turns x (B, S, H, D)."""
+        return rotated(x, self.cos, self.sin)
 
 
 class SelfAttention(nn.Module):
-    """The projections around the attention that the caller brings."""
+    """The weights of the projections around the attention that the caller brings; a block computes with them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
         inner, inner_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.query = nn.Linear(config.width, inner, bias=False)
         self.key = nn.Linear(config.width, inner_kv, bias=False)
         self.value = nn.Linear(config.width, inner_kv, bias=False)
         self.output = nn.Linear(inner, config.width, bias=False)
 
-    def forward(self, x: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        heads = (x.shape[0], x.shape[1], -1, self.head_dim)
-        query = rotation(self.query(x).view(heads))
-        key = rotation(self.key(x).view(heads))
-        out = attention(query, key, self.value(x).view(heads))
-        projected: Tensor = self.output(out.flatten(2))
-        return projected
-
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
+    """The weights of SwiGLU (Shazeer 2020)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate = nn.Linear(config.width, config.ffn_width, bias=False)
         self.up = nn.Linear(config.width, config.ffn_width, bias=False)
         self.down = nn.Linear(config.ffn_width, config.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
 
 
 class Block(nn.Module):
@@ -95,6 +80,8 @@ class Block(nn.Module):
         super().__init__()
         self.checkpoint_activations = config.checkpoint_activations
         self.offload_activations = config.offload_activations
+        self.compile_blocks = config.compile_blocks
+        self.head_dim, self.norm_eps = config.head_dim, config.norm_eps
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.attention = SelfAttention(config)
         self.ffn_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
@@ -123,9 +110,30 @@ class Block(nn.Module):
         return self._compute(start.tensor(), rotation, attention)
 
     def _compute(self, x: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation, attention)
-        out: Tensor = x + self.ffn(self.ffn_norm(x))
-        return out
+        pieces, own, ffn = compiled() if self.compile_blocks else EAGER, self.attention, self.ffn
+        q, k, v = pieces.before(
+            x, self.attention_norm.weight, own.query.weight, own.key.weight, own.value.weight, rotation.cos,
+            rotation.sin, self.norm_eps, self.head_dim,
+        )  # fmt: skip
+        # Flattened out here: in which order an attention leaves its result in memory depends on a sequence's documents.
+        attended = attention(q, k, v).flatten(2)
+        return pieces.after(
+            x, attended, own.output.weight, self.ffn_norm.weight, ffn.gate.weight, ffn.up.weight, ffn.down.weight,
+            self.norm_eps,
+        )  # fmt: skip
+
+
+class _Anything(torch.autograd.Function):
+    """Stands in for attention where only what is around it matters: zeros of the right shape, both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return torch.zeros_like(q, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in ctx.saved_tensors)
 
 
 class Transformer(nn.Module):
@@ -192,3 +200,28 @@ class Transformer(nn.Module):
         return chunked_cross_entropy(
             x.flatten(0, 1), self.head.weight, targets.flatten(), self.config.loss_chunk_tokens
         )
+
+    def rehearse(
+        self, lengths: Sequence[int], device: torch.device, dtype: torch.dtype, *, validates: bool = False
+    ) -> None:
+        """Compile on `device` what the layers compile, for slices (1, S) of these `lengths` computed in `dtype`, and
+        with `validates` for passes without gradients too. Nothing where `compile_blocks` is off.
+
+        This module may be on meta: one layer's weights are made for it. Takes the memory that a layer takes in a step.
+        """
+        if not self.config.compile_blocks:
+            return
+        with torch.device("meta"):
+            block = Block(self.config).to(dtype)
+        block.to_empty(device=device)
+        for param in block.parameters():
+            nn.init.zeros_(param)
+        for num_tokens in lengths:
+            positions = torch.arange(num_tokens, device=device).unsqueeze(0)
+            rotation = Rotation.at(positions, self.config.head_dim, self.config.rope_theta, dtype)
+            x = torch.zeros(1, num_tokens, self.config.width, dtype=dtype, device=device)
+            block(x.clone().requires_grad_(), rotation, _Anything.apply).backward(x)
+            block.zero_grad()
+            if validates:
+                with torch.no_grad():
+                    block(x, rotation, _Anything.apply)

@@ -132,14 +132,15 @@ class Warmed:
     failed: frozenset[str] = frozenset()
 
 
-Warm = Callable[[TrainingTask, torch.device, Sequence[tuple[int, int, int]], Path | None, dict[str, str]], str]
+Shapes = Sequence[tuple[int, int, int]]
+Warm = Callable[[TrainingTask, torch.device, Shapes, int, Path | None, dict[str, str]], str]
 
 
 def warm_devices(
-    task: TrainingTask, seen: Sequence[Chip], folder: Path = chips.FOLDER, warm: Warm = warm_up_device,
+    task: TrainingTask, seen: Sequence[Chip], cp: int, folder: Path = chips.FOLDER, warm: Warm = warm_up_device,
     computes: Callable[[torch.device], bool] = probe,
 ) -> Warmed:
-    """A context and the first kernels on every GPU: a standby does not know which one it will take.
+    """A context and the first kernels on every GPU, for rings of `cp` ranks: a standby does not know which it takes.
 
     A bad GPU is left alone; one that fails now gets a strike, and the others are warmed. One whose memory is full is
     taken cold, if ever. Raises what `warm` raises on a GPU that is well, and RunFailed when a second one fails: then it
@@ -154,7 +155,7 @@ def warm_devices(
         begun, device = time.monotonic(), torch.device("cuda", chip.index)
         try:
             # First something small: the verdict on a kernel is this process's, whichever GPU it was tried on.
-            failure = warm(task, device, shapes, cache, kernels) if computes(device) else "it failed its probe"
+            failure = warm(task, device, shapes, cp, cache, kernels) if computes(device) else "it failed its probe"
         except torch.OutOfMemoryError as error:
             log.warning("GPU %d is not warmed, its memory is full: %s", chip.index, error)
             continue

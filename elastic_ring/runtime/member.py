@@ -36,9 +36,9 @@ from elastic_ring.runtime.injection import Injector
 from elastic_ring.runtime.standstill import DeviceMarks
 from elastic_ring.state.transfer import receive_shard, send_shard
 from elastic_ring.train.check import check_model
-from elastic_ring.train.kernels import Names, agree, gather_rows, kernels_of
+from elastic_ring.train.compiling import CompileWatch, compiled_by, rehearse_model, report_compiled
+from elastic_ring.train.kernels import KernelChoice
 from elastic_ring.train.optim import learning_rate
-from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.transaction import Local, Transaction
 from elastic_ring.train.vote import Outcome
 from elastic_ring.train.warm import attention_shapes, warm_up
@@ -78,8 +78,7 @@ class Member:
         self.environment: dict[str, Any] = {}  # what its bits depend on, beside what every worker tells
         self._oddities = Oddities()
         self._timings: dict[str, float] = {}  # of the build under way
-        self._shapes: tuple[tuple[int, int, int], ...] = ()
-        self._kernels: Names = ()
+        self._kernels = KernelChoice(card.task, card.scaling.device, KERNEL_CACHE)
 
     def warm_up(self) -> None:
         """Open the data and do once, on something tiny, what is slow the first time."""
@@ -98,12 +97,14 @@ class Member:
         if self._card.scaling.device == "cuda":
             be_deterministic(task)
             seen = visible_chips()
-            warmed = warm_devices(task, seen)
+            warmed = warm_devices(task, seen, self._card.scaling.cp)
             self.chips, self._claim.avoided = [chip.name for chip in seen], warmed.failed
             self.environment = gpu_environment(warmed.kernels)
             self._oddities.listen()
-            self._shapes = attention_shapes(task)
-            self._kernels = self._find_kernels(task)
+            self._kernels.look(attention_shapes(task))
+        else:
+            rehearse_model(task, torch.device("cpu"), self._card.scaling.cp)
+        self.environment.update(compiled_by(task, self._card.scaling.device))
         # What is here now stays: `forget_groups` has only what came later to look through, in milliseconds.
         gc.collect()
         gc.freeze()
@@ -215,8 +216,10 @@ class Member:
         connected = time.monotonic()
         receives = [heal for heal in command.heals if worker in heal.newcomers]
         if self._groups is not None:
-            self._agree_on_kernels(self._groups, holds=not command.fresh and not receives)
-            state.enter(self._groups, (command.term, command.generation), keep=not command.fresh and not receives)
+            holds = not command.fresh and not receives
+            with translated(connector):  # a mixed ring would add in other ways, or hang over messages of other sizes
+                state.task = self._kernels.settle(state.task, self._groups.world, holds)
+            state.enter(self._groups, (command.term, command.generation), keep=holds)
             if command.fresh:
                 state.initialise()
         if command.roll_forward is not None and not receives and state.valid:
@@ -248,20 +251,6 @@ class Member:
         self._transaction.use(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-
-    def _find_kernels(self, task: TrainingTask) -> Names:
-        return kernels_of(task, self._shapes, torch.device(self._card.scaling.device), KERNEL_CACHE)
-
-    def _agree_on_kernels(self, groups: Groups, holds: bool) -> None:
-        """A mixed ring would add in different ways, or hang over messages of different sizes."""
-        if self.device.type == "cpu":
-            return  # the same code everywhere
-        # Who holds nothing begins with the run's own task: what it once pinned for others binds it no more.
-        task = self._transaction.task if holds else self._card.task
-        own = self._kernels if holds else self._find_kernels(task)
-        with translated(groups.connector):
-            rows = gather_rows(groups.world, own, holds)
-        self._transaction.task, self._kernels = agree(task, rows, own, self._find_kernels)
 
     def _heal(self, heal: Heal, connector: Connector) -> int:
         """Send to or receive from the other workers of this heal, over a link of their own."""
@@ -316,7 +305,7 @@ class Member:
         assert self._command is not None
         assert self._groups is not None
         assert self._connector is not None
-        state, step_config = self._transaction, self._card.task.step
+        state, step_config, compiled = self._transaction, self._card.task.step, CompileWatch()
         with translated(self._connector):
             while state.applied < step_config.steps:
                 step, begun = state.applied, time.monotonic()
@@ -327,6 +316,7 @@ class Member:
                 outcome, local = state.run(step, boundary=self.boundary_requested)
                 self._record(outcome, local, time.monotonic() - begun)
                 self._tell_oddities(step)
+                report_compiled(compiled, step)
                 if outcome.boundary and state.applied < step_config.steps:
                     return "boundary"
             self._validate_if_due(state.applied)

@@ -16,9 +16,10 @@ from elastic_ring.attention.layout import make_layout
 from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.errors import ElasticRingError
+from elastic_ring.train.attending import attention_of, batch_of
+from elastic_ring.train.compiling import uncompiled
 from elastic_ring.train.layouts import AUTO
 from elastic_ring.train.task import Batch, TrainingTask
-from elastic_ring.train.transaction import attention_of, batch_of
 
 TOKENS_PER_RANK = 24
 PATTERNED_TOKENS_PER_RANK = 2 * BLOCK_TOKENS
@@ -31,7 +32,15 @@ class ModelRefused(ElasticRingError):
 
 
 def check_model(task: TrainingTask, wires: Any, state: Any) -> None:
-    """Compare loss and gradient of one short sequence at cp = 1 and on the ring. Raises ModelRefused."""
+    """Compare loss and gradient of one short sequence at cp = 1 and on the ring. Raises ModelRefused.
+
+    Nothing is compiled for it: its lengths never come again.
+    """
+    with uncompiled(task):
+        _check_model(task, wires, state)
+
+
+def _check_model(task: TrainingTask, wires: Any, state: Any) -> None:
     model: nn.Module = state.model
     sample = _short_sample(task, state.loader, wires.mesh.cp)
     _refuse_changing_buffers(task, model, sample, wires)

@@ -104,6 +104,33 @@ def agree(
     )
 
 
+class KernelChoice:
+    """One worker's, over the generations of a run: what its self-tests chose, and what all have agreed on."""
+
+    def __init__(self, task: TrainingTask, kind: str, cache_dir: Path | None) -> None:
+        self._task, self._device, self._cache_dir = task, torch.device(kind), cache_dir
+        self._shapes: tuple[tuple[int, int, int], ...] = ()
+        self._own: Names = ()
+
+    def look(self, shapes: tuple[tuple[int, int, int], ...]) -> None:
+        """Find what attention of these `shapes` gets here; on a CPU it is the same code everywhere."""
+        self._shapes = shapes
+        self._own = self._find(self._task)
+
+    def settle(self, task: TrainingTask, world: Any, holds: bool) -> TrainingTask:
+        """`task` as all ranks of `world`, a group of host memory, have to run it. Raises KernelMismatch as `agree`."""
+        if self._device.type == "cpu":
+            return task
+        # Who holds nothing begins with the run's own task: what it once pinned for others binds it no more.
+        task = task if holds else self._task
+        own = self._own if holds else self._find(task)
+        task, self._own = agree(task, gather_rows(world, own, holds), own, self._find)
+        return task
+
+    def _find(self, task: TrainingTask) -> Names:
+        return kernels_of(task, self._shapes, self._device, self._cache_dir)
+
+
 def _told(rows: Sequence[tuple[bool, Names]]) -> str:
     seen: dict[Names, list[int]] = {}
     for rank, (_, names) in enumerate(rows):

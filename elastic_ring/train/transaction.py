@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,7 @@ from elastic_ring.attention.exchange import HopBuffers
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layout import Layout
 from elastic_ring.attention.ledger import HopTally
-from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.ring import Observer, RingAttention
-from elastic_ring.attention.schedule import plan
+from elastic_ring.attention.ring import RingAttention
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import ArrivedCopies, Loader, Slice, consumed_digest
 from elastic_ring.data.order import Order, share
@@ -33,6 +31,7 @@ from elastic_ring.errors import TooManySkipped
 from elastic_ring.mesh import Mesh, Seat
 from elastic_ring.state.device_squares import squared_norm
 from elastic_ring.state.shard import Counters, Shard
+from elastic_ring.train.attending import attention_of, batch_of
 from elastic_ring.train.gated import gate
 from elastic_ring.train.layouts import Layouts
 from elastic_ring.train.optim import learning_rate, make_optimizer
@@ -375,28 +374,3 @@ def sequence_seed(seed: int, step: int, sample_id: int, cp_rank: int) -> int:
     """The seed of one rank's random numbers for one sequence: a re-run draws the same."""
     key = f"{seed}/{step}/{sample_id}/{cp_rank}".encode()
     return int.from_bytes(hashlib.sha256(key).digest()[:7], "little")
-
-
-def attention_of(
-    task: TrainingTask, piece: Slice, layout: Layout, cp_rank: int, group: Any, observer: Observer | None = None,
-    kernel_cache: Path | None = None, buffers: HopBuffers | None = None, check: Callable[[], None] | None = None,
-) -> RingAttention | PatternedAttention:
-    """The attention of one sequence: dense, by the task's kernel, or as its pattern says. `check` raises once the
-    group has been aborted."""
-    if task.pattern is not None:
-        return PatternedAttention(
-            task.pattern, layout, cp_rank, group, document_starts=piece.document_starts, observer=observer,
-            backend=task.step.kernel or None, deterministic=task.step.deterministic, cache_dir=kernel_cache,
-            buffers=buffers, check=check,
-        )  # fmt: skip
-    schedule = plan(Pattern(causal=True, document_starts=piece.document_starts), layout)
-    return RingAttention(
-        schedule, cp_rank, group, backend=task.step.kernel or None, deterministic=task.step.deterministic,
-        cache_dir=kernel_cache, observer=observer, buffers=buffers,
-    )  # fmt: skip
-
-
-def batch_of(piece: Slice, attention: RingAttention | PatternedAttention, device: torch.device) -> Batch:
-    """What the user's loss gets, on the device that computes."""
-    here = piece.to(device)
-    return Batch(here.tokens, here.targets, here.positions, here.document_ids, attention)

@@ -9,7 +9,9 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,15 +20,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from elastic_ring.attention import block_proof
 from elastic_ring.attention.block_kernels import select_sparse, sparse_form
+from elastic_ring.attention.exchange import Group
 from elastic_ring.attention.kernels.self_test import rehearse
 from elastic_ring.attention.kernels.table import select
+from elastic_ring.attention.layers import LayerPatterns, of_layer
 from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.rehearsal import rehearse_lengths
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.schedule import plan
+from elastic_ring.data.loader import slice_sample
+from elastic_ring.data.packing import Sample
 from elastic_ring.state.device_squares import squared_norm
 from elastic_ring.state.shard import Shard, digest_of
-from elastic_ring.train.layouts import attention_calls
+from elastic_ring.train.attending import attention_of
+from elastic_ring.train.compiling import rehearse_model
+from elastic_ring.train.layouts import Layouts, attention_calls
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.wrap import local_params
 
@@ -48,10 +57,11 @@ def warm_up(task: TrainingTask) -> None:
 
 
 def warm_up_device(
-    task: TrainingTask, device: torch.device, shapes: Sequence[tuple[int, int, int]], cache_dir: Path | None,
+    task: TrainingTask, device: torch.device, shapes: Sequence[tuple[int, int, int]], cp: int, cache_dir: Path | None,
     kernels: dict[str, str],
 ) -> str:
-    """The same on one GPU: its context, NCCL's first group there, and the kernels for attention of these `shapes`.
+    """The same on one GPU: its context, NCCL's first group there, the kernels for attention of these `shapes`, for each
+    length that a ring of `cp` ranks brings where they are compiled by length, and what the model compiles.
 
     Which ones are chosen goes into `kernels` before anything large is allocated; a proof in `cache_dir` chooses without
     any. Returns what a chosen kernel got wrong on this GPU, empty if all is well. The calling thread's current device
@@ -59,7 +69,7 @@ def warm_up_device(
     """
     torch.cuda.set_device(device)
     try:
-        proofs = _choose(task, device, shapes, cache_dir, kernels)
+        proofs, by_length = _choose(task, device, shapes, cache_dir, kernels)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
         try:
             _one_step(DeviceMesh("cuda", [0]), device)
@@ -71,6 +81,9 @@ def warm_up_device(
             log.info("%s: %s, %s", device, name, failure or "warm")
             if failure is not None:
                 return f"{name}: {failure}"
+        for shape in by_length:
+            rehearse_attention(task, device, shape, cp)
+        rehearse_model(task, device, cp)
     finally:
         torch.cuda.empty_cache()
     return ""
@@ -79,27 +92,64 @@ def warm_up_device(
 def _choose(
     task: TrainingTask, device: torch.device, shapes: Sequence[tuple[int, int, int]], cache_dir: Path | None,
     kernels: dict[str, str],
-) -> dict[str, Callable[[], str | None]]:
-    """What serves attention of these shapes, told in `kernels`, and for each the test that also loads it."""
+) -> tuple[dict[str, Callable[[], str | None]], list[tuple[int, int, int]]]:
+    """What serves attention of these shapes, told in `kernels`: for each the test that also loads it, and the shapes
+    whose kernels are compiled by length."""
     step, dtype = task.step, getattr(torch, task.step.param_dtype)
     proofs: dict[str, Callable[[], str | None]] = {}
+    by_length: dict[tuple[int, int, int], None] = {}
     for num_heads, num_kv_heads, head_dim in shapes:
+        whole = (num_heads, num_kv_heads, head_dim)
         group, shape = num_heads // num_kv_heads, f"{num_heads}/{num_kv_heads} heads of {head_dim}"
         if task.pattern is None or task.pattern.any_dense:
             backend = select(
                 device, dtype, head_dim, step.deterministic, step.kernel or None, group=group, cache_dir=cache_dir
             )
             kernels[f"attention, {shape}"] = f"{backend.name} {backend.version()}"
+            by_length.update({whole: None} if backend.by_length else {})
             proofs[f"attention kernel {backend.name}, {shape}"] = partial(
                 rehearse, backend, str(device), dtype, head_dim, group
             )
         if task.pattern is not None and task.pattern.any_sparse:
             kernel = select_sparse(head_dim, dtype, step.deterministic, sparse_form(step.kernel))
             kernels[f"sparse attention, {shape}"] = kernel.name
+            by_length.update({whole: None} if kernel.by_length else {})
             proofs[f"sparse attention kernel {kernel.name}, {shape}"] = partial(
                 block_proof.rehearse, kernel, head_dim, dtype, str(device), group
             )
-    return proofs
+    return proofs, list(by_length)
+
+
+def rehearse_attention(task: TrainingTask, device: torch.device, shape: tuple[int, int, int], cp: int) -> None:
+    """Attention of every place on a ring of `cp` ranks, once, for a sequence that is one document.
+
+    `shape`: query heads, K/V heads, head dim. Too little memory on a GPU that others use is no error.
+    """
+    layout = Layouts(task).choice(cp, device.type).layout
+    sample = Sample(tokens=np.zeros(task.step.context_tokens + 1, dtype=np.int64), document_starts=(0,))
+
+    def attentions(cp_rank: int, group: Group | None) -> list[Any]:
+        piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
+        attention = attention_of(task, piece, layout, cp_rank, group)
+        return [of_layer(attention, layer) for layer in kinds_of_layers(task.pattern)]
+
+    dtype = getattr(torch, task.step.param_dtype)
+    try:
+        num_ranks = rehearse_lengths(attentions, layout, shape, dtype, device)
+    except torch.OutOfMemoryError as error:
+        log.warning("%s: too little memory to rehearse attention beside others: %s", device, error)
+        return
+    log.info("%s: attention rehearsed for the slices of %d ranks", device, num_ranks)
+
+
+def kinds_of_layers(pattern: LayerPatterns | None) -> tuple[int, ...]:
+    """One layer for each group of rules; none where content chooses, whose lengths are known once it has."""
+    if pattern is None:
+        return (0,)
+    named = {layer for group in pattern.groups for layer in group.layers or ()}
+    others = next(layer for layer in range(len(named) + 1) if layer not in named)
+    known = [group for group in pattern.groups if not any(rule.awaits_content for rule in group.rules)]
+    return tuple(others if group.layers is None else group.layers[0] for group in known)
 
 
 def attention_shapes(task: TrainingTask) -> tuple[tuple[int, int, int], ...]:

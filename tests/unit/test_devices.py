@@ -193,7 +193,7 @@ def told(**by_index: Any) -> tuple[Told, list[int]]:
     """A warm-up that tells or raises what is given for a GPU, and the GPUs that it was asked to warm."""
     warmed: list[int] = []
 
-    def warm(task: Any, device: torch.device, shapes: Any, cache: Path | None, kernels: dict[str, str]) -> str:
+    def warm(task: Any, device: torch.device, shapes: Any, cp: int, cache: Path | None, kernels: dict[str, str]) -> str:
         assert shapes
         assert cache is not None
         warmed.append(device.index)
@@ -207,7 +207,7 @@ def told(**by_index: Any) -> tuple[Told, list[int]]:
 
 
 def warm_with(answers: SimpleNamespace, warm: Told) -> devices.Warmed:
-    return warm_devices(TASK, THREE, answers.folder, warm, devices.probe)
+    return warm_devices(TASK, THREE, 2, answers.folder, warm, devices.probe)
 
 
 def test_one_dead_gpu_stops_no_process_and_the_second_leaves_it_alone(answers: SimpleNamespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,13 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_ring.attention.spec import parse_pattern
 from elastic_ring.config import StepConfig
 from elastic_ring.data.source import StdlibText
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.optim import OptimConfig
 from elastic_ring.train.task import TrainingTask
-from elastic_ring.train.warm import attention_shapes
+from elastic_ring.train.warm import attention_shapes, rehearse_attention
 
 
 def task_of(model: partial[Transformer]) -> TrainingTask:
@@ -42,6 +44,17 @@ class NoAttention(nn.Module):
 
 def test_a_model_that_wants_values_is_no_mistake() -> None:
     assert attention_shapes(TrainingTask(NoAttention, StdlibText(64), StepConfig(), OptimConfig())) == ()
+
+
+@pytest.mark.parametrize("pattern", ["", "window:16", "sinks:4+window:16;dense@0"])
+def test_attention_of_every_place_on_a_ring_is_rehearsed_alone(
+    pattern: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = replace(task_of(partial(Transformer, preset("laptop"))), pattern=parse_pattern(pattern) if pattern else None)
+    with caplog.at_level(logging.INFO):
+        rehearse_attention(task, torch.device("cpu"), (4, 2, 32), 4)
+    (told,) = [line for line in caplog.messages if "rehearsed" in line]
+    assert told == f"cpu: attention rehearsed for the slices of {4 if pattern else 2} ranks"
 
 
 WARM = """

@@ -1,4 +1,4 @@
-"""The backend over FlexAttention's Triton kernels, compiled at the first call. Tiles of one rank only.
+"""The backend over FlexAttention's Triton kernels, compiled at the first call of each length. Tiles of one rank only.
 
 Slower than the hand-written kernels; its use is on devices that these do not know.
 """
@@ -9,6 +9,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+
+NUM_VARIANTS = 256
+"""As in `block_sparse`, whose variants count as those of the same function: a ring of two alone takes six, and a
+call beyond the limit would write all scores down."""
 
 
 @lru_cache(maxsize=1)
@@ -33,7 +37,8 @@ def _run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask = _causal_mask(q.size(1), q.device) if causal else None
     wide = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = _compiled()(*wide, block_mask=mask, scale=scale, enable_gqa=q.size(2) != k.size(2), return_lse=True)
+    with torch._dynamo.config.patch(recompile_limit=NUM_VARIANTS):
+        out, lse = _compiled()(*wide, block_mask=mask, scale=scale, enable_gqa=q.size(2) != k.size(2), return_lse=True)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 

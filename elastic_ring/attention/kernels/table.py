@@ -98,6 +98,7 @@ BACKENDS: tuple[Backend, ...] = (
         min_capability=(8, 0),
         head_dim_multiple=16,
         keeps_type=True,
+        by_length=True,
     ),
     Backend(
         name="aten-cpu",

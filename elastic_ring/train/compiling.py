@@ -1,0 +1,176 @@
+"""What a run that lets torch.compile work on its model needs of it: a compiler, found at the start; everything compiled
+before a spare counts as warm; and word of whatever is compiled after that.
+
+No step and no model in here; what is compiled is the model's own business (`model.pieces`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_ring.config import environment
+from elastic_ring.train.layouts import Layouts
+from elastic_ring.train.task import TrainingTask
+
+log = logging.getLogger(__name__)
+
+WAY_OUT = "or train without: compile_blocks=False, no --compile"
+REASON_CHARACTERS = 400
+
+
+Find = Callable[[str], str | None]
+"""What is missing on this machine to compile for a device, 'cpu' or 'cuda', and how to get it; None when nothing is."""
+
+
+def find_compiler(device: str) -> str | None:
+    """For a CPU torch.compile writes C++, for a GPU it needs Triton, which compiles a launcher in C; both include
+    Python's headers."""
+    if device == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except Exception as error:  # of torch's own kind, which differs between its versions
+            return f"there is no C++ compiler ({type(error).__name__}): install g++, or name one in CXX"
+    else:
+        from torch.utils._triton import has_triton_package
+
+        if not has_triton_package():
+            return "there is no Triton: install the triton package of this torch"
+        named = environment().get("CC")
+        if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"])):
+            return "there is no C compiler, which Triton needs: install gcc, or name one in CC"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        return "there is no Python.h: install Python's development files"
+    return None
+
+
+def check_compiler(device: str, find: Find = find_compiler) -> None:
+    """Raises ValueError where `find` says that nothing can be compiled for `device`."""
+    missing = find(device)
+    if missing is not None:
+        raise ValueError(f"compile_blocks=True on device={device!r}: {missing}; {WAY_OUT}")
+
+
+def compiles(task: TrainingTask) -> bool:
+    """Whether some part of the model asks for torch.compile, by an attribute `compile_blocks`."""
+    with torch.device("meta"):
+        return any(getattr(module, "compile_blocks", False) for module in task.model().modules())
+
+
+def check_compiles(task: TrainingTask, device: str, find: Find = find_compiler) -> None:
+    """`check_compiler` for a task whose model asks for it."""
+    if compiles(task):
+        check_compiler(device, find)
+
+
+def compiled_by(task: TrainingTask, device: str) -> dict[str, str]:
+    """What the bits of compiled code depend on besides its inputs, by name; empty where nothing is compiled."""
+    if not compiles(task):
+        return {}
+    if device != "cpu":
+        return {"compiler": f"triton {metadata.version('triton')}"}
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+
+    told = str(get_compiler_version_info(get_cpp_compiler()))
+    version = re.search(r"(gcc|clang) version [^_]+", told)
+    return {"compiler": version[0] if version else told}
+
+
+def slice_lengths(task: TrainingTask, cp: int, device_type: str) -> tuple[int, ...]:
+    """The different numbers of tokens that the ranks of a ring hold, ascending."""
+    layout = Layouts(task).choice(cp, device_type).layout
+    return tuple(sorted({layout.num_tokens(cp_rank) for cp_rank in range(cp)} - {0}))
+
+
+def rehearse_model(task: TrainingTask, device: torch.device, cp: int, find: Find = find_compiler) -> None:
+    """Have a model that compiles do it now, on `device`, for every slice that its place on a ring may bring.
+
+    The model's `rehearse(lengths, device, dtype, validates=...)` does it; one without has nothing rehearsed. Raises
+    ValueError where nothing can be compiled. Too little memory on a GPU that others use is no error: the first step
+    compiles then, and says so.
+    """
+    if not compiles(task):
+        return
+    check_compiler(device.type, find)
+    with torch.device("meta"):
+        model = task.model()
+    rehearse: Callable[..., None] | None = getattr(model, "rehearse", None)
+    if rehearse is None:
+        log.warning("%s compiles parts of itself and has no rehearse(): the first step compiles", type(model).__name__)
+        return
+    begun, watch, lengths = time.monotonic(), CompileWatch(), slice_lengths(task, cp, device.type)
+    dtype = getattr(torch, task.step.param_dtype)
+    try:
+        with torch.enable_grad():
+            rehearse(lengths, device, dtype, validates=bool(task.step.val_every_steps))
+    except torch.OutOfMemoryError as error:
+        log.warning("%s: too little memory to compile beside others, the first step will: %s", device, error)
+    except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.CppCompileError) as error:
+        told = str(error).strip().split("\n\n")[0]
+        raise ValueError(f"compile_blocks=True on device={device.type!r}: torch.compile failed ({told}); {WAY_OUT}"
+                         ) from error  # fmt: skip
+    log.info("%s: compiled %d functions for slices of %s tokens in %.1f s", device, len(watch.news()), lengths,
+             time.monotonic() - begun)  # fmt: skip
+
+
+class CompileWatch:
+    """What torch.compile makes in this process from now on, whoever asks for it."""
+
+    def __init__(self) -> None:
+        self._seen = _num_graphs()
+        self._since_us = time.time_ns() // 1000
+
+    def news(self) -> list[str]:
+        """For each function compiled since the last call: its name, and what it was not compiled for before."""
+        number, since_us = _num_graphs() - self._seen, self._since_us
+        if number <= 0:
+            return []
+        self._seen, self._since_us = self._seen + number, time.time_ns() // 1000
+        found = [
+            _told(entry) for entry in torch._dynamo.utils.get_compilation_metrics()
+            if entry.is_forward is not False and not entry.is_runtime and (entry.start_time_us or 0) >= since_us
+        ]  # fmt: skip
+        return found if len(found) == number else [*found[:number], *["?"] * (number - len(found))]
+
+
+def report_compiled(watch: CompileWatch, step: int) -> None:
+    """One warning for all that was compiled since the last call: a step that compiles is slow, and every rank waits."""
+    news = watch.news()
+    if news:
+        log.warning("step %d compiled %d more: %s; the warm-up did not cover it", step, len(news), "; ".join(news))
+
+
+def uncompiled(task: TrainingTask) -> AbstractContextManager[None]:
+    """A context in which a task that compiles runs as it is written: for shapes that come once."""
+    if not compiles(task):
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _told(entry: Any) -> str:
+    reason = " ".join((entry.recompile_reason or "for the first time").split())
+    return f"{entry.co_name} ({reason[:REASON_CHARACTERS]})"
+
+
+def _num_graphs() -> int:
+    dynamo = _dynamo()
+    return 0 if dynamo is None else int(dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _dynamo() -> Any:
+    """torch's compiler if anything has loaded it: where nothing has, nothing was compiled."""
+    return sys.modules.get("torch._dynamo")

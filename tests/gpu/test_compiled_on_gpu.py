@@ -1,0 +1,102 @@
+"""Twins of `tests/unit/test_compiled_pieces.py` and `test_rehearsal.py`: what was rehearsed on a GPU is not compiled
+again by the steps that come, for the layers' pieces and for FlexAttention's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.rehearsal import Silence
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.schedule import plan
+from elastic_ring.attention.spec import parse_pattern
+from elastic_ring.config import StepConfig
+from elastic_ring.data.source import StdlibText
+from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.init import Initialiser, initialise_module
+from elastic_ring.model.transformer import Transformer
+from elastic_ring.train.attending import attention_of
+from elastic_ring.train.compiling import CompileWatch, rehearse_model
+from elastic_ring.train.optim import OptimConfig
+from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.warm import rehearse_attention
+
+pytestmark = pytest.mark.gpu
+
+MODEL = ModelConfig(512, 2, 256, 4, 2, 64, 768, compile_blocks=True)
+CONTEXT, CP = 4096, 2
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+def task_of(model: ModelConfig = MODEL, pattern: str = "", kernel: str = "") -> TrainingTask:
+    step = StepConfig(context_tokens=CONTEXT, param_dtype="bfloat16", kernel=kernel)
+    parsed = parse_pattern(pattern) if pattern else None
+    return TrainingTask(partial(Transformer, model), StdlibText(CONTEXT), step, OptimConfig(), pattern=parsed)
+
+
+def pass_of(task: TrainingTask, cp_rank: int, model: ModelConfig) -> list[Tensor]:
+    """Loss and gradients of one rank's slice, on a ring whose other ranks are silent."""
+    device, layout = torch.device("cuda", 0), make_layout("zigzag", CONTEXT, CP)
+    built = Transformer(model)
+    initialise_module(built, Initialiser(0, model.num_layers))
+    built.to(device, torch.bfloat16)
+    tokens = torch.arange(CONTEXT).unsqueeze(0) * 7 % model.vocab_size
+    mine, positions = (layout.scatter(x, cp_rank, 1).to(device) for x in (tokens, torch.arange(CONTEXT).unsqueeze(0)))
+    piece: Any = Piece()
+    attention = attention_of(task, piece, layout, cp_rank, Silence(cp_rank, CP))
+    loss, _ = built(mine, positions=positions, document_ids=mine, attention=attention, targets=mine)
+    loss.backward()
+    return [loss.detach(), *(param.grad for param in built.parameters() if param.grad is not None)]
+
+
+class Piece:
+    document_starts = (0,)
+
+
+def test_rehearsed_pieces_are_not_compiled_again_and_give_the_eager_loss() -> None:
+    rehearse_model(task_of(), torch.device("cuda", 0), CP)
+    watch = CompileWatch()
+    for cp_rank in range(CP):
+        compiled = pass_of(task_of(), cp_rank, MODEL)
+        again = pass_of(task_of(), cp_rank, MODEL)
+        eager = pass_of(task_of(), cp_rank, replace(MODEL, compile_blocks=False))
+        assert all(map(torch.equal, compiled, again))
+        torch.testing.assert_close(compiled[0], eager[0], rtol=1e-3, atol=0)
+        for found, wanted in zip(compiled[1:], eager[1:], strict=True):
+            assert ((found - wanted).float().norm() / wanted.float().norm()).item() < 3e-2
+    assert watch.news() == []
+
+
+@pytest.mark.parametrize(("pattern", "kernel"), [("", "flex"), ("bigbird:4,1,2", "flex")], ids=["dense", "sparse"])
+def test_rehearsed_lengths_of_flex_attention_are_not_compiled_again(pattern: str, kernel: str) -> None:
+    eager = replace(MODEL, compile_blocks=False)
+    task = task_of(eager, pattern, kernel)
+    rehearse_attention(task, torch.device("cuda", 0), (MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim), CP)
+    watch = CompileWatch()
+    for cp_rank in range(CP):
+        pass_of(task, cp_rank, eager)
+    assert watch.news() == []
+
+
+def test_flex_attention_takes_more_lengths_than_torch_compiles_by_default() -> None:
+    watch = CompileWatch()
+    for num_tokens in range(256, 256 + 64 * 6, 64):
+        q, k, v = (
+            torch.randn(1, num_tokens, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for heads in (4, 2, 2)
+        )
+        schedule = plan(Pattern(), make_layout("contiguous", num_tokens, 1))
+        RingAttention(schedule, 0, None, backend="flex")(q, k, v).sum().backward()
+    assert len(watch.news()) >= 12
