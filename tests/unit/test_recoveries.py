@@ -104,3 +104,14 @@ def test_a_mesh_that_was_replaced_as_a_whole_is_compared_with_the_first_one(note
 def test_a_granted_fault_is_known_to_the_successor_with_who_asked(notes: list[Any]) -> None:
     Recoveries(RUN, notes.append).fault_fired(0, "b", 10.0)
     assert successor(notes).fired_by == {0: "b"}
+
+
+def test_a_worker_that_was_killed_for_its_device_is_told_of_by_the_devices_words(notes: list[Any]) -> None:
+    story = Recoveries(RUN, notes.append)
+    story.deaths["b"] = {"phase": "backward", "step": 3, "how": "killed by SIGKILL"}
+    lost = (Loss("b", "node", 1, "device error", "AcceleratorError: CUDA error: an ECC error"),)
+    story.begin(change(lost=lost), 3)
+    story.committed(3, 11.0)
+    assert story.records[0]["cause"] == (
+        "rank 1 device error in backward of step 3 (AcceleratorError: CUDA error: an ECC error)"
+    )
