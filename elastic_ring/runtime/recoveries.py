@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic_ring.config import RunConfig
+from elastic_ring.control.recovery import OF_ONE_DEVICE
 from elastic_ring.control.state import Change
 from elastic_ring.faults import Fault
 from elastic_ring.mesh import Mesh
@@ -61,7 +62,8 @@ class Recoveries:
     def trouble(self, worker: str, kind: str, step: int, detail: str) -> None:
         """A member's step broke off: what to say of it if nobody turns out to be dead."""
         what = (detail.strip().splitlines() or [""])[-1]
-        self._troubles[worker] = f"{'raised' if kind == 'user' else 'lost a peer'} in step {step} ({what})"
+        did = {"user": "raised", "device": "had a device error"}.get(kind, "lost a peer")
+        self._troubles[worker] = f"{did} in step {step} ({what})"
 
     def unfired(self) -> list[Fault]:
         return [fault for index, fault in enumerate(self._run.faults) if index not in self.fired]
@@ -228,7 +230,9 @@ class Recoveries:
             death = self.deaths.get(loss.worker, {})
             who = f"rank {loss.global_rank}" if loss.global_rank is not None else f"newcomer {loss.worker}"
             where = f" in {death['phase']} of step {death['step']}" if death else ""
-            parts.append(f"{who} {loss.reason}{where} ({death.get('how', loss.detail)})")
+            # Of a worker that was killed for its device the signal says nothing.
+            why = loss.detail if loss.reason in OF_ONE_DEVICE else death.get("how", loss.detail)
+            parts.append(f"{who} {loss.reason}{where} ({why})")
         parts += [f"{worker} drained" for worker in change.drained]
         parts += [] if parts else [f"{worker} {text}" for worker, text in self._troubles.items()]
         return "; ".join(parts) or change.reason

@@ -135,9 +135,13 @@ def look_at_device(
     once for each. NCCL ends nothing by itself then: nobody has told it to."""
     told: Cast | None = None
     while True:
-        marks.look()
-        cast = standstill.under_way
-        if cast is not None and cast != told and (error := exchange_error()):
-            told = cast
-            tell(StoodStill(*cast, error))
+        try:
+            marks.look()
+            cast = standstill.under_way
+            if cast is not None and cast != told and (error := exchange_error()):
+                told = cast
+                tell(StoodStill(*cast, error))
+        except Exception:
+            # Without this thread a long step looks like one that stands still.
+            log.exception("a look at the device failed")
         time.sleep(LOOK_S / 2)

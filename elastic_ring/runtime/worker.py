@@ -307,7 +307,7 @@ class Worker:
         assert self._member is not None
         member = self._member
         kind = trouble_kind(error, lambda: has_failed(member.device), healing=healing)
-        if kind in ("device", "user") and member.aborted:
+        if kind in ("device", "user", "check") and member.aborted:
             return "peer"  # an abort leaves nonsense in the buffers; the probe before the report asks the device
         if kind == "device":
             member.device_failed = True  # also for whoever does not hear of it and asks for a report

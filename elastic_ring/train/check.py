@@ -48,15 +48,21 @@ def _check_model(task: TrainingTask, wires: Any, state: Any) -> None:
     alone, alone_gradient = _pass(task, model, sample, wires, cp=1)
     if wires.mesh.cp > 1:
         ring, ring_gradient = _pass(task, model, sample, wires, cp=wires.mesh.cp)
-        wires.shard.allreduce([ring]).wait()
+        _sum(wires, ring)
         # At cp = 1 every member of the ring computed the whole sequence, and FSDP2 added their gradients up.
         parts = torch.stack([
             torch.stack([(g - a / wires.mesh.cp).square().sum(), (a / wires.mesh.cp).square().sum()])
             for g, a in zip(ring_gradient, alone_gradient, strict=True)
         ])  # fmt: skip
-        wires.shard.allreduce([parts]).wait()
+        _sum(wires, parts)
         _compare(task, alone, ring, _worst(parts))
     model.train()
+
+
+def _sum(wires: Any, tensor: Tensor) -> None:
+    with wires.launching():
+        work = wires.shard.allreduce([tensor])
+    work.wait()
 
 
 def _worst(parts: Tensor) -> float:

@@ -56,11 +56,14 @@ def launches_of_a_step(me: Any) -> dict[str, int]:
     return counts
 
 
+def prepare(me: Any) -> None:
+    me.inside, me.go_on = threading.Event(), threading.Event()
+
+
 def give_up_inside_a_launch(me: Any) -> tuple[str, int]:
     """The control thread gives the groups up while a launch is under way; how the step ends, and what came after."""
     gate, later = me.groups.connector.gate, [0]
     honest, first = gate.launching, [True]
-    me.inside, me.go_on = threading.Event(), threading.Event()
 
     @contextmanager
     def noted() -> Iterator[None]:
@@ -95,6 +98,7 @@ def test_all_exchanges_of_a_step_are_launched_inside_the_gate(pair: Crew) -> Non
 
 def test_nothing_is_launched_after_the_groups_were_given_up(pair: Crew) -> None:
     pair.all(begin, pair.meeting(), PAIR, make_task())
+    pair.all(prepare)
     for rank in (0, 1):
         pair.start(rank, give_up_inside_a_launch)
     assert [pair.now(rank, abort_now) for rank in (0, 1)] == [True, True]

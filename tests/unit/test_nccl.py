@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._C._distributed_c10d import ErrorType
 
 from elastic_ring.errors import GroupAborted, PeerFailed
 from elastic_ring.runtime.groups import Connector, Rendezvous
-from elastic_ring.runtime.nccl import connect_now, in_parallel
+from elastic_ring.runtime.nccl import connect_now, in_parallel, link_error
 
 WAIT_S = 60.0
 
@@ -91,3 +93,25 @@ def test_an_abort_ends_a_communicator_whenever_it_comes(aborted: str) -> None:
         assert backend.touched.wait(WAIT_S)
     assert backend.connected
     assert backend.num_communicators == (1 if aborted == "never" else 0)
+
+
+@pytest.mark.parametrize(("found", "told"), [
+    ("SUCCESS", ""), ("TIMEOUT", ""), ("COMM_ERROR", "NCCL reports COMM_ERROR"),
+    ("REMOTE_ERROR", "NCCL reports REMOTE_ERROR"),
+])  # fmt: skip
+def test_a_broken_link_is_told_and_a_timeout_of_what_is_only_queued_is_not(found: str, told: str) -> None:
+    backend = SimpleNamespace(get_error=lambda: getattr(ErrorType, found))
+    assert link_error(backend) == told
+
+
+def test_a_build_of_torch_that_tells_of_no_errors_tells_of_none() -> None:
+    assert link_error(SimpleNamespace()) == ""
+
+
+def test_what_an_aborted_generation_says_of_its_links_is_not_asked() -> None:
+    connector = Connector(Rendezvous("127.0.0.1", 1, "1/0", "127.0.0.1", WAIT_S, WAIT_S))
+    backend = SimpleNamespace(get_error=lambda: ErrorType.COMM_ERROR, abort=lambda: None)
+    connector._keep(backend)
+    assert connector.exchange_error() == "NCCL reports COMM_ERROR"
+    connector.abort()
+    assert connector.exchange_error() == ""

@@ -167,3 +167,14 @@ def test_what_only_the_newcomer_has_is_named_too(notes: list[Any]) -> None:
     story.worker_started("b", 2, {"nccl": "2.28.9", "NCCL_ALGO": "Tree"})
     story.compare_environments(("a", "b"))
     assert "(NCCL_ALGO Tree instead of None)" in story.lines[0]
+
+
+def test_a_worker_that_was_killed_for_its_device_is_told_of_by_the_devices_words(notes: list[Any]) -> None:
+    story = Recoveries(RUN, notes.append)
+    story.deaths["b"] = {"phase": "backward", "step": 3, "how": "killed by SIGKILL"}
+    lost = (Loss("b", "node", 1, "device error", "AcceleratorError: CUDA error: an ECC error"),)
+    story.begin(change(lost=lost), 3)
+    story.committed(3, 11.0)
+    assert story.records[0]["cause"] == (
+        "rank 1 device error in backward of step 3 (AcceleratorError: CUDA error: an ECC error)"
+    )

@@ -224,8 +224,15 @@ def test_a_broken_link_that_the_groups_know_of_is_told_once_for_each_generation(
             raise Enough
 
     monkeypatch.setattr(standstill.time, "sleep", next_look)
+    answers = iter([RuntimeError("the group is being freed")])
+
+    def exchange_error() -> str:
+        for error in answers:
+            raise error  # and the thread goes on
+        return "NCCL reports COMM_ERROR"
+
     with pytest.raises(Enough):
-        look_at_device(DeviceMarks(Event), judge, lambda: "NCCL reports COMM_ERROR", told.append)
+        look_at_device(DeviceMarks(Event), judge, exchange_error, told.append)
     assert [(word.generation, word.why) for word in told] == [
         (3, "NCCL reports COMM_ERROR"), (4, "NCCL reports COMM_ERROR"),
     ]  # fmt: skip

@@ -1,0 +1,132 @@
+"""What a worker tells of a build or a step that broke off: whose trouble it is, and in which step of the run."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ring.config import RunConfig, ScalingConfig
+from elastic_ring.control.messages import Build, BuildFailed, Finalize, Trouble, from_json
+from elastic_ring.errors import PeerFailed
+from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.member import Member
+from elastic_ring.runtime.worker import Worker, WorkerCard
+
+WAIT_S = 60.0
+NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.")
+BROKEN = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\nmore of it")
+
+
+def order(fresh: bool = False) -> Build:
+    return Build("c", "w", 1, 3, Mesh(1, 2), ("w", "v"), 80_000, None, (), fresh)
+
+
+class Part:
+    """A member that has applied no step, as a newcomer's, and does what a test gives it."""
+
+    def __init__(self, work: Any, aborted: bool = False) -> None:
+        self._work, self.aborted = work, aborted
+        self.device = torch.device("cpu")
+        self.applied, self.applying, self.device_failed, self.seated = 0, False, False, True
+
+    def build(self, command: Build, connector: Any, cause: str) -> Any:
+        return self._work("build")
+
+    def train(self) -> str:
+        self.applied = 80_001
+        self._work("train")
+        return "boundary"
+
+    def finalize(self, *args: Any) -> Any:
+        return self._work("finalize")
+
+    def moved(self) -> tuple[int, ...]:
+        return (0,)
+
+
+def told(
+    folder: Path, error: BaseException, at: str, *, fresh: bool = False, aborted: bool = False
+) -> tuple[Any, Part]:
+    """What a worker's training thread answers first when `error` is raised at `at`; and its member."""
+
+    def work(place: str) -> Any:
+        if place == at:
+            raise error
+        return SimpleNamespace(), {}
+
+    worker = Worker(WorkerCard("w", "n", "127.0.0.1", str(folder / "stamps"), None, ScalingConfig(), RunConfig()))  # type: ignore[arg-type]
+    heard: queue.Queue[Any] = queue.Queue()
+    worker._coordinator = SimpleNamespace(notify=SimpleNamespace(remote=lambda data, extra: heard.put(from_json(data))))
+    part = Part(work, aborted)
+    worker._member = part  # type: ignore[assignment]
+    worker._seen = worker._built = (1, 3)
+    worker._training.start()
+    command = order(fresh)
+    run = {
+        "build": lambda: worker._build_and_train(command, None),
+        "train": lambda: worker._run(command),
+        "finalize": lambda: worker._finalize(Finalize("c", "w", 1, 3)),
+    }[at]
+    worker._training.give(run)
+    answer = heard.get(timeout=WAIT_S)
+    assert worker._training.parked.wait(WAIT_S)
+    assert heard.empty()
+    return answer, part
+
+
+def test_a_newcomer_without_room_names_the_runs_step_and_its_own_device(tmp_path: Path) -> None:
+    trouble, part = told(tmp_path, NO_ROOM, "build")
+    assert isinstance(trouble, Trouble)
+    assert (trouble.kind, trouble.step) == ("device", 80_000)
+    assert trouble.detail == "OutOfMemoryError: CUDA out of memory. Tried to allocate 4.00 GiB."
+    assert part.device_failed
+
+
+def test_user_code_that_raises_in_a_newcomers_build_raises_in_the_runs_step(tmp_path: Path) -> None:
+    trouble, part = told(tmp_path, ValueError("a shape"), "build")
+    assert (trouble.kind, trouble.step, part.device_failed) == ("user", 80_000, False)
+
+
+def test_a_model_that_fits_nowhere_is_the_users_at_the_start(tmp_path: Path) -> None:
+    trouble, part = told(tmp_path, NO_ROOM, "build", fresh=True)
+    assert (trouble.kind, part.device_failed) == ("user", False)
+
+
+@pytest.mark.parametrize("at", ["train", "finalize"])
+def test_a_device_that_errs_is_told_of_in_one_line(tmp_path: Path, at: str) -> None:
+    trouble, part = told(tmp_path, BROKEN, at)
+    assert (trouble.kind, part.device_failed) == ("device", True)
+    assert trouble.detail == "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
+
+
+def test_weights_that_cannot_be_written_are_no_devices_trouble(tmp_path: Path) -> None:
+    trouble, part = told(tmp_path, OSError("no space"), "finalize")
+    assert (trouble.kind, part.device_failed) == ("check", False)
+
+
+@pytest.mark.parametrize("error", [BROKEN, ValueError("not a number")])
+def test_whatever_breaks_after_an_abort_is_the_aborts(tmp_path: Path, error: BaseException) -> None:
+    trouble, part = told(tmp_path, error, "train", aborted=True)
+    assert (trouble.kind, part.device_failed) == ("peer", False)
+
+
+def test_a_peer_that_fails_in_a_build_is_a_failed_build(tmp_path: Path) -> None:
+    answer, _ = told(tmp_path, PeerFailed("gone"), "build")
+    assert isinstance(answer, BuildFailed)
+
+
+def test_a_worker_that_has_told_of_its_device_reports_itself_unhealthy(tmp_path: Path) -> None:
+    """Also where the news itself came too late to be heard."""
+    card = SimpleNamespace(worker="w", scaling=ScalingConfig())
+    member = Member(card, None, None, lambda records: None)  # type: ignore[arg-type]
+    nothing = SimpleNamespace(applied=0, held=None, valid=False, shard=None, has_gradient=False, last=None)
+    nothing.gradient_cast = (0, 0)
+    member._transaction = nothing  # type: ignore[assignment]
+    assert member.report("c", 1, 4, "aborted").healthy
+    member.device_failed = True
+    assert not member.report("c", 1, 4, "aborted").healthy
