@@ -290,6 +290,6 @@ def test_an_eighth_of_the_measured_grid_gives_its_front(grid: Grid) -> None:
     shares = replay(grid, range(5))
     assert min(shares["this search"]) >= 0.95
     assert grid.num_on_front >= SHARE
-    assert max(grid.share([name]) for name in grid.names) < 0.75
-    assert sum(shares["random"]) / 5 < 0.95
+    assert max(grid.share([name]) for name in grid.names) < 0.8
+    assert sum(shares["random"]) / 5 < 0.9
     assert shares["random"] != shares["TPE"]
