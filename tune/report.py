@@ -1,4 +1,4 @@
-"""What a search leaves: the table of its front, the picture, the patterns as files. No Ray and no measuring in here."""
+"""What a search leaves: the table of its front, the picture, the patterns as files. No Ray and no training in here."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from tune.pareto import front, rank_correlation
+from tune.rungs import places
 from tune.space import candidates
 
 Trial = dict[str, Any]
 
 
-def placed(trials: Sequence[Trial]) -> list[Trial]:
+def placed(trials: Sequence[Trial], base: dict[str, Any]) -> list[Trial]:
     """Each trained pattern once for each layout, its objectives those of that layout."""
-    named = {trial["name"]: trial for trial in trials if trial.get("places")}
+    by_name = {candidate.name: candidate for candidate in candidates()}
     found = []
-    for trial in named.values():
-        for layout, (step, num_bytes) in trial["places"].items():
+    for name, trial in {trial["name"]: trial for trial in trials}.items():
+        for layout, (step, num_bytes) in places(base, by_name[name]).items():
             found.append({**trial, "layout": layout, "step_s": step, "bytes": num_bytes})
     return found
 
@@ -25,7 +26,7 @@ def placed(trials: Sequence[Trial]) -> list[Trial]:
 def report(trials: Sequence[Trial], base: dict[str, Any], out: Path, pattern_len: int, pattern_layers: int) -> str:
     """Writes front.md, front.png and pattern-N.json into `out`; returns the table."""
     trained = [t for t in trials if t.get("long_gap") is not None]
-    shown = placed(trained)
+    shown = placed(trained, base)
     chosen = sorted((shown[i] for i in front([objectives(t) for t in shown])), key=lambda t: (t["gap"], t["layout"]))
     lines = [
         f"{len(trials)} trials, {len(trained)} climbed all rungs, {len(chosen)} places on the front; gaps in nats on"

@@ -135,8 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ray.init(address=options.address, log_to_driver=False, logging_level="ERROR")
     trials = search(options, base, asked)
     if not any(trial.get("long_gap") is not None for trial in trials):
-        print(f"search_patterns: none of {len(trials)} trials reached the last rung, so there is no front; their"
-              f" errors are in {options.out / NAME}", file=sys.stderr)  # fmt: skip
+        print(f"search_patterns: none of {options.trials} trials reached the last rung, so there is no front; why is"
+              " logged above", file=sys.stderr)  # fmt: skip
         return 1
     print(report(trials, base, options.out, options.pattern_len, options.pattern_layers))
     return 0

@@ -128,10 +128,10 @@ class NonDominatedRank(FIFOScheduler):
             return TrialScheduler.CONTINUE
         seen = {
             line["name"]: objectives_in_layouts(line["found"])
-            for line in [*read_log(self._log), {"name": result["name"], "rung": SHORT_RUNG, "found": result}]
+            for line in read_log(self._log)
             if line["rung"] == SHORT_RUNG and not line["found"]["rejected"]
         }
-        stopped = is_behind(result["name"], seen, self._keep, self._least)
+        stopped = result["name"] in seen and is_behind(result["name"], seen, self._keep, self._least)
         return TrialScheduler.STOP if stopped else TrialScheduler.CONTINUE
 
 

@@ -227,7 +227,8 @@ def told_at(log: Path, scheduler: NonDominatedRank, name: str, rung: int, gap: f
     found = {"gap": gap, "places": {"zigzag": [gap, gap], "contiguous": [gap + 0.1, gap]}, "rejected": ""}
     with log.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"name": name, "rung": rung, "found": found}) + "\n")
-    answer: str = scheduler.on_trial_result(None, SimpleNamespace(trial_id=name), {**found, "name": name, "rung": rung})
+    result = {"gap": gap, "rejected": "", "name": name, "rung": rung}  # Tune flattens what lies deeper
+    answer: str = scheduler.on_trial_result(None, SimpleNamespace(trial_id=name), result)
     return answer
 
 
