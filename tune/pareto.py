@@ -5,6 +5,7 @@ Plain numbers in and out, pure. No trials, no libraries of optimization.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 Point = Sequence[float]
@@ -16,7 +17,12 @@ def dominates(a: Point, b: Point) -> bool:
 
 
 def ranks(points: Sequence[Point]) -> list[int]:
-    """For each point the front it lies on: 0 is dominated by none, 1 by front 0 only, and so on."""
+    """For each point the front it lies on: 0 is dominated by none, 1 by front 0 only, and so on.
+
+    Raises `ValueError` for a value that is no number, which nothing could dominate.
+    """
+    if not all(math.isfinite(value) for point in points for value in point):
+        raise ValueError("a point has an objective that is not finite: leave such points out, as diverged")
     found = [-1] * len(points)
     front = 0
     while -1 in found:

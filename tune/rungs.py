@@ -1,14 +1,15 @@
 """The rungs that a pattern climbs, from cheap to honest, and what each of them says. No Ray in here.
 
-0 plan: density, reach over the model's depth, bytes on a ring; hopeless ones are rejected. 1 kernel: CPU seconds
-of one attention call. Both are so cheap that the whole space climbs them before anything is trained. 2 short
-training and 3 longer training: the gap to dense on the trailing tokens after the same steps from the same seed.
-The proxy beside rung 0 is the attention mass that a trained dense model would keep.
+0 plan: density, reach over the model's depth, bytes and balance of a ring in each layout; hopeless ones are rejected.
+1 kernel: CPU time of an attention call beside dense's. Both are so cheap that the whole space climbs them before
+anything is trained. 2 short training and 3 longer training: the gap to dense on the trailing tokens after the same
+steps from the same seed. The proxy beside rung 0 is the attention mass that a trained dense model would keep.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,42 +18,39 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.layers import LayerPatterns
-from elastic_ring.attention.machine import Machine
+from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.sparse import SparsePattern
-from tune.quality.cost import ring_costs, step_s
+from tune.quality.cost import placed, step_ratio
 from tune.quality.families import Family
 from tune.quality.fidelity import fidelity
 from tune.quality.text import Corpus, corpus
 from tune.quality.train import Settings, train_text
-from tune.space import Candidate, candidates
+from tune.space import LAYOUTS, Candidate, candidates
 
 NUM_LAYERS, NUM_HEADS = 2, 4
 REJECTED_GAP = 1.0
-"""The gap, in nats, told for a pattern that was not trained: worse than any trained one."""
+"""The gap, in nats, told for a pattern that was not trained, or whose training diverged: worse than any trained one."""
+
+Places = dict[str, tuple[float, float]]
+"""By layout (step time, bytes), both as shares of the dense zigzag ring's."""
 
 
 @dataclass(frozen=True)
 class Climb:
     """How far and how long. `least_reach` is the share of causal block pairs between which information must be
-    able to flow in the model's depth; `most_bytes` and `most_density` are shares of dense. `machine` are the figures
-    that rung 0 plans with, as JSON so that a search knows its own again; left empty, those of an H200."""
+    able to flow in the model's depth; `most_bytes` and `most_density` are shares of dense."""
 
     short_steps: int = 30
     long_steps: int = 90
     seq_len: int = 512
-    cost_len: int = 2048
+    cost_len: int = 4096
     cp: int = 8
     seed: int = 0
     num_sequences: int = 1024
-    batch: int = 4
+    batch: int = 2
     least_reach: float = 0.5
     most_density: float = 0.9
     most_bytes: float = 1.0
-    machine: str = ""
-
-    @property
-    def figures(self) -> Machine:
-        return Machine.of(json.loads(self.machine)) if self.machine else Machine()
 
     def settings(self, steps: int) -> Settings:
         return replace(Settings(), steps=steps, seq_len=self.seq_len, block=self.seq_len // 32, batch=self.batch)
@@ -67,22 +65,32 @@ def dense_family(climb: Climb) -> Family:
     return Family("dense", "dense", climb.seq_len // 32)
 
 
-def planned(candidate: Candidate, climb: Climb) -> dict[str, Any]:
-    """Rung 0: {"density", "reach", "bytes", "ring_s", "rejected": why or ""}. `ring_s` is a ring's forward time by the
-    machine's figures over dense's."""
+def planned(candidate: Candidate, climb: Climb, rules: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Rung 0: {"density", "reach", "bytes": by layout, "rejected": why or ""}; `rules` are from `rule_costs`."""
     family = candidate.scaled(climb.cost_len)
-    density = family.density(climb.cost_len, NUM_LAYERS, NUM_HEADS)
     pattern = family.pattern()
     assert pattern is not None
-    num_bytes, ring_s = ring_costs(family, climb.cost_len, climb.cp, NUM_LAYERS, machine=climb.figures)
-    found = {"density": density, "reach": reach(pattern, climb.cost_len), "bytes": num_bytes, "ring_s": ring_s}
+    layers = [rules[rule] for rule in candidate.layers(climb.cost_len, NUM_LAYERS)]
+    found = {
+        "density": family.density(climb.cost_len, NUM_LAYERS, NUM_HEADS),
+        "reach": reach(pattern, climb.cost_len),
+        "bytes": {at: sum(layer["bytes"][at] for layer in layers) / NUM_LAYERS for at in LAYOUTS},
+    }
+    fewest = min(found["bytes"].values())
     limits = (
-        ("density", density > climb.most_density, climb.most_density),
-        ("reach", found["reach"] < climb.least_reach, climb.least_reach),
-        ("bytes", found["bytes"] > climb.most_bytes, climb.most_bytes),
+        ("density", found["density"], found["density"] > climb.most_density, climb.most_density),
+        ("reach", found["reach"], found["reach"] < climb.least_reach, climb.least_reach),
+        ("bytes", fewest, fewest > climb.most_bytes, climb.most_bytes),
     )
-    why = [f"{name} {found[name]:.3f} beyond {limit}" for name, beyond, limit in limits if beyond]
+    why = [f"{name} {value:.3f} beyond {limit}" for name, value, beyond, limit in limits if beyond]
     return {**found, "rejected": "; ".join(why)}
+
+
+def rule_costs(rule: str, unit: int, climb: Climb) -> dict[str, Any]:
+    """{"bytes", "work": by layout} of one layer that follows `rule`, counted."""
+    layouts = {name: make_layout(name, climb.cost_len, climb.cp) for name in LAYOUTS}
+    costs = {name: placed(Family(rule, rule, unit), layout) for name, layout in layouts.items()}
+    return {"bytes": {at: c[0] for at, c in costs.items()}, "work": {at: c[1] for at, c in costs.items()}}
 
 
 def reach(pattern: LayerPatterns, seq_len: int) -> float:
@@ -94,11 +102,6 @@ def reach(pattern: LayerPatterns, seq_len: int) -> float:
         flows = (((kept + torch.eye(len(kept))) @ flows) > 0).float()
     num_blocks = len(flows)
     return float(flows.sum()) / (num_blocks * (num_blocks + 1) / 2)
-
-
-def kernel_s(family: Family, climb: Climb) -> float:
-    """Rung 1: CPU seconds of one attention call, both passes, the mean over layers."""
-    return step_s(family, climb.cost_len, NUM_LAYERS, head_dim=32)
 
 
 def tail_loss(family: Family, climb: Climb, steps: int) -> tuple[float, float]:
@@ -117,29 +120,54 @@ def proxies(climb: Climb, steps: int) -> dict[str, dict[str, float]]:
 
 
 def baseline(path: Path, climb: Climb) -> dict[str, Any]:
-    """What is measured once and kept in `path`: dense's losses, and of every point the plan, the proxies and, unless
-    the plan rejects it, the time of its kernel over dense's.
+    """What is measured once and kept in `path`: {"climb", "short", "long": dense's losses, "plans", "proxies": by name
+    of every point, "rules": by rule what one layer costs}. A rule that only rejected points have is not timed.
 
-    Raises `ValueError` for a file that was made with other settings.
+    Raises `ValueError` for a file that was made with other settings, and where dense itself diverges.
     """
     if path.exists():
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if Climb(**found["climb"]) != climb:
+        if found["climb"] != asdict(climb):
             raise ValueError(f"{path} was measured with other settings; name another --out, or give the same")
         return found
-    dense = dense_family(climb)
-    plans = {candidate.name: planned(candidate, climb) for candidate in candidates()}
-    dense_s = kernel_s(Family("dense", "dense", climb.cost_len // 32), climb)
-    timed = [candidate for candidate in candidates() if not plans[candidate.name]["rejected"]]
+    every = list(candidates())
+    rules: dict[str, dict[str, Any]] = {}
+    units = {rule: c.unit(climb.cost_len) for c in every for rule in c.layers(climb.cost_len, NUM_LAYERS)}
+    for rule, unit in units.items():
+        rules[rule] = rule_costs(rule, unit, climb)
+    plans = {candidate.name: planned(candidate, climb, rules) for candidate in every}
+    admitted = [candidate for candidate in every if not plans[candidate.name]["rejected"]]
+    for rule in {rule: None for c in admitted for rule in c.layers(climb.cost_len, NUM_LAYERS)}:
+        rules[rule]["ratio"] = step_ratio(Family(rule, rule, units[rule]), climb.cost_len) if rule != "dense" else 1.0
     found = {
         "climb": asdict(climb),
-        "short": tail_loss(dense, climb, climb.short_steps)[0],
-        "long": tail_loss(dense, climb, climb.long_steps)[0],
-        "step_s": dense_s,
+        "short": tail_loss(dense_family(climb), climb, climb.short_steps)[0],
+        "long": tail_loss(dense_family(climb), climb, climb.long_steps)[0],
         "plans": plans,
-        "kernels": {c.name: kernel_s(c.scaled(climb.cost_len), climb) / dense_s for c in timed},
+        "rules": rules,
         "proxies": proxies(climb, climb.short_steps),
     }
+    if not math.isfinite(found["short"] + found["long"]):
+        raise ValueError("dense itself diverged in these steps, so no gap to it can be told; give other --long-steps")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return found
+
+
+def places(base: dict[str, Any], candidate: Candidate) -> Places:
+    """Rung 1, of an admitted point: what each layout makes of the measured times of its layers and of its bytes.
+
+    In step time every layer waits for its busiest rank.
+    """
+    layers = [base["rules"][rule] for rule in candidate.layers(base["climb"]["cost_len"], NUM_LAYERS)]
+    found: Places = {}
+    for at in LAYOUTS:
+        step = sum(layer["ratio"] * layer["work"][at] for layer in layers) / NUM_LAYERS
+        found[at] = (step, base["plans"][candidate.name]["bytes"][at])
+    return found
+
+
+def handiest(found: Places) -> str:
+    """The layout with the fewest bytes of those within a twentieth of the least step time."""
+    least = min(step for step, _ in found.values())
+    return min((at for at in found if found[at][0] <= 1.05 * least), key=lambda at: (found[at][1], at))

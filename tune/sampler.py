@@ -1,9 +1,9 @@
-"""Which point to train next, when two of three objectives are cheap and the third has a cheap proxy.
+"""Which pattern to train next, when two of three objectives are cheap and the third has a cheap proxy.
 
-Bytes follow from the plan and step time from one measured call, so both are known for the whole space before
-anything is trained; only the quality gap costs a training run. `ProxySampler` is an Optuna sampler that keeps a
-small regression from what is cheap to the gap, and asks for the point whose predicted place adds most to the
-hypervolume of what has been trained. No Ray and no training in here.
+Bytes follow from the plan and step time from one measured call, so both are known for the whole space, in every
+layout, before anything is trained; only the quality gap costs a training run, and one serves all layouts.
+`ProxySampler` is an Optuna sampler that keeps a small regression from what is cheap to the gap, and asks for the
+pattern whose predicted places add most to the hypervolume of what has been trained. No Ray and no training in here.
 """
 
 from __future__ import annotations
@@ -18,25 +18,49 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from tune.pareto import hypervolume
-from tune.space import AXES, Candidate
+from tune.pareto import front, hypervolume
+from tune.rungs import REJECTED_GAP, places
+from tune.space import AXES, Candidate, candidates
 
 MARGIN = 1.1
 """The reference point of hypervolumes lies this far out on axes that the whole space scales to 0 to 1."""
+
+NUM_DRAWS = 8
+"""Over so many draws of the regression the gain of a point is averaged."""
+
+SHORT, LONG = "short_gap", "long_gap"
+"""The names under which a trial keeps its gaps, by how long was trained."""
 
 
 class Cheap:
     """What is known of every point without training: `features` to predict the gap, `costs` as objectives.
 
-    Both are dicts by name of the point. Costs are scaled to 0 to 1 over the space.
+    Both are dicts by name of the point; `costs` has for each the objectives but the gap in every layout, and is
+    scaled to 0 to 1 over the space.
     """
 
-    def __init__(self, features: Mapping[str, Sequence[float]], costs: Mapping[str, Sequence[float]]) -> None:
+    def __init__(
+        self, features: Mapping[str, Sequence[float]], costs: Mapping[str, Sequence[Sequence[float]]]
+    ) -> None:
         self.names = list(features)
         raw = np.array([features[name] for name in self.names], dtype=np.float64)
         spread = raw.std(0)
         self.features = (raw - raw.mean(0)) / np.where(spread > 0, spread, 1.0)
-        self.costs = scaled(np.array([costs[name] for name in self.names], dtype=np.float64))
+        stacked = np.array([costs[name] for name in self.names], dtype=np.float64)
+        self.costs = scaled(stacked.reshape(-1, stacked.shape[-1])).reshape(stacked.shape)
+
+
+def cheap_of(base: Mapping[str, Any], asked: Sequence[Candidate] | None = None) -> Cheap:
+    """What is known before anything is trained of the points that the plan admits, of `asked` where given."""
+    features, costs = {}, {}
+    for candidate in candidates() if asked is None else asked:
+        plan, proxy = base["plans"][candidate.name], base["proxies"][candidate.name]
+        if plan["rejected"]:
+            continue
+        mixed = (float(candidate.mix == "last dense"), float(candidate.mix == "near first"))
+        features[candidate.name] = (proxy["mass"], -proxy["error"], plan["density"], plan["reach"], *mixed)
+        costs[candidate.name] = list(places(dict(base), candidate).values())
+    return Cheap(features, costs)
 
 
 def scaled(values: np.ndarray) -> np.ndarray:
@@ -49,8 +73,9 @@ class ProxySampler(BaseSampler):
     """Asks for points of `cheap` that were not asked for yet; the first objective is the gap, the others costs.
 
     The first `num_first` points spread over the predicted front by the features alone, then a ridge regression
-    on the gaps told so far predicts the rest. A sample of its coefficients instead of their mean (Thompson 1933)
-    explores, the more the fewer gaps are known. Equal seeds and answers ask for equal points.
+    on the gaps told so far predicts the rest. What a point is expected to add is the mean over draws of the
+    regression's coefficients (expected hypervolume improvement, Emmerich et al. 2006), so that a point that may be
+    good counts beside one that is likely to be. Equal seeds and answers ask for equal points.
     """
 
     def __init__(self, cheap: Cheap, seed: int, *, proxy: int = 0, num_first: int = 3) -> None:
@@ -61,34 +86,39 @@ class ProxySampler(BaseSampler):
         return {axis: CategoricalDistribution(values) for axis, values in AXES.items()}
 
     def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, Any]) -> dict[str, Any]:
-        return asdict(_parsed(self.choose(*self._told(study, trial.number))))
+        return asdict(_parsed(self.choose(*told(study, trial.number))))
 
     def sample_independent(self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: Any) -> Any:
         raise ValueError(f"axis {param_name!r}: the space has {', '.join(AXES)}")
 
     def choose(self, asked: Sequence[str], gaps: Mapping[str, float]) -> str:
         """The next point, given those asked for and the gaps told so far."""
-        cheap, open_ = self._cheap, [i for i, name in enumerate(self._cheap.names) if name not in set(asked)]
+        cheap, before = self._cheap, set(asked)
+        open_ = [i for i, name in enumerate(cheap.names) if name not in before]
         if not open_:
             return cheap.names[int(self._rng.integers(len(cheap.names)))]
-        predicted = self._predicted(gaps)
-        known = [i for i, name in enumerate(cheap.names) if name in gaps]
-        values = predicted.copy()
-        values[known] = [gaps[cheap.names[i]] for i in known]
+        diverged = {name for name, gap in gaps.items() if gap >= REJECTED_GAP}
         # Points that were asked for and not told yet count as predicted, so that workers spread out.
-        points = np.column_stack([scaled(values[:, None])[:, 0], cheap.costs])
-        taken = [tuple(points[i]) for i, name in enumerate(cheap.names) if name in set(asked)]
-        reference = [MARGIN] * points.shape[1]
-        base = hypervolume(taken, reference)
-        gains = [hypervolume([*taken, tuple(points[i])], reference) - base for i in open_]
+        usable = {name: gap for name, gap in gaps.items() if name not in diverged}
+        reference = [MARGIN] * (1 + cheap.costs.shape[-1])
+        gains = np.zeros(len(open_))
+        for _ in range(NUM_DRAWS):
+            heights = scaled(self._predicted(usable))
+            points = [[(heights[i], *place) for place in cheap.costs[i].tolist()] for i in range(len(heights))]
+            owned = [points[i] for i, name in enumerate(cheap.names) if name in before - diverged]
+            taken = [place for places_ in owned for place in places_]
+            taken = [taken[i] for i in front(taken)]
+            base = hypervolume(taken, reference)
+            gains += [hypervolume([*taken, *points[i]], reference) - base for i in open_]
         return cheap.names[open_[int(np.argmax(gains))]]
 
     def _predicted(self, gaps: Mapping[str, float]) -> np.ndarray:
-        """The gap of every point: by the proxy alone while little is known, then by a drawn regression."""
-        x = np.column_stack([np.ones(len(self._cheap.names)), self._cheap.features])
+        """The gap of every point: by the proxy alone while few are known, in units of its own; then as told, and by a
+        drawn regression where nothing was told."""
         if len(gaps) < self._num_first:
-            noise = self._rng.normal(0.0, 0.05, len(x))
-            return scaled((-self._cheap.features[:, self._proxy])[:, None])[:, 0] + noise
+            alone: np.ndarray = scaled(-self._cheap.features[:, self._proxy])
+            return alone + self._rng.normal(0.0, 0.05, len(alone))
+        x = np.column_stack([np.ones(len(self._cheap.names)), self._cheap.features])
         known = [i for i, name in enumerate(self._cheap.names) if name in gaps]
         y = np.array([gaps[self._cheap.names[i]] for i in known])
         shift, spread = y.mean(), y.std() or 1.0
@@ -97,18 +127,37 @@ class ProxySampler(BaseSampler):
         residual = float(np.mean(((y - shift) / spread - x[known] @ mean) ** 2))
         drawn = self._rng.multivariate_normal(mean, (0.02 + residual) * 0.25 * np.linalg.inv(precision))
         found: np.ndarray = x @ drawn * spread + shift
+        found[known] = y
         return found
 
-    def _told(self, study: Study, number: int) -> tuple[list[str], dict[str, float]]:
-        asked, gaps = [], {}
-        for other in study.get_trials(deepcopy=False):
-            if other.number == number or set(other.params) != set(AXES):
-                continue
-            name = Candidate.of(other.params).name
-            asked.append(name)
-            if other.state == TrialState.COMPLETE and other.values is not None:
-                gaps[name] = float(other.values[0])
-        return asked, gaps
+
+def told(study: Study, number: int) -> tuple[list[str], dict[str, float]]:
+    """(points asked for, gaps told), but for trial `number`. A trial that was stopped after its short training told
+    a gap that is not comparable: it counts with the mean difference of those that have both added."""
+    asked, short, long, other = [], dict[str, float](), dict[str, float](), dict[str, float]()
+    for trial in study.get_trials(deepcopy=False):
+        if trial.number == number or set(trial.params) != set(AXES):
+            continue
+        name = Candidate.of(trial.params).name
+        asked.append(name)
+        if trial.state != TrialState.COMPLETE or trial.values is None:
+            continue
+        if trial.user_attrs.get(LONG) is not None:
+            long[name] = float(trial.user_attrs[LONG])
+        if trial.user_attrs.get(SHORT) is not None:
+            short[name] = float(trial.user_attrs[SHORT])
+        if name not in long and name not in short:
+            other[name] = float(trial.values[0])
+    return asked, {**other, **corrected(short, long)}
+
+
+def corrected(short: Mapping[str, float], long: Mapping[str, float]) -> dict[str, float]:
+    """The long gap of each point; of one that has a short gap only, that and the mean of long - short elsewhere.
+    Where no point has both, a short gap says nothing and is left out."""
+    both = [long[name] - short[name] for name in short if name in long]
+    shift = sum(both) / len(both) if both else None
+    guessed = {name: gap + shift for name, gap in short.items() if name not in long} if shift is not None else {}
+    return {**guessed, **long}
 
 
 def _parsed(name: str) -> Candidate:

@@ -7,7 +7,9 @@ Every trial is one pattern that climbs the rungs of `tune.rungs`; one that falls
 at a rung is stopped there. The same command goes on where a killed one stopped: finished trials are kept. Leaves
 in `--out`: front.md (the table), front.png, pattern-1.json ... for `jobs/train_1t.py --pattern`, trials.jsonl
 (every rung that was measured), baseline.json. Gaps are to dense after the same steps from the same seed; "step" is CPU
-time of one attention call over dense's on the same path, "bytes" a ring's over the dense ring's.
+time of one attention call over dense's, times how far the busiest rank lies above the mean, "bytes" a ring's over the
+dense ring's. Every trained pattern stands for each layout that training knows. `--for-gpus` proposes only patterns that
+keep whole blocks of 128 tokens at `--pattern-len`. Exits with 1 when no trial reached the last rung.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,56 +29,71 @@ import ray
 import torch
 from ray import tune as ray_tune
 from ray.tune.search import ConcurrencyLimiter
-from ray.tune.search.optuna import OptunaSearch
 
-from elastic_ring.attention.machine import Machine
-from tune.pareto import front, rank_correlation
-from tune.rungs import Climb, baseline
-from tune.sampler import Cheap, ProxySampler
+from tune.report import report
+from tune.rungs import NUM_LAYERS, Climb, baseline
+from tune.sampler import ProxySampler, cheap_of
 from tune.space import Candidate, candidates
-from tune.trial import OBJECTIVES, NonDominatedRank, PatternTrial, distributions
+from tune.trial import OBJECTIVES, GapSearch, NonDominatedRank, PatternTrial, distributions
 
 NAME = "search"
 
 
-def cheap_of(base: dict[str, Any]) -> Cheap:
-    """What the sampler knows of every point before anything is trained."""
-    features, costs = {}, {}
-    for candidate in candidates():
-        plan, proxy = base["plans"][candidate.name], base["proxies"][candidate.name]
-        if plan["rejected"]:
-            continue
-        features[candidate.name] = (proxy["mass"], -proxy["error"], plan["density"], float(candidate.mix != "all"))
-        costs[candidate.name] = (base["kernels"][candidate.name], plan["bytes"])
-    return Cheap(features, costs)
+def asked_for(options: argparse.Namespace, climb: Climb) -> list[Candidate]:
+    """The points that may be proposed. Raises `ValueError` where GPUs refuse them all, with the last reason."""
+    every = list(candidates())
+    if not options.for_gpus:
+        return every
+    why = {c: c.refused_by_gpus(options.pattern_len, options.pattern_layers, climb.cp) for c in every}
+    kept = [candidate for candidate in every if not why[candidate]]
+    if not kept:
+        last = f"--pattern-len {options.pattern_len}: {why[every[-1]]}"
+        raise ValueError(f"--for-gpus: GPUs refuse every pattern at {last}")
+    return kept
 
 
-def search(options: argparse.Namespace, base: dict[str, Any]) -> list[dict[str, Any]]:
+def remembered(options: argparse.Namespace) -> None:
+    """Keeps what decides the search beside it.
+
+    Raises `ValueError` where one that goes on was begun with other values, which it would have to ignore.
+    """
+    path = options.out / "options.json"
+    names = ("trials", "concurrent", "seed", "for_gpus")
+    given = {name: getattr(options, name) for name in names}
+    if options.for_gpus:
+        given |= {"pattern_len": options.pattern_len, "pattern_layers": options.pattern_layers}
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(given) + "\n", encoding="utf-8")
+        return
+    begun = json.loads(path.read_text(encoding="utf-8"))
+    other = [name for name in {**begun, **given} if begun.get(name) != given.get(name)]
+    if other:
+        said = ", ".join(f"--{name.replace('_', '-')} {begun.get(name)}, not {given.get(name)}" for name in other)
+        raise ValueError(f"the search in {options.out} was begun with {said}; give the same, or another --out")
+
+
+def search(options: argparse.Namespace, base: dict[str, Any], asked: list[Candidate]) -> list[dict[str, Any]]:
     """The last result of every trial, in the order of trials. Goes on with an earlier search in `--out`."""
-    shared = {
-        "climb": base["climb"], "plans": base["plans"], "proxies": base["proxies"], "short": base["short"],
-        "long": base["long"], "kernels": base["kernels"], "log": str(options.out / "trials.jsonl"),
-    }  # fmt: skip
+    log = options.out / "trials.jsonl"
     trainable: Any = ray_tune.with_resources(
-        ray_tune.with_parameters(PatternTrial, shared=shared), {"cpu": options.cpus_per_trial}
+        ray_tune.with_parameters(PatternTrial, shared={"base": base, "log": str(log)}), {"cpu": options.cpus_per_trial}
     )
     stored = options.out / NAME
     if ray_tune.Tuner.can_restore(str(stored)):
         logging.info("going on with the search in %s", stored)
         tuner = ray_tune.Tuner.restore(str(stored), trainable, resume_unfinished=True, restart_errored=True)
     else:
-        sampler = ProxySampler(cheap_of(base), options.seed)
-        searcher = OptunaSearch(
-            distributions(), metric=list(OBJECTIVES), mode=["min"] * len(OBJECTIVES), sampler=sampler
-        )
+        sampler = ProxySampler(cheap_of(base, asked), options.seed)
+        searcher = GapSearch(distributions(), metric=list(OBJECTIVES), mode=["min"] * len(OBJECTIVES), sampler=sampler)
         tuner = ray_tune.Tuner(
             trainable,
             tune_config=ray_tune.TuneConfig(
-                search_alg=ConcurrencyLimiter(searcher, options.concurrent), scheduler=NonDominatedRank(),
+                search_alg=ConcurrencyLimiter(searcher, options.concurrent), scheduler=NonDominatedRank(log),
                 num_samples=options.trials, reuse_actors=True,
             ),
             run_config=ray_tune.RunConfig(
-                name=NAME, storage_path=str(options.out.absolute()), verbose=1,
+                name=NAME, storage_path=str(options.out), verbose=1,
                 checkpoint_config=ray_tune.CheckpointConfig(checkpoint_at_end=False),
             ),
         )  # fmt: skip
@@ -85,73 +101,6 @@ def search(options: argparse.Namespace, base: dict[str, Any]) -> list[dict[str, 
     for error in results.errors:
         logging.error("a trial failed: %s", error)
     return [dict(result.metrics) for result in results if result.metrics and "name" in result.metrics]
-
-
-def report(trials: list[dict[str, Any]], options: argparse.Namespace, base: dict[str, Any]) -> str:
-    """Writes the table, the picture and the patterns; returns the table."""
-    trained = [t for t in trials if t.get("long_gap") is not None]
-    chosen = sorted((trained[i] for i in front([objectives(t) for t in trained])), key=lambda t: t["gap"])
-    lines = [
-        f"{len(trials)} trials, {len(trained)} climbed all rungs, {len(chosen)} on the front; gaps in nats on the"
-        " trailing tokens, step and bytes as shares of dense's",
-        "",
-        "| file | pattern | density | gap | step | bytes |",
-        "|---|---|---|---|---|---|",
-    ]
-    by_name = {candidate.name: candidate for candidate in candidates()}
-    for number, trial in enumerate(chosen, 1):
-        candidate: Candidate = by_name[trial["name"]]
-        path = options.out / f"pattern-{number}.json"
-        measured = {key: float(trial[key]) for key in ("density", *OBJECTIVES)}
-        path.write_text(candidate.file(options.pattern_len, measured) + "\n", encoding="utf-8")
-        lines.append(
-            f"| {path.name} | `{candidate.text(options.pattern_len)}` | {trial['density']:.3f} |"
-            f" {trial['gap']:+.4f} | {trial['step_s']:.3f} | {trial['bytes']:.3f} |"
-        )
-    lines += ["", "Rank correlation of what a rung says with the gap of the last:", ""]
-    lines += [f"- {what}: {value:.2f} over {num}" for what, value, num in correlations(trained)]
-    text = "\n".join(lines) + "\n"
-    (options.out / "front.md").write_text(text, encoding="utf-8")
-    draw(trials, chosen, options.out / "front.png")
-    return text
-
-
-def objectives(trial: dict[str, Any]) -> tuple[float, ...]:
-    return tuple(float(trial[key]) for key in OBJECTIVES)
-
-
-def correlations(trained: list[dict[str, Any]]) -> list[tuple[str, float, int]]:
-    """Only trials that reached the last rung can say; those stopped before are the ones a rung thought bad."""
-    last = [float(t["long_gap"]) for t in trained]
-    rows = {
-        "plan, density (more is better)": [-float(t["density"]) for t in trained],
-        "plan, attention mass of a dense model": [-float(t["mass"]) for t in trained],
-        "kernel, step time (slower is better)": [-float(t["step_s"]) for t in trained],
-        "short training, gap": [float(t["short_gap"]) for t in trained],
-    }
-    return [(what, rank_correlation(values, last), len(trained)) for what, values in rows.items()]
-
-
-def draw(trials: list[dict[str, Any]], chosen: list[dict[str, Any]], path: Path) -> None:
-    """Gap over step time, the front's points larger, bytes as colour."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    shown = [t for t in trials if not t["rejected"]]
-    names = {t["name"] for t in chosen}
-    dots = axes.scatter(
-        [t["step_s"] for t in shown], [t["gap"] for t in shown], c=[t["bytes"] for t in shown],
-        s=[90 if t["name"] in names else 25 for t in shown], cmap="viridis", edgecolors="black", linewidths=0.5,
-    )  # fmt: skip
-    for trial in chosen:
-        place = (trial["step_s"], trial["gap"])
-        axes.annotate(trial["name"], place, fontsize=6, xytext=(4, 4), textcoords="offset points")
-    axes.axhline(0, color="grey", linewidth=0.5)
-    axes.set_xlabel("CPU time of an attention call, share of dense")
-    axes.set_ylabel("gap to dense on trailing tokens, nats")
-    figure.colorbar(dots, label="bytes, share of the dense ring")
-    figure.savefig(path, dpi=120)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,22 +116,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--long-steps", type=int, default=defaults.long_steps, help=f"({defaults.long_steps})")
     parser.add_argument("--seq-len", type=int, default=defaults.seq_len, help=f"tokens trained on ({defaults.seq_len})")
     parser.add_argument("--cost-len", type=int, default=defaults.cost_len, help=f"tokens timed ({defaults.cost_len})")
-    parser.add_argument("--pattern-len", type=int, default=2048, help="tokens that the JSON patterns are for (2048)")
-    parser.add_argument("--machine", type=Path, help="figures for the plans, a file of jobs/calibrate.py (an H200's)")
+    parser.add_argument("--pattern-len", type=int, default=8192, help="tokens that the JSON patterns are for (8192)")
+    parser.add_argument("--pattern-layers", type=int, default=NUM_LAYERS, help=f"and layers ({NUM_LAYERS})")
+    parser.add_argument("--for-gpus", action="store_true", help="propose whole blocks of 128 tokens only")
     options = parser.parse_args(arguments)
+    options.out = options.out.absolute()  # trials run in folders of their own
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     climb = Climb(options.short_steps, options.long_steps, options.seq_len, options.cost_len)
     try:
-        if options.machine is not None:
-            climb = replace(climb, machine=json.dumps(asdict(Machine.read(options.machine))))
+        asked = asked_for(options, climb)
+        asked[0].text(options.pattern_len, options.pattern_layers)
+        remembered(options)
         base = baseline(options.out / "baseline.json", climb)
     except ValueError as error:
         print(f"search_patterns: {error}", file=sys.stderr)
         return 2
-    assert Climb(**base["climb"]) == climb
     ray.init(address=options.address, log_to_driver=False, logging_level="ERROR")
-    print(report(search(options, base), options, base))
+    trials = search(options, base, asked)
+    if not any(trial.get("long_gap") is not None for trial in trials):
+        print(f"search_patterns: none of {options.trials} trials reached the last rung, so there is no front; why is"
+              " logged above", file=sys.stderr)  # fmt: skip
+        return 1
+    print(report(trials, base, options.out, options.pattern_len, options.pattern_layers))
     return 0
 
 

@@ -1,25 +1,66 @@
 """The space of patterns that is searched: family, density, block size and mix of layers, as points with names.
 
-A point becomes a text that `attention.spec` reads, scaled to a length. Nothing is measured in here.
+A point becomes a text that `attention.spec` reads, scaled to a length and a number of layers. Which layout of a ring
+it is given is chosen beside it, from `LAYOUTS`, and costs no training. Nothing is measured in here.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+from elastic_ring.attention.layers import LayerPatterns
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.spec import parse_pattern
 from tune.quality.families import Family
 
 AXES: dict[str, tuple[Any, ...]] = {
-    "family": ("near", "strided", "bigbird", "hierarchical"),
-    "keep": (0.08, 0.15, 0.25, 0.4),
-    "num_blocks": (32, 16),
-    "mix": ("all", "last dense"),
+    "family": ("window", "near", "strided", "bigbird", "hierarchical", "longnet"),
+    "keep": (0.12, 0.2, 0.35),
+    "num_blocks": (64, 32),
+    "mix": ("all", "last dense", "near first"),
 }
-"""`keep` is about the density of a sparse layer; `num_blocks` how many blocks a sequence has."""
+"""`keep` is the density of a sparse layer, `num_blocks` how many blocks a sequence has. `mix` says which layers follow
+something else: the last one dense, or the first half near keys only."""
+
+LAYOUTS = ("zigzag", "contiguous")
+"""What training lays a sequence out by; one serves all layers."""
+
+OFF = 0.2
+"""A family that comes no nearer than this share to a density that `keep` names has no such point."""
+
+_COUNTED_TOKENS = 512
+_GRAINS = 64
+"""A window of tokens is a multiple of this share of the sequence, and its sinks are one."""
+
+
+def _strided(step: int, num_blocks: int, unit: int) -> str:
+    return f"strided:{step},{max(2, round(num_blocks / (2 * step)))},unit={unit}"
+
+
+def _longnet(step: int, num_blocks: int, unit: int) -> str:
+    return f"longnet:{step * unit}/1,{2 * step * unit}/2,{num_blocks * unit}/4,unit={unit}"
+
+
+def _window(step: int, num_blocks: int, unit: int) -> str:
+    grain = num_blocks * unit // _GRAINS
+    return f"sinks:{grain}+window:{step * grain}"
+
+
+# Family -> (its rule for a step, blocks of a sequence and tokens of a block; the steps). No step of a family keeps a
+# query's own block alone.
+_LADDERS: dict[str, tuple[Callable[[int, int, int], str], Callable[[int], range]]] = {
+    "window": (_window, lambda num_blocks: range(2, _GRAINS // 2)),
+    "near": (lambda step, _, unit: f"bigbird:{step},1,0,unit={unit}", lambda num_blocks: range(2, num_blocks // 2)),
+    "strided": (_strided, lambda num_blocks: range(2, num_blocks)),
+    "bigbird": (lambda s, _, unit: f"bigbird:{s + 1},1,{s},unit={unit}", lambda num_blocks: range(1, num_blocks // 3)),
+    "hierarchical": (lambda s, _, unit: f"hierarchical:{s},unit={unit}", lambda num_blocks: range(2, num_blocks // 2)),
+    "longnet": (_longnet, lambda num_blocks: range(1, num_blocks // 4 + 1)),
+}
 
 
 @dataclass(frozen=True)
@@ -43,37 +84,86 @@ class Candidate:
     def name(self) -> str:
         return f"{self.family}/{self.keep}/{self.num_blocks}/{self.mix}"
 
-    def rule(self, seq_len: int) -> str:
-        """The rule of its sparse layers for sequences of `seq_len` tokens."""
-        blocks, unit = self.num_blocks, f"unit={seq_len // self.num_blocks}"
-        row = max(1, round(self.keep * blocks / 2))  # blocks that a row keeps beside its own, on average
-        if self.family == "near":
-            # A window that keeps `keep` of the triangle: 1 - (1 - w)^2 of it.
-            window = max(8, round(seq_len * (1 - (1 - self.keep) ** 0.5)))
-            return f"sinks:{max(1, seq_len // 128)}+window:{window}"
-        if self.family == "strided":
-            return f"strided:{max(2, round(1 / self.keep))},{max(1, row // 2)},{unit}"
-        if self.family == "bigbird":
-            return f"bigbird:{max(1, row // 2 + row % 2)},{int(row > 1)},{max(0, row // 2)},{unit}"
-        return f"hierarchical:{max(1, round(self.keep * blocks / 4))},{unit}"
+    def rule(self, seq_len: int, family: str | None = None) -> str:
+        """Of its sparse layers for sequences of `seq_len` tokens: the rule of its family that is nearest to `keep`."""
+        chosen = family or self.family
+        return _LADDERS[chosen][0](_nearest(chosen, self.keep, self.num_blocks)[0], self.num_blocks, self.unit(seq_len))
 
-    def text(self, seq_len: int) -> str:
-        """The whole pattern, for a model of two layers."""
-        return self.rule(seq_len) + (";dense@1" if self.mix == "last dense" else "")
+    def unit(self, seq_len: int) -> int:
+        """Tokens of a block. Raises `ValueError` for a length that has no such blocks."""
+        if seq_len % _GRAINS:
+            raise ValueError(f"{seq_len} tokens: take a multiple of {_GRAINS}, so that patterns scale to it exactly")
+        return seq_len // self.num_blocks
+
+    def groups(self, seq_len: int, num_layers: int = 2) -> list[tuple[str, tuple[int, ...] | None]]:
+        """(rule, the layers that follow it; None: all that no other group names)."""
+        own, near = self.rule(seq_len), self.rule(seq_len, "near")
+        found: list[tuple[str, tuple[int, ...] | None]] = [(own, None)]
+        if self.mix == "last dense":
+            found.append(("dense", (num_layers - 1,)))
+        elif self.mix == "near first" and near != own and num_layers > 1:
+            found.append((near, tuple(range(num_layers // 2))))
+        return found
+
+    def layers(self, seq_len: int, num_layers: int = 2) -> list[str]:
+        """The rule of every layer."""
+        groups = self.groups(seq_len, num_layers)
+        named = {layer: rule for rule, layers in groups for layer in layers or ()}
+        return [named.get(layer, groups[0][0]) for layer in range(num_layers)]
+
+    def text(self, seq_len: int, num_layers: int = 2) -> str:
+        """The whole pattern in its short form."""
+        parts = self.groups(seq_len, num_layers)
+        return ";".join(rule + ("" if at is None else "@" + ",".join(map(str, at))) for rule, at in parts)
 
     def scaled(self, seq_len: int) -> Family:
-        return Family(self.name, self.text(seq_len), seq_len // self.num_blocks)
+        return Family(self.name, self.text(seq_len), self.unit(seq_len))
 
-    def file(self, seq_len: int, measured: Mapping[str, float]) -> str:
+    def file(self, seq_len: int, num_layers: int, layout: str, measured: Mapping[str, float]) -> str:
         """What `--pattern FILE` takes, with what was measured beside it."""
-        groups: list[dict[str, Any]] = [{"rule": self.rule(seq_len)}]
-        if self.mix == "last dense":
-            groups.append({"layers": [1], "rule": "dense"})
-        found = {"block": seq_len // self.num_blocks, "groups": groups, "about": f"{self.name} at {seq_len} tokens"}
+        groups = [
+            {"rule": rule} if at is None else {"layers": list(at), "rule": rule}
+            for rule, at in self.groups(seq_len, num_layers)
+        ]
+        about = f"{self.name} at {seq_len} tokens, {num_layers} layers; layout {layout}"
+        found = {"block": self.unit(seq_len), "groups": groups, "about": about}
         return json.dumps({**found, "measured": dict(measured)}, indent=1)
+
+    def refused_by_gpus(self, seq_len: int, num_layers: int, cp: int) -> str:
+        """Why a ring of `cp` GPUs cannot run it at `seq_len` tokens, or an empty text."""
+        pattern = LayerPatterns(parse_pattern(self.text(seq_len, num_layers)).groups, self.unit(seq_len))
+        try:
+            for layout in LAYOUTS:
+                pattern.check_blocks(make_layout(layout, seq_len, cp))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+@lru_cache(maxsize=256)
+def _nearest(family: str, keep: float, num_blocks: int) -> tuple[int, float]:
+    """The step of the family's ladder that is nearest to `keep`, and its density."""
+    make, steps = _LADDERS[family]
+    unit = _COUNTED_TOKENS // num_blocks
+    return min(
+        ((step, _density(make(step, num_blocks, unit), unit)) for step in steps(num_blocks)),
+        key=lambda found: (abs(found[1] - keep), found[0]),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _density(rule: str, unit: int) -> float:
+    return Family(rule, rule, unit).density(_COUNTED_TOKENS, 1, 4)
 
 
 def candidates() -> Iterator[Candidate]:
-    """Every point, in a fixed order."""
+    """Every point, in a fixed order. Two that keep the same, at any length, are one point, by the first one's name."""
+    seen: set[str] = set()
     for values in itertools.product(*AXES.values()):
-        yield Candidate(**dict(zip(AXES, values, strict=True)))
+        candidate = Candidate(**dict(zip(AXES, values, strict=True)))
+        parts = (candidate.family, "near") if candidate.mix == "near first" else (candidate.family,)
+        found = [_nearest(part, candidate.keep, candidate.num_blocks)[1] for part in parts]
+        text = candidate.text(_COUNTED_TOKENS)
+        if all(abs(density - candidate.keep) <= OFF * candidate.keep for density in found) and text not in seen:
+            seen.add(text)
+            yield candidate

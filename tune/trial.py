@@ -1,24 +1,28 @@
-"""One trial of the search as Ray Tune sees it, and who is stopped early. The rungs themselves are in `rungs`."""
+"""One trial of the search as Ray Tune sees it, who is stopped early, and what the sampler is told. The rungs
+themselves are in `rungs`."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from ray import tune as ray_tune
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+from ray.tune.search.optuna import OptunaSearch
 
-from tune.pareto import ranks
-from tune.rungs import REJECTED_GAP, Climb, tail_loss
+from tune.rungs import REJECTED_GAP, Climb, handiest, places, tail_loss
+from tune.sampler import LONG, SHORT
 from tune.space import AXES, Candidate
+from tune.stopping import is_behind, objectives_in_layouts
 
 OBJECTIVES = ("gap", "step_s", "bytes")
 NUM_RUNGS = 4
+SHORT_RUNG = 2
 
 
 class PatternTrial(ray_tune.Trainable):
@@ -33,10 +37,11 @@ class PatternTrial(ray_tune.Trainable):
         if shared is not None:
             self._shared = shared
         torch.set_num_threads(1)
-        self._climb = Climb(**self._shared["climb"])
+        self._climb = Climb(**self._shared["base"]["climb"])
         self._candidate = Candidate.of(config)
         self._rung, self._found = 0, dict[str, Any]()
-        self._measured = self._logged()
+        log = read_log(Path(self._shared["log"]))
+        self._measured = {line["rung"]: line["found"] for line in log if line["name"] == self._candidate.name}
 
     def step(self) -> dict[str, Any]:
         start = time.process_time()
@@ -52,37 +57,27 @@ class PatternTrial(ray_tune.Trainable):
 
     def _measure(self) -> None:
         """Add what the present rung says to what is known of the pattern."""
-        name, shared = self._candidate.name, self._shared
+        name, base = self._candidate.name, self._shared["base"]
         if self._rung == 0:
-            plan = shared["plans"][name]
-            self._found = {**plan, "mass": shared["proxies"][name]["mass"], "gap": REJECTED_GAP}
+            plan = base["plans"][name]
+            self._found = {key: plan[key] for key in ("density", "reach", "rejected")}
             # What was not measured is told as dense's, so that a rejected pattern never looks good.
-            self._found.update(step_s=1.0, short_gap=None, long_gap=None)
+            self._found.update(gap=REJECTED_GAP, step_s=1.0, bytes=1.0, short_gap=None, long_gap=None)
+            self._found["mass"] = base["proxies"][name]["mass"]
         elif self._rung == 1:
-            self._found["step_s"] = shared["kernels"][name]
+            found = places(base, self._candidate)
+            layout = handiest(found)
+            self._found.update(places=found, layout=layout, step_s=found[layout][0], bytes=found[layout][1])
         else:
-            kind = "short" if self._rung == 2 else "long"
-            steps = self._climb.short_steps if self._rung == 2 else self._climb.long_steps
+            kind, key = ("short", SHORT) if self._rung == SHORT_RUNG else ("long", LONG)
+            steps = self._climb.short_steps if self._rung == SHORT_RUNG else self._climb.long_steps
             loss, _ = tail_loss(self._candidate.scaled(self._climb.seq_len), self._climb, steps)
-            self._found["gap"] = self._found[f"{kind}_gap"] = loss - shared[kind]
+            self._found.update(judged(loss - base[kind], key))
 
     def _note(self) -> None:
         line = {"name": self._candidate.name, "rung": self._rung, "pid": os.getpid(), "found": self._found}
         with Path(self._shared["log"]).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-
-    def _logged(self) -> dict[int, dict[str, Any]]:
-        """What earlier processes measured of this pattern, by rung. A line that a kill cut short is no line."""
-        found: dict[int, dict[str, Any]] = {}
-        log = Path(self._shared["log"])
-        for text in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if line["name"] == self._candidate.name:
-                found[line["rung"]] = line["found"]
-        return found
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         state = {"rung": self._rung, "found": self._found}
@@ -97,28 +92,58 @@ class PatternTrial(ray_tune.Trainable):
         return True
 
 
+def judged(gap: float, key: str) -> dict[str, Any]:
+    """What a training adds to a trial's result. A gap that is no number would be dominated by nothing and is refused
+    by Optuna, so a diverged training is told as a rejection, which ends the trial and keeps it off the front."""
+    if math.isfinite(gap):
+        return {"gap": gap, key: gap}
+    return {"gap": REJECTED_GAP, "short_gap": None, "long_gap": None, "rejected": f"diverged: {key} {gap}"}
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """What was measured so far, by all processes. A line that a kill cut short is no line."""
+    found = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            continue
+    return found
+
+
 class NonDominatedRank(FIFOScheduler):
     """Stops a trial that lies behind `keep` fronts of those seen at the same rung, once `least` were seen there.
 
-    Ray Tune's own schedulers take one metric. Rungs before the first training are not compared: without the
-    gap a pattern that sees little would always win.
+    Ray Tune's own schedulers take one metric. Rungs before the first training are not compared: without the gap a
+    pattern that sees little would always win. What was seen is what the log says, so a search that goes on after a
+    kill compares with all that was measured before it.
     """
 
-    def __init__(self, keep: int = 2, least: int = 6) -> None:
+    def __init__(self, log: Path, keep: int = 2, least: int = 6) -> None:
         super().__init__()
-        self._keep, self._least = keep, least
-        self._seen: dict[int, dict[str, tuple[float, ...]]] = defaultdict(dict)
+        self._log, self._keep, self._least = log, keep, least
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        rung = int(result["rung"])
-        if rung < 2 or rung == NUM_RUNGS - 1:
+        if int(result["rung"]) != SHORT_RUNG or result["rejected"]:
             return TrialScheduler.CONTINUE
-        seen = self._seen[rung]
-        seen[trial.trial_id] = tuple(float(result[key]) for key in OBJECTIVES)
-        if len(seen) < self._least:
-            return TrialScheduler.CONTINUE
-        place = ranks(list(seen.values()))[list(seen).index(trial.trial_id)]
-        return TrialScheduler.STOP if place >= self._keep else TrialScheduler.CONTINUE
+        seen = {
+            line["name"]: objectives_in_layouts(line["found"])
+            for line in read_log(self._log)
+            if line["rung"] == SHORT_RUNG and not line["found"]["rejected"]
+        }
+        stopped = result["name"] in seen and is_behind(result["name"], seen, self._keep, self._least)
+        return TrialScheduler.STOP if stopped else TrialScheduler.CONTINUE
+
+
+class GapSearch(OptunaSearch):  # type: ignore[misc]
+    """Optuna's search, which keeps beside the objectives of a finished trial how long it was trained for its gap."""
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        trial = self._ot_trials.get(trial_id)
+        if trial is not None and result and trial_id not in self._completed_trials:
+            for key in (SHORT, LONG):
+                trial.set_user_attr(key, result.get(key))
+        super().on_trial_complete(trial_id, result, error)
 
 
 def distributions() -> dict[str, Any]:

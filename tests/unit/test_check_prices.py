@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +17,6 @@ from elastic_ring.attention.sparse_schedule import SparseSchedule, plan_sparse
 from elastic_ring.attention.spec import parse_pattern
 from jobs.check_prices import Row, sending_all, systems_of, told
 from tests.unit.attention_rings import ThreadRings, in_threads, one_thread
-from tune import search_patterns
-from tune.rungs import Climb, planned
-from tune.space import candidates
 
 FIGURES = Machine(1e10, 1e8, 1e-3, 1e-4, 1e10, 0.5)
 
@@ -82,25 +76,3 @@ def test_each_layout_runs_with_the_exact_ranges_and_with_all() -> None:
             system.both()
     assert [system.row.candidate for system in systems] == [f"{p.layout.name}/{p.exchange}" for p in prices]
     assert {p.exchange for p in prices} == {"hops", "ring"}
-
-
-def test_the_search_plans_with_the_figures_of_a_file(tmp_path: Path) -> None:
-    one = next(iter(candidates()))
-    measured = Climb(machine=json.dumps(asdict(FIGURES)), cp=4)
-    default = Climb(cp=4)
-    assert (measured.figures, default.figures) == (FIGURES, Machine())
-    assert Climb(**json.loads(json.dumps(asdict(measured)))) == measured != default
-    slow, fast = planned(one, measured), planned(one, default)
-    assert slow["density"] == fast["density"]
-    assert slow["ring_s"] != fast["ring_s"]
-    assert slow["ring_s"] > 0
-
-
-def test_a_bad_file_of_figures_ends_the_search_before_it_begins(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(search_patterns, "baseline", None)  # it would train
-    path = tmp_path / "machine.json"
-    path.write_text("{}")
-    assert search_patterns.main(["--out", str(tmp_path / "out"), "--machine", str(path)]) == 2
-    assert str(path) in capsys.readouterr().err

@@ -22,6 +22,11 @@ def test_fronts_are_peeled_one_after_the_other() -> None:
     assert front(points) == [0, 1, 2]
 
 
+def test_a_point_that_is_no_number_has_no_place_on_a_front() -> None:
+    with pytest.raises(ValueError, match="not finite: leave such points out"):
+        front([(0.1, 0.2, 0.3), (math.nan, 9, 9), (5, 5, 5)])
+
+
 def test_a_hypervolume_is_the_volume_of_the_union_of_boxes() -> None:
     assert hypervolume([(1.0, 1.0)], (3, 3)) == 4
     assert hypervolume([(0.0, 2.0), (2.0, 0.0)], (3, 3)) == 3 + 3 - 1

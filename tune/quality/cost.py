@@ -5,6 +5,7 @@ Measured at a length where skipping shows, with the family scaled to it; never w
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,15 +13,14 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.choice import Machine, Sizes, choose
+from elastic_ring.attention.choice import Sizes, choose
 from elastic_ring.attention.content import TopK
 from elastic_ring.attention.gated import GatedSparseAttention
 from elastic_ring.attention.gated_ring import GatedRing
 from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAttention
 from elastic_ring.attention.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.model_layout import price_dense
 from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.rules import Dense
+from elastic_ring.attention.placement import work_max_over_mean
 from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_schedule import plan_sparse
@@ -34,13 +34,30 @@ def step_s(family: Family, seq_len: int, num_layers: int, *, head_dim: int = 64,
     """CPU seconds of forward and backward through the attention of `num_layers` layers, the mean layer, the least
     of `repeats`. Routing by content is in, and so are gates; planning of static patterns is done once and left out.
     """
+    call = _timer(family, seq_len, num_layers, head_dim)
+    call()
+    return min(call() for _ in range(repeats))
+
+
+def step_ratio(family: Family, seq_len: int, *, head_dim: int = 32, pairs: int = 3) -> float:
+    """CPU seconds of a layer's forward and backward over dense's, the median of `pairs` that are timed in turn, so
+    that whatever else the machine does meets both.
+    """
+    own, dense = (_timer(one, seq_len, 1, head_dim) for one in (family, Family("dense", "dense", family.block)))
+    own()
+    dense()
+    return statistics.median(own() / dense() for _ in range(pairs))
+
+
+def _timer(family: Family, seq_len: int, num_layers: int, head_dim: int) -> Callable[[], float]:
+    """Makes the call whose CPU seconds, forward and backward, the mean layer, are its result."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, seq_len, NUM_HEADS, head_dim)
     q, k, v, dout = (torch.randn(shape, generator=generator) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     pattern, layout = family.pattern(), contiguous(seq_len, 1)
-    times = []
-    for repeat in range(repeats + 1):
+
+    def call() -> float:
         if family.window:
             layers: list[Any] = [_gated(family, layout, head_dim)]
         elif pattern is None:
@@ -54,9 +71,22 @@ def step_s(family: Family, seq_len: int, num_layers: int, *, head_dim: int = 64,
         start = time.process_time()
         for layer in layers:
             layer(*leaves).backward(dout)
-        if repeat:
-            times.append((time.process_time() - start) / len(layers))
-    return min(times)
+        return (time.process_time() - start) / len(layers)
+
+    return call
+
+
+def placed(family: Family, layout: Layout, *, head_dim: int = 64) -> tuple[float, float]:
+    """(bytes, work) of a family of one rule on `layout`, counted. Bytes: K and V that all ranks receive in a forward
+    call over what the dense ring's do. Work: pairs of the busiest rank over the mean.
+    """
+    pattern = family.pattern()
+    assert pattern is not None, family
+    one = SparsePattern(pattern.of_layer(0).heads(NUM_HEADS, NUM_HEADS), pattern.block)
+    schedule = plan_sparse(one, layout, NUM_HEADS, NUM_HEADS)
+    received = sum(schedule.received_bytes(rank, head_dim, BF16_BYTES) for rank in range(layout.cp))
+    work = work_max_over_mean(layout, one.row_pairs(layout.seq_len))
+    return received / dense_bytes(layout.seq_len, layout.cp, head_dim), work
 
 
 def _gated(family: Family, layout: Layout, head_dim: int) -> Callable[..., torch.Tensor]:
@@ -69,34 +99,21 @@ def _gated(family: Family, layout: Layout, head_dim: int) -> Callable[..., torch
     return partial(gated, x, ring=GatedRing(layout, 0, None))
 
 
-def ring_bytes(
-    family: Family, seq_len: int, cp: int, num_layers: int, *, head_dim: int = 64, machine: Machine | None = None
-) -> float:
+def ring_bytes(family: Family, seq_len: int, cp: int, num_layers: int, *, head_dim: int = 64) -> float:
     """K and V that a rank receives in one forward call, the mean over ranks and layers, over the dense ring's.
 
     The layout is the one that `choose` picks for each layer. Nan for content, whose choices random keys do not show.
     """
-    return ring_costs(family, seq_len, cp, num_layers, head_dim=head_dim, machine=machine)[0]
-
-
-def ring_costs(
-    family: Family, seq_len: int, cp: int, num_layers: int, *, head_dim: int = 64, machine: Machine | None = None
-) -> tuple[float, float]:
-    """(bytes as `ring_bytes`, seconds of a forward call by the figures of `machine` over the zigzag dense ring's)."""
     pattern = family.pattern()
     if pattern is None:
-        return float("nan"), float("nan")
-    sizes, figures = Sizes(NUM_HEADS, NUM_HEADS, head_dim, BF16_BYTES), machine or Machine()
-    dense_s = price_dense((Dense(),), pattern.block, zigzag(seq_len, cp), sizes, figures).forward_s
-    total = seconds = 0.0
+        return float("nan")
+    sizes = Sizes(NUM_HEADS, NUM_HEADS, head_dim, BF16_BYTES)
+    total = 0.0
     for layer in range(num_layers):
-        rules = pattern.of_layer(layer).heads(NUM_HEADS, NUM_HEADS)
-        one = SparsePattern(rules, pattern.block)
-        chosen = choose(one, seq_len, cp, sizes, figures)
-        schedule = plan_sparse(one, chosen.schedule.layout, NUM_HEADS, NUM_HEADS)
+        one = SparsePattern(pattern.of_layer(layer).heads(NUM_HEADS, NUM_HEADS), pattern.block)
+        schedule = plan_sparse(one, choose(one, seq_len, cp, sizes).schedule.layout, NUM_HEADS, NUM_HEADS)
         total += sum(schedule.received_bytes(rank, head_dim, BF16_BYTES) for rank in range(cp))
-        seconds += dense_s if set(rules) == {Dense()} else chosen.best.forward_s
-    return total / num_layers / dense_bytes(seq_len, cp, head_dim), seconds / num_layers / dense_s
+    return total / num_layers / dense_bytes(seq_len, cp, head_dim)
 
 
 def dense_bytes(seq_len: int, cp: int, head_dim: int) -> float:
