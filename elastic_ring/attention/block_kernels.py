@@ -24,7 +24,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockTables, float], _Pair]
 """q (B, Sq, H, D), k and v (B, Sk, Hkv, D), tables, scale to out (B, Sq, H, D) and natural-log lse (B, Sq, H)."""
 Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""(dout, q, k, v, out, lse, tables, scale) to dq, dk, dv, from the merged out and lse."""
+"""(dout, q, k, v, out, lse, tables, scale) to dq, dk, dv, from the merged out and lse; see `writes_gradients`."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class SparseKernel:
     """`run` is differentiable and for whole sequences; `forward` and `backward` serve any stretch of keys.
 
     `deterministic` says that equal calls give equal bits, gradients included; the self-test checks it. `keeps_type`
-    says that gradients come in the inputs' type, so that a wider one on the wire would add bytes and no digits.
+    says that gradients come in the inputs' type, so that a wider one on the wire would add bytes and no digits;
+    `writes_gradients`, that backward takes `dk` and `dv` of the inputs' type to write to, rows apart or not.
     """
 
     name: str
@@ -45,6 +46,7 @@ class SparseKernel:
     devices: tuple[str, ...] = ("cuda",)
     package: str | None = None
     keeps_type: bool = True
+    writes_gradients: bool = False
 
     def refusal(self, head_dim: int, dtype: torch.dtype, deterministic: bool, device: str = "cuda") -> str | None:
         """Why it cannot serve such calls, or None when it can."""
@@ -67,7 +69,7 @@ class SparseKernel:
 KERNELS = (
     SparseKernel(
         "flash-attn-4-sparse", block_sparse.flash, block_sparse.flash_forward, block_sparse.flash_backward, False,
-        package="flash-attn-4",
+        package="flash-attn-4", writes_gradients=True,
     ),
     SparseKernel("flex-sparse", block_sparse.flex, block_sparse.flex_forward, block_sparse.flex_backward, True),
 )  # fmt: skip
@@ -76,6 +78,7 @@ KERNELS = (
 REFERENCE = SparseKernel(
     "reference-sparse", block_reference.whole, block_reference.forward, block_reference.backward, True, None,
     (torch.float64, torch.float32, torch.bfloat16, torch.float16), ("cpu", "cuda"), keeps_type=False,
+    writes_gradients=True,
 )  # fmt: skip
 """Writes all scores down, in fp64. Served only when pinned."""
 

@@ -54,6 +54,7 @@ class HopBuffers:
 
     def __init__(self) -> None:
         self._storages: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def get(
         self, name: str, slot: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -65,6 +66,12 @@ class HopBuffers:
         if kept is None or kept.numel() < num_elements or kept.device != device:
             kept = self._storages[name, slot, dtype] = torch.empty(num_elements, dtype=dtype, device=device)
         return kept[:num_elements].view(shape)
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """A GPU's stream for what fills these buffers beside the kernels; its blocks go before theirs."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device, priority=-1)
+        return self._streams[device]
 
     @property
     def num_bytes(self) -> int:
@@ -267,8 +274,10 @@ class HopExchange:
         assert group is not None
         backend: Any = group._get_backend(device) if hasattr(group, "_get_backend") else group
         backend._start_coalescing()
-        yield
-        work = backend._end_coalescing()
+        try:
+            yield
+        finally:  # or NCCL goes on collecting in this thread for ever
+            work = backend._end_coalescing()
         posted = [message for _, message in self._sends[first_send:]]
         posted += arrival.messages if arrival is not None else []
         for message in posted:

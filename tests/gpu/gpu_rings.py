@@ -105,8 +105,8 @@ def run_sparse_on(
         with wires.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
             ring = SparseRingAttention(case.schedule, cp_rank, groups[cp_rank], coalesced=True, **options)
-            out, lse, call = ring._run_forward(q, k, v, scale)
-            return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call)], ring.ledger
+            out, lse, call, keys = ring._run_forward(q, k, v, scale)
+            return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call, keys)], ring.ledger
 
     results = in_threads(cp, work)
     gathered = [layout.gather([locals_[i] for locals_, _ in results], 1).cpu() for i in range(4)]
@@ -125,7 +125,7 @@ def run_on_gpu(case: Case, wires: Wires | None = None, **options: Any) -> Outcom
         with wires.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
             ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], **options)
-            out, lse, call = ring._run_forward(q, k, v, scale)
+            out, lse, call, _ = ring._run_forward(q, k, v, scale)
             return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call)], ring.ledger
 
     results = in_threads(case.cp, work)

@@ -11,6 +11,7 @@ import torch
 
 from elastic_ring.attention import block_pass, block_proof, sparse_ring
 from elastic_ring.attention.block_kernels import KERNELS, REFERENCE, select_sparse
+from elastic_ring.attention.device_blocks import on_device
 from elastic_ring.attention.exchange import HopBuffers
 from elastic_ring.attention.kernels.block_reference import seen_by, seen_by_key
 from elastic_ring.attention.kernels.block_sparse import flex_mask, num_padded_blocks
@@ -19,7 +20,7 @@ from elastic_ring.attention.layout import contiguous, zigzag
 from elastic_ring.attention.merge import add_placed_
 from elastic_ring.attention.rules import Window
 from elastic_ring.attention.sparse import SparsePattern
-from elastic_ring.attention.sparse_blocks import on_device, plan_blocks
+from elastic_ring.attention.sparse_blocks import plan_blocks
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.attention.sparse_schedule import plan_sparse
 from tests.gpu.gpu_rings import Wires, run_sparse_on
@@ -41,7 +42,7 @@ def rings() -> Iterator[ThreadRings]:
 def halves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Own gradients in one part, and in two around the fetched ones."""
     if request.param:
-        monkeypatch.setattr(block_pass, "HALVED_FLOPS", 0)
+        monkeypatch.setattr(block_pass, "HALVING_S", 0)
 
 
 def check(case: BlockCase, found: list[torch.Tensor]) -> None:
@@ -57,7 +58,7 @@ def test_fp64_agrees_with_the_masked_reference_and_moves_the_planned_bytes(
     """Layouts take turns, and so do own gradients in one part and in two around the fetched ones."""
     number = cp + list(FAMILIES).index(family)
     if number % 8 >= 4:
-        monkeypatch.setattr(block_pass, "HALVED_FLOPS", 0)
+        monkeypatch.setattr(block_pass, "HALVING_S", 0)
     layout = LAYOUTS[number % 4]
     case = block_case(family, cp, layout, num_kv_heads=4 if cp == 3 else 2)
     found, ledgers = run_sparse(case, rings.groups(cp), kernel=KERNEL)
@@ -93,7 +94,7 @@ def test_every_layout_serves_every_grouping_of_heads(
 def test_posted_as_one_operation_a_pass_and_direction_the_bits_are_the_same(
     rings: ThreadRings, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_pass, "HALVED_FLOPS", 0)
+    monkeypatch.setattr(block_pass, "HALVING_S", 0)
     case = block_case(family, 4, "zigzag")
     want, _ = run_sparse(case, rings.groups(4), kernel=KERNEL)
     wires = Wires(4)
@@ -155,8 +156,8 @@ def test_calls_share_buffers_and_make_none_after_the_first(rings: ThreadRings) -
         return sizes[0]
 
     rings.groups(2)
-    plan = plan_blocks(case.schedule, 0)
-    rows = 4 * (plan.num_fetched_rows + plan.num_served_rows) * case.head_dim * 8
+    stage = plan_blocks(case.schedule, 0)[0].stages[0]
+    rows = 4 * (stage.num_fetched_rows + stage.num_served_rows) * case.head_dim * 8
     assert in_threads(2, work)[0][0] == rows
 
 
@@ -243,8 +244,8 @@ def test_a_kernel_that_is_wrong_between_stretches_of_keys_is_found(planted: str)
             return out, lse.nan_to_num(neginf=-30.0)
         return (out * 1.1, lse) if planted == "forward" and k.size(1) != q.size(1) else (out, lse)
 
-    def backward(*arguments: Any) -> Any:
-        dq, dk, dv = REFERENCE.backward(*arguments)
+    def backward(*arguments: Any, **places: Any) -> Any:
+        dq, dk, dv = REFERENCE.backward(*arguments, **places)
         if planted == "unseen keys":
             dv[:, :128] += 1
         return (dq, dk * 1.1, dv) if planted == "backward" and dk.size(1) != dq.size(1) else (dq, dk, dv)
@@ -270,7 +271,7 @@ def test_tables_mean_the_pattern_in_both_directions(family: str, documents: tupl
         own = mask[order][:, rows][:, :, rows]
         assert torch.equal(seen_by(blocks.own).expand_as(own), own)
         assert torch.equal(seen_by_key(blocks.own).expand_as(own), own)
-        for tables in blocks.fetched:
+        for tables in (tables for stage in blocks.stages for tables in stage.fetched):
             if tables is not None:
                 assert torch.equal(seen_by(tables), seen_by_key(tables))
                 assert seen_by(tables).any(1).any(0).all()  # no key was fetched in vain
@@ -312,15 +313,15 @@ def test_shares_are_added_where_they_belong_in_hop_order() -> None:
 def test_only_queries_that_see_a_fetched_key_meet_them() -> None:
     near, far = block_case("window", 4, "contiguous"), block_case("local and dense heads", 4, "zigzag")
     cpu = torch.device("cpu")
-    of_near = [plan_blocks(near.schedule, cp_rank).readers[0].tolist() for cp_rank in range(4)]
+    of_near = [plan_blocks(near.schedule, cp_rank)[1].stages[0].readers[0].tolist() for cp_rank in range(4)]
     assert of_near == [[], [0, 1], [0, 1], [0, 1]]  # a window of three blocks reaches back over two
-    assert on_device(near.schedule, 1, cpu).readers == (slice(0, 256),)
-    scattered = [rows for rank in range(4) for rows in on_device(far.schedule, rank, cpu).readers]
+    assert on_device(near.schedule, 1, cpu).stages[0].readers == (slice(0, 256),)
+    scattered = [rows for rank in range(4) for rows in on_device(far.schedule, rank, cpu).stages[0].readers]
     assert any(isinstance(rows, torch.Tensor) for rows in scattered)
     for case in (near, far):
         for cp_rank in range(4):
-            plan = plan_blocks(case.schedule, cp_rank)
-            for kept, readers in zip(plan.kept, plan.readers, strict=True):
+            (tables,) = plan_blocks(case.schedule, cp_rank)[1].stages
+            for kept, readers in zip(tables.kept, tables.readers, strict=True):
                 assert kept.shape[1] == len(readers)
 
 
@@ -331,7 +332,8 @@ def test_tables_lie_by_rows_as_the_kernels_read_them(family: str, layout: str) -
     of_ranks = [on_device(case.schedule, cp_rank, cpu) for cp_rank in range(4)]
     found = [tables_for(SparsePattern(FAMILIES[family]), 2048, 4, cpu)]
     for blocks in of_ranks:
-        found += [blocks.own, *blocks.own_parts, *(tables for tables in blocks.fetched if tables is not None)]
+        found += [blocks.own, *blocks.own_parts]
+        found += [tables for stage in blocks.stages for tables in stage.fetched if tables is not None]
     for tables in found:
         for lists in (tables.own, tables.own_by_key, tables.full, tables.full_by_key):
             assert lists.counts.stride(-1) == 1

@@ -57,14 +57,14 @@ def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Blo
 
 def flash_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    tables: BlockTables, scale: float,
+    tables: BlockTables, scale: float, *, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
 ) -> _Grads:  # fmt: skip
     """These keys' share of dq, and their dk and dv, in the inputs' type, from the merged `out` and `lse`
-    (+inf where a query sees nothing at all)."""
+    (+inf where a query sees nothing at all). `dk` and `dv`, shaped like k and v, are written to when given."""
     interface, kind, causal = _flash()
     grads: _Grads = interface._flash_attn_bwd(
         q, k, v, out, dout, lse.transpose(1, 2).contiguous(), softmax_scale=scale, mask_mod=causal,
-        block_sparse_tensors=_flash_tables(kind, tables.own_by_key, tables.full_by_key),
+        block_sparse_tensors=_flash_tables(kind, tables.own_by_key, tables.full_by_key), dk=dk, dv=dv,
     )[:3]  # fmt: skip
     return grads
 
