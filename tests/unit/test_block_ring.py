@@ -14,8 +14,7 @@ from elastic_ring.attention.block_kernels import KERNELS, REFERENCE, select_spar
 from elastic_ring.attention.device_blocks import on_device
 from elastic_ring.attention.exchange import HopBuffers
 from elastic_ring.attention.kernels.block_reference import seen_by, seen_by_key
-from elastic_ring.attention.kernels.block_sparse import flex_mask, num_padded_blocks
-from elastic_ring.attention.kernels.block_tables import tables_between, tables_for
+from elastic_ring.attention.kernels.block_tables import tables_for
 from elastic_ring.attention.layout import contiguous, zigzag
 from elastic_ring.attention.merge import add_placed_
 from elastic_ring.attention.rules import Window
@@ -275,32 +274,6 @@ def test_tables_mean_the_pattern_in_both_directions(family: str, documents: tupl
             if tables is not None:
                 assert torch.equal(seen_by(tables), seen_by_key(tables))
                 assert seen_by(tables).any(1).any(0).all()  # no key was fetched in vain
-
-
-def test_flex_attention_is_told_the_same_of_rectangles() -> None:
-    from torch.nn.attention.flex_attention import BlockMask
-
-    generator = torch.Generator().manual_seed(0)
-    full = torch.rand(2, 3, 5, generator=generator) < 0.4
-    full[:, 1] = False
-    tables = tables_between(None, full.numpy(), torch.device("cpu"))
-    mask = flex_mask(tables)
-    assert num_padded_blocks(tables) == 6
-    assert mask.seq_lengths == (3 * 128, 6 * 128)
-    assert mask.kv_num_blocks.sum() == 0
-    assert torch.equal(mask.to_dense()[0, :, :, :5].bool(), full)
-    assert not mask.to_dense()[0, :, :, 5:].any()
-    made = BlockMask.from_kv_blocks(
-        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, 128,
-        seq_lengths=mask.seq_lengths,
-    )  # fmt: skip
-    assert torch.equal(made.full_q_num_blocks, mask.full_q_num_blocks)
-    for head in range(2):
-        for block in range(6):
-            count = made.full_q_num_blocks[0, head, block]
-            ours, theirs = (x[0, head, block, :count] for x in (mask.full_q_indices, made.full_q_indices))
-            assert torch.equal(ours, theirs)
-    assert flex_mask(tables) is mask
 
 
 def test_shares_are_added_where_they_belong_in_hop_order() -> None:

@@ -60,6 +60,11 @@ class BlockTables:
     def device(self) -> torch.device:
         return self.own.counts.device
 
+    @property
+    def num_heads(self) -> int:
+        """Of the lists: 1 where all heads share them."""
+        return self.own.counts.size(1)
+
     def of_heads(self, first: int, last: int) -> BlockTables:
         """The tables of query heads `first` to `last`."""
         lists = (self.own, self.own_by_key, self.full, self.full_by_key)
