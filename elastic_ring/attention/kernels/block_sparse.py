@@ -145,7 +145,7 @@ def _of_heads(mask: Any, first: int, num_heads: int) -> Any:
     return _block_mask(mask.seq_lengths, {name: getattr(mask, name)[:, first : first + num_heads] for name in _LISTS})
 
 
-def _block_mask(seq_lengths: tuple[int, int], lists: dict[str, torch.Tensor]) -> Any:
+def _block_mask(seq_lengths: tuple[int, int], lists: dict[str, Any]) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     return BlockMask(seq_lengths=seq_lengths, BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS), mask_mod=_causal, **lists)
