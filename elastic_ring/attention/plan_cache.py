@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from threading import Lock
 from typing import Generic, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -17,11 +18,13 @@ _R = TypeVar("_R")
 
 class KeptWithin(Generic[_P, _R]):
     """`make` of hashable arguments, remembered: those used longest ago are dropped while all together weigh more than
-    `limit_bytes`. The newest stays whatever it weighs. What a result weighs may grow while it is kept."""
+    `limit_bytes`. The newest stays whatever it weighs, and what somebody else holds is found again. What a result
+    weighs may grow while it is kept."""
 
     def __init__(self, make: Callable[_P, _R], limit_bytes: int, weigh: Callable[[_R], int]) -> None:
         self._make, self._limit_bytes, self._weigh = make, limit_bytes, weigh
         self._kept: OrderedDict[Hashable, _R] = OrderedDict()
+        self._alive: WeakValueDictionary[Hashable, _R] = WeakValueDictionary()
         self._lock = Lock()
         self.__doc__ = make.__doc__
 
@@ -31,9 +34,10 @@ class KeptWithin(Generic[_P, _R]):
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        result = self._make(*args, **kwargs)
+            held = self._alive.get(key)
+        result = self._make(*args, **kwargs) if held is None else held
         with self._lock:
-            self._kept[key] = result
+            self._kept[key] = self._alive[key] = result
             self._kept.move_to_end(key)
             weights = [self._weigh(each) for each in self._kept.values()]
             total = sum(weights)
@@ -56,6 +60,7 @@ class KeptWithin(Generic[_P, _R]):
     def cache_clear(self) -> None:
         with self._lock:
             self._kept.clear()
+            self._alive.clear()
 
 
 def kept_within(limit_bytes: int, weigh: Callable[[_R], int]) -> Callable[[Callable[_P, _R]], KeptWithin[_P, _R]]:
