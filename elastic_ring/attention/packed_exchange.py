@@ -77,6 +77,7 @@ class PackedExchange:
         self._keep = keep
         self._coalesced = coalesced
         self._posted: dict[tuple[int, int], _Operation] = {}
+        self._read_aside: list[torch.Tensor] = []
 
     @property
     def keeps(self) -> bool:
@@ -91,6 +92,8 @@ class PackedExchange:
         stage = self._blocks.stages[index]
         fetched = self._keys_buffer(index)
         served = self._buffer("served", 0, 1, stage.plan.num_served_rows, _served, k.dtype)
+        # Until all that was posted is waited for: memory that is let go is free for the kernels' stream at once.
+        self._read_aside += [k, v]
         with self._beside():
             if stage.plan.num_served_rows:
                 for kind, x in enumerate((k, v)):
@@ -122,6 +125,7 @@ class PackedExchange:
         """Wait until the last buffer has left; the pass is over."""
         for kind, index in list(self._posted):
             self._settle(kind, index)
+        self._read_aside.clear()
 
     def abandon(self) -> list[torch.Tensor]:
         """Give up after an error: let go of the group and its works, return the buffers of those under way."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
 from elastic_ring.attention.device_blocks import on_device
 from elastic_ring.attention.families import BigBird
+from elastic_ring.attention.kernels import block_reference
 from elastic_ring.attention.kernels.block_sparse import compiled_shape, flex_mask, padded_blocks
 from elastic_ring.attention.kernels.block_tables import BlockTables, tables_between, tables_for
 from elastic_ring.attention.layout import zigzag
@@ -69,6 +73,29 @@ def test_halves_of_the_heads_are_views_of_the_mask_of_all() -> None:
         assert mask.full_kv_indices.untyped_storage().data_ptr() == of_whole.untyped_storage().data_ptr()
     shared = tables_for(SparsePattern((BigBird(2, 0, 2),), 128), 128 * 24, 4, CPU)
     assert flex_mask(shared.of_heads(2, 4)) is flex_mask(shared)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles for the CPU")
+@pytest.mark.filterwarnings("default")  # the compiler warns of its own deprecations
+def test_a_compiled_kernel_reads_narrow_lists() -> None:
+    """Its CPU form, which gives no lse and, unlike that of GPUs, insists on wide lists of masked blocks by query."""
+    generator = torch.Generator().manual_seed(0)
+    full = torch.rand(2, 18, 22, generator=generator) < 0.3
+    full[:, 1] = False
+    tables = tables_between(None, full.numpy(), CPU, all_rows=False)
+    mask, (num_q, num_k) = flex_mask(tables), padded_blocks(tables)
+    assert mask.full_kv_indices.size(-1) == 16 < num_k
+    mask.kv_indices = functional.pad(mask.kv_indices, (0, num_k - mask.kv_indices.size(-1)))
+    q, k, v = (torch.randn(1, 128 * num, 2, 64, generator=generator) for num in (18, 22, 22))
+    padded = [
+        functional.pad(x, (0, 0, 0, 0, 0, 128 * num - x.size(1))).transpose(1, 2)
+        for x, num in ((q, num_q), (k, num_k), (v, num_k))
+    ]
+    with torch.no_grad():
+        found = torch.compile(flex_attention, dynamic=False, fullgraph=True)(*padded, block_mask=mask, scale=0.125)
+    want, _ = block_reference.forward(q, k, v, tables, 0.125)
+    assert (found.transpose(1, 2)[:, : q.size(1)] - want).abs().max() < 1e-6
+    assert not found[:, :, 128:256].any()
 
 
 def num_ints(tables: BlockTables) -> int:
