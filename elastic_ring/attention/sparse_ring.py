@@ -46,7 +46,8 @@ served; a stage more is a round of kernels and a merge more, of which the exchan
 @dataclass(frozen=True)
 class Footprint:
     """What calls hold on their device: `buffer_bytes` in buffers that all rings share, `kept_bytes` each from forward
-    to backward, `table_bytes` the tables of a plan with what kernels have made of them so far."""
+    to backward, `table_bytes` the tables of a plan with what kernels have made of them so far. Not what a pass takes
+    and gives back: of several stages its sums are of fp32."""
 
     num_stages: int
     buffer_bytes: int
