@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from elastic_ring.attention.block_kernels import SparseKernel, select_sparse
 from elastic_ring.attention.block_pass import BlockPass
-from elastic_ring.attention.checks import check_local_length, check_tensors
+from elastic_ring.attention.checks import check_group, check_local_length, check_tensors
 from elastic_ring.attention.device_blocks import DeviceBlocks, on_device
 from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger
 from elastic_ring.attention.kernels import masked_cpu
@@ -96,7 +96,7 @@ class SparseRingAttention(KeepsResults):
         keep_keys: bool | None = None,
         coalesced: bool | None = None,
     ) -> None:
-        _check_group(schedule, cp_rank, group)
+        check_group(schedule, cp_rank, group)
         if ahead < 1:
             raise ValueError(f"ahead={ahead}: at least the next hop is posted; use 1")
         if stage_bytes < 1:
@@ -378,17 +378,3 @@ def _put(whole: torch.Tensor, rows: Any, heads: tuple[int, ...], part: torch.Ten
         whole[:, rows][:, :, list(heads)] = part
     else:
         whole[:, rows[:, None], torch.tensor(heads)[None, :]] = part
-
-
-def _check_group(schedule: SparseSchedule, cp_rank: int, group: Group | None) -> None:
-    if not 0 <= cp_rank < schedule.cp:
-        raise ValueError(f"cp_rank={cp_rank}: the schedule has ranks 0 to {schedule.cp - 1}")
-    if group is None:
-        if schedule.cp > 1:
-            raise ValueError(f"group=None: a schedule for cp={schedule.cp} needs a group of as many ranks")
-    elif group.size() != schedule.cp:
-        raise ValueError(f"the group has {group.size()} ranks, the schedule has cp={schedule.cp}; plan anew")
-    elif group.rank() != cp_rank:
-        raise ValueError(f"cp_rank={cp_rank}, but this process is rank {group.rank()} of the group; use that")
-
-
