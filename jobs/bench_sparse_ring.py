@@ -8,7 +8,8 @@ bf16, forward and backward, through autograd. Patterns: `mixed@d`, half a window
 the time of all the sparse work on one GPU, shared out evenly, over the ring's; work max/mean says how uneven the
 layout leaves it, which bounds it. *Of ideal* is the speed-up over the dense ring (zigzag, the dense kernel's best, same
 exchange), over 1/density. Repeats are interleaved in a new order each; a time is the slowest rank's, every figure the
-median over repeats. Tables are made before; how long that took is printed.
+median over repeats. Tables are made before; how long that took is printed. Beside it: in how many stages keys are
+fetched, what their buffers hold on the rank that holds most, how much of them waits for backward, if it does.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ from elastic_ring.attention.placement import work_max_over_mean
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.sparse import SparsePattern
-from elastic_ring.attention.sparse_blocks import plan_blocks
-from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.sparse_ring import STAGE_LIMIT_BYTES, Footprint, SparseRingAttention
 from elastic_ring.attention.sparse_schedule import plan_sparse
 from jobs.pattern_speed_gpu import pattern_of
 
@@ -70,6 +70,10 @@ class Row:
     peak_bytes: int = 0
     driver_bytes: int = 0
     planned_s: float = 0.0
+    num_stages: int = 0
+    buffer_bytes: int = 0
+    kept_bytes: int = 0
+    table_bytes: int = 0
 
 
 @dataclass
@@ -149,16 +153,21 @@ class Bench:
         for layout_name in self.options.layouts:
             layout, begun = make_layout(layout_name, tokens, self.cp), time.monotonic()
             schedule = plan_sparse(pattern, layout, *self.options.heads)
-            plan_blocks(schedule, self.cp_rank)
             ledger, buffers = HopLedger(), HopBuffers()
             ring = SparseRingAttention(
                 schedule, self.cp_rank, self.group, ledger=ledger, buffers=buffers, kernel=kernel,
                 deterministic=self.options.deterministic, partials=self.options.partials,
+                stage_bytes=self.options.stage_bytes, keep_keys=self.options.keep_keys,
             )  # fmt: skip
+            tensors = self.tensors(tokens // self.cp, self.cp_rank)
+            ring.footprint(tensors[0])
             row = Row(tokens, name, density, f"ring, {layout_name}", planned_s=time.monotonic() - begun)
             row.work_max_over_mean = work_max_over_mean(layout, pattern.row_pairs(tokens))
-            systems.append(System(row, ring, self.tensors(tokens // self.cp, self.cp_rank), ledger, buffers))
+            systems.append(System(row, ring, tensors, ledger, buffers))
         self.measure(systems, self.options.repeats)
+        for system in systems:
+            if isinstance(system.attend, SparseRingAttention) and system.row.refusal is None:
+                self._held(system.row, system.attend.footprint(system.tensors[0]))
         rows = [system.row for system in systems]
         single = next((row.median_s for row in rows if row.system == SINGLE), 0.0)
         for row in rows:
@@ -228,6 +237,12 @@ class Bench:
             dist.all_reduce(total)
             system.row.sent_bytes = total.item() / self.options.watched / self.cp
 
+    def _held(self, row: Row, footprint: Footprint) -> None:
+        row.num_stages = footprint.num_stages
+        row.buffer_bytes, row.kept_bytes, row.table_bytes = (
+            int(self._most(float(n))) for n in (footprint.buffer_bytes, footprint.kept_bytes, footprint.table_bytes)
+        )
+
     def _most(self, value: float) -> float:
         most = torch.tensor([value], device=self.device, dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -271,7 +286,8 @@ def _rank(cp_rank: int, cp: int, store: str, options: argparse.Namespace) -> Non
 
 _HEAD = (
     f"{'tokens':>9} {'pattern':<14} {'density':>8} {'system':<17} {'ms':>9} {'effic.':>7} {'max/mean':>8} {'ideal':>6}"
-    f" {'sent MiB':>9} {'of dense':>8} {'exposed':>8} {'peak GiB':>8} {'driver':>7} {'plan s':>6}"
+    f" {'sent MiB':>9} {'of dense':>8} {'exposed':>8} {'peak GiB':>8} {'driver':>7} {'plan s':>6} {'stages':>6}"
+    f" {'buffers GiB':>11} {'kept MiB':>8} {'tables MiB':>10}"
 )
 
 
@@ -284,7 +300,9 @@ def _line(row: Row) -> str:
         f" {_figure(row.work_max_over_mean, '.3f'):>8} {_figure(row.of_ideal, '.1%'):>6}"
         f" {row.sent_bytes / 2**20:>9.1f} {_figure(row.of_dense_bytes, '.1%'):>8}"
         f" {_figure(None if row.exposed_s is None else 1e3 * row.exposed_s, '.2f'):>8}"
-        f" {row.peak_bytes / 2**30:>8.2f} {row.driver_bytes / 2**30:>7.1f} {row.planned_s:>6.1f}"
+        f" {row.peak_bytes / 2**30:>8.2f} {row.driver_bytes / 2**30:>7.1f} {row.planned_s:>6.1f} {row.num_stages:>6}"
+        f" {row.buffer_bytes / 2**30:>11.2f} {_figure(row.kept_bytes / 2**20 if row.kept_bytes else None, '.1f'):>8}"
+        f" {row.table_bytes / 2**20:>10.1f}"
     )
 
 
@@ -300,10 +318,14 @@ def _write(rows: list[Row], options: argparse.Namespace, cp: int) -> None:
         "torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "heads": options.heads, "head_dim": options.head_dim, "kernel": options.kernel,
         "deterministic": options.deterministic, "partials": str(options.partials or "the kernel's type"),
+        "stage_bytes": options.stage_bytes, "keep_keys": options.keep_keys,
         "rows": [asdict(row) for row in rows],
     }  # fmt: skip
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+_KEEP = {"auto": None, "yes": True, "no": False}
 
 
 def _tokens(text: str) -> int:
@@ -333,9 +355,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kernel", default=None, help="pin the sparse kernel")
     parser.add_argument("--deterministic", action="store_true", help="kernels whose gradients repeat bit for bit")
     parser.add_argument("--partials", choices=["fp32"], help="dK and dV travel in fp32, not in the kernel's type")
+    parser.add_argument("--stage-bytes", default=STAGE_LIMIT_BYTES, type=int, help=f"({STAGE_LIMIT_BYTES})")
+    parser.add_argument("--keep-keys", choices=list(_KEEP), default="auto", help="for backward (auto: where few)")
     parser.add_argument("--out", default=None, type=Path)
     options = parser.parse_args(arguments)
     options.partials = torch.float32 if options.partials else None
+    options.keep_keys = _KEEP[options.keep_keys]
     named = [f"mixed@{density}" for density in options.densities.split(",")] + ["window@0.01", "longnet"]
     options.patterns = options.patterns.split(",") if options.patterns else named
     return options

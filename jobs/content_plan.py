@@ -23,7 +23,7 @@ from elastic_ring.attention.layout import zigzag
 from elastic_ring.attention.routing_plan import RoutingPlan, plan_routing
 from elastic_ring.attention.rules import Rule
 from elastic_ring.attention.sparse import SparsePattern
-from elastic_ring.attention.sparse_blocks import on_device
+from elastic_ring.attention.device_blocks import on_device
 from elastic_ring.attention.sparse_schedule import plan_sparse
 
 REPEATS = 3
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         begun = time.process_time()
         schedule = plan_sparse(SparsePattern(rules), layout, options.heads, options.kv_heads)
         planned = time.process_time()
-        on_device(schedule, options.cp - 1, torch.device("cpu"))
+        on_device.fresh(schedule, options.cp - 1, torch.device("cpu"))
         hops.append(planned - begun)
         tables.append(time.process_time() - planned)
     print(

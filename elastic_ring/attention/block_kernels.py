@@ -24,7 +24,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockTables, float], _Pair]
 """q (B, Sq, H, D), k and v (B, Sk, Hkv, D), tables, scale to out (B, Sq, H, D) and natural-log lse (B, Sq, H)."""
 Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""(dout, q, k, v, out, lse, tables, scale) to dq, dk, dv, from the merged out and lse."""
+"""(dout, q, k, v, out, lse, tables, scale) to dq, dk, dv, from the merged out and lse; see `writes_gradients`."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class SparseKernel:
     `deterministic` says that equal calls give equal bits, gradients included; the self-test checks it. `keeps_type`
     says that gradients come in the inputs' type, so that a wider one on the wire would add bytes and no digits;
     `by_length`, that the kernel is compiled anew for each number of query and of key blocks.
+    `writes_gradients`, that backward takes `dk` and `dv` of the inputs' type to write to, rows apart or not.
     """
 
     name: str
@@ -47,6 +48,7 @@ class SparseKernel:
     package: str | None = None
     keeps_type: bool = True
     by_length: bool = False
+    writes_gradients: bool = False
 
     def refusal(self, head_dim: int, dtype: torch.dtype, deterministic: bool, device: str = "cuda") -> str | None:
         """Why it cannot serve such calls, or None when it can."""
@@ -69,7 +71,7 @@ class SparseKernel:
 KERNELS = (
     SparseKernel(
         "flash-attn-4-sparse", block_sparse.flash, block_sparse.flash_forward, block_sparse.flash_backward, False,
-        package="flash-attn-4",
+        package="flash-attn-4", writes_gradients=True,
     ),
     SparseKernel(
         "flex-sparse", block_sparse.flex, block_sparse.flex_forward, block_sparse.flex_backward, True, by_length=True
@@ -80,6 +82,7 @@ KERNELS = (
 REFERENCE = SparseKernel(
     "reference-sparse", block_reference.whole, block_reference.forward, block_reference.backward, True, None,
     (torch.float64, torch.float32, torch.bfloat16, torch.float16), ("cpu", "cuda"), keeps_type=False,
+    writes_gradients=True,
 )  # fmt: skip
 """Writes all scores down, in fp64. Served only when pinned."""
 

@@ -1,4 +1,4 @@
-"""One pass of a sparse ring over whole blocks: own keys, then all fetched ones, each in one kernel call.
+"""One pass of a sparse ring over whole blocks: own keys, then the fetched ones stage by stage.
 
 Takes an exchange that moves the keys and a kernel that computes over tables; adds up in a fixed order. Tensors come in
 the model's order of heads and leave in it; inside, the heads of a group are neighbours. Posts and waits for nothing
@@ -7,19 +7,34 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from elastic_ring.attention.block_kernels import SparseKernel
+from elastic_ring.attention.device_blocks import DeviceBlocks, DeviceStage
 from elastic_ring.attention.kernels.block_tables import BlockTables
-from elastic_ring.attention.merge import Accumulator, GradientSum, add_, add_placed_, lse_for_backward, merge_
+from elastic_ring.attention.merge import (
+    Accumulator,
+    GradientSum,
+    accumulate_dtype,
+    add_,
+    add_placed_,
+    lse_for_backward,
+    merge_,
+)
+from elastic_ring.attention.own_sums import KeySums
 from elastic_ring.attention.packed_exchange import PackedExchange
-from elastic_ring.attention.sparse_blocks import DeviceBlocks, Region
+from elastic_ring.attention.sparse_blocks import Region
 
-HALVED_FLOPS = 1e11
-"""Where own keys' gradients have fewer than these (a fifth of a millisecond of an H200), one launch more costs more
-than it hides."""
+LINK_BYTES_PER_S = 3e11
+"""One way between two H200s through NCCL, for messages of this size."""
+KERNEL_FLOPS = 4e14
+"""Of a block-sparse backward kernel on an H200, at a few percent of the pairs."""
+HALVING_S = 2e-4
+"""What it costs to run own keys' gradients in two halves: one more round of launches, and tails of two kernels."""
+
+_Share = tuple[slice | torch.Tensor, slice, torch.Tensor]
 
 
 class BlockPass:
@@ -31,32 +46,36 @@ class BlockPass:
         kernel: SparseKernel,
         exchange: PackedExchange,
         observe: Callable[[int], None],
-        cp: int,
         scale: float,
     ) -> None:
         self._blocks, self._kernel, self._exchange = blocks, kernel, exchange
-        self._observe, self._cp, self._scale = observe, cp, scale
+        self._observe, self._scale = observe, scale
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """out (B, S_local, H, D) and lse (B, S_local, H), +inf where a query sees nothing."""
-        blocks = self._blocks
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """out (B, S_local, H, D), lse (B, S_local, H), +inf where a query sees nothing, and the fetched keys if the
+        exchange keeps them."""
+        blocks, keys = self._blocks, None
         q, k, v = self._inner(q), self._inner_keys(k), self._inner_keys(v)
-        self._exchange.post_keys(k, v)
+        self._exchange.post_keys(0, k, v)
         self._observe(0)
-        # Two parts, already rounded, are summed in registers and rounded once: no wider sum would say more.
-        total = Accumulator(q, q.dtype)
+        total = Accumulator(q, self._running_dtype(q))
         total.add((0, q.size(1)), *self._kernel.forward(q, k, v, blocks.own, self._scale))
-        keys = self._exchange.take_keys()
-        self._observe_fetched()
-        for region, tables, rows in zip(blocks.plan.regions, blocks.fetched, blocks.readers, strict=True):
-            if tables is not None:
-                heads = slice(*region.heads)
-                part = self._kernel.forward(_taken(q, rows, heads), *_of(keys, region), tables, self._scale)
-                out, lse = _taken(total.out, rows, heads), _taken(total.lse, rows, heads)
-                merge_(out, lse, *part)
-                _put_back(total.out, rows, heads, out)
-                _put_back(total.lse, rows, heads, lse)
-        return self._outer(total.out), self._outer(lse_for_backward(total.lse))
+        for index, stage in enumerate(blocks.stages):
+            keys = self._exchange.take_keys(index)
+            self._exchange.post_keys(index + 1, k, v)
+            self._observe_stage(stage)
+            for region, tables, rows in zip(stage.plan.regions, stage.fetched, stage.readers, strict=True):
+                if tables is not None:
+                    heads = slice(*region.heads)
+                    part = self._kernel.forward(_taken(q, rows, heads), *_of(keys, region), tables, self._scale)
+                    out, lse = _taken(total.out, rows, heads), _taken(total.lse, rows, heads)
+                    merge_(out, lse, *part)
+                    _put_back(total.out, rows, heads, out)
+                    _put_back(total.lse, rows, heads, lse)
+        out, lse = self._outer(total.out.to(q.dtype)), self._outer(lse_for_backward(total.lse))
+        return out, lse, keys if self._exchange.keeps else None
 
     def backward(
         self,
@@ -66,41 +85,68 @@ class BlockPass:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
+        keys: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv as q, k, v. Half of the own heads run behind the keys' arrival, half behind the partials'."""
-        blocks = self._blocks
+        """dq, dk, dv as q, k, v. `keys` are the fetched ones if forward kept them; the bits are the same without."""
         k, v = self._inner_keys(k), self._inner_keys(v)
         rank = _Queries(*(self._inner(x) for x in (dout, q, out, lse)))
-        dq = GradientSum(rank.q, rank.q.dtype)
-        self._exchange.post_keys(k, v)
+        dq = GradientSum(rank.q, self._running_dtype(rank.q))
+        sums = (self._fetching if keys is None else self._not_fetching)(rank, k, v, dq, keys)
+        dk, dv = (self._outer_keys(x.to(k.dtype)) for x in sums.totals)
+        return self._outer(dq.total.to(q.dtype)), dk, dv
+
+    def _fetching(
+        self, rank: _Queries, k: torch.Tensor, v: torch.Tensor, dq: GradientSum, _: torch.Tensor | None
+    ) -> KeySums:
+        """Own keys behind the arrival of the first stage's, or a half of their heads where the other has the return
+        of the last stage's partials to hide."""
+        stages, num_heads, half = self._blocks.stages, k.size(2), self._first_heads(rank.q)
+        sums = self._sums(k, halved=half < num_heads)
+        self._exchange.post_keys(0, k, v)
         self._observe(0)
-        num_heads, half = k.size(2), self._half(rank.q)
-        own = [self._own(rank, k, v, (0, half), blocks.own_parts[0] if half < num_heads else blocks.own, dq)]
-        keys = self._exchange.take_keys()
-        self._observe_fetched()
-        partials = self._exchange.partials_buffer()
-        for region, tables, rows in zip(blocks.plan.regions, blocks.fetched, blocks.readers, strict=True):
-            if tables is not None:
-                heads = slice(*region.heads)
-                share = self._gradients(rank, heads, *_of(keys, region), tables, rows)
-                grown = _taken(dq.total, rows, heads)
-                if grown[0].is_contiguous():
-                    add_(grown, [share[0]])
-                else:
-                    grown.add_(share[0])
-                _put_back(dq.total, rows, heads, grown)
-                for place, found in zip(_of(partials, region), share[1:], strict=True):
-                    place.copy_(found)
-        self._exchange.swap_partials(partials)
+        own = self._blocks.own if half == num_heads else self._blocks.own_parts[0]
+        self._own(rank, k, v, (0, half), own, dq, sums)
+        for index, stage in enumerate(stages):
+            keys = self._exchange.take_keys(index)
+            self._exchange.post_keys(index + 1, k, v)
+            self._observe_stage(stage)
+            partials = self._exchange.partials_buffer(index)
+            for share in self._fetched(rank, stage, keys, partials):
+                _add_share(dq, share)
+            # One stage late, so that the readers of the one before had time to compute and return it.
+            self._add_partials(sums, index - 1)
+            self._exchange.swap_partials(index, partials)
         if half < num_heads:
-            own.append(self._own(rank, k, v, (half, num_heads), blocks.own_parts[1], dq))
-        dk, dv = (
-            torch.cat(parts, dim=2) if len(parts) > 1 else parts[0].contiguous() for parts in zip(*own, strict=True)
-        )
-        for total, inbox in zip((dk, dv), self._exchange.take_partials(), strict=True):
-            if blocks.plan.num_served_rows:
-                add_placed_(total.view(total.size(0), -1, total.size(3)), inbox, blocks.places)
-        return self._outer(dq.total), self._outer_keys(dk), self._outer_keys(dv)
+            self._own(rank, k, v, (half, num_heads), self._blocks.own_parts[1], dq, sums)
+        self._add_partials(sums, len(stages) - 1)
+        return sums
+
+    def _not_fetching(
+        self, rank: _Queries, k: torch.Tensor, v: torch.Tensor, dq: GradientSum, keys: torch.Tensor | None
+    ) -> KeySums:
+        """Fetched keys first, so that all own ones, in one call, have the way of the partials to hide. What the
+        fetched ones gave to dq waits, to be added in the order in which it is when they are fetched again."""
+        assert keys is not None
+        (stage,), sums = self._blocks.stages, self._sums(k, halved=False)
+        self._observe_stage(stage)
+        partials = self._exchange.partials_buffer(0)
+        shares = list(self._fetched(rank, stage, keys, partials))
+        self._exchange.swap_partials(0, partials)
+        self._observe(0)
+        self._own(rank, k, v, (0, k.size(2)), self._blocks.own, dq, sums)
+        for share in shares:
+            _add_share(dq, share)
+        self._add_partials(sums, 0)
+        return sums
+
+    def _fetched(
+        self, rank: _Queries, stage: DeviceStage, keys: torch.Tensor, partials: torch.Tensor
+    ) -> Iterator[_Share]:
+        """By head group the share of dq; dK and dV of the stage's keys go to `partials`."""
+        for region, tables, rows in zip(stage.plan.regions, stage.fetched, stage.readers, strict=True):
+            if tables is not None:
+                heads, (k, v), places = slice(*region.heads), _of(keys, region), _of(partials, region)
+                yield rows, heads, self._gradients(rank, heads, k, v, tables, places, rows)
 
     def _own(
         self,
@@ -110,13 +156,17 @@ class BlockPass:
         kv_heads: tuple[int, int],
         tables: BlockTables,
         dq: GradientSum,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """dk and dv of some own heads; their dq is added to `dq`."""
-        sharing = rank.q.size(2) // k.size(2)
-        heads, some = slice(kv_heads[0] * sharing, kv_heads[1] * sharing), slice(*kv_heads)
-        share = self._gradients(rank, heads, k[:, :, some], v[:, :, some], tables)
-        dq.add((0, rank.q.size(1)), share[0], heads)
-        return share[1], share[2]
+        sums: KeySums,
+    ) -> None:
+        sharing, some = rank.q.size(2) // k.size(2), slice(*kv_heads)
+        heads = slice(kv_heads[0] * sharing, kv_heads[1] * sharing)
+        places = sums.places(some)
+        if places is not None:
+            share = self._gradients(rank, heads, k[:, :, some], v[:, :, some], tables, places)
+        else:
+            share, *found = self._run(rank, heads, k[:, :, some], v[:, :, some], tables)
+            sums.put(some, found)
+        dq.add((0, rank.q.size(1)), share, heads)
 
     def _gradients(
         self,
@@ -125,20 +175,63 @@ class BlockPass:
         k: torch.Tensor,
         v: torch.Tensor,
         tables: BlockTables,
+        places: tuple[torch.Tensor, torch.Tensor],
         rows: slice | torch.Tensor = slice(None),
+    ) -> torch.Tensor:
+        """The share of dq; dK and dV are left in `places`, by the kernel itself where it can."""
+        if self._kernel.writes_gradients and places[0].dtype == k.dtype:
+            return self._run(rank, heads, k, v, tables, rows, dk=places[0], dv=places[1])[0]
+        share, *found = self._run(rank, heads, k, v, tables, rows)
+        for place, each in zip(places, found, strict=True):
+            place.copy_(each)
+        return share
+
+    def _run(
+        self,
+        rank: _Queries,
+        heads: slice,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tables: BlockTables,
+        rows: slice | torch.Tensor = slice(None),
+        **places: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout, q, out, lse = (_taken(x, rows, heads) for x in (rank.dout, rank.q, rank.out, rank.lse))
-        return self._kernel.backward(dout, q, k, v, out, lse, tables, self._scale)
+        return self._kernel.backward(dout, q, k, v, out, lse, tables, self._scale, **places)
 
-    def _half(self, q: torch.Tensor) -> int:
-        """How many own K/V heads run first."""
-        plan, num_heads = self._blocks.plan, len(self._blocks.plan.kv_head_order)
-        flops = 10.0 * q.size(0) * q.size(3) * plan.num_own_pairs
-        worth = plan.any_moved and self._blocks.half > 0 and flops >= HALVED_FLOPS
-        return self._blocks.half if worth else num_heads
+    def _add_partials(self, sums: KeySums, index: int) -> None:
+        """Add what the readers of stage `index` computed for own keys. Called in stage order, the order of sums."""
+        if index < 0:
+            return
+        inbox, stage = self._exchange.take_partials(index), self._blocks.stages[index]
+        if stage.plan.num_served_rows:
+            for kind, total in enumerate(sums.totals):
+                add_placed_(total.flatten(1, 2), inbox[:, :, kind].transpose(0, 1), stage.places)
 
-    def _observe_fetched(self) -> None:
-        for hop in range(1, self._cp):
+    def _sums(self, k: torch.Tensor, *, halved: bool) -> KeySums:
+        served = [stage.plan.num_served_rows > 0 for stage in self._blocks.stages]
+        # Partials of the stages before the last are added before the own share of the later heads.
+        early = halved and any(served[:-1])
+        dtype = accumulate_dtype(k.dtype) if early or sum(served) > 1 else k.dtype
+        return KeySums(k, dtype, early=early, writes=self._kernel.writes_gradients)
+
+    def _first_heads(self, q: torch.Tensor) -> int:
+        """How many own K/V heads run before the fetched ones."""
+        stages, num_heads = self._blocks.stages, len(self._blocks.plan.kv_head_order)
+        if not stages or not self._blocks.half:
+            return num_heads
+        num_rows = max(stages[-1].plan.num_fetched_rows, stages[-1].plan.num_served_rows)
+        row_bytes = 2 * q.size(0) * q.size(3) * self._exchange.partial_dtype.itemsize
+        flops = 10.0 * q.size(0) * q.size(3) * self._blocks.plan.num_own_pairs
+        hidden_s = min(num_rows * row_bytes / LINK_BYTES_PER_S, flops / 2 / KERNEL_FLOPS)
+        return self._blocks.half if hidden_s > HALVING_S else num_heads
+
+    def _running_dtype(self, q: torch.Tensor) -> torch.dtype:
+        """Two parts, already rounded, are summed in registers and rounded once: no wider sum would say more."""
+        return q.dtype if self._blocks.plan.num_row_visits <= 2 else accumulate_dtype(q.dtype)
+
+    def _observe_stage(self, stage: DeviceStage) -> None:
+        for hop in stage.plan.hops:
             self._observe(hop)
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
@@ -161,6 +254,16 @@ class _Queries:
         self.dout, self.q, self.out, self.lse = dout, q, out, lse
 
 
+def _add_share(dq: GradientSum, share: _Share) -> None:
+    rows, heads, found = share
+    grown = _taken(dq.total, rows, heads)
+    if grown[0].is_contiguous():
+        add_(grown, [found])
+    else:
+        grown.add_(found)
+    _put_back(dq.total, rows, heads, grown)
+
+
 def _taken(x: torch.Tensor, rows: slice | torch.Tensor, heads: slice) -> torch.Tensor:
     """Some tokens and heads of x (B, S, H, ...): a view for a slice of tokens, a copy for an index."""
     return x[:, rows, heads] if isinstance(rows, slice) else x[:, :, heads].index_select(1, rows)
@@ -172,7 +275,7 @@ def _put_back(x: torch.Tensor, rows: slice | torch.Tensor, heads: slice, part: t
 
 
 def _of(buffer: torch.Tensor, region: Region) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V (B, n, heads of the group, D) of a head group in a packed buffer (2, B, rows, D)."""
+    """K and V (B, n, heads of the group, D) of a head group in a packed buffer (rows, B, 2, D)."""
     num_heads = region.kv_heads[1] - region.kv_heads[0]
-    both = buffer[:, :, slice(*region.rows)].unflatten(2, (region.num_tokens, num_heads))
-    return both[0], both[1]
+    rows = buffer[slice(*region.rows)].unflatten(0, (region.num_tokens, num_heads))
+    return rows[:, :, :, 0].permute(2, 0, 1, 3), rows[:, :, :, 1].permute(2, 0, 1, 3)

@@ -84,13 +84,14 @@ def _whole_case(head_dim: int, dtype: torch.dtype, device: str, group: int) -> _
 
 
 def _ring_case(head_dim: int, dtype: torch.dtype, device: str, group: int) -> _Case:
-    """Three query blocks, their own keys and four fetched blocks, out and lse merged before gradients are taken.
+    """Three query blocks, their own keys and four fetched blocks, whose K and V lie side by side as rings have them,
+    out and lse merged before gradients are taken, which go where rings have them go.
 
     The first query block sees nothing anywhere, the second none of the fetched keys, the third not its own block;
     nobody sees the own keys of the first and of the third, nor one fetched block. All heads share their tables.
     """
     generator = torch.Generator().manual_seed(1)
-    shapes = _shapes(1, 3 * BLOCK_TOKENS, 7 * BLOCK_TOKENS, group, head_dim)
+    shapes = _shapes(2, 3 * BLOCK_TOKENS, 7 * BLOCK_TOKENS, group, head_dim)
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
     own, earlier = np.array([[False, True, False]]), np.zeros((1, 3, 3), dtype=bool)
     earlier[0, 2, 1] = True
@@ -106,20 +107,27 @@ def _ring_case(head_dim: int, dtype: torch.dtype, device: str, group: int) -> _C
     @torch.no_grad()
     def run(kernel: SparseKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
             scale: float) -> list[torch.Tensor]:  # fmt: skip
-        parts = [
-            kernel.forward(q, k[:, span], v[:, span], each, scale) for span, each in zip(spans, tables, strict=True)
-        ]
+        keys = [(k[:, spans[0]], v[:, spans[0]]), side_by_side(k[:, spans[1]], v[:, spans[1]])]
+        parts = [kernel.forward(q, *pair, each, scale) for pair, each in zip(keys, tables, strict=True)]
         out, lse = (x.to(accumulate_dtype(dtype)).contiguous() for x in parts[0])
         merge_(out, lse, *parts[1])
-        merged = (out.to(dtype), lse_for_backward(lse))
-        shares = [
-            kernel.backward(dout, q, k[:, span], v[:, span], *merged, each, scale)
-            for span, each in zip(spans, tables, strict=True)
-        ]
-        dk, dv = (torch.cat([share[i] for share in shares], dim=1) for i in (1, 2))
+        merged, shares = (out.to(dtype), lse_for_backward(lse)), []
+        for pair, each in zip(keys, tables, strict=True):
+            places = {}
+            if kernel.writes_gradients:  # every key of theirs, seen or not
+                unwritten = side_by_side(*(torch.full_like(x, math.nan) for x in pair))
+                places = dict(zip(("dk", "dv"), unwritten, strict=True))
+            shares.append((*kernel.backward(dout, q, *pair, *merged, each, scale, **places), *places.values()))
+        dk, dv = (torch.cat([share[i] for share in shares], dim=1) for i in (-2, -1))
         return [out, lse, shares[0][0].to(out.dtype) + shares[1][0].to(out.dtype), dk, dv]
 
     return inputs, as_tokens(kept, num_own_keys=3), run
+
+
+def side_by_side(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of k and v (B, n, Hkv, D) as views of one buffer of (n * Hkv) rows, B, 2 and D."""
+    both = torch.stack([k, v], dim=3).permute(1, 2, 0, 3, 4).contiguous()
+    return both[:, :, :, 0].permute(2, 0, 1, 3), both[:, :, :, 1].permute(2, 0, 1, 3)
 
 
 def _shapes(batch: int, num_queries: int, num_keys: int, group: int, head_dim: int) -> list[tuple[int, ...]]:

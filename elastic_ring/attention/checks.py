@@ -10,9 +10,10 @@ import torch
 from elastic_ring.attention.exchange import Group
 from elastic_ring.attention.layout import Layout
 from elastic_ring.attention.schedule import Schedule
+from elastic_ring.attention.sparse_schedule import SparseSchedule
 
 
-def check_group(schedule: Schedule, cp_rank: int, group: Group | None) -> None:
+def check_group(schedule: Schedule | SparseSchedule, cp_rank: int, group: Group | None) -> None:
     if not 0 <= cp_rank < schedule.cp:
         raise ValueError(f"cp_rank={cp_rank}: the schedule has ranks 0 to {schedule.cp - 1}")
     if group is None:

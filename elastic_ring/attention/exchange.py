@@ -75,6 +75,7 @@ class HopBuffers:
 
     def __init__(self) -> None:
         self._storages: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def get(
         self, name: str, slot: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -86,6 +87,12 @@ class HopBuffers:
         if kept is None or kept.numel() < num_elements or kept.device != device:
             kept = self._storages[name, slot, dtype] = torch.empty(num_elements, dtype=dtype, device=device)
         return kept[:num_elements].view(shape)
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """A GPU's stream for what fills these buffers beside the kernels; its blocks go before theirs."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device, priority=-1)
+        return self._streams[device]
 
     @property
     def num_bytes(self) -> int:

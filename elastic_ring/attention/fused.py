@@ -74,7 +74,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _add_placed_kernel(  # type: ignore[no-untyped-def]
     total_ptr, inbox_ptr, places_ptr,
-    num_rows, total_b, inbox_b,
+    num_rows, total_b, inbox_b, inbox_s,
     num_hops: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(1).to(tl.int64)
@@ -87,7 +87,7 @@ def _add_placed_kernel(  # type: ignore[no-untyped-def]
     for hop in tl.static_range(num_hops):
         place = tl.load(places_ptr + hop * num_rows.to(tl.int64) + row, mask=inside, other=-1).to(tl.int64)
         found = mask & (place >= 0)[:, None]
-        inbox_at = inbox_ptr + batch * inbox_b + place[:, None] * head_dim + dim[None, :]
+        inbox_at = inbox_ptr + batch * inbox_b + place[:, None] * inbox_s + dim[None, :]
         total += tl.load(inbox_at, mask=found, other=0.0).to(tl.float32)
     tl.store(total_at, total.to(total_ptr.dtype.element_ty), mask=mask)
 
@@ -123,17 +123,18 @@ def add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) -> None:
-    """`merge.eager_add_placed_` for contiguous rows on a GPU: every total is read and written once."""
+    """`merge.eager_add_placed_` on a GPU, for contiguous rows of `total` and of `inbox` with or without gaps between
+    them: every total is read and written once."""
     if total.numel() == 0 or places.numel() == 0:
         return
     assert _is_whole_contiguous(total), "the running sum must have contiguous rows"
-    assert _is_whole_contiguous(inbox), "the shares must have contiguous rows"
+    assert inbox.stride(2) == 1, "each share must be contiguous"
     batch, num_rows, head_dim = total.shape
     padded_dim = triton.next_power_of_2(head_dim)
     block = max(1, 4096 // padded_dim)
     _add_placed_kernel[(triton.cdiv(num_rows, block), batch)](
-        total, inbox, places, num_rows, total.stride(0), inbox.stride(0), num_hops=places.size(0), head_dim=head_dim,
-        padded_dim=padded_dim, block=block,
+        total, inbox, places, num_rows, total.stride(0), inbox.stride(0), inbox.stride(1), num_hops=places.size(0),
+        head_dim=head_dim, padded_dim=padded_dim, block=block,
     )  # fmt: skip
 
 

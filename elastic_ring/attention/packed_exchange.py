@@ -1,22 +1,25 @@
-"""The exchange of one pass of a sparse ring whose fetched keys are wanted all at once: a packed all-to-all-v.
+"""The exchange of one pass of a sparse ring whose fetched keys meet the queries stage by stage: packed all-to-all-v.
 
-All that a rank receives lands where one kernel call reads it; all that it sends is gathered before, in one go. On a
-GPU the messages of a direction are one coalesced operation and a wait is a wait of the stream, as in `exchange`. No
-kernel and no merging may enter.
+All that a rank receives in a stage lands where one kernel call reads it; all that it sends is gathered before, in one
+go and, on a GPU, beside the kernels. There the messages of a direction are one coalesced operation and a wait is a
+wait of the stream, as in `exchange`. No kernel and no merging may enter.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from elastic_ring.attention.device_blocks import DeviceBlocks
 from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger, _now
 from elastic_ring.attention.ledger import HopEvents
 from elastic_ring.attention.schedule import Direction
-from elastic_ring.attention.sparse_blocks import DeviceBlocks, Message
+from elastic_ring.attention.sparse_blocks import BlockStage, Message
 
 _KEYS, _PARTIALS = 0, 1
 _NUM_TAGGED_CALLS = 1024
@@ -35,10 +38,16 @@ class _Operation:
 
 
 class PackedExchange:
-    """Buffers are (2, B, rows, D): K then V, or dK then dV; a message is the rows of one sequence of one of them.
+    """Buffers are (rows, B, 2, D), of each row K and V, or dK and dV, side by side; a message is a run of rows.
 
-    `coalesced` posts the messages of a direction as one operation, which NCCL needs and gloo does not know. After an
-    error `abandon` hands over the buffers that the group may still write to.
+    Stages count from 0. Keys and partials have two buffers each, which the stages take in turn, and what is served
+    and the inbox one: `post_keys(i + 1)` after `take_keys(i)`, `swap_partials(i + 1)` after what `take_partials(i)`
+    gave was read. No cycle of waits can form, because whoever posts stage i + 1 waits only for messages of stages up
+    to i, which all ranks have posted by then or post without waiting for later ones.
+
+    `like` is k (B, S_local, Hkv, D). With `keep` keys get memory of their own, which outlives the pass. `coalesced`
+    posts the messages of a direction as one operation, which NCCL needs and gloo does not know. After an error
+    `abandon` hands over the buffers that the group may still write to.
     """
 
     def __init__(
@@ -50,8 +59,10 @@ class PackedExchange:
         call_index: int,
         ledger: HopLedger,
         buffers: HopBuffers,
+        like: torch.Tensor,
         partial_dtype: torch.dtype,
         *,
+        keep: bool,
         coalesced: bool,
     ) -> None:
         self._blocks = blocks
@@ -61,87 +72,142 @@ class PackedExchange:
         self._call_index = call_index
         self._ledger = ledger
         self._buffers = buffers
-        self._partial_dtype = partial_dtype
+        self._like = like.detach()
+        self.partial_dtype = partial_dtype
+        self._keep = keep
         self._coalesced = coalesced
-        self._posted: dict[int, _Operation] = {}
-        self._like: torch.Tensor | None = None
+        self._posted: dict[tuple[int, int], _Operation] = {}
+        self._read_aside: list[torch.Tensor] = []
 
-    def post_keys(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Gather what others want of k, v (B, S_local, Hkv, D), contiguous; start sending it and receiving ours."""
-        plan = self._blocks.plan
-        self._like = k.new_empty((k.size(0), 0, k.size(3)))
-        fetched = self._buffer("keys", plan.num_fetched_rows, k.dtype)
-        served = self._buffer("served", plan.num_served_rows, k.dtype)
-        if plan.num_served_rows:
-            for x, gathered in zip((k, v), served, strict=True):
-                torch.index_select(x.flatten(1, 2), 1, self._blocks.served_rows, out=gathered)
-        self._post(_KEYS, fetched, plan.fetched, served, plan.served)
+    @property
+    def keeps(self) -> bool:
+        return self._keep
 
-    def take_keys(self) -> torch.Tensor:
-        """All fetched K and V, (2, B, rows, D). Blocks until they have arrived."""
-        return self._take(_KEYS)
+    def post_keys(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Gather what others want of k, v (B, S_local, Hkv, D), contiguous, in stage `index`; start sending it and
+        receiving ours. Nothing where there is no such stage."""
+        if index >= len(self._blocks.stages):
+            return
+        self._settle(_KEYS, index - 1)
+        stage = self._blocks.stages[index]
+        fetched = self._keys_buffer(index)
+        served = self._buffer("served", 0, 1, stage.plan.num_served_rows, _served, k.dtype)
+        # Until all that was posted is waited for: memory that is let go is free for the kernels' stream at once.
+        self._read_aside += [k, v]
+        with self._beside():
+            if stage.plan.num_served_rows:
+                for kind, x in enumerate((k, v)):
+                    for number, sequence in enumerate(x.flatten(1, 2)):
+                        torch.index_select(sequence, 0, stage.served_rows, out=served[:, number, kind])
+            self._post(_KEYS, index, fetched, stage.plan.fetched, served, stage.plan.served)
 
-    def partials_buffer(self) -> torch.Tensor:
-        """Where dK and dV of the fetched keys go, in the order of these. Not initialized."""
-        return self._buffer("partials", self._blocks.plan.num_fetched_rows, self._partial_dtype)
+    def take_keys(self, index: int) -> torch.Tensor:
+        """The fetched K and V of stage `index`, (rows, B, 2, D). Blocks until they have arrived."""
+        return self._take(_KEYS, index)
 
-    def swap_partials(self, partials: torch.Tensor) -> None:
+    def partials_buffer(self, index: int) -> torch.Tensor:
+        """Where dK and dV of the fetched keys of stage `index` go, in the order of these. Not initialized."""
+        self._settle(_PARTIALS, index - 2)
+        num_rows = self._blocks.stages[index].plan.num_fetched_rows
+        return self._buffer("partials", index % 2, 2, num_rows, _fetched, self.partial_dtype)
+
+    def swap_partials(self, index: int, partials: torch.Tensor) -> None:
         """Start returning dK and dV of the fetched keys to their owners, and receiving those of the served rows."""
-        plan = self._blocks.plan
-        inbox = self._buffer("inbox", plan.num_served_rows, self._partial_dtype)
-        self._post(_PARTIALS, inbox, plan.served, partials, plan.fetched)
+        plan = self._blocks.stages[index].plan
+        inbox = self._buffer("inbox", 0, 1, plan.num_served_rows, _served, self.partial_dtype)
+        self._post(_PARTIALS, index, inbox, plan.served, partials, plan.fetched)
 
-    def take_partials(self) -> torch.Tensor:
-        """dK and dV of the served rows, (2, B, rows, D). Blocks until they have arrived."""
-        return self._take(_PARTIALS)
+    def take_partials(self, index: int) -> torch.Tensor:
+        """dK and dV of the served rows of stage `index`, (rows, B, 2, D). Blocks until they have arrived."""
+        return self._take(_PARTIALS, index)
 
     def finish(self) -> None:
         """Wait until the last buffer has left; the pass is over."""
-        for operation in self._posted.values():
-            assert not operation.receives, "something was posted and never taken"
-            for hop, work in operation.sends:
-                self._wait(hop, work)
-        self._posted.clear()
+        for kind, index in list(self._posted):
+            self._settle(kind, index)
+        self._read_aside.clear()
 
     def abandon(self) -> list[torch.Tensor]:
         """Give up after an error: let go of the group and its works, return the buffers of those under way."""
+        buffers = [operation.buffer for operation in self._posted.values()]
         self._posted.clear()
         self._group = None
-        return self._buffers.drop()
+        if self._like.is_cuda:  # what was gathered there must not outlive what it was gathered from
+            torch.cuda.current_stream(self._like.device).wait_stream(self._buffers.stream(self._like.device))
+        return buffers + self._buffers.drop()
 
-    def _buffer(self, name: str, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
-        assert self._like is not None, "keys are posted first"
-        batch, _, head_dim = self._like.shape
-        return self._buffers.get(name, 0, (2, batch, num_rows, head_dim), dtype, self._like.device)
+    def _keys_buffer(self, index: int) -> torch.Tensor:
+        num_rows = self._blocks.stages[index].plan.num_fetched_rows
+        if self._keep:
+            return self._like.new_empty((num_rows, *self._row))
+        return self._buffer("keys", index % 2, 2, num_rows, _fetched, self._like.dtype)
+
+    @property
+    def _row(self) -> tuple[int, int, int]:
+        return self._like.size(0), 2, self._like.size(3)
+
+    def _buffer(
+        self, name: str, slot: int, num_slots: int, num_rows: int, of: Callable[[BlockStage], int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """As large at once as any of the stages that share it will ask for."""
+        most = self._blocks.plan.most_rows(of, slot, num_slots)
+        return self._buffers.get(name, slot, (most, *self._row), dtype, self._like.device)[:num_rows]
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On a GPU, a stream of its own, which begins where the kernels' stream is now: what is launched next there
+        need not wait for what is gathered here. Whoever waits for what is posted here waits for the gathering."""
+        if not self._like.is_cuda:
+            yield
+            return
+        aside = self._buffers.stream(self._like.device)
+        aside.wait_stream(torch.cuda.current_stream(self._like.device))
+        with torch.cuda.stream(aside):
+            yield
 
     def _post(
         self,
         kind: int,
+        index: int,
         inbox: torch.Tensor,
         incoming: tuple[Message, ...],
         outbox: torch.Tensor,
         outgoing: tuple[Message, ...],
     ) -> None:
-        operation = self._posted[kind] = _Operation(inbox)
-        if self._group is None:
+        operation = self._posted[kind, index] = _Operation(inbox)
+        group = self._group
+        if group is None or not (incoming or outgoing):
+            return
+        with self._together(operation, inbox.device):
+            for message, channel in _numbered(incoming):
+                piece = inbox[message.start : message.stop]
+                work = group.recv([piece], message.peer, self._tag(message.hop, channel, kind))
+                operation.receives.append((message.hop, work))
+                operation.received_bytes[message.hop] = operation.received_bytes.get(message.hop, 0) + piece.nbytes
+            for message, channel in _numbered(outgoing):
+                piece = outbox[message.start : message.stop]
+                work = group.send([piece], message.peer, self._tag(message.hop, channel, kind))
+                operation.sends.append((message.hop, work))
+                self._ledger.sent_bytes[self._direction, message.hop] += piece.nbytes
+
+    @contextmanager
+    def _together(self, operation: _Operation, device: torch.device) -> Iterator[None]:
+        """Where coalesced, one operation out of all that is posted inside, ended even if that fails: NCCL would go on
+        collecting in this thread for ever."""
+        if not self._coalesced:
+            yield
             return
         backend: Any = self._group
-        if self._coalesced:
-            backend = backend._get_backend(inbox.device) if hasattr(backend, "_get_backend") else backend
-            backend._start_coalescing()
-        for message, channel, piece in _pieces(inbox, incoming):
-            work = self._group.recv([piece], message.peer, self._tag(message.hop, channel, kind))
-            operation.receives.append((message.hop, work))
-            operation.received_bytes[message.hop] = operation.received_bytes.get(message.hop, 0) + piece.nbytes
-        for message, channel, piece in _pieces(outbox, outgoing):
-            work = self._group.send([piece], message.peer, self._tag(message.hop, channel, kind))
-            operation.sends.append((message.hop, work))
-            self._ledger.sent_bytes[self._direction, message.hop] += piece.nbytes
-        if self._coalesced:
-            self._as_one(operation, backend._end_coalescing())
+        backend = backend._get_backend(device) if hasattr(backend, "_get_backend") else backend
+        backend._start_coalescing()
+        try:
+            yield
+        finally:
+            work = backend._end_coalescing()
+        self._as_one(operation, work)
 
     def _as_one(self, operation: _Operation, work: Any) -> None:
-        """The works of single messages are none on NCCL; what ends them all is `work`, None where none was posted."""
+        """The works of single messages are none on NCCL; what ends them all is `work`."""
         hops = [hop for hop, _ in operation.receives]
         sent = [hop for hop, _ in operation.sends]
         operation.receives = [(hops[0], work)] if hops else []
@@ -149,8 +215,16 @@ class PackedExchange:
         if hops and self._ledger.keep_events:
             operation.events = HopEvents(self._direction, hops[0], _now())
 
-    def _take(self, kind: int) -> torch.Tensor:
-        operation = self._posted[kind]
+    def _settle(self, kind: int, index: int) -> None:
+        """Wait until what was posted so has left."""
+        operation = self._posted.pop((kind, index), None)
+        if operation is not None:
+            assert not operation.receives, "something was posted and never taken"
+            for hop, work in operation.sends:
+                self._wait(hop, work)
+
+    def _take(self, kind: int, index: int) -> torch.Tensor:
+        operation = self._posted[kind, index]
         if operation.events is not None:
             self._watch(operation.events, operation.receives[0][1])
         for hop, work in operation.receives:
@@ -186,15 +260,17 @@ class PackedExchange:
         return (channel * 4 * self._cp * _NUM_TAGGED_CALLS + number) % _NUM_TAGS
 
 
-def _pieces(buffer: torch.Tensor, messages: tuple[Message, ...]) -> list[tuple[Message, int, torch.Tensor]]:
-    """The contiguous pieces of a buffer (2, B, rows, D) that messages fill or carry, each with its number among
-    those of its hop. Both sides of a hop cut alike: groups in their order, then K and V, then sequences."""
-    found: list[tuple[Message, int, torch.Tensor]] = []
+def _numbered(messages: tuple[Message, ...]) -> Iterator[tuple[Message, int]]:
+    """Each with its number among those of its hop. Both sides of a hop number alike: groups in their order."""
     numbers: dict[int, int] = {}
     for message in messages:
-        for kind in buffer.unbind(0):
-            for sequence in kind.unbind(0):
-                channel = numbers.get(message.hop, 0)
-                numbers[message.hop] = channel + 1
-                found.append((message, channel, sequence[message.start : message.stop]))
-    return found
+        number = numbers[message.hop] = numbers.get(message.hop, -1) + 1
+        yield message, number
+
+
+def _fetched(stage: BlockStage) -> int:
+    return stage.num_fetched_rows
+
+
+def _served(stage: BlockStage) -> int:
+    return stage.num_served_rows

@@ -8,15 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
 
 import torch
 
 from elastic_ring.attention.parked import Parked
 
-Result = tuple[torch.Tensor, torch.Tensor, int]
-"""out (B, S, H, D), lse (B, S, H) as backward wants it, and the call's number."""
-Kept = tuple[Parked, Parked, int]
-"""The same while it waits."""
+
+class Result(NamedTuple):
+    """out (B, S, H, D), lse (B, S, H) as backward wants it, the call's number, and what was fetched for it, where
+    backward is not to fetch it again."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    call_index: int
+    keys: torch.Tensor | None = None
+
+
+class Kept(NamedTuple):
+    """The same while it waits."""
+
+    out: Parked
+    lse: Parked
+    call_index: int
+    keys: Parked | None
 
 
 class KeepsResults:
@@ -29,8 +44,8 @@ class KeepsResults:
         self, *, offload: bool = False
     ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """What `torch.utils.checkpoint` takes as `context_fn`: `out` and `lse` of the calls in the first context are
-        kept and given again, call by call, in the second, whose kernels and hops need not run once more. With
-        `offload` they wait in host memory."""
+        kept, with fetched keys that wait for backward, and given again, call by call, in the second, whose kernels and
+        hops need not run once more. With `offload` they wait in host memory."""
         kept: list[Kept] = []
         return self.recording(kept, offload=offload), self.replaying(kept)
 
@@ -41,9 +56,10 @@ class KeepsResults:
             yield
         finally:
             self._record = outer
-        for *tensors, _ in kept if offload else ():
-            for tensor in tensors:
-                tensor.leave()
+        for each in kept if offload else ():
+            for parked in (each.out, each.lse, each.keys):
+                if parked is not None:
+                    parked.leave()
 
     @contextmanager
     def replaying(self, kept: list[Kept]) -> Iterator[None]:
@@ -55,11 +71,13 @@ class KeepsResults:
 
     def _forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
         if self._replay is not None:
-            out, lse, call_index = next(self._replay)
-            return out.tensor().detach(), lse.tensor(), call_index
+            kept = next(self._replay)
+            keys = None if kept.keys is None else kept.keys.tensor()
+            return Result(kept.out.tensor().detach(), kept.lse.tensor(), kept.call_index, keys)
         result = self._run_forward(q, k, v, scale)
         if self._record is not None:
-            self._record.append((Parked(result[0].detach()), Parked(result[1]), result[2]))
+            fetched = None if result.keys is None else Parked(result.keys)
+            self._record.append(Kept(Parked(result.out.detach()), Parked(result.lse), result.call_index, fetched))
         return result
 
     def _run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:

@@ -24,7 +24,7 @@ from elastic_ring.attention.merge import Accumulator, lse_for_backward
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.peer_exchange import PeerExchange
 from elastic_ring.attention.peer_memory import PeerMemory
-from elastic_ring.attention.recomputation import KeepsResults
+from elastic_ring.attention.recomputation import KeepsResults, Result
 from elastic_ring.attention.schedule import Direction, Schedule, plan
 from elastic_ring.attention.stages import Stage, choose_hops_per_stage, num_row_visits, stages
 
@@ -113,7 +113,7 @@ class RingAttention(KeepsResults):
 
     def _run_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+    ) -> Result:
         backend, plan_ = self._backend_for(q, k), self._stages(k)
         call_index = self._next_call_index
         self._next_call_index += 1
@@ -131,7 +131,7 @@ class RingAttention(KeepsResults):
                     )
                     total.add(tile.q, *part)
                 exchange.push_keys(index + 1, k, v)
-        return total.out.to(q.dtype), lse_for_backward(total.lse), call_index
+        return Result(total.out.to(q.dtype), lse_for_backward(total.lse), call_index)
 
     def _run_backward(
         self, dout: torch.Tensor, saved: tuple[torch.Tensor, ...], scale: float, call_index: int
@@ -230,7 +230,7 @@ class _RingFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         # Detached, and so below: what is sent are views, a view keeps its base, and a group that is aborted keeps for
         # ever what it was sending. Through the base it would keep the whole graph, and the module with it.
-        out, lse, ctx.call_index = ring._forward(q.detach(), k.detach(), v.detach(), scale)
+        out, lse, ctx.call_index, _ = ring._forward(q.detach(), k.detach(), v.detach(), scale)
         ctx.ring, ctx.scale = ring, scale
         ctx.save_for_backward(q, k, v, out, lse)
         return out

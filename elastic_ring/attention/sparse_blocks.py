@@ -1,34 +1,34 @@
 """From a sparse schedule to what one rank of a ring of GPUs runs and sends, in whole blocks of 128 tokens.
 
-A rank computes twice: on its own keys, and on all keys that it fetched, which lie packed side by side. Inside, heads
-are in the order of the schedule's head groups, so that each group's are neighbours. *Rows* are the vectors of single
-(token, K/V head) pairs: what is sent are rows, whatever group they belong to. numpy until `on_device`; nothing that
-waits or sends may enter.
+A rank computes on its own keys, and then stage by stage on those that it fetched, which lie packed side by side; small
+fetches are one stage. Inside, heads are in the order of the schedule's head groups, so that each group's are
+neighbours. *Rows* are the vectors of single (token, K/V head) pairs: what is sent are rows, whatever group they belong
+to. numpy only; tensors are `device_blocks`'s. Nothing that waits or sends may enter.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from elastic_ring.attention.kernels.block_tables import (
     BLOCK_TOKENS,
-    BlockTables,
     check_documents,
     check_whole_blocks,
     kept_between,
-    tables_between,
-)  # fmt: skip
+)
 from elastic_ring.attention.layout import Layout, Range
-from elastic_ring.attention.remembered import remembered
 from elastic_ring.attention.rules import Mask, Positions
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_schedule import SparseSchedule
 
 WORTH_COPYING = 0.75
 """Queries are gathered for the fetched keys only where at most so many of a rank's blocks see any of them."""
+
+KEPT_SHARE = 0.25
+"""Fetched keys wait for the backward pass where they are at most so much of the own ones, which wait there anyway."""
 
 
 @dataclass(frozen=True)
@@ -52,35 +52,76 @@ class Region:
     num_tokens: int
 
 
-@dataclass(frozen=True, eq=False)
-class BlockPlan:
-    """Of one rank. `head_order` and `kv_head_order` are the heads in the inner order.
+@dataclass(frozen=True)
+class BlockStage:
+    """The keys of one or more hops, which lie packed side by side and meet the queries together.
 
-    `fetched` are the messages that fill the buffer of `num_fetched_rows` rows, group by group, so that each group's
-    keys lie together in hop order; `served` those of the buffer of `num_served_rows`, hop by hop, whose rows are the
-    own rows `served_rows` (token * K/V heads + inner K/V head). `readers` are for each group the own blocks whose
-    queries see any fetched key, and `kept` says which of these keys each of them sees. `places[i]` says for each own
-    row where the i-th of the hops that read from this rank has it among the served rows, or -1.
+    `fetched` are the messages that fill a buffer of `num_fetched_rows` rows, group by group, so that each group's
+    keys lie together in hop order; `served` those of a buffer of `num_served_rows`, hop by hop.
     """
 
-    head_order: tuple[int, ...]
-    kv_head_order: tuple[int, ...]
+    hops: tuple[int, ...]
     regions: tuple[Region, ...]
     fetched: tuple[Message, ...]
     served: tuple[Message, ...]
     num_fetched_rows: int
     num_served_rows: int
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """Of one rank. `head_order` and `kv_head_order` are the heads in the inner order.
+
+    `num_row_visits` is in how many rounds of kernels, its own keys' included, the most visited query takes part.
+    `small` says that what any rank fetches is at most `KEPT_SHARE` of what any rank holds, and one stage.
+    """
+
+    head_order: tuple[int, ...]
+    kv_head_order: tuple[int, ...]
+    stages: tuple[BlockStage, ...]
     num_own_pairs: int
-    own: Mask = field(repr=False)
-    own_earlier: Mask = field(repr=False)
-    kept: tuple[Mask, ...] = field(repr=False)
-    readers: tuple[Positions, ...] = field(repr=False)
-    served_rows: Positions = field(repr=False)
-    places: np.ndarray = field(repr=False)
+    num_row_visits: int
+    small: bool
 
     @property
-    def any_moved(self) -> bool:
-        return bool(self.num_fetched_rows or self.num_served_rows)
+    def num_fetched_rows(self) -> int:
+        return sum(stage.num_fetched_rows for stage in self.stages)
+
+    def most_rows(self, which: Callable[[BlockStage], int], slot: int = 0, num_slots: int = 1) -> int:
+        """Of the stages that take turns in one of so many buffers, the most rows."""
+        return max((which(stage) for stage in self.stages[slot::num_slots]), default=0)
+
+    def buffer_bytes(self, row_bytes: int, partial_row_bytes: int, *, kept: bool = False) -> int:
+        """What a forward and a backward pass hold in shared buffers: two of keys and two of partials, which take
+        turns, one of what is served and one inbox. A row is the K and V, or dK and dV, of all sequences; kept keys
+        need no buffer here."""
+        num_keys, num_partials = (
+            sum(self.most_rows(lambda stage: stage.num_fetched_rows, slot, 2) for slot in slots)
+            for slots in (() if kept else (0, 1), (0, 1))
+        )
+        served = self.most_rows(lambda stage: stage.num_served_rows)
+        return (num_keys + served) * row_bytes + (num_partials + served) * partial_row_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class StageTables:
+    """`readers` are for each group the own blocks whose queries see any key of the stage, and `kept` says which of
+    these keys each of them sees. `served_rows` are the own rows (token * K/V heads + inner K/V head) that are served;
+    `places[i]` says for each own row where the i-th of the hops that read from this rank has it among these, or -1."""
+
+    kept: tuple[Mask, ...]
+    readers: tuple[Positions, ...]
+    served_rows: np.ndarray
+    places: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class HostTables:
+    """What a plan's tables are made of, and nobody needs afterwards: masks by pair of blocks."""
+
+    own: Mask
+    own_earlier: Mask
+    stages: tuple[StageTables, ...]
 
 
 def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
@@ -99,9 +140,31 @@ def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
                 )
 
 
-@remembered(maxsize=64)
-def plan_blocks(schedule: SparseSchedule, cp_rank: int) -> BlockPlan:
-    """Pure, so cached. Raises `ValueError` as `check_blocks` does."""
+def group_hops(schedule: SparseSchedule, limit_rows: int) -> tuple[tuple[int, ...], ...]:
+    """The hops of each stage, the same on every rank: as many in a row as bring no rank more than `limit_rows` rows
+    and have none serve more; at least one."""
+    cp = schedule.cp
+    of_hops = [[schedule.num_head_tokens(rank, hop) for rank in range(cp)] for hop in range(cp)]
+    groups: list[tuple[int, ...]] = []
+    fetched, served = [0] * cp, [0] * cp
+    for hop in range(1, cp):
+        rows = of_hops[hop]
+        given = [rows[schedule.reader(rank, hop)] for rank in range(cp)]
+        more_fetched, more_served = (list(map(int.__add__, *pair)) for pair in ((fetched, rows), (served, given)))
+        if groups and max(*more_fetched, *more_served) <= limit_rows:
+            groups[-1] += (hop,)
+            fetched, served = more_fetched, more_served
+        else:
+            groups.append((hop,))
+            fetched, served = rows, given
+    return tuple(groups)
+
+
+def plan_blocks(
+    schedule: SparseSchedule, cp_rank: int, limit_rows: int | None = None
+) -> tuple[BlockPlan, HostTables]:
+    """What a rank runs and sends in stages of at most `limit_rows` rows (None: one stage), and what its tables are
+    made of. Pure. Raises `ValueError` as `check_blocks` does."""
     check_blocks(schedule.pattern, schedule.layout)
     kv_order = [head for group in schedule.groups for head in group.kv_heads]
     sharing = schedule.num_heads // schedule.num_kv_heads
@@ -113,16 +176,54 @@ def plan_blocks(schedule: SparseSchedule, cp_rank: int) -> BlockPlan:
     at = np.arange(len(own_blocks))
     own = kept[:, at, at]
     kept[:, at, at] = False
-    regions, fetched, of_groups, readers = _fetched(schedule, cp_rank, own_blocks)
-    served, served_rows = _served(schedule, cp_rank, kv_order)
+    hops = group_hops(schedule, _ALL_ROWS if limit_rows is None else limit_rows)
+    stages = [_stage(schedule, cp_rank, group, own_blocks, kv_order) for group in hops]
     whole = int(kept.sum()) * BLOCK_TOKENS**2 + int(own.sum()) * BLOCK_TOKENS * (BLOCK_TOKENS + 1) // 2
-    num_own_rows = schedule.layout.num_tokens(cp_rank) * schedule.num_kv_heads
-    return BlockPlan(
-        head_order=tuple(order), kv_head_order=tuple(kv_order), regions=regions, fetched=fetched, served=served,
-        num_fetched_rows=regions[-1].rows[1], num_served_rows=len(served_rows),
-        num_own_pairs=whole * (schedule.num_heads // len(kept)), own=own, own_earlier=kept, kept=of_groups,
-        readers=readers, served_rows=served_rows, places=_places(served, served_rows, num_own_rows),
+    plan = BlockPlan(
+        tuple(order), tuple(kv_order), tuple(stage for stage, _ in stages),
+        num_own_pairs=whole * (schedule.num_heads // len(kept)),
+        num_row_visits=1 + _most_visits([tables.readers for _, tables in stages], len(own_blocks)),
+        small=len(hops) < 2 and _fetches_little(schedule),
     )  # fmt: skip
+    return plan, HostTables(own, kept, tuple(tables for _, tables in stages))
+
+
+_ALL_ROWS = 2**62
+
+
+def _stage(
+    schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...], own_blocks: Positions, kv_order: list[int]
+) -> tuple[BlockStage, StageTables]:
+    regions, fetched, kept, readers = _fetched(schedule, cp_rank, hops, own_blocks)
+    served, served_rows = _served(schedule, cp_rank, hops, len(kv_order))
+    num_own_rows = schedule.layout.num_tokens(cp_rank) * schedule.num_kv_heads
+    places = _places(served, served_rows, num_own_rows)
+    if len(hops) == 1:
+        fetched, served = _joined(fetched), _joined(served)
+    stage = BlockStage(hops, regions, fetched, served, regions[-1].rows[1], len(served_rows))
+    return stage, StageTables(kept, readers, served_rows, places)
+
+
+def _joined(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """One message where all are of one hop: its groups lie one after another on both sides."""
+    return (replace(messages[0], stop=messages[-1].stop),) if messages else ()
+
+
+def _most_visits(readers: list[tuple[Positions, ...]], num_blocks: int) -> int:
+    most = 0
+    for of_group in zip(*readers, strict=True):
+        visits = np.zeros(num_blocks, dtype=np.int64)
+        for blocks in of_group:
+            visits[blocks] += 1
+        most = max(most, int(visits.max(initial=0)))
+    return most
+
+
+def _fetches_little(schedule: SparseSchedule) -> bool:
+    ranks = range(schedule.cp)
+    most = max(sum(schedule.num_head_tokens(rank, hop) for hop in ranks) for rank in ranks)
+    least = min(schedule.layout.num_tokens(rank) for rank in ranks) * schedule.num_kv_heads
+    return most <= KEPT_SHARE * least
 
 
 def _whole_length(layout: Layout) -> int:
@@ -137,7 +238,7 @@ def _blocks_of(layout: Layout, cp_rank: int) -> Positions:
 
 
 def _fetched(
-    schedule: SparseSchedule, cp_rank: int, own_blocks: Positions
+    schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...], own_blocks: Positions
 ) -> tuple[tuple[Region, ...], tuple[Message, ...], tuple[Mask, ...], tuple[Positions, ...]]:
     """Where the fetched keys lie, what fills them, and for each group which of them its queries keep, and whose."""
     regions: list[Region] = []
@@ -150,7 +251,8 @@ def _fetched(
     for number, group in enumerate(schedule.groups):
         begun, num_heads = row, len(group.kv_heads)
         blocks: list[Positions] = []
-        for hop, own in enumerate(schedule.hops[cp_rank]):
+        for hop in hops:
+            own = schedule.hops[cp_rank][hop]
             num_rows = own.num_fetched_tokens(number) * num_heads
             if num_rows:
                 there = _blocks_of(schedule.layout, own.source)
@@ -177,26 +279,28 @@ def _worth_taking(seeing: Mask) -> Positions:
     return np.arange(len(seeing)) if scattered and len(found) > WORTH_COPYING * len(seeing) else found
 
 
-def _served(schedule: SparseSchedule, cp_rank: int, kv_order: list[int]) -> tuple[tuple[Message, ...], Positions]:
+def _served(
+    schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...], num_kv_heads: int
+) -> tuple[tuple[Message, ...], np.ndarray]:
     """What others fetch from this rank, as messages and as the own rows that make them up."""
     messages: list[Message] = []
-    rows: list[Positions] = []
+    rows: list[np.ndarray] = []
     at = 0
-    for hop in range(1, schedule.cp):
+    for hop in hops:
         first_head = 0
         for group, ranges in zip(schedule.groups, schedule.requested(cp_rank, hop), strict=True):
-            heads = np.arange(first_head, first_head + len(group.kv_heads), dtype=np.int64)
+            heads = np.arange(first_head, first_head + len(group.kv_heads), dtype=np.int32)
             first_head += len(group.kv_heads)
-            tokens = [np.arange(start, stop, dtype=np.int64) for start, stop in ranges]
+            tokens = [np.arange(start, stop, dtype=np.int32) for start, stop in ranges]
             if tokens:
-                found = (np.concatenate(tokens)[:, None] * len(kv_order) + heads[None, :]).ravel()
+                found = (np.concatenate(tokens)[:, None] * num_kv_heads + heads[None, :]).ravel()
                 messages.append(Message(hop, schedule.reader(cp_rank, hop), at, at + len(found)))
                 rows.append(found)
                 at += len(found)
-    return tuple(messages), np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
+    return tuple(messages), np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)
 
 
-def _places(served: tuple[Message, ...], served_rows: Positions, num_own_rows: int) -> np.ndarray:
+def _places(served: tuple[Message, ...], served_rows: np.ndarray, num_own_rows: int) -> np.ndarray:
     """(hops that read, own rows) int32. No hop reads a row twice: groups share no K/V head."""
     hops = sorted({message.hop for message in served})
     places = np.full((len(hops), num_own_rows), -1, dtype=np.int32)
@@ -209,62 +313,3 @@ def _places(served: tuple[Message, ...], served_rows: Positions, num_own_rows: i
 def _as_block(position: int) -> int:
     assert position % BLOCK_TOKENS == 0, position
     return position // BLOCK_TOKENS
-
-
-# ------------------------------------------------------------ on the device
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceBlocks:
-    """A plan's tables and indices on one device. `own_parts` are the tables of the heads before and from K/V head
-    `half` on, for a backward pass in two parts; orders are None where the heads already lie so. `readers` are the
-    tokens of `BlockPlan.readers`: a slice, or an index where they do not lie together."""
-
-    plan: BlockPlan
-    own: BlockTables
-    own_parts: tuple[BlockTables, BlockTables]
-    half: int
-    fetched: tuple[BlockTables | None, ...]
-    readers: tuple[slice | torch.Tensor, ...]
-    served_rows: torch.Tensor
-    places: torch.Tensor
-    head_order: torch.Tensor | None
-    kv_head_order: torch.Tensor | None
-    back_order: torch.Tensor | None
-    kv_back_order: torch.Tensor | None
-
-
-@remembered(maxsize=32)
-def on_device(schedule: SparseSchedule, cp_rank: int, device: torch.device) -> DeviceBlocks:
-    """Made once for a rank's place in a schedule; one pass over the host's tables and a few copies."""
-    plan = plan_blocks(schedule, cp_rank)
-    own = tables_between(plan.own, plan.own_earlier, device)
-    sharing = schedule.num_heads // schedule.num_kv_heads
-    half = schedule.num_kv_heads // 2
-    parts = (own.of_heads(0, half * sharing), own.of_heads(half * sharing, schedule.num_heads))
-    fetched = tuple(
-        tables_between(None, kept, device) if region.num_tokens else None
-        for region, kept in zip(plan.regions, plan.kept, strict=True)
-    )
-    if schedule.for_one_call:  # each layer has one until its backward, and of masks over pairs nothing is wanted more
-        nothing = np.zeros((0, 0, 0), dtype=bool)
-        plan = replace(plan, own=nothing, own_earlier=nothing, kept=())
-    orders = [_order(order, device) for order in (plan.head_order, plan.kv_head_order)]
-    back = [_order(tuple(np.argsort(order).tolist()), device) for order in (plan.head_order, plan.kv_head_order)]
-    return DeviceBlocks(
-        plan, own, parts, half, fetched, tuple(_tokens_of(blocks, device) for blocks in plan.readers),
-        torch.from_numpy(plan.served_rows).to(device),
-        torch.from_numpy(plan.places).to(device), orders[0], orders[1], back[0], back[1],
-    )  # fmt: skip
-
-
-def _tokens_of(blocks: Positions, device: torch.device) -> slice | torch.Tensor:
-    if len(blocks) and blocks[-1] - blocks[0] + 1 != len(blocks):
-        tokens = blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
-        return torch.from_numpy(tokens.ravel()).to(device)
-    first = int(blocks[0]) if len(blocks) else 0
-    return slice(first * BLOCK_TOKENS, (first + len(blocks)) * BLOCK_TOKENS)
-
-
-def _order(heads: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
-    return None if heads == tuple(range(len(heads))) else torch.tensor(heads, device=device)

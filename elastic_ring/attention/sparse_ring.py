@@ -1,8 +1,8 @@
 """Ring attention over a sparse schedule: hops of just the keys that are seen, kernels over just those tiles.
 
 `SparseRingAttention` is to `plan_sparse` what `ring.RingAttention` is to `plan`: the same calls, the same
-promises. On a CPU it runs hop by hop over tiles of any shape, in here; on a GPU over whole blocks, all fetched keys
-at once, in `block_pass`. Process groups are passed in: none is made, found by environment or torn down here.
+promises. On a CPU it runs hop by hop over tiles of any shape, in here; on a GPU over whole blocks, stage by stage, in
+`block_pass`. Process groups are passed in: none is made, found by environment or torn down here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,14 +19,14 @@ from torch.autograd.function import once_differentiable
 
 from elastic_ring.attention.block_kernels import SparseKernel, select_sparse
 from elastic_ring.attention.block_pass import BlockPass
-from elastic_ring.attention.checks import check_local_length, check_tensors
+from elastic_ring.attention.checks import check_group, check_local_length, check_tensors
+from elastic_ring.attention.device_blocks import DeviceBlocks, on_device
 from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger
 from elastic_ring.attention.kernels import masked_cpu
 from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward, merge_
 from elastic_ring.attention.packed_exchange import PackedExchange
-from elastic_ring.attention.recomputation import KeepsResults
+from elastic_ring.attention.recomputation import KeepsResults, Result
 from elastic_ring.attention.schedule import Direction
-from elastic_ring.attention.sparse_blocks import DeviceBlocks, on_device
 from elastic_ring.attention.sparse_exchange import SparseExchange, as_index, select_heads
 from elastic_ring.attention.sparse_schedule import SparseSchedule
 from elastic_ring.attention.sparse_tiles import SparseTile, tiles
@@ -37,6 +38,23 @@ Observer = Callable[[Direction, int, int], None]
 """Called as observer(direction, call_index, hop) just before a hop's tiles run."""
 
 
+STAGE_LIMIT_BYTES = 1 << 29
+"""Where fetched keys meet the queries in blocks, at most so much K and V at a time, of what is fetched and of what is
+served; a stage more is a round of kernels and a merge more, of which the exchange of the next is hidden."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What calls hold on their device: `buffer_bytes` in buffers that all rings share, `kept_bytes` each from forward
+    to backward, `table_bytes` the tables of a plan with what kernels have made of them so far. Not what a pass takes
+    and gives back: of several stages its sums are of fp32."""
+
+    num_stages: int
+    buffer_bytes: int
+    kept_bytes: int
+    table_bytes: int
+
+
 class SparseRingAttention(KeepsResults):
     """Exact attention under `schedule.pattern` over a sequence whose slices lie on the ranks of a ring.
 
@@ -46,11 +64,15 @@ class SparseRingAttention(KeepsResults):
     `observer` sees every hop. A query that sees nothing gives 0. All results are added up in a fixed order, so
     equal calls give equal bits.
 
-    On a GPU, or where `kernel` names one of `block_kernels`, everything is fetched at once and `ahead` says nothing;
-    the pattern must keep whole blocks of 128 tokens of one document, and the layout cut at their boundaries.
+    On a GPU, or where `kernel` names one of `block_kernels`, hops are fetched by stages, the next behind the kernels
+    of the one before, and `ahead` says nothing; the pattern must keep whole blocks of 128 tokens of one document, and
+    the layout cut at their boundaries.
     `deterministic` takes a kernel whose gradients repeat bit for bit. `partials` is the type that dK and dV travel
     in: None for the kernel's own, which those of GPUs have rounded to already. `buffers` may be shared by rings that
-    are used one after another. `coalesced` posts the messages of a direction as one operation; None: on a GPU.
+    are used one after another. `stage_bytes` bounds what is fetched, and what is served, at a time: hops share a stage
+    while both fit on every rank, and a hop alone may be more. `keep_keys` has fetched keys wait for backward, which
+    then need not fetch them again; None: where they are one stage and at most a quarter of any rank's own. Both must
+    be the same on all ranks. `coalesced` posts the messages of a direction as one operation; None: on a GPU.
 
     Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
     the buffers which the group may still write to are kept until this object is dropped.
@@ -70,11 +92,15 @@ class SparseRingAttention(KeepsResults):
         deterministic: bool = True,
         partials: torch.dtype | None = None,
         buffers: HopBuffers | None = None,
+        stage_bytes: int = STAGE_LIMIT_BYTES,
+        keep_keys: bool | None = None,
         coalesced: bool | None = None,
     ) -> None:
-        _check_group(schedule, cp_rank, group)
+        check_group(schedule, cp_rank, group)
         if ahead < 1:
             raise ValueError(f"ahead={ahead}: at least the next hop is posted; use 1")
+        if stage_bytes < 1:
+            raise ValueError(f"stage_bytes={stage_bytes}: a stage is at least one hop; leave it out")
         self.schedule = schedule
         self.cp_rank = cp_rank
         self.ledger = HopLedger() if ledger is None else ledger
@@ -85,11 +111,12 @@ class SparseRingAttention(KeepsResults):
         self._kernel, self._deterministic = kernel, deterministic
         self._partials = partials
         self._buffers = HopBuffers() if buffers is None else buffers
+        self._stage_bytes, self._keep_keys = stage_bytes, keep_keys
         self._coalesced = coalesced
+        self._blocks: dict[tuple[torch.device, int], DeviceBlocks] = {}
         self._abandoned: list[torch.Tensor] = []
         # Kept here too: of a schedule that content chose nobody else remembers them.
         self._own_tiles: tuple[tuple[SparseTile, ...], ...] | None = None
-        self._own_blocks: DeviceBlocks | None = None
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
@@ -109,8 +136,7 @@ class SparseRingAttention(KeepsResults):
             )
         if self._in_blocks(q):
             # Chosen, and proven, before anything is sent.
-            self._blocks_on(q.device)
-            self._sparse_kernel(q)
+            self._keeps(self._blocks_for(q))
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         else:
             failure = masked_cpu.self_test(q.dtype, q.size(-1))
@@ -119,18 +145,30 @@ class SparseRingAttention(KeepsResults):
         out: torch.Tensor = _SparseFunction.apply(q, k, v, self, q.size(-1) ** -0.5 if scale is None else scale)
         return out
 
+    def footprint(self, q: torch.Tensor) -> Footprint:
+        """What calls with such queries (B, S_local, H, D) hold beside the tensors that go in and out, where they run in
+        blocks. Raises `ValueError` as a call does."""
+        blocks = self._blocks_for(q)
+        kept, row = self._keeps(blocks), 2 * q.size(0) * q.size(3)
+        sizes = (row * q.dtype.itemsize, row * self._partial_dtype(q).itemsize)
+        return Footprint(
+            len(blocks.stages), blocks.plan.buffer_bytes(*sizes, kept=kept),
+            sizes[0] * blocks.plan.num_fetched_rows if kept else 0, blocks.num_bytes,
+        )  # fmt: skip
+
     def reset_calls(self) -> None:
         """Start counting calls from 0 again; all ranks do so at the same place (once a step)."""
         self._next_call_index = 0
 
     def _run_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+    ) -> Result:
         call_index = self._next_call_index
         self._next_call_index += 1
         if self._in_blocks(q):
-            with self._block_pass("forward", call_index, q, scale) as blocks:
-                return (*blocks.forward(q, k, v), call_index)
+            with self._block_pass("forward", call_index, q, k, scale) as blocks:
+                out, lse, fetched = blocks.forward(q, k, v)
+                return Result(out, lse, call_index, fetched)
         out = torch.zeros(q.shape, dtype=accumulate_dtype(q.dtype), device=q.device)
         lse = torch.full(q.shape[:3], -math.inf, dtype=out.dtype, device=q.device)
         with self._exchange("forward", call_index) as exchange:
@@ -148,15 +186,20 @@ class SparseRingAttention(KeepsResults):
                     merge_(of_heads, of_heads_lse, part, part_lse)
                     _put(out, rows, tile.heads, of_heads)
                     _put(lse, rows, tile.heads, of_heads_lse)
-        return out.to(q.dtype), lse_for_backward(lse), call_index
+        return Result(out.to(q.dtype), lse_for_backward(lse), call_index)
 
     def _run_backward(
-        self, dout: torch.Tensor, saved: tuple[torch.Tensor, ...], scale: float, call_index: int
+        self,
+        dout: torch.Tensor,
+        saved: tuple[torch.Tensor, ...],
+        scale: float,
+        call_index: int,
+        fetched: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v, *_ = saved
+        q, k, v, out, lse = saved
         if self._in_blocks(q):
-            with self._block_pass("backward", call_index, q, scale) as blocks:
-                return blocks.backward(dout, *saved)
+            with self._block_pass("backward", call_index, q, k, scale) as blocks:
+                return blocks.backward(dout, q, k, v, out, lse, fetched)
         dq = torch.zeros(q.shape, dtype=accumulate_dtype(q.dtype), device=q.device)
         dk = torch.zeros(k.shape, dtype=dq.dtype, device=k.device)
         dv = torch.zeros_like(dk)
@@ -234,11 +277,6 @@ class SparseRingAttention(KeepsResults):
             self._own_tiles = tiles(self.schedule, self.cp_rank)
         return self._own_tiles
 
-    def _blocks_on(self, device: torch.device) -> DeviceBlocks:
-        if self._own_blocks is None or self._own_blocks.own.device != device:
-            self._own_blocks = on_device(self.schedule, self.cp_rank, device)
-        return self._own_blocks
-
     def _observe(self, direction: Direction, call_index: int, hop: int) -> None:
         if self._observer is not None:
             self._observer(direction, call_index, hop)
@@ -249,20 +287,42 @@ class SparseRingAttention(KeepsResults):
     def _sparse_kernel(self, q: torch.Tensor) -> SparseKernel:
         return select_sparse(q.size(-1), q.dtype, self._deterministic, self._kernel, q.device.type)
 
+    def _partial_dtype(self, q: torch.Tensor) -> torch.dtype:
+        if self._partials is not None:
+            return self._partials
+        return q.dtype if self._sparse_kernel(q).keeps_type else accumulate_dtype(q.dtype)
+
+    def _blocks_for(self, q: torch.Tensor) -> DeviceBlocks:
+        """Held as long as this object, which runs forward and backward by the same."""
+        row_bytes = 2 * q.size(0) * q.size(3) * max(q.dtype, self._partial_dtype(q), key=lambda x: x.itemsize).itemsize
+        key = (q.device, self._stage_bytes // max(1, row_bytes))
+        if key not in self._blocks:
+            make = on_device.fresh if self.schedule.for_one_call else on_device  # nobody will ask for it again
+            self._blocks[key] = make(self.schedule, self.cp_rank, *key)
+        return self._blocks[key]
+
+    def _keeps(self, blocks: DeviceBlocks) -> bool:
+        if self._keep_keys and len(blocks.stages) > 1:
+            raise ValueError(
+                f"keep_keys=True, but what is fetched is {len(blocks.stages)} stages of at most stage_bytes="
+                f"{self._stage_bytes}: keys are kept where they are one; raise stage_bytes, or leave keep_keys out"
+            )
+        kept = blocks.plan.small if self._keep_keys is None else self._keep_keys
+        return kept and len(blocks.stages) == 1
+
     @contextmanager
     def _block_pass(
-        self, direction: Direction, call_index: int, q: torch.Tensor, scale: float
+        self, direction: Direction, call_index: int, q: torch.Tensor, k: torch.Tensor, scale: float
     ) -> Iterator[BlockPass]:
-        blocks, kernel = self._blocks_on(q.device), self._sparse_kernel(q)
-        own = q.dtype if kernel.keeps_type else accumulate_dtype(q.dtype)
+        blocks, kernel = self._blocks_for(q), self._sparse_kernel(q)
         exchange = PackedExchange(
-            blocks, self.schedule.cp, self._group, direction, call_index, self.ledger, self._buffers,
-            own if self._partials is None else self._partials,
+            blocks, self.schedule.cp, self._group, direction, call_index, self.ledger, self._buffers, k,
+            self._partial_dtype(q), keep=direction == "forward" and self._keeps(blocks),
             coalesced=q.is_cuda if self._coalesced is None else self._coalesced,
         )  # fmt: skip
         observe = partial(self._observe, direction, call_index)
         try:
-            yield BlockPass(blocks, kernel, exchange, observe, self.schedule.cp, scale)
+            yield BlockPass(blocks, kernel, exchange, observe, scale)
             exchange.finish()
         except BaseException:
             self._abandoned += exchange.abandon()
@@ -286,16 +346,17 @@ class _SparseFunction(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: SparseRingAttention, scale: float
     ) -> torch.Tensor:
-        out, lse, ctx.call_index = ring._forward(q.detach(), k.detach(), v.detach(), scale)  # as in `ring`
+        # Detached as in `ring`.
+        out, lse, ctx.call_index, fetched = ring._forward(q.detach(), k.detach(), v.detach(), scale)
         ctx.ring, ctx.scale = ring, scale
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *(() if fetched is None else (fetched,)))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
-        grads = ctx.ring._run_backward(dout.contiguous(), saved, ctx.scale, ctx.call_index)
+        grads = ctx.ring._run_backward(dout.contiguous(), saved[:5], ctx.scale, ctx.call_index, *saved[5:])
         return (*grads, None, None)
 
 
@@ -325,17 +386,3 @@ def _put(whole: torch.Tensor, rows: Any, heads: tuple[int, ...], part: torch.Ten
         whole[:, rows][:, :, list(heads)] = part
     else:
         whole[:, rows[:, None], torch.tensor(heads)[None, :]] = part
-
-
-def _check_group(schedule: SparseSchedule, cp_rank: int, group: Group | None) -> None:
-    if not 0 <= cp_rank < schedule.cp:
-        raise ValueError(f"cp_rank={cp_rank}: the schedule has ranks 0 to {schedule.cp - 1}")
-    if group is None:
-        if schedule.cp > 1:
-            raise ValueError(f"group=None: a schedule for cp={schedule.cp} needs a group of as many ranks")
-    elif group.size() != schedule.cp:
-        raise ValueError(f"the group has {group.size()} ranks, the schedule has cp={schedule.cp}; plan anew")
-    elif group.rank() != cp_rank:
-        raise ValueError(f"cp_rank={cp_rank}, but this process is rank {group.rank()} of the group; use that")
-
-

@@ -92,16 +92,17 @@ class SparseSchedule:
         batch: int = 1,
         side: Side = "received",
         partial_itemsize: int | None = None,
+        keys_kept: bool = False,
     ) -> int:
         """Bytes that `cp_rank` receives (or sends) in one hop of one attention call, as `Schedule.hop_bytes`.
 
         dK and dV travel in `partial_itemsize` bytes an element, by default in at least 4, as they do on CPUs; on GPUs
-        they travel in the kernel's own type.
+        they travel in the kernel's own type. Where keys are kept from forward, backward moves nothing else.
         """
         pulled = self.num_head_tokens(cp_rank, hop)
         served = self.num_head_tokens(self.reader(cp_rank, hop), hop)
         keys, partials = (pulled, served) if side == "received" else (served, pulled)
-        num_bytes = 2 * batch * head_dim * keys * itemsize
+        num_bytes = 0 if keys_kept and direction == "backward" else 2 * batch * head_dim * keys * itemsize
         if direction == "backward":
             num_bytes += 2 * batch * head_dim * partials * (partial_itemsize or max(itemsize, 4))
         return num_bytes

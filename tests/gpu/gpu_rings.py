@@ -1,4 +1,4 @@
-"""A ring on one device: a thread for each rank, messages as copies on the stream that all of them share.
+"""A ring on one device: a thread for each rank, messages as copies.
 
 One thread runs at a time (the kernels' compiler takes no two), and gives way where it waits for a message.
 Forward and backward are called without autograd: its one thread for the device would serve all ranks.
@@ -42,9 +42,12 @@ class Wires:
             target, other = self.receives[pair].popleft()
             assert source.shape == target.shape, (pair, source.shape, target.shape)
             assert source.dtype == target.dtype
+            for each in (work, other):
+                each.follow(each.posted)
             target.copy_(source)
-            work.num_open -= 1
-            other.num_open -= 1
+            for each in (work, other):
+                each.num_open -= 1
+                each.copied += _mark(target)
         self.baton.notify_all()
 
 
@@ -76,7 +79,7 @@ class ThreadGroup:
         self.log.append(("recv", src, tuple(tensors[0].shape)))
 
     def _end_coalescing(self) -> CopyWork:
-        work = CopyWork(self.wires.baton, len(self.posted))
+        work = CopyWork(self.wires.baton, len(self.posted), _mark(self.posted[0][2]) if self.posted else [])
         for kind, pair, tensor in self.posted:
             queues = self.wires.sends if kind == "send" else self.wires.receives
             queues[pair].append((tensor, work))
@@ -88,11 +91,26 @@ class ThreadGroup:
 
 @dataclass
 class CopyWork:
+    """On a GPU, `posted` and `copied` are where the streams stood that posted it and that copied its messages: what
+    is gathered beside the kernels is posted from a stream of its own."""
+
     baton: threading.Condition
     num_open: int
+    posted: list[Any] = field(default_factory=list)
+    copied: list[Any] = field(default_factory=list)
 
     def wait(self) -> None:
         assert self.baton.wait_for(lambda: self.num_open == 0, timeout=60), "a message nobody sent or received"
+        self.follow(self.copied)
+
+    @staticmethod
+    def follow(events: list[Any]) -> None:
+        for event in events:
+            torch.cuda.current_stream().wait_event(event)
+
+
+def _mark(tensor: torch.Tensor) -> list[Any]:
+    return [torch.cuda.current_stream().record_event()] if tensor.is_cuda else []
 
 
 def run_sparse_on(
@@ -109,8 +127,8 @@ def run_sparse_on(
         with wires.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
             ring = SparseRingAttention(case.schedule, cp_rank, groups[cp_rank], coalesced=True, **options)
-            out, lse, call = ring._run_forward(q, k, v, scale)
-            return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call)], ring.ledger
+            out, lse, call, keys = ring._run_forward(q, k, v, scale)
+            return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call, keys)], ring.ledger
 
     results = in_threads(cp, work)
     gathered = [layout.gather([locals_[i] for locals_, _ in results], 1).cpu() for i in range(4)]
@@ -155,7 +173,7 @@ def run_on_gpu(case: Case, wires: Wires | None = None, **options: Any) -> Outcom
         with wires.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
             ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], **options)
-            out, lse, call = ring._run_forward(q, k, v, scale)
+            out, lse, call, _ = ring._run_forward(q, k, v, scale)
             return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call)], ring.ledger
 
     results = in_threads(case.cp, work)

@@ -91,21 +91,22 @@ def test_copies_between_gpus_and_nccl_move_the_same_bytes_and_give_the_same_bits
 
 
 def run_sparse_ring(cp_rank: int, cp: int, kernel: str, deterministic: bool) -> None:
-    """Each case twice: right, the planned bytes, and the same bits where they were asked for."""
+    """Each case twice: right, the planned bytes, and the same bits where they were asked for; and hop by hop."""
     for family, layout in SPARSE_CASES:
         case = block_case(family, cp, layout, head_dim=128, dtype=torch.bfloat16)
         want = [case.layout.scatter(x.cpu(), cp_rank, 1) for x in masked_reference(case, "cuda")]
         calls = []
-        for _ in range(2):
+        for options in ({"stage_bytes": 1}, {}, {}):
             q, k, v, dout = (case.layout.scatter(x, cp_rank, 1).cuda() for x in case.tensors())
             leaves = [x.requires_grad_() for x in (q, k, v)]
             ring = SparseRingAttention(
-                case.schedule, cp_rank, dist.group.WORLD, kernel=kernel, deterministic=deterministic
+                case.schedule, cp_rank, dist.group.WORLD, kernel=kernel, deterministic=deterministic, **options
             )
             out = ring(*leaves)
             calls.append([x.cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout))])
-        for got, again, exact in zip(*calls, want, strict=True):
-            assert (got.double() - exact).norm() <= 6e-3 * max(exact.norm(), 1.0), (family, layout)
+        for by_hops, got, again, exact in zip(*calls, want, strict=True):
+            for found in (by_hops, got):
+                assert (found.double() - exact).norm() <= 6e-3 * max(exact.norm(), 1.0), (family, layout)
             assert not deterministic or torch.equal(got, again), (family, layout)
         ledgers: list[Any] = [None] * cp
         dist.all_gather_object(ledgers, ring.ledger)

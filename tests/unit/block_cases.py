@@ -93,20 +93,29 @@ def masked_reference(case: SparseCase, device: str = "cpu") -> list[torch.Tensor
     return [out, dq, dk, dv]
 
 
-def check_bytes(case: BlockCase, ledgers: list[HopLedger], partial_itemsize: int | None = None) -> None:
+def check_bytes(
+    case: BlockCase, ledgers: list[HopLedger], partial_itemsize: int | None = None, keys_kept: bool | None = None
+) -> None:
     """What each rank counted is the plan's, hop by hop and both ways, and what some query needs, to the byte."""
     itemsize = case.dtype.itemsize
+    keys_kept = fetches_little(case) if keys_kept is None else keys_kept
     for cp_rank, ledger in enumerate(ledgers):
         for side, counted in (("received", ledger.received_bytes), ("sent", ledger.sent_bytes)):
             planned: dict[Any, int] = defaultdict(int)
             for direction, hop in itertools.product(("forward", "backward"), range(case.layout.cp)):
                 planned[direction, hop] = case.schedule.hop_bytes(
                     cp_rank, hop, case.head_dim, itemsize, direction, batch=case.batch, side=side,
-                    partial_itemsize=partial_itemsize,
+                    partial_itemsize=partial_itemsize, keys_kept=keys_kept,
                 )  # fmt: skip
             assert dict(counted) == {key: num for key, num in planned.items() if num}, (cp_rank, side)
         received = sum(num for (direction, _), num in ledger.received_bytes.items() if direction == "forward")
         assert received == 2 * case.batch * case.head_dim * itemsize * num_needed(case, cp_rank)
+
+
+def fetches_little(case: BlockCase) -> bool:
+    """Whether no rank needs more of others than a quarter of what each holds: then keys wait for backward."""
+    own = min(case.layout.num_tokens(rank) for rank in range(case.layout.cp)) * case.num_kv_heads
+    return case.layout.cp > 1 and 4 * max(num_needed(case, rank) for rank in range(case.layout.cp)) <= own
 
 
 def num_needed(case: BlockCase, cp_rank: int) -> int:

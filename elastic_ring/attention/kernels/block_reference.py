@@ -45,18 +45,21 @@ def forward(
 
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    tables: BlockTables, scale: float,
+    tables: BlockTables, scale: float, *, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """These keys' share of dq, and their dk and dv, in the inputs' type, from the merged `out` and `lse`."""
+    """These keys' share of dq, and their dk and dv, in the inputs' type, from the merged `out` and `lse`.
+
+    `dk` and `dv`, shaped like k and v, are written to when given.
+    """
     seen, scores = _scores(q, k, seen_by_key(tables), scale)
     weights = torch.where(seen, torch.exp(scores - lse.double().transpose(1, 2).unsqueeze(-1)), 0.0)
     dout = dout.double()
     row_sums = (dout * out.double()).sum(-1).transpose(1, 2).unsqueeze(-1)
     dscores = weights * (torch.einsum("bqhd,bkhd->bhqk", dout, _expand(v, q)) - row_sums) * scale
     dq = torch.einsum("bhqk,bkhd->bqhd", dscores, _expand(k, q))
-    dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q.double())
-    dv = torch.einsum("bhqk,bqhd->bkhd", weights, dout)
-    return dq.to(q.dtype), _fold(dk, k), _fold(dv, v)
+    of_k = _fold(torch.einsum("bhqk,bqhd->bkhd", dscores, q.double()), k)
+    of_v = _fold(torch.einsum("bhqk,bqhd->bkhd", weights, dout), v)
+    return dq.to(q.dtype), of_k if dk is None else dk.copy_(of_k), of_v if dv is None else dv.copy_(of_v)
 
 
 class _Function(torch.autograd.Function):

@@ -57,14 +57,14 @@ def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Blo
 
 def flash_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    tables: BlockTables, scale: float,
+    tables: BlockTables, scale: float, *, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
 ) -> _Grads:  # fmt: skip
     """These keys' share of dq, and their dk and dv, in the inputs' type, from the merged `out` and `lse`
-    (+inf where a query sees nothing at all)."""
+    (+inf where a query sees nothing at all). `dk` and `dv`, shaped like k and v, are written to when given."""
     interface, kind, causal = _flash()
     grads: _Grads = interface._flash_attn_bwd(
         q, k, v, out, dout, lse.transpose(1, 2).contiguous(), softmax_scale=scale, mask_mod=causal,
-        block_sparse_tensors=_flash_tables(kind, tables.own_by_key, tables.full_by_key),
+        block_sparse_tensors=_flash_tables(kind, tables.own_by_key, tables.full_by_key), dk=dk, dv=dv,
     )[:3]  # fmt: skip
     return grads
 
@@ -111,59 +111,92 @@ def _causal(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: 
 
 
 def flex_mask(tables: BlockTables) -> Any:
-    """The tables as FlexAttention's BlockMask, made once. Its lists are as wide as the other side has blocks.
+    """The tables as FlexAttention's BlockMask, made once; that of some heads is a view of the one of all.
 
-    The keys are as many as `_padded` makes them.
+    Queries and keys are as many as `padded_blocks` makes them. Lists are as wide as the longest, rounded up to a power
+    of four from 16 on: what is compiled depends on the width, too.
     """
     if "flex" not in tables.made:
-        tables.made["flex"] = _make_flex_mask(tables)
+        if tables.whole is not None:
+            tables.made["flex"] = _of_heads(flex_mask(tables.whole[0]), tables.whole[1], tables.num_heads)
+        else:
+            tables.made["flex"] = _make_flex_mask(tables)
     return tables.made["flex"]
 
 
+_LISTS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
+
+
 def _make_flex_mask(tables: BlockTables) -> Any:
+    num_q, num_k = padded_blocks(tables)
+    own, full = (_padded_lists(lists, num_q, num_k) for lists in (tables.own, tables.full))
+    by_key = own if tables.own_by_key is tables.own else _padded_lists(tables.own_by_key, num_k, num_q)
+    full_by_key = _padded_lists(tables.full_by_key, num_k, num_q)
+    lists = [x for each in (own, full, by_key, full_by_key) for x in (each.counts, each.indices)]
+    return _block_mask((num_q * BLOCK_TOKENS, num_k * BLOCK_TOKENS), dict(zip(_LISTS, lists, strict=True)))
+
+
+def _of_heads(mask: Any, first: int, num_heads: int) -> Any:
+    if mask.kv_num_blocks.size(1) == 1:
+        return mask
+    return _block_mask(mask.seq_lengths, {name: getattr(mask, name)[:, first : first + num_heads] for name in _LISTS})
+
+
+def _block_mask(seq_lengths: tuple[int, int], lists: dict[str, Any]) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
-    num_q, num_k = tables.num_q_blocks, num_padded_blocks(tables)
-    own, full = (_widened(lists, num_q, num_k) for lists in (tables.own, tables.full))
-    own_by_key, full_by_key = (_widened(lists, num_k, num_q) for lists in (tables.own_by_key, tables.full_by_key))
-    return BlockMask(
-        seq_lengths=(num_q * BLOCK_TOKENS, num_k * BLOCK_TOKENS),
-        kv_num_blocks=own.counts, kv_indices=own.indices,
-        full_kv_num_blocks=full.counts, full_kv_indices=full.indices,
-        q_num_blocks=own_by_key.counts, q_indices=own_by_key.indices,
-        full_q_num_blocks=full_by_key.counts, full_q_indices=full_by_key.indices,
-        BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS), mask_mod=_causal,
-    )  # fmt: skip
+    return BlockMask(seq_lengths=seq_lengths, BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS), mask_mod=_causal, **lists)
 
 
-def num_padded_blocks(tables: BlockTables) -> int:
-    """Of keys that are not the queries' own: so many that their lengths take few values, each of which is compiled
-    for itself. A power of two, or one and a half of it."""
-    num_blocks = tables.num_k_blocks
-    if num_blocks == tables.num_q_blocks:
-        return num_blocks
-    power = 1 << (num_blocks - 1).bit_length()
-    return power * 3 // 4 if power >= 4 and power * 3 // 4 >= num_blocks else power
+def padded_blocks(tables: BlockTables) -> tuple[int, int]:
+    """Of queries and of keys. Those that come in other numbers with every plan are rounded up so that they take few
+    values, each of which is compiled for itself: a power of two, or one and a half of it, and at least 16."""
+    num_q, num_k = tables.num_q_blocks, tables.num_k_blocks
+    return num_q if tables.all_rows else _rounded(num_q), num_k if tables.all_keys else _rounded(num_k)
 
 
-def _widened(lists: BlockLists, num_rows: int, width: int) -> BlockLists:
-    rows, columns = num_rows - lists.counts.size(-1), width - lists.indices.size(-1)
+def compiled_shape(tables: BlockTables, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
+    """What of a call with such tables and numbers of heads FlexAttention's kernels are compiled for."""
+    num_q, num_k = padded_blocks(tables)
+    widths = (_width(x, num_k) for x in (tables.own, tables.full))
+    widths_by_key = (_width(x, num_q) for x in (tables.own_by_key, tables.full_by_key))
+    return (num_heads, num_kv_heads, tables.own.counts.size(1), num_q, num_k, *widths, *widths_by_key)
+
+
+def _rounded(num_blocks: int) -> int:
+    power = 1 << (max(num_blocks, 16) - 1).bit_length()
+    return power * 3 // 4 if power > 16 and power * 3 // 4 >= num_blocks else power
+
+
+def _width(lists: BlockLists, num_columns: int) -> int:
+    return min(num_columns, 1 << 2 * -(-(max(lists.indices.size(-1), 16) - 1).bit_length() // 2))
+
+
+def _padded_lists(lists: BlockLists, num_rows: int, num_columns: int) -> BlockLists:
+    """The lists themselves where nothing is missing."""
+    rows, columns = num_rows - lists.counts.size(-1), _width(lists, num_columns) - lists.indices.size(-1)
+    if not rows and not columns:
+        return lists
     return BlockLists(functional.pad(lists.counts, (0, rows)), functional.pad(lists.indices, (0, columns, 0, rows)))
 
 
-def _padded(x: torch.Tensor, tables: BlockTables) -> torch.Tensor:
-    missing = num_padded_blocks(tables) * BLOCK_TOKENS - x.size(1)
+def _padded(x: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    missing = num_blocks * BLOCK_TOKENS - x.size(1)
     return functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
 
 
 def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
     """As `flash`; lse is differentiable too."""
-    wide = (x.transpose(1, 2) for x in (q, _padded(k, tables), _padded(v, tables)))
+    num_q, num_k = padded_blocks(tables)
+    wide = (_padded(x, num).transpose(1, 2) for x, num in ((q, num_q), (k, num_k), (v, num_k)))
     with torch._dynamo.config.patch(recompile_limit=NUM_VARIANTS):
         out, lse = _flex()(
             *wide, block_mask=flex_mask(tables), scale=scale, enable_gqa=q.size(2) != k.size(2), return_lse=True
         )
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    return out.transpose(1, 2)[:, : q.size(1)], lse.transpose(1, 2)[:, : q.size(1)]
 
 
 def flex_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:

@@ -7,6 +7,7 @@ ring's rank, its own slice against the keys it fetched. No kernels in here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,8 @@ class BlockTables:
 
     `own` and `full` list key blocks by query block, for forward; `own_by_key` and `full_by_key` list query blocks
     by key block, for backward. Keys that were fetched from elsewhere are nobody's own: all counts of `own` are 0.
+    `all_rows` says that the queries are all that a rank holds, as many in every call, `all_keys` the same of the keys;
+    others come in other numbers each time. `whole` are the tables of which these are some heads', from the first on.
     `made` is what a kernel has made of the tables, kept as long as they are.
     """
 
@@ -49,17 +52,35 @@ class BlockTables:
     full_by_key: BlockLists
     num_q_blocks: int
     num_k_blocks: int
+    all_rows: bool = True
+    all_keys: bool = True
+    whole: tuple[BlockTables, int] | None = field(default=None, repr=False)
     made: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> torch.device:
         return self.own.counts.device
 
+    @property
+    def num_heads(self) -> int:
+        """Of the lists: 1 where all heads share them."""
+        return self.own.counts.size(1)
+
     def of_heads(self, first: int, last: int) -> BlockTables:
         """The tables of query heads `first` to `last`."""
         lists = (self.own, self.own_by_key, self.full, self.full_by_key)
         own, own_by_key, full, full_by_key = (each.of_heads(first, last) for each in lists)
-        return BlockTables(own, own_by_key, full, full_by_key, self.num_q_blocks, self.num_k_blocks)
+        return BlockTables(
+            own, own_by_key, full, full_by_key, self.num_q_blocks, self.num_k_blocks, self.all_rows, self.all_keys,
+            whole=(self, first),
+        )  # fmt: skip
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that they hold, with what was made of them; some of it more than once."""
+        for lists in (self.own, self.own_by_key, self.full, self.full_by_key):
+            yield from (lists.counts, lists.indices)
+        for made in self.made.values():
+            yield from (x for x in vars(made).values() if isinstance(x, torch.Tensor))
 
 
 def tables_of(kept: torch.Tensor, *, width: int | None = None) -> BlockTables:
@@ -77,7 +98,9 @@ def tables_of(kept: torch.Tensor, *, width: int | None = None) -> BlockTables:
     return BlockTables(own, own, _listed(earlier, width), by_key, num_blocks, num_blocks)
 
 
-def tables_between(own: Mask | None, full: Mask, device: torch.device) -> BlockTables:
+def tables_between(
+    own: Mask | None, full: Mask, device: torch.device, *, all_rows: bool = True
+) -> BlockTables:
     """From full (H or 1, n, m) bool, queries first: the blocks seen wholly; and own (H or 1, n), whether a query
     block sees what causality leaves of key block n, its own. `own` None where no key is a query's own."""
     num_heads, num_q_blocks, num_k_blocks = full.shape
@@ -88,7 +111,8 @@ def tables_between(own: Mask | None, full: Mask, device: torch.device) -> BlockT
         at = torch.arange(num_q_blocks, dtype=torch.int32, device=device)
         lists = (BlockLists(counts, at.view(1, 1, -1, 1).expand(1, num_heads, -1, 1).contiguous()),) * 2
     by_key = _listed_by_host(full.transpose(0, 2, 1), device)
-    return BlockTables(*lists, _listed_by_host(full, device), by_key, num_q_blocks, num_k_blocks)
+    earlier = _listed_by_host(full, device)
+    return BlockTables(*lists, earlier, by_key, num_q_blocks, num_k_blocks, all_rows, own is not None)
 
 
 def tables_for(pattern: SparsePattern, seq_len: int, num_heads: int, device: torch.device) -> BlockTables:
