@@ -19,11 +19,11 @@ if __name__ == "__main__":  # run from a checkout, where jobs is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from elastic_ring.attention.content import Chosen, TopK
+from elastic_ring.attention.device_blocks import on_device
 from elastic_ring.attention.layout import zigzag
 from elastic_ring.attention.routing_plan import RoutingPlan, plan_routing
 from elastic_ring.attention.rules import Rule
 from elastic_ring.attention.sparse import SparsePattern
-from elastic_ring.attention.device_blocks import on_device
 from elastic_ring.attention.sparse_schedule import plan_sparse
 
 REPEATS = 3

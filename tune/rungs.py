@@ -71,19 +71,17 @@ def planned(candidate: Candidate, climb: Climb, rules: dict[str, dict[str, Any]]
     pattern = family.pattern()
     assert pattern is not None
     layers = [rules[rule] for rule in candidate.layers(climb.cost_len, NUM_LAYERS)]
-    found = {
-        "density": family.density(climb.cost_len, NUM_LAYERS, NUM_HEADS),
-        "reach": reach(pattern, climb.cost_len),
-        "bytes": {at: sum(layer["bytes"][at] for layer in layers) / NUM_LAYERS for at in LAYOUTS},
-    }
-    fewest = min(found["bytes"].values())
+    density = family.density(climb.cost_len, NUM_LAYERS, NUM_HEADS)
+    reached = reach(pattern, climb.cost_len)
+    num_bytes = {at: sum(layer["bytes"][at] for layer in layers) / NUM_LAYERS for at in LAYOUTS}
+    fewest = min(num_bytes.values())
     limits = (
-        ("density", found["density"], found["density"] > climb.most_density, climb.most_density),
-        ("reach", found["reach"], found["reach"] < climb.least_reach, climb.least_reach),
+        ("density", density, density > climb.most_density, climb.most_density),
+        ("reach", reached, reached < climb.least_reach, climb.least_reach),
         ("bytes", fewest, fewest > climb.most_bytes, climb.most_bytes),
     )
     why = [f"{name} {value:.3f} beyond {limit}" for name, value, beyond, limit in limits if beyond]
-    return {**found, "rejected": "; ".join(why)}
+    return {"density": density, "reach": reached, "bytes": num_bytes, "rejected": "; ".join(why)}
 
 
 def rule_costs(rule: str, unit: int, climb: Climb) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class ProxySampler(BaseSampler):
         diverged = {name for name, gap in gaps.items() if gap >= REJECTED_GAP}
         # Points that were asked for and not told yet count as predicted, so that workers spread out.
         usable = {name: gap for name, gap in gaps.items() if name not in diverged}
-        reference = [MARGIN] * (1 + cheap.costs.shape[-1])
+        reference = [MARGIN] * (1 + np.size(cheap.costs, -1))
         gains = np.zeros(len(open_))
         for _ in range(NUM_DRAWS):
             heights = scaled(self._predicted(usable))

@@ -135,7 +135,7 @@ class NonDominatedRank(FIFOScheduler):
         return TrialScheduler.STOP if stopped else TrialScheduler.CONTINUE
 
 
-class GapSearch(OptunaSearch):  # type: ignore[misc]
+class GapSearch(OptunaSearch):
     """Optuna's search, which keeps beside the objectives of a finished trial how long it was trained for its gap."""
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
