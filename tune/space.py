@@ -125,7 +125,7 @@ class Candidate:
             {"rule": rule} if at is None else {"layers": list(at), "rule": rule}
             for rule, at in self.groups(seq_len, num_layers)
         ]
-        about = f"{self.name} at {seq_len} tokens, {num_layers} layers; layout {layout}"
+        about = f"{self.name} at {seq_len} tokens, {num_layers} layers; layout {layout}; measured with 2 layers"
         found = {"block": self.unit(seq_len), "groups": groups, "about": about}
         return json.dumps({**found, "measured": dict(measured)}, indent=1)
 
