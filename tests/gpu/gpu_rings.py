@@ -153,8 +153,8 @@ def run_content_on(
             pattern = SparsePattern(route(case.heads, q, k, 0), case.block)
             schedule = plan_sparse(pattern, layout, case.num_heads, case.num_kv_heads)
             ring = SparseRingAttention(schedule, cp_rank, groups[cp_rank], coalesced=True, ledger=ledger, **options)
-            out, lse, call = ring._run_forward(q, k, v, scale)
-            return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call)], ring
+            out, lse, call, keys = ring._run_forward(q, k, v, scale)
+            return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call, keys)], ring
 
     results = in_threads(cp, work)
     gathered = [layout.gather([locals_[i] for locals_, _ in results], 1).cpu() for i in range(4)]

@@ -16,13 +16,13 @@ from torch.utils.checkpoint import noop_context_fn
 from elastic_ring.attention import routing
 from elastic_ring.attention.blocks import block_kinds, row_pairs
 from elastic_ring.attention.content import TopK
+from elastic_ring.attention.device_blocks import on_device
 from elastic_ring.attention.kernels.block_tables import check_whole_blocks
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layout import contiguous, zigzag
 from elastic_ring.attention.ledger import HopLedger
 from elastic_ring.attention.routing import Router
 from elastic_ring.attention.routing_plan import plan_routing
-from elastic_ring.attention.sparse_blocks import on_device, plan_blocks
 from elastic_ring.attention.sparse_schedule import plan_sparse
 from elastic_ring.attention.sparse_tiles import tiles
 from elastic_ring.attention.spec import parse_pattern
@@ -90,7 +90,7 @@ def test_backward_under_checkpointing_neither_chooses_nor_sends_again_and_no_bit
 
 # ------------------------------------------------------------ forgotten after
 
-CACHES: Any = (plan_sparse, tiles, block_kinds, row_pairs, plan_blocks, on_device, check_whole_blocks)
+CACHES: Any = (plan_sparse, tiles, block_kinds, row_pairs, check_whole_blocks)
 
 
 @pytest.mark.parametrize(("kernel", "unit", "num_calls"), [(None, 2, 1000), ("reference-sparse", 128, 30)])
@@ -111,7 +111,7 @@ def test_calls_fill_no_cache_and_leave_nothing_behind(kernel: str | None, unit: 
 
     with one_thread():
         call()
-        before = [cache.cache_info() for cache in CACHES]
+        before, num_kept = [cache.cache_info() for cache in CACHES], on_device.num_kept
         calls = [call() for _ in range(num_calls)]
         gc.collect()
     after = [cache.cache_info() for cache in CACHES]
@@ -120,6 +120,7 @@ def test_calls_fill_no_cache_and_leave_nothing_behind(kernel: str | None, unit: 
     assert [info.misses for info in after] == [info.misses for info in before]
     assert after[0].hits - before[0].hits == num_calls
     assert not any(schedule() is not None for schedule, _ in calls)
+    assert on_device.num_kept == num_kept
     assert plan_routing.cache_info().currsize <= 32
 
 

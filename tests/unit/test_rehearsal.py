@@ -115,16 +115,15 @@ def test_a_sparse_ring_meets_only_rehearsed_block_numbers(rings: ThreadRings, fa
         """The reference kernel, noting what FlexAttention would be compiled for."""
 
         def note(q: Tensor, k: Tensor, tables: Any) -> None:
-            mask = block_sparse.flex_mask(tables)
-            seen.add((q.shape[1:], block_sparse.num_padded_blocks(tables), mask.kv_indices.shape))
+            seen.add(block_sparse.compiled_shape(tables, q.size(2), k.size(2)))
 
         def forward(q: Tensor, k: Tensor, v: Tensor, tables: Any, scale: float) -> Any:
             note(q, k, tables)
             return REFERENCE.forward(q, k, v, tables, scale)
 
-        def backward(dout: Tensor, q: Tensor, k: Tensor, *rest: Any) -> Any:
+        def backward(dout: Tensor, q: Tensor, k: Tensor, *rest: Any, **places: Any) -> Any:
             note(q, k, rest[3])
-            return REFERENCE.backward(dout, q, k, *rest)
+            return REFERENCE.backward(dout, q, k, *rest, **places)
 
         ring = SparseRingAttention(
             plan_sparse(pattern, layout, HEADS[0], HEADS[1]), cp_rank, group, kernel="reference-sparse"
