@@ -100,10 +100,7 @@ class Wire:
 
 def groups_over(wire: Wire, check: Any = lambda: None) -> Any:
     connector = SimpleNamespace(device=CPU)
-    gate = LaunchGate(lambda: None)
-    return SimpleNamespace(
-        world=wire, shard=wire, ring=wire, replica=wire, connector=connector, check=check, launching=gate.launching
-    )
+    return SimpleNamespace(world=wire, shard=wire, ring=wire, replica=wire, connector=connector, check=check)
 
 
 def test_hops_that_bring_another_ranks_number_are_a_failed_peer() -> None:
