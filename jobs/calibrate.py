@@ -5,7 +5,7 @@
 
 Every rank measures at once, in a process of its own, and all get the same figures: the slowest rank's. Prints the
 figures and each measurement beside what they say of it; `not fitted` ones had no part in the fit, so a large error
-there is a bad fit. The file is for `--machine` of jobs/train_1t.py and tune/search_patterns.py, and for
+there is a bad fit. The file is for `--machine` of jobs/train_1t.py and jobs/check_prices.py, and for
 `attention.machine.Machine.read`. Nothing else should run on the host meanwhile.
 """
 

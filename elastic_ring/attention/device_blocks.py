@@ -83,6 +83,11 @@ def on_device(
     return DeviceBlocks(plan, own, parts, half, stages, orders[0], orders[1], back[0], back[1])
 
 
+def forget_plans() -> None:
+    """Let go of the tables that nobody uses just now: their device is given back."""
+    on_device.cache_clear()
+
+
 def _stage(plan: BlockStage, host: StageTables, num_own_blocks: int, device: torch.device) -> DeviceStage:
     fetched = tuple(
         tables_between(None, kept, device, all_rows=kept.shape[1] == num_own_blocks) if region.num_tokens else None

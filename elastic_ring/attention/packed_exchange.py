@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.device_blocks import DeviceBlocks
-from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger, _now
+from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger, _now, one_operation
 from elastic_ring.attention.ledger import HopEvents
 from elastic_ring.attention.schedule import Direction
 from elastic_ring.attention.sparse_blocks import BlockStage, Message
@@ -134,6 +134,7 @@ class PackedExchange:
         self._group = None
         if self._like.is_cuda:  # what was gathered there must not outlive what it was gathered from
             torch.cuda.current_stream(self._like.device).wait_stream(self._buffers.stream(self._like.device))
+        self._read_aside.clear()
         return buffers + self._buffers.drop()
 
     def _keys_buffer(self, index: int) -> torch.Tensor:
@@ -192,19 +193,15 @@ class PackedExchange:
 
     @contextmanager
     def _together(self, operation: _Operation, device: torch.device) -> Iterator[None]:
-        """Where coalesced, one operation out of all that is posted inside, ended even if that fails: NCCL would go on
-        collecting in this thread for ever."""
+        """Where coalesced, one operation out of all that is posted inside."""
         if not self._coalesced:
             yield
             return
         backend: Any = self._group
         backend = backend._get_backend(device) if hasattr(backend, "_get_backend") else backend
-        backend._start_coalescing()
-        try:
+        with one_operation(backend) as works:
             yield
-        finally:
-            work = backend._end_coalescing()
-        self._as_one(operation, work)
+        self._as_one(operation, works[0])
 
     def _as_one(self, operation: _Operation, work: Any) -> None:
         """The works of single messages are none on NCCL; what ends them all is `work`."""

@@ -30,23 +30,29 @@ class Silence:
         return self._size
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int, /) -> _Done:
-        return _Done()
+        return _Done(tensors[0].device)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int, /) -> _Done:
         for tensor in tensors:
             tensor.zero_()
-        return _Done()
+        return _Done(tensors[0].device)
 
     def _start_coalescing(self) -> None:
         pass
 
     def _end_coalescing(self) -> _Done:
-        return _Done()
+        return _Done(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 class _Done:
+    """What was posted may have run on a stream of its own: whoever waits, waits for that."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
     def wait(self) -> None:
-        pass
+        if self._event is not None:
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
 
 
 def rehearse_lengths(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.exchange import Group, HopLedger
+from elastic_ring.attention.exchange import Group, HopLedger, one_operation
 
 _NUM_TAGGED_CALLS = 1024
 _NUM_SWAPS = 2
@@ -76,17 +76,22 @@ class RoutingExchange:
         if self._coalesced:
             device = self._messages[0].buffer.device
             backend = backend._get_backend(device) if hasattr(backend, "_get_backend") else backend
-            backend._start_coalescing()
+            with one_operation(backend) as works:
+                self._send_and_receive(tag)
+            for message in self._messages:
+                message.work = None
+            (self._messages[0].work,) = works  # one work ends them all
+        else:
+            self._send_and_receive(tag)
+
+    def _send_and_receive(self, tag: int) -> None:
+        assert self._group is not None
         for message in self._messages:
             if message.received:
                 message.work = self._group.recv([message.buffer], (self._cp_rank - message.hop) % self._cp, tag)
             else:
                 message.work = self._group.send([message.buffer], (self._cp_rank + message.hop) % self._cp, tag)
                 self._ledger.routing_sent_bytes[message.hop] += message.buffer.nbytes
-        if self._coalesced:  # one work ends them all
-            for message in self._messages:
-                message.work = None
-            self._messages[0].work = backend._end_coalescing()
 
     def _wait(self, message: _Message) -> None:
         assert message.work is not None or self._coalesced, "this rank is not in the group"

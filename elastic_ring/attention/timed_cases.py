@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from elastic_ring.attention.choice import Sizes, sparse_kernels
-from elastic_ring.attention.exchange import Group, PendingWork
+from elastic_ring.attention.exchange import Group, PendingWork, one_operation
 from elastic_ring.attention.families import BigBird
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.layout import contiguous
@@ -116,10 +116,10 @@ class Hops:
             return [self._group.recv([incoming], before, tag), self._group.send([outgoing], after, tag)]
         backend: Any = self._group
         backend = backend._get_backend(self._device) if hasattr(backend, "_get_backend") else backend
-        backend._start_coalescing()
-        self._group.recv([incoming], before, tag)
-        self._group.send([outgoing], after, tag)
-        return [backend._end_coalescing()]
+        with one_operation(backend) as works:
+            self._group.recv([incoming], before, tag)
+            self._group.send([outgoing], after, tag)
+        return works
 
 
 def dense_cases(

@@ -6,14 +6,15 @@ share it, and so does the fresh module of the next generation. Attention, its ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 OPTIONS: dict[str, Any] = {
     "deterministic": True,
@@ -74,6 +75,23 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 EAGER = Pieces(before, after)
+
+
+@contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """Within, the layers of `model` that compile run as they are written: for shapes that come once.
+
+    In every thread, autograd's among them. torch's own switch would turn FlexAttention off too, and without its kernel
+    that ignores the lists of blocks.
+    """
+    compiling: list[Any] = [each for each in model.modules() if getattr(each, "compile_blocks", False) is True]
+    for module in compiling:
+        module.compile_blocks = False
+    try:
+        yield
+    finally:
+        for module in compiling:
+            module.compile_blocks = True
 
 
 @lru_cache(maxsize=1)

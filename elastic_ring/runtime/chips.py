@@ -329,6 +329,15 @@ def strike(folder: Path, chip: Chip, why: str) -> str:
     return found
 
 
+def is_free(folder: Path, chip: Chip) -> bool:
+    """Whether no process has claimed it just now."""
+    claim = Claim("", folder)
+    if not claim.lock(chip):
+        return False
+    claim.release()
+    return True
+
+
 def strike_if_free(folder: Path, chip: Chip, why: str) -> bool:
     """The same for a GPU that this process does not hold. While another one computes on it, failing there proves
     nothing of the chip: it may be one process's alone (compute mode EXCLUSIVE_PROCESS)."""

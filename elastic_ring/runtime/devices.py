@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
+from elastic_ring.attention.device_blocks import forget_plans
 from elastic_ring.errors import PeerFailed, RunFailed
 from elastic_ring.runtime import chips
 from elastic_ring.runtime.chips import Chip, Claim, bad_ones, shared_folder, strike, strike_if_free, wait_for_memory
 from elastic_ring.runtime.nccl import probe
+from elastic_ring.train.kernels import KernelMismatch
+from elastic_ring.train.memory import is_out_of_memory
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.warm import attention_shapes, warm_up_device
 
@@ -81,6 +84,12 @@ class DeviceClaim:
             self.failed("it failed its probe after an abort")
         return not self.broken
 
+    def erred(self, error: BaseException) -> None:
+        """It erred in a step or a build. A full memory or a kernel that does not run here says nothing of the chip."""
+        if self._kind != "cpu" and not isinstance(error, KernelMismatch) and not is_out_of_memory(error):
+            said = str(error).splitlines()
+            self.failed(f"{type(error).__name__} in a step or a build: {said[0] if said else ''}")
+
     def failed(self, why: str) -> None:
         """The GPU held does not compute here any more."""
         self.broken = True
@@ -92,6 +101,7 @@ class DeviceClaim:
         if self._claim.chip is None:
             return
         try:
+            forget_plans()
             let_go_of_cache(self.device)
             left = torch.cuda.memory_reserved(self.device)
             if left > MUCH_BYTES:
@@ -132,6 +142,7 @@ class Warmed:
     failed: frozenset[str] = frozenset()
 
 
+NO_PROBE = "it failed its probe"
 Shapes = Sequence[tuple[int, int, int]]
 Warm = Callable[[TrainingTask, torch.device, Shapes, int, Path | None, dict[str, str]], str]
 
@@ -142,11 +153,12 @@ def warm_devices(
 ) -> Warmed:
     """A context and the first kernels on every GPU, for rings of `cp` ranks: a standby does not know which it takes.
 
-    A bad GPU is left alone; one that fails now gets a strike, and the others are warmed. One whose memory is full is
-    taken cold, if ever. Raises what `warm` raises on a GPU that is well, and RunFailed when a second one fails: then it
-    is this process, or the software.
+    Where another process computes no length is rehearsed (`cp` 0): that memory is not ours. A bad GPU is left alone;
+    one that fails now gets a strike, and the others are warmed. One whose memory is full is taken cold, if ever. Raises
+    what `warm` raises on a GPU that is well, and RunFailed when a second one fails: then it is this process, or the
+    software.
     """
-    shapes, kernels, failures = attention_shapes(task), dict[str, str](), dict[str, str]()
+    shapes, kernels, failures = attention_shapes(task), dict[str, str](), dict[Chip, str]()
     cache, bad = shared_folder(KERNEL_CACHE), bad_ones(folder, [chip.name for chip in seen])
     for chip in seen:
         if chip.name in bad:
@@ -155,23 +167,27 @@ def warm_devices(
         begun, device = time.monotonic(), torch.device("cuda", chip.index)
         try:
             # First something small: the verdict on a kernel is this process's, whichever GPU it was tried on.
-            failure = warm(task, device, shapes, cp, cache, kernels) if computes(device) else "it failed its probe"
-        except torch.OutOfMemoryError as error:
-            log.warning("GPU %d is not warmed, its memory is full: %s", chip.index, error)
-            continue
+            alone = chips.is_free(folder, chip)
+            failure = warm(task, device, shapes, cp if alone else 0, cache, kernels) if computes(device) else NO_PROBE
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                log.warning("GPU %d is not warmed, its memory is full: %s", chip.index, error)
+                continue
             if computes(device):
                 raise
             failure = f"{type(error).__name__}: {error}"
         if not failure:
             log.info("GPU %d is warm after %.2f s", chip.index, time.monotonic() - begun)
             continue
-        failures[chip.name] = f"GPU {chip.index} ({chip.name}): {failure}"
+        failures[chip] = failure
         if len(failures) > 1:
-            raise RunFailed(f"more than one GPU fails in this process: {'; '.join(failures.values())}")
+            told = "; ".join(f"GPU {each.index} ({each.name}): {why}" for each, why in failures.items())
+            raise RunFailed(f"more than one GPU fails in this process: {told}")
+    for chip, failure in failures.items():  # now it is known that not everything fails here
         struck = strike_if_free(folder, chip, failure)
-        log.error("not warmed%s: %s", "" if struck else ", and held by another process", failures[chip.name])
-    return Warmed(kernels, frozenset(failures))
+        told = "" if struck else ", and held by another process"
+        log.error("not warmed%s: GPU %d (%s): %s", told, chip.index, chip.name, failure)
+    return Warmed(kernels, frozenset(chip.name for chip in failures))
 
 
 def be_deterministic(task: TrainingTask) -> None:

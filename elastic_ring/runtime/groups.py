@@ -342,7 +342,7 @@ class Connector:
     def exchange_error(self) -> str:
         """What NCCL has noticed of a broken link of these groups, and ends nothing for; empty if nothing."""
         with self._lock:
-            backends = [] if self.aborted else list(self._nccl)
+            backends = [] if self.aborted else [each for each in self._nccl if not self._aborter.has_begun(each)]
         return next((error for error in map(nccl.link_error, backends) if error), "")
 
     def raise_if_aborted(self) -> None:

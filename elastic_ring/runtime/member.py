@@ -85,8 +85,7 @@ class Member:
         task, step = self._card.task, self._card.task.step
         source = open_source(task.data)
         self.fingerprint = source.fingerprint
-        held = step.num_val_sequences if step.val_every_steps else 0
-        training, validation = hold_out(source, num_sequences=held)
+        training, validation = hold_out(source, num_sequences=step.num_val_sequences if step.val_every_steps else 0)
         self._val_loader = Loader(validation, self._while_data_comes)
         order = Order(step.seed, step.global_batch, training.num_sequences)
         cache = KERNEL_CACHE if self._card.scaling.device == "cuda" else None
@@ -163,6 +162,11 @@ class Member:
         self._left_behind.append((self._groups, self._connector, self._transaction.model))
         self._transaction.leave()
 
+    def fail_device(self, error: BaseException) -> None:
+        """This worker's GPU has erred under it: reports say so, and whoever would take it next is warned."""
+        self.device_failed = True
+        self._claim.erred(error)
+
     def report(self, cause: str, term: int, generation: int, kind: str) -> Report:
         """What this worker holds; call it only while the training thread is parked."""
         state = self._transaction
@@ -202,8 +206,7 @@ class Member:
         """Connect, roll forward, heal; returns the answer and the durations. Raises what breaks on the way."""
         begun = time.monotonic()
         worker, state = self._card.worker, self._transaction
-        self._timings = {}
-        self._command, self.boundary_requested, self._groups = command, False, None
+        self._timings, self._command, self.boundary_requested, self._groups = {}, command, False, None
         self._stamps.generation = command.generation
         self._stamps.stamp(command.step, Phase.REBUILD)
         state.leave()
@@ -248,6 +251,7 @@ class Member:
         place, share = self._command.seats.index(self._card.worker), -(-self._num_parameters // self._command.mesh.cp)
         device = self._claim.take(place, share, self._card.run.timeouts.report_s, connector.raise_if_aborted)
         connector.device = device
+        self.marks.move_to(device)
         self._transaction.use(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore
 
+from elastic_ring.train.memory import is_out_of_memory
+
 log = logging.getLogger(__name__)
 
 PROBE_ELEMENTS = 256
@@ -134,6 +136,9 @@ class Aborter:
                 self._begun[id(backend)] = (backend, thread)
                 thread.start()
 
+    def has_begun(self, backend: Any) -> bool:
+        return id(backend) in self._begun
+
     def wait(self, timeout_s: float) -> bool:
         """Whether all that were begun have ended within this time; until then they may hold memory."""
         deadline = time.monotonic() + timeout_s
@@ -176,5 +181,7 @@ def probe(device: torch.device) -> bool:
     except torch.OutOfMemoryError:
         return True  # full, not broken: a failed allocation leaves no sticky error
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            return True  # full, by whoever computes there: that says nothing of the chip
         log.error("%s failed its probe: %s", device, error)
         return False

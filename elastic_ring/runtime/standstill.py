@@ -105,22 +105,31 @@ class DeviceMarks:
 
     def __init__(self, make_event: Callable[[], Any] = torch.cuda.Event) -> None:
         self._make_event = make_event
-        self._ahead: deque[Any] = deque()
-        self._free: list[Any] = []
+        self._ahead: deque[tuple[Any, Any]] = deque()
+        self._free: list[tuple[Any, Any]] = []
+        self._device: Any = None
         self.num_passed = 0
+
+    def move_to(self, device: torch.device) -> None:
+        """Before anything is queued on another device: an event belongs to the one where it was first recorded."""
+        self._device = device
 
     def leave(self) -> None:
         """Mark this place in the current stream."""
         if len(self._ahead) >= KEPT_MARKS:
             return
-        event = self._free.pop() if self._free else self._make_event()
+        device, event = self._device, None
+        while self._free and event is None:
+            own, free = self._free.pop()
+            event = free if own == device else None
+        event = self._make_event() if event is None else event
         event.record()
-        self._ahead.append(event)
+        self._ahead.append((device, event))
 
     def look(self) -> None:
         """Count what has been passed. A device that has failed passes nothing; the training thread learns of it."""
         try:
-            while self._ahead and self._ahead[0].query():
+            while self._ahead and self._ahead[0][1].query():
                 self._free.append(self._ahead.popleft())
                 self.num_passed += 1
         except RuntimeError as error:

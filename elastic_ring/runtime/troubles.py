@@ -6,7 +6,7 @@ Only naming; who stays and who goes is the control core's to decide.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -14,6 +14,7 @@ from elastic_ring.errors import DigestMismatch, ElasticRingError, TooManySkipped
 from elastic_ring.runtime.transport import is_transport_error
 from elastic_ring.train.check import ModelRefused
 from elastic_ring.train.kernels import KernelMismatch
+from elastic_ring.train.memory import chain, is_out_of_memory
 from elastic_ring.train.vote import ReplicasDiverged
 
 
@@ -36,7 +37,9 @@ def trouble_kind(
         return "device" if healing else "check"
     if is_transport_error(error):
         return "peer"
-    if is_device_error(error) or (healing and is_out_of_memory(error)) or device_failed():
+    if is_out_of_memory(error):
+        return "device" if healing or device_failed() else "user"
+    if is_device_error(error) or device_failed():
         return "device"
     return "user"
 
@@ -53,14 +56,4 @@ def trouble_text(error: BaseException, kind: str = "user") -> str:
 
 def is_device_error(error: BaseException) -> bool:
     """Whether a device failed under what it was given, somewhere in this chain of exceptions."""
-    return any(isinstance(link, torch.AcceleratorError) for link in _chain(error))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    return any(isinstance(link, torch.OutOfMemoryError) for link in _chain(error))
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    return any(isinstance(link, torch.AcceleratorError) for link in chain(error))

@@ -310,7 +310,7 @@ class Worker:
         if kind in ("device", "user", "check") and member.aborted:
             return "peer"  # an abort leaves nonsense in the buffers; the probe before the report asks the device
         if kind == "device":
-            member.device_failed = True  # also for whoever does not hear of it and asks for a report
+            member.fail_device(error)  # also for whoever does not hear of it and asks for a report
         return kind
 
     def _tell_trouble(self, kind: str, error: BaseException, identity: tuple[str, int, int], step: int) -> None:

@@ -16,8 +16,8 @@ from elastic_ring.attention.layout import make_layout
 from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.errors import ElasticRingError
+from elastic_ring.model.pieces import as_written
 from elastic_ring.train.attending import attention_of, batch_of
-from elastic_ring.train.compiling import uncompiled
 from elastic_ring.train.layouts import AUTO
 from elastic_ring.train.task import Batch, TrainingTask
 
@@ -36,18 +36,18 @@ def check_model(task: TrainingTask, wires: Any, state: Any) -> None:
 
     Nothing is compiled for it: its lengths never come again.
     """
-    with uncompiled(task):
+    with as_written(state.model):
         _check_model(task, wires, state)
 
 
 def _check_model(task: TrainingTask, wires: Any, state: Any) -> None:
     model: nn.Module = state.model
     sample = _short_sample(task, state.loader, wires.mesh.cp)
-    _refuse_changing_buffers(task, model, sample, wires)
+    _refuse_changing_buffers(task, state, sample, wires)
     model.eval()
-    alone, alone_gradient = _pass(task, model, sample, wires, cp=1)
+    alone, alone_gradient = _pass(task, state, sample, wires, cp=1)
     if wires.mesh.cp > 1:
-        ring, ring_gradient = _pass(task, model, sample, wires, cp=wires.mesh.cp)
+        ring, ring_gradient = _pass(task, state, sample, wires, cp=wires.mesh.cp)
         _sum(wires, ring)
         # At cp = 1 every member of the ring computed the whole sequence, and FSDP2 added their gradients up.
         parts = torch.stack([
@@ -91,11 +91,12 @@ def _compare(task: TrainingTask, alone: Tensor, ring: Tensor, gradient_error: fl
         )
 
 
-def _pass(task: TrainingTask, model: nn.Module, sample: Sample, wires: Any, *, cp: int) -> tuple[Tensor, list[Tensor]]:
+def _pass(task: TrainingTask, state: Any, sample: Sample, wires: Any, *, cp: int) -> tuple[Tensor, list[Tensor]]:
     """((loss sum, number of targets), local gradient of each parameter) of one forward and backward."""
+    model: nn.Module = state.model
     for param in model.parameters():
         param.grad = None
-    batch = _batch(task, model, sample, wires, cp)
+    batch = _batch(task, state, sample, wires, cp)
     loss, num_targets = _checked(task.loss(model, batch))
     loss.backward()
     gradients = [
@@ -117,14 +118,16 @@ def _checked(result: Any) -> tuple[Tensor, int]:
     return result[0], int(result[1])
 
 
-def _batch(task: TrainingTask, model: nn.Module, sample: Sample, wires: Any, cp: int) -> Batch:
+def _batch(task: TrainingTask, state: Any, sample: Sample, wires: Any, cp: int) -> Batch:
     cp_rank = wires.mesh.seat(wires.global_rank).cp_rank if cp > 1 else 0
     # A layout chosen for the whole context would not fit; any that splits the sequence shows what is asked here.
     name = "zigzag" if task.step.layout == AUTO else task.step.layout
     layout = make_layout(name, len(sample.tokens) - 1, cp)
     piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
-    attention = attention_of(task, piece, layout, cp_rank, wires.ring if cp > 1 else None, check=wires.check)
-    return batch_of(piece, attention, next(model.parameters()).device)
+    attention = attention_of(
+        task, piece, layout, cp_rank, wires.ring if cp > 1 else None, kernel_cache=state.kernel_cache, check=wires.check
+    )
+    return batch_of(piece, attention, next(state.model.parameters()).device)
 
 
 def _short_sample(task: TrainingTask, loader: Any, cp: int) -> Sample:
@@ -133,16 +136,17 @@ def _short_sample(task: TrainingTask, loader: Any, cp: int) -> Sample:
     num_tokens = min(task.step.context_tokens, (TOKENS_PER_RANK if not patterned else PATTERNED_TOKENS_PER_RANK) * cp)
     starts = tuple(start for start in whole.document_starts if start < num_tokens)
     ends = num_tokens in whole.document_starts or (num_tokens == task.step.context_tokens and whole.ends_document)
-    return Sample(tokens=whole.tokens[: num_tokens + 1], document_starts=starts, ends_document=ends)
+    return Sample(whole.tokens[: num_tokens + 1], starts, ends, whole.padding)
 
 
-def _refuse_changing_buffers(task: TrainingTask, model: nn.Module, sample: Sample, wires: Any) -> None:
+def _refuse_changing_buffers(task: TrainingTask, state: Any, sample: Sample, wires: Any) -> None:
     """Buffers that a forward pass changes would differ between rings and after a re-run."""
+    model: nn.Module = state.model
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     if not before:
         return
     with torch.no_grad():
-        task.loss(model, _batch(task, model, sample, wires, wires.mesh.cp))
+        task.loss(model, _batch(task, state, sample, wires, wires.mesh.cp))
     changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]
     if changed:
         raise ModelRefused(

@@ -13,8 +13,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ import torch
 
 from elastic_ring.config import environment
 from elastic_ring.train.layouts import Layouts
+from elastic_ring.train.memory import is_out_of_memory
 from elastic_ring.train.task import TrainingTask
 
 log = logging.getLogger(__name__)
@@ -81,7 +80,9 @@ def compiled_by(task: TrainingTask, device: str) -> dict[str, str]:
     if not compiles(task):
         return {}
     if device != "cpu":
-        return {"compiler": f"triton {metadata.version('triton')}"}
+        import triton
+
+        return {"compiler": f"triton {triton.__version__}"}  # the package's name is not the same everywhere
     from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 
     told = str(get_compiler_version_info(get_cpp_compiler()))
@@ -116,12 +117,16 @@ def rehearse_model(task: TrainingTask, device: torch.device, cp: int, find: Find
     try:
         with torch.enable_grad():
             rehearse(lengths, device, dtype, validates=bool(task.step.val_every_steps))
-    except torch.OutOfMemoryError as error:
-        log.warning("%s: too little memory to compile beside others, the first step will: %s", device, error)
-    except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.CppCompileError) as error:
-        told = str(error).strip().split("\n\n")[0]
-        raise ValueError(f"compile_blocks=True on device={device.type!r}: torch.compile failed ({told}); {WAY_OUT}"
-                         ) from error  # fmt: skip
+    except Exception as error:
+        if is_out_of_memory(error):
+            log.warning("%s: too little memory to compile beside others, the first step will: %s", device, error)
+        elif isinstance(error, torch._dynamo.exc.TorchDynamoException | torch._inductor.exc.CppCompileError):
+            told = str(error).strip().split("\n\n")[0]
+            raise ValueError(
+                f"compile_blocks=True on device={device.type!r}: torch.compile failed ({told}); {WAY_OUT}"
+            ) from error
+        else:
+            raise
     log.info("%s: compiled %d functions for slices of %s tokens in %.1f s", device, len(watch.news()), lengths,
              time.monotonic() - begun)  # fmt: skip
 
@@ -151,14 +156,6 @@ def report_compiled(watch: CompileWatch, step: int) -> None:
     news = watch.news()
     if news:
         log.warning("step %d compiled %d more: %s; the warm-up did not cover it", step, len(news), "; ".join(news))
-
-
-def uncompiled(task: TrainingTask) -> AbstractContextManager[None]:
-    """A context in which a task that compiles runs as it is written: for shapes that come once."""
-    if not compiles(task):
-        return nullcontext()
-    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 def _told(entry: Any) -> str:

@@ -15,6 +15,7 @@ from elastic_ring.attention.layers import LayerPatterns, PatternedAttention
 from elastic_ring.attention.layout import contiguous, make_layout
 from elastic_ring.attention.machine import Machine
 from elastic_ring.attention.model_layout import Call, LayoutChoice, choose_layout
+from elastic_ring.model.pieces import as_written
 from elastic_ring.train.task import Attention, Batch, TrainingTask
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ def attention_calls(task: TrainingTask) -> tuple[Call, ...]:
         integers = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.int64)
         attention: Attention = attend if task.pattern is None else _Listening(task.pattern, attend)
         try:
-            task.loss(model, Batch(integers, integers, integers, integers.int(), attention))
+            with as_written(model):  # no compiler knows the meta device
+                task.loss(model, Batch(integers, integers, integers, integers.int(), attention))
         except Exception as error:  # a value was read, or the user's code wants more than shapes
             log.debug("the pass on the meta device ended after %d attention calls: %s", len(found), error)
     return tuple(found)

@@ -121,7 +121,7 @@ class Transaction:
         self._wires: Wires | None = None
         self._cast = (0, 0)
         self._buffers = HopBuffers()
-        self._kernel_cache = kernel_cache
+        self.kernel_cache = kernel_cache
         self.model: nn.Module | None = None
 
     # ------------------------------------------------------------ what a report says
@@ -349,7 +349,7 @@ class Transaction:
             self._watch(direction, step, hop if call_index == 0 or direction == "backward" else None)
 
         return attention_of(
-            self.task, piece, self.layout, self._seat.cp_rank, group, observe, self._kernel_cache, self._buffers,
+            self.task, piece, self.layout, self._seat.cp_rank, group, observe, self.kernel_cache, self._buffers,
             self._wires.check,
         )  # fmt: skip
 

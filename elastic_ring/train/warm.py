@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from elastic_ring.attention import block_proof
 from elastic_ring.attention.block_kernels import select_sparse, sparse_form
+from elastic_ring.attention.device_blocks import forget_plans
 from elastic_ring.attention.exchange import Group
 from elastic_ring.attention.kernels.self_test import rehearse
 from elastic_ring.attention.kernels.table import select
@@ -34,8 +35,9 @@ from elastic_ring.data.packing import Sample
 from elastic_ring.state.device_squares import squared_norm
 from elastic_ring.state.shard import Shard, digest_of
 from elastic_ring.train.attending import attention_of
-from elastic_ring.train.compiling import rehearse_model
+from elastic_ring.train.compiling import compiles, rehearse_model
 from elastic_ring.train.layouts import Layouts, attention_calls
+from elastic_ring.train.memory import is_out_of_memory
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.wrap import local_params
 
@@ -81,10 +83,14 @@ def warm_up_device(
             log.info("%s: %s, %s", device, name, failure or "warm")
             if failure is not None:
                 return f"{name}: {failure}"
-        for shape in by_length:
-            rehearse_attention(task, device, shape, cp)
-        rehearse_model(task, device, cp)
+        if cp:
+            for shape in by_length:
+                rehearse_attention(task, device, shape, cp, cache_dir)
+            rehearse_model(task, device, cp)
+        elif by_length or compiles(task):
+            log.info("%s: no length is rehearsed beside who computes there; what was compiled is found on disk", device)
     finally:
+        forget_plans()
         torch.cuda.empty_cache()
     return ""
 
@@ -120,7 +126,9 @@ def _choose(
     return proofs, list(by_length)
 
 
-def rehearse_attention(task: TrainingTask, device: torch.device, shape: tuple[int, int, int], cp: int) -> None:
+def rehearse_attention(
+    task: TrainingTask, device: torch.device, shape: tuple[int, int, int], cp: int, cache_dir: Path | None = None
+) -> None:
     """Attention of every place on a ring of `cp` ranks, once, for a sequence that is one document.
 
     `shape`: query heads, K/V heads, head dim. Too little memory on a GPU that others use is no error.
@@ -130,13 +138,15 @@ def rehearse_attention(task: TrainingTask, device: torch.device, shape: tuple[in
 
     def attentions(cp_rank: int, group: Group | None) -> list[Any]:
         piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
-        attention = attention_of(task, piece, layout, cp_rank, group)
+        attention = attention_of(task, piece, layout, cp_rank, group, kernel_cache=cache_dir)
         return [of_layer(attention, layer) for layer in kinds_of_layers(task.pattern)]
 
     dtype = getattr(torch, task.step.param_dtype)
     try:
         num_ranks = rehearse_lengths(attentions, layout, shape, dtype, device)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         log.warning("%s: too little memory to rehearse attention beside others: %s", device, error)
         return
     log.info("%s: attention rehearsed for the slices of %d ranks", device, num_ranks)

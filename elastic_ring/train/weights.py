@@ -49,6 +49,8 @@ def _gather(local: Tensor, shape: tuple[int, ...], wires: Any) -> Tensor:
     padded = torch.zeros((most, *shape[1:]), dtype=local.dtype, device=local.device)
     padded[: local.shape[0]] = local
     parts = [torch.empty_like(padded) for _ in range(cp)]
-    wires.shard.allgather([parts], [padded]).wait()
+    with wires.launching():
+        work = wires.shard.allgather([parts], [padded])
+    work.wait()
     kept = [part[: stop - start] for part, (start, stop) in zip(parts, rows, strict=True)]
     return torch.cat(kept).contiguous().cpu()

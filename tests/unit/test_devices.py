@@ -186,7 +186,7 @@ def test_who_stands_by_waits_for_its_groups_before_it_empties_the_cache() -> Non
 
 # ------------------------------------------------------------ warmed
 
-Told = Callable[[TrainingTask, torch.device, Sequence[tuple[int, int, int]], Path | None, dict[str, str]], str]
+Told = Callable[[TrainingTask, torch.device, Sequence[tuple[int, int, int]], int, Path | None, dict[str, str]], str]
 
 
 def told(**by_index: Any) -> tuple[Told, list[int]]:
@@ -243,13 +243,29 @@ def test_what_fails_on_a_gpu_that_is_well_is_the_softwares_fault_and_is_raised(a
     assert verdicts_of(answers.folder, ["GPU-0"]) == {"GPU-0": "good"}
 
 
-def test_a_process_in_which_every_gpu_fails_strikes_one_of_them_only(answers: SimpleNamespace) -> None:
+def test_a_process_in_which_every_gpu_fails_is_at_fault_itself_and_strikes_none(answers: SimpleNamespace) -> None:
     answers.broken |= {0, 1, 2}
     with pytest.raises(RunFailed, match=r"more than one GPU fails in this process: GPU 0 .*GPU 1 "):
         warm_with(answers, told()[0])
-    assert verdicts_of(answers.folder, [chip.name for chip in THREE]) == {
-        "GPU-0": "doubtful", "GPU-1": "good", "GPU-2": "good"
-    }  # fmt: skip
+    assert set(verdicts_of(answers.folder, [chip.name for chip in THREE]).values()) == {"good"}
+
+
+def test_beside_another_process_no_length_is_rehearsed(answers: SimpleNamespace) -> None:
+    asked: dict[int | None, int] = {}
+
+    def warm(task: Any, device: torch.device, shapes: Any, cp: int, *rest: Any) -> str:
+        asked[device.index] = cp
+        return ""
+
+    assert Claim("other", answers.folder).lock(THREE[1])
+    warm_with(answers, warm)
+    assert asked == {0: 2, 1: 0, 2: 2}
+
+
+def test_a_context_that_finds_no_room_is_a_full_gpu_and_no_broken_one(answers: SimpleNamespace) -> None:
+    full = torch.AcceleratorError("CUDA error: out of memory")
+    assert warm_with(answers, told(gpu1=full)[0]).failed == frozenset()
+    assert verdicts_of(answers.folder, ["GPU-1"]) == {"GPU-1": "good"}
 
 
 def test_a_gpu_filled_by_training_is_taken_cold_and_gets_no_strike(answers: SimpleNamespace) -> None:

@@ -100,7 +100,10 @@ class Wire:
 
 def groups_over(wire: Wire, check: Any = lambda: None) -> Any:
     connector = SimpleNamespace(device=CPU)
-    return SimpleNamespace(world=wire, shard=wire, ring=wire, replica=wire, connector=connector, check=check)
+    gate = LaunchGate(lambda: None)
+    return SimpleNamespace(
+        world=wire, shard=wire, ring=wire, replica=wire, connector=connector, check=check, launching=gate.launching
+    )
 
 
 def test_hops_that_bring_another_ranks_number_are_a_failed_peer() -> None:

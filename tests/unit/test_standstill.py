@@ -149,6 +149,20 @@ def test_a_device_that_works_off_what_the_thread_queued_long_ago_moves_all_the_w
     assert Event.made == 50, "events are used again"
 
 
+def test_on_another_device_no_event_of_the_one_before_is_used(stream: type[Stream]) -> None:
+    marks = DeviceMarks(Event)
+    made = Event.made
+    marks.move_to(torch.device("cuda", 0))
+    for index in (0, 0, 1, 1, 0):
+        marks.move_to(torch.device("cuda", index))
+        stream.queued += 1
+        stream.done = stream.queued
+        marks.leave()
+        marks.look()
+    assert marks.num_passed == 5
+    assert Event.made - made == 3  # the first of each stay, and that of the first device is new again: it was let go
+
+
 def test_a_device_that_has_failed_passes_nothing_and_breaks_nothing(stream: type[Stream]) -> None:
     marks = DeviceMarks(Event)
     stream.queued = 1

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from elastic_ring.errors import GroupAborted
 from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.joined import LaunchGate
 from tests.unit.crew import Crew, crew
 from tests.unit.tiny_task import begin, make_task, weights_sha256
 
@@ -24,7 +25,8 @@ def two() -> Iterator[Crew]:
 
 
 def give_up_in_silence(me: Any) -> None:
-    """As an abort of NCCL's groups does: the gather ends, and nothing is raised."""
+    """As an abort of NCCL's groups does that comes after the launch: the gather ends, and nothing is raised."""
+    me.connector.gate = LaunchGate(lambda: None)
     me.connector.aborted = True
 
 

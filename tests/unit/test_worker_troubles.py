@@ -45,6 +45,9 @@ class Part:
     def finalize(self, *args: Any) -> Any:
         return self._work("finalize")
 
+    def fail_device(self, error: BaseException) -> None:
+        self.device_failed = True
+
     def moved(self) -> tuple[int, ...]:
         return (0,)
 
