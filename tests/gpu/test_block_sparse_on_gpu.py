@@ -22,8 +22,6 @@ from elastic_ring.attention.sparse import SparsePattern, mixed
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # The kernels' compilers warn of their own deprecations.
-    pytest.mark.filterwarnings("default"),
 ]
 
 LENGTH = 1536

@@ -20,8 +20,6 @@ from tests.unit.content_cases import check_choice, make_case
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # The kernels' compilers warn of their own deprecations.
-    pytest.mark.filterwarnings("default"),
 ]
 
 

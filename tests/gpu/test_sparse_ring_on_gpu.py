@@ -19,8 +19,6 @@ from tests.unit.block_cases import FAMILIES, block_case, check_bytes, masked_ref
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # The kernels' compilers warn of their own deprecations.
-    pytest.mark.filterwarnings("default"),
 ]
 
 ALLOWED = 6e-3
