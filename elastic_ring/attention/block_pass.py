@@ -58,13 +58,12 @@ class BlockPass:
         exchange keeps them."""
         blocks, keys = self._blocks, None
         q, k, v = self._inner(q), self._inner_keys(k), self._inner_keys(v)
-        self._exchange.post_keys(0, k, v)
+        self._exchange.begin(k, v)
         self._observe(0)
         total = Accumulator(q, self._running_dtype(q))
         total.add((0, q.size(1)), *self._kernel.forward(q, k, v, blocks.own, self._scale))
         for index, stage in enumerate(blocks.stages):
             keys = self._exchange.take_keys(index)
-            self._exchange.post_keys(index + 1, k, v)
             self._observe_stage(stage)
             for region, tables, rows in zip(stage.plan.regions, stage.fetched, stage.readers, strict=True):
                 if tables is not None:
@@ -74,6 +73,7 @@ class BlockPass:
                     merge_(out, lse, *part)
                     _put_back(total.out, rows, heads, out)
                     _put_back(total.lse, rows, heads, lse)
+            self._exchange.free_keys(index)
         out, lse = self._outer(total.out.to(q.dtype)), self._outer(lse_for_backward(total.lse))
         return out, lse, keys if self._exchange.keeps else None
 
@@ -102,13 +102,12 @@ class BlockPass:
         of the last stage's partials to hide."""
         stages, num_heads, half = self._blocks.stages, k.size(2), self._first_heads(rank.q)
         sums = self._sums(k, halved=half < num_heads)
-        self._exchange.post_keys(0, k, v)
+        self._exchange.begin(k, v)
         self._observe(0)
         own = self._blocks.own if half == num_heads else self._blocks.own_parts[0]
         self._own(rank, k, v, (0, half), own, dq, sums)
         for index, stage in enumerate(stages):
             keys = self._exchange.take_keys(index)
-            self._exchange.post_keys(index + 1, k, v)
             self._observe_stage(stage)
             partials = self._exchange.partials_buffer(index)
             for share in self._fetched(rank, stage, keys, partials):
@@ -116,6 +115,7 @@ class BlockPass:
             # One stage late, so that the readers of the one before had time to compute and return it.
             self._add_partials(sums, index - 1)
             self._exchange.swap_partials(index, partials)
+            self._exchange.free_keys(index)
         if half < num_heads:
             self._own(rank, k, v, (half, num_heads), self._blocks.own_parts[1], dq, sums)
         self._add_partials(sums, len(stages) - 1)

@@ -2,14 +2,15 @@
 
 All that a rank receives in a stage lands where one kernel call reads it; all that it sends is gathered before, in one
 go and, on a GPU, beside the kernels. There the messages of a direction are one coalesced operation and a wait is a
-wait of the stream, as in `exchange`. No kernel and no merging may enter.
+wait of the stream, as in `exchange`; what a rank sends waits for none of its own kernels, so that one with much to
+compute on its own keys serves those that have little. No kernel and no merging may enter.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ _NUM_TAGS = 2**31 - 1
 
 @dataclass(eq=False)
 class _Operation:
-    """What was posted together: the works that end with an arrival, by hop, and those of what was sent."""
+    """What was posted together: the works that end with an arrival, by hop, and those that end with the sends."""
 
     buffer: torch.Tensor
     receives: list[tuple[int, Any]] = field(default_factory=list)
@@ -41,9 +42,11 @@ class PackedExchange:
     """Buffers are (rows, B, 2, D), of each row K and V, or dK and dV, side by side; a message is a run of rows.
 
     Stages count from 0. Keys and partials have two buffers each, which the stages take in turn, and what is served
-    and the inbox one: `post_keys(i + 1)` after `take_keys(i)`, `swap_partials(i + 1)` after what `take_partials(i)`
-    gave was read. No cycle of waits can form, because whoever posts stage i + 1 waits only for messages of stages up
-    to i, which all ranks have posted by then or post without waiting for later ones.
+    and the inbox one: after `begin`, for each stage `take_keys`, in backward `swap_partials` after what the
+    `take_partials` before it gave was read, `free_keys`. Everywhere the order of posts is K0 K1 P0 K2 P1 K3 ...: where
+    messages are coalesced, and so no post waits, K1 right behind K0, else behind the arrival of K0. No cycle of waits
+    can form, because whoever posts something waits only for what comes before it in this order, which all ranks have
+    posted by then or post without waiting for later ones.
 
     `like` is k (B, S_local, Hkv, D). With `keep` keys get memory of their own, which outlives the pass. `coalesced`
     posts the messages of a direction as one operation, which NCCL needs and gloo does not know. After an error
@@ -77,33 +80,42 @@ class PackedExchange:
         self._keep = keep
         self._coalesced = coalesced
         self._posted: dict[tuple[int, int], _Operation] = {}
-        self._read_aside: list[torch.Tensor] = []
+        # What is gathered from, until all that was posted is waited for: memory that is let go is free for the kernels'
+        # stream at once.
+        self._source: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._first_keys: list[torch.Tensor] = []
 
     @property
     def keeps(self) -> bool:
         return self._keep
 
-    def post_keys(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Gather what others want of k, v (B, S_local, Hkv, D), contiguous, in stage `index`; start sending it and
-        receiving ours. Nothing where there is no such stage."""
-        if index >= len(self._blocks.stages):
+    def begin(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Start sending what others want of k, v (B, S_local, Hkv, D), contiguous, and receiving ours."""
+        stages = self._blocks.stages
+        if not stages:
             return
-        self._settle(_KEYS, index - 1)
-        stage = self._blocks.stages[index]
-        fetched = self._keys_buffer(index)
-        served = self._buffer("served", 0, 1, stage.plan.num_served_rows, _served, k.dtype)
-        # Until all that was posted is waited for: memory that is let go is free for the kernels' stream at once.
-        self._read_aside += [k, v]
-        with self._beside():
-            if stage.plan.num_served_rows:
-                for kind, x in enumerate((k, v)):
-                    for number, sequence in enumerate(x.flatten(1, 2)):
-                        torch.index_select(sequence, 0, stage.served_rows, out=served[:, number, kind])
-            self._post(_KEYS, index, fetched, stage.plan.fetched, served, stage.plan.served)
+        self._source = (k, v)
+        self._first_keys = [self._keys_buffer(index) for index in range(min(2, len(stages)))]
+        # All of it now: memory that is taken later may be in use by kernels which the stream beside does not wait for.
+        self._served_buffer(0)
+        if self._direction == "backward":
+            self._inbox(0)
+        with self._beside(after_kernels=True):
+            pass
+        for index in range(2 if self._coalesced else 1):
+            self._post_keys(index)
 
     def take_keys(self, index: int) -> torch.Tensor:
         """The fetched K and V of stage `index`, (rows, B, 2, D). Blocks until they have arrived."""
-        return self._take(_KEYS, index)
+        keys = self._take(_KEYS, index)
+        if not self._coalesced:
+            self._post_keys(index + 1)
+        return keys
+
+    def free_keys(self, index: int) -> None:
+        """The kernels that read the keys of stage `index` are launched: others may come in their place."""
+        if self._coalesced:
+            self._post_keys(index + 2)
 
     def partials_buffer(self, index: int) -> torch.Tensor:
         """Where dK and dV of the fetched keys of stage `index` go, in the order of these. Not initialized."""
@@ -113,9 +125,11 @@ class PackedExchange:
 
     def swap_partials(self, index: int, partials: torch.Tensor) -> None:
         """Start returning dK and dV of the fetched keys to their owners, and receiving those of the served rows."""
-        plan = self._blocks.stages[index].plan
-        inbox = self._buffer("inbox", 0, 1, plan.num_served_rows, _served, self.partial_dtype)
-        self._post(_PARTIALS, index, inbox, plan.served, partials, plan.fetched)
+        stages, plan, inbox = self._blocks.stages, self._blocks.stages[index].plan, self._inbox(index)
+        # Who only receives has no kernels to wait for, and others' keys are posted behind this.
+        early = index == 0 and len(stages) > 2 and not plan.fetched and self._source is not None
+        with self._beside() if early else nullcontext():
+            self._post(_PARTIALS, index, inbox, plan.served, partials, plan.fetched)
 
     def take_partials(self, index: int) -> torch.Tensor:
         """dK and dV of the served rows of stage `index`, (rows, B, 2, D). Blocks until they have arrived."""
@@ -125,7 +139,7 @@ class PackedExchange:
         """Wait until the last buffer has left; the pass is over."""
         for kind, index in list(self._posted):
             self._settle(kind, index)
-        self._read_aside.clear()
+        self._source = None
 
     def abandon(self) -> list[torch.Tensor]:
         """Give up after an error: let go of the group and its works, return the buffers of those under way."""
@@ -134,8 +148,36 @@ class PackedExchange:
         self._group = None
         if self._like.is_cuda:  # what was gathered there must not outlive what it was gathered from
             torch.cuda.current_stream(self._like.device).wait_stream(self._buffers.stream(self._like.device))
-        self._read_aside.clear()
+        self._source = None
+        self._first_keys.clear()
         return buffers + self._buffers.drop()
+
+    def _post_keys(self, index: int) -> None:
+        """Gather what others want in stage `index`, send it, receive ours. Nothing where there is no such stage."""
+        if index >= len(self._blocks.stages):
+            return
+        assert self._source is not None, "a pass begins with `begin`"
+        stage = self._blocks.stages[index]
+        fetched = self._first_keys[index] if index < 2 else self._keys_buffer(index)
+        served = self._served_buffer(index)
+        refills = index >= 2 and bool(stage.plan.fetched)  # what kernels read
+        with self._beside(after_kernels=refills):
+            if index > 0:
+                self._wait_sent(_KEYS, index - 1)  # from the place of what is gathered now
+            if stage.plan.num_served_rows:
+                for kind, x in enumerate(self._source):
+                    for number, sequence in enumerate(x.flatten(1, 2)):
+                        torch.index_select(sequence, 0, stage.served_rows, out=served[:, number, kind])
+            self._post(_KEYS, index, fetched, stage.plan.fetched, served, stage.plan.served)
+
+    def _served_buffer(self, index: int) -> torch.Tensor:
+        return self._buffer("served", 0, 1, self._num_served_rows(index), _served, self._like.dtype)
+
+    def _inbox(self, index: int) -> torch.Tensor:
+        return self._buffer("inbox", 0, 1, self._num_served_rows(index), _served, self.partial_dtype)
+
+    def _num_served_rows(self, index: int) -> int:
+        return self._blocks.stages[index].plan.num_served_rows
 
     def _keys_buffer(self, index: int) -> torch.Tensor:
         num_rows = self._blocks.stages[index].plan.num_fetched_rows
@@ -155,14 +197,15 @@ class PackedExchange:
         return self._buffers.get(name, slot, (most, *self._row), dtype, self._like.device)[:num_rows]
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """On a GPU, a stream of its own, which begins where the kernels' stream is now: what is launched next there
-        need not wait for what is gathered here. Whoever waits for what is posted here waits for the gathering."""
+    def _beside(self, *, after_kernels: bool = False) -> Iterator[None]:
+        """On a GPU, a stream of its own, which waits for the kernels launched so far only if told to. Whoever waits for
+        what is posted here waits for the gathering."""
         if not self._like.is_cuda:
             yield
             return
         aside = self._buffers.stream(self._like.device)
-        aside.wait_stream(torch.cuda.current_stream(self._like.device))
+        if after_kernels:
+            aside.wait_stream(torch.cuda.current_stream(self._like.device))
         with torch.cuda.stream(aside):
             yield
 
@@ -208,17 +251,23 @@ class PackedExchange:
         hops = [hop for hop, _ in operation.receives]
         sent = [hop for hop, _ in operation.sends]
         operation.receives = [(hops[0], work)] if hops else []
-        operation.sends = [(sent[0], work)] if sent and not hops else []
+        operation.sends = [((sent or hops)[0], work)]
         if hops and self._ledger.keep_events:
             operation.events = HopEvents(self._direction, hops[0], _now())
 
     def _settle(self, kind: int, index: int) -> None:
-        """Wait until what was posted so has left."""
-        operation = self._posted.pop((kind, index), None)
-        if operation is not None:
-            assert not operation.receives, "something was posted and never taken"
-            for hop, work in operation.sends:
-                self._wait(hop, work)
+        """Wait until what was posted so has left, and forget it."""
+        if (kind, index) in self._posted:
+            assert not self._posted[kind, index].receives, "something was posted and never taken"
+            self._wait_sent(kind, index)
+            del self._posted[kind, index]
+
+    def _wait_sent(self, kind: int, index: int) -> None:
+        operation = self._posted[kind, index]
+        for hop, work in operation.sends:
+            self._wait(hop, work)
+        if not self._coalesced:  # gloo's end once; a coalesced one is waited for by each stream that needs it
+            operation.sends = []
 
     def _take(self, kind: int, index: int) -> torch.Tensor:
         operation = self._posted[kind, index]

@@ -195,14 +195,16 @@ def told(monkeypatch: pytest.MonkeyPatch, case: BlockCase, **options: Any) -> tu
 
 
 FORWARD = [
-    "post keys", "forward own", "post keys", "forward fetched", "post keys", "forward fetched", "forward fetched",
+    "post keys", "post keys", "forward own", "forward fetched", "post keys", "forward fetched", "forward fetched",
 ]  # fmt: skip
 
 
-def test_the_next_stage_is_posted_before_the_kernels_that_hide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_stages_are_posted_before_any_kernel_and_the_next_in_place_of_what_was_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (story, *_), _ = told(monkeypatch, block_case("bigbird", 4, "zigzag"), stage_bytes=1)
     backward = [
-        "post keys", "backward own", "post keys", "backward fetched", "post partials", "post keys", "backward fetched",
+        "post keys", "post keys", "backward own", "backward fetched", "post partials", "post keys", "backward fetched",
         "post partials", "backward fetched", "post partials",
     ]  # fmt: skip
     assert story == FORWARD + backward  # of a rank that fetches in every hop
