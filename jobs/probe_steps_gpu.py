@@ -87,7 +87,9 @@ def build(run: GpuRun, groups: Groups, device: torch.device) -> Transaction:
     return state
 
 
-def one_step(state: Transaction, step: int, spans: dict[str, float] | None = None) -> tuple[float, str]:
+def one_step(
+    state: Transaction, step: int, spans: dict[str, float] | None = None, losses: list[float] | None = None
+) -> tuple[float, str]:
     """(seconds, digest of the gradient)."""
     begun = time.monotonic()
     local = state.compute(step)
@@ -99,8 +101,8 @@ def one_step(state: Transaction, step: int, spans: dict[str, float] | None = Non
     outcome = state.vote(step, local, boundary=False)
     state.apply(outcome)
     settle(state.device)
-    if spans is not None:
-        spans["loss"] = outcome.loss
+    if losses is not None:
+        losses.append(outcome.loss)
     return time.monotonic() - begun, gradient
 
 
@@ -124,7 +126,7 @@ def bits(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: a
             assert state.shard is not None
             params = list(state.shard.params.values())
             whole = "".join(d.hex()[16:48] for d in device_digests(params))
-            story.append({"loss": spans["loss"], "gradient": gradient[16:48], "params": hash(whole), "s": seconds,
+            story.append({"loss": losses[-1], "gradient": gradient[16:48], "params": hash(whole), "s": seconds,
                           "each": [d.hex()[16:] for d in device_digests(params)]})  # fmt: skip
         stories.append(story)
         names = list(state.shard.params)  # type: ignore[union-attr]
@@ -144,10 +146,9 @@ def bits(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: a
 
 def speed(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     state = build(run, connected(run, rank, ports[0], "0/1", device), device)
-    seconds = [one_step(state, step)[0] for step in range(args.steps)]
+    losses: list[float] = []
+    seconds = [one_step(state, step, losses=losses)[0] for step in range(args.steps)]
     peaks = peak_bytes(device)
-    spans: dict[str, float] = {}
-    one_step(state, state.applied, spans)
     if args.profile and rank == 0:
         from torch.profiler import ProfilerActivity, profile
 
@@ -162,7 +163,7 @@ def speed(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: 
         "first_s": round(seconds[0], 3), "step_s": round(steady, 4), "mfu": round(used, 4),
         "tflops": round(used * PEAK_FLOPS / 1e12, 1),
         "spread": round((max(seconds[1:]) - min(seconds[1:])) / steady, 3),
-        "peak_gib": round(peaks[0] / 2**30, 1), "reserved_gib": round(peaks[1] / 2**30, 1), "loss": spans["loss"],
+        "peak_gib": round(peaks[0] / 2**30, 1), "reserved_gib": round(peaks[1] / 2**30, 1), "loss": losses[-1],
     }  # fmt: skip
 
 
