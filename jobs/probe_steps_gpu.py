@@ -112,11 +112,11 @@ def bits(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: a
         state = build(run, connected(run, rank, ports[attempt], f"{attempt}/1", device), device)
         story: list[dict[str, Any]] = []
         for step in range(args.steps):
-            spans: dict[str, float] = {}
+            spans, losses = dict[str, float](), list[float]()
             profile = cProfile.Profile() if args.profile and rank == 0 and attempt == 0 and step == 0 else None
             if profile:
                 profile.enable()
-            seconds, gradient = one_step(state, step, spans)
+            seconds, gradient = one_step(state, step, spans, losses)
             if profile:
                 profile.disable()
                 text = io.StringIO()
