@@ -51,6 +51,7 @@ from elastic_ring.train.task import TrainingTask
 log = logging.getLogger(__name__)
 
 HEART_PERIOD_S = 0.1
+STACKS_SHARE = 0.8  # of a start's time, after which one that still warms up tells where it is
 GIVE_UP_S = 2.0  # an abort takes half a second; the coordinator's `Stop` tries again, for longer
 
 
@@ -87,11 +88,15 @@ class Worker:
     # ------------------------------------------------------------ what the coordinator calls
 
     def start(self, coordinator: Any) -> dict[str, Any]:
-        """Become a warm spare: data opened, threads up, kernels tried. Returns who and where this is; asked
-        again (by a coordinator that has started anew), it only answers."""
+        """Become a warm spare. Returns who and where this is; asked again (by a new coordinator), only answers."""
         with self._starting:
             if self._member is None:
-                self._warm_up(coordinator)
+                # Every thread's stack into the log: a start that is given up is killed, and could tell nothing then.
+                faulthandler.dump_traceback_later(STACKS_SHARE * self.card.run.timeouts.start_s)
+                try:
+                    self._warm_up(coordinator)
+                finally:
+                    faulthandler.cancel_dump_traceback_later()
         return self.describe()
 
     def _warm_up(self, coordinator: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,3 +135,37 @@ def test_a_worker_that_has_told_of_its_device_reports_itself_unhealthy(tmp_path:
     assert member.report("c", 1, 4, "aborted").healthy
     member.device_failed = True
     assert not member.report("c", 1, 4, "aborted").healthy
+
+
+def test_a_start_that_takes_too_long_leaves_its_stacks_in_the_log(tmp_path: Path) -> None:
+    """In a process of its own: pytest's own watch over a test's time uses the same one timer."""
+    run = subprocess.run([sys.executable, "-c", SLOW_START, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert "Timeout (" in run.stderr
+    assert "in wait_for_a_driver" in run.stderr
+    assert run.stderr.count("Timeout (") == 1  # and the start that was in time left none
+
+
+SLOW_START = """
+import sys, time
+import ray  # which a start imports too, in its own time
+from elastic_ring.config import RunConfig, ScalingConfig
+from elastic_ring.runtime import worker
+
+class Slow:
+    fingerprint, environment, chips = "", {}, []
+    def __init__(self, *_): self.device = None
+    def warm_up(self): wait_for_a_driver()
+    def moved(self): return (0,)
+
+def wait_for_a_driver():
+    time.sleep(seconds)
+
+worker.Member = Slow
+worker.Worker._look_at_device = worker.Worker._beat = worker.Worker._control = lambda self: None
+for name, seconds in (("slow", 6.0), ("quick", 0.0)):
+    run = RunConfig()
+    card = worker.WorkerCard(name, "n", "127.0.0.1", f"{sys.argv[1]}/{name}", None, ScalingConfig(), run)
+    worker.STACKS_SHARE = 3.0 / run.timeouts.start_s
+    worker.Worker(card).start(None)
+"""
