@@ -128,7 +128,7 @@ class Connector:
             built = time.monotonic()
             groups = Groups(mesh, global_rank, world, shard, hops, sums, device_mesh, self)
             self_test(groups)
-            self.timings = {
+            self.timings |= {
                 "meet_s": met - begun, "world_s": voting - met, "groups_s": built - voting,
                 "test_s": time.monotonic() - built,
             }  # fmt: skip
@@ -301,14 +301,20 @@ class Connector:
         """All NCCL groups at once, each over a connection to the store of its own: a client that waits blocks."""
         stores = [PrefixStore(f"{self.where.prefix}/{name}", self._open_store()) for name, _ in named]
         builds = [
-            partial(self._nccl_backend, store, list(ranks).index(global_rank), len(ranks))
-            for store, (_, ranks) in zip(stores, named, strict=True)
-        ]  # fmt: skip
+            partial(self._timed_backend, name.rstrip("0123456789"), store, list(ranks).index(global_rank), len(ranks))
+            for store, (name, ranks) in zip(stores, named, strict=True)
+        ]
         backends = nccl.in_parallel(builds, self.raise_if_aborted)
         return [
             self._registered(name, store, backend, "nccl", "cuda", ranks, global_rank)
             for store, backend, (name, ranks) in zip(stores, backends, named, strict=True)
         ]
+
+    def _timed_backend(self, kind: str, store: PrefixStore, rank: int, size: int) -> Any:
+        begun = time.monotonic()
+        backend = self._nccl_backend(store, rank, size)
+        self.timings[f"{kind}_s"] = time.monotonic() - begun
+        return backend
 
     def _nccl_backend(self, store: PrefixStore, rank: int, size: int) -> Any:
         backend = nccl.make_backend(
