@@ -40,7 +40,7 @@ Observer = Callable[[Direction, int, int], None]
 
 STAGE_LIMIT_BYTES = 1 << 29
 """Where fetched keys meet the queries in blocks, at most so much K and V at a time, of what is fetched and of what is
-served; a stage more is a round of kernels and a merge more, of which the exchange of the next is hidden."""
+served; a stage more is a round of kernels and a merge more, behind which the exchange of the next is hidden."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class SparseRingAttention(KeepsResults):
     `observer` sees every hop. A query that sees nothing gives 0. All results are added up in a fixed order, so
     equal calls give equal bits.
 
-    On a GPU, or where `kernel` names one of `block_kernels`, hops are fetched by stages, the next behind the kernels
-    of the one before, and `ahead` says nothing; the pattern must keep whole blocks of 128 tokens of one document, and
+    On a GPU, or where `kernel` names one of `block_kernels`, hops are fetched by stages, two of them
+    ahead of their kernels, and `ahead` says nothing; the pattern must keep whole blocks of 128 tokens of one document, and
     the layout cut at their boundaries.
     `deterministic` takes a kernel whose gradients repeat bit for bit. `partials` is the type that dK and dV travel
     in: None for the kernel's own, which those of GPUs have rounded to already. `buffers` may be shared by rings that
