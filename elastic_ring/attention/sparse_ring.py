@@ -64,9 +64,9 @@ class SparseRingAttention(KeepsResults):
     `observer` sees every hop. A query that sees nothing gives 0. All results are added up in a fixed order, so
     equal calls give equal bits.
 
-    On a GPU, or where `kernel` names one of `block_kernels`, hops are fetched by stages, two of them
-    ahead of their kernels, and `ahead` says nothing; the pattern must keep whole blocks of 128 tokens of one document, and
-    the layout cut at their boundaries.
+    On a GPU, or where `kernel` names one of `block_kernels`, hops are fetched by stages, two of them ahead of their
+    kernels, and `ahead` says nothing; the pattern must keep whole blocks of 128 tokens of one document, and the layout
+    cut at their boundaries.
     `deterministic` takes a kernel whose gradients repeat bit for bit. `partials` is the type that dK and dV travel
     in: None for the kernel's own, which those of GPUs have rounded to already. `buffers` may be shared by rings that
     are used one after another. `stage_bytes` bounds what is fetched, and what is served, at a time: hops share a stage
