@@ -27,7 +27,7 @@ if __name__ == "__main__":  # run from a checkout, where the package may not be 
 import optuna
 import torch
 
-from tune.replay import SHARE, Grid, correlations, replay
+from tune.replay import SHARE, Grid, best_alone, correlations, replay
 from tune.rungs import Climb, baseline, tail_loss
 from tune.space import candidates
 
@@ -65,9 +65,11 @@ def show(table: dict[str, Any], seeds: Sequence[int]) -> None:
         f"{len(grid.names)} admitted points, {grid.num_on_front} of them on the grid's front in some layout,"
         f" {len(grid.names) // SHARE} trained; gaps {min(grid.long.values()):+.3f} to {max(grid.long.values()):+.3f}"
     )
+    alone, its_share = best_alone(grid)
+    print(f"one point alone, {alone}, has {its_share:.1%} of the grid's hypervolume")
     for name, shares in replay(grid, seeds).items():
         mean, listed = sum(shares) / len(shares), " ".join(f"{share:.1%}" for share in shares)
-        print(f"{name:<12} least {min(shares):.1%}, mean {mean:.1%} of the grid's hypervolume: {listed}")
+        print(f"{name:<13} least {min(shares):.1%}, mean {mean:.1%} of the grid's hypervolume: {listed}")
     for what, value in correlations(grid).items():
         print(f"rank correlation, {what:<40} {value:+.2f}")
 

@@ -105,16 +105,22 @@ def _values(grid: Grid, name: str, gaps: Mapping[str, float] | None = None) -> l
 def replay(grid: Grid, seeds: Sequence[int]) -> dict[str, list[float]]:
     """By sampler the share of the grid's hypervolume, seed by seed."""
     num = len(grid.names) // SHARE
-    shares: dict[str, list[float]] = {"this search": [], "random": [], "TPE": []}
+    shares: dict[str, list[float]] = {"this search": [], "with one draw": [], "random": [], "TPE": []}
     for seed in seeds:
         samplers: tuple[optuna.samplers.BaseSampler, ...] = (
             ProxySampler(cheap_of(grid.base), seed),
+            ProxySampler(cheap_of(grid.base), seed, num_draws=1),
             optuna.samplers.RandomSampler(seed=seed),
             optuna.samplers.TPESampler(seed=seed, n_startup_trials=3),
         )
         for name, sampler in zip(shares, samplers, strict=True):
             shares[name].append(grid.share(searched(sampler, grid, num)[1]))
     return shares
+
+
+def best_alone(grid: Grid) -> tuple[str, float]:
+    """The point that has most of the grid's hypervolume without any other, and its share: what makes a grid easy."""
+    return max(((name, grid.share([name])) for name in grid.names), key=lambda pair: pair[1])
 
 
 def correlations(grid: Grid) -> dict[str, float]:

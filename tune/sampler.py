@@ -78,8 +78,10 @@ class ProxySampler(BaseSampler):
     good counts beside one that is likely to be. Equal seeds and answers ask for equal points.
     """
 
-    def __init__(self, cheap: Cheap, seed: int, *, proxy: int = 0, num_first: int = 3) -> None:
-        self._cheap, self._proxy, self._num_first = cheap, proxy, num_first
+    def __init__(
+        self, cheap: Cheap, seed: int, *, proxy: int = 0, num_first: int = 3, num_draws: int = NUM_DRAWS
+    ) -> None:
+        self._cheap, self._proxy, self._num_first, self._num_draws = cheap, proxy, num_first, num_draws
         self._rng = np.random.Generator(np.random.PCG64(seed))
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, Any]:
@@ -102,7 +104,7 @@ class ProxySampler(BaseSampler):
         usable = {name: gap for name, gap in gaps.items() if name not in diverged}
         reference = [MARGIN] * (1 + np.size(cheap.costs, -1))
         gains = np.zeros(len(open_))
-        for _ in range(NUM_DRAWS):
+        for _ in range(self._num_draws):
             heights = scaled(self._predicted(usable))
             points = [[(heights[i], *place) for place in cheap.costs[i].tolist()] for i in range(len(heights))]
             owned = [points[i] for i, name in enumerate(cheap.names) if name in before - diverged]
