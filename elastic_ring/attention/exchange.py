@@ -12,7 +12,6 @@ of the stream, and the buffers are the ring's own, the same for every hop and ca
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,6 +46,12 @@ def one_operation(backend: Any) -> Iterator[list[Any]]:
             backend._end_coalescing()
         raise
     works.append(backend._end_coalescing())
+
+
+def hop_number(call_index: int, direction: Direction, cp: int, hop: int) -> int:
+    """What tags are made of: the same on both sides, and another for a neighbouring call, pass or hop, so that no late
+    message is taken for this one's. Below NUM_TAGGED_CALLS * 2 * cp."""
+    return (call_index % NUM_TAGGED_CALLS * 2 + (direction == "backward")) * cp + hop
 
 
 class PendingWork(Protocol):
@@ -122,7 +127,7 @@ class _Arrival:
 
 
 _KEYS, _PARTIALS = 0, 1
-_NUM_TAGGED_CALLS = 1024
+NUM_TAGGED_CALLS, NUM_TAGS = 1024, 2**31 - 1
 
 
 class HopExchange:
@@ -349,20 +354,15 @@ class HopExchange:
 
     def _wait(self, message: _Message) -> None:
         assert message.work is not None
-        start = time.perf_counter()
-        try:
+        with self._ledger.waiting(self._direction, message.hop):
             message.work.wait()
-        finally:
-            self._ledger.wait_s[self._direction, message.hop] += time.perf_counter() - start
 
     def _tag(self, hop: int, kind: int) -> int:
-        """The same on both sides; a late message of a neighbouring call, pass or hop cannot match it."""
-        call = self._call_index % _NUM_TAGGED_CALLS
-        backward = self._direction == "backward"
-        return (((call * 2 + backward) * self._schedule.cp + hop) * _NUM_CHANNELS + kind) % _NUM_TAGS
+        number = hop_number(self._call_index, self._direction, self._schedule.cp, hop)
+        return (number * _NUM_CHANNELS + kind) % NUM_TAGS
 
 
-_NUM_CHANNELS, _NUM_TAGS = 64, 2**31 - 1
+_NUM_CHANNELS = 64
 
 
 def _now() -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +40,15 @@ class HopLedger:
         self.routing_received_bytes.clear()
         self.routing_wait_s = 0.0
         self.events.clear()
+
+    @contextmanager
+    def waiting(self, direction: Direction, hop: int) -> Iterator[None]:
+        """Round a wait for a hop's messages, also for one that ends in an exception."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_s[direction, hop] += time.perf_counter() - begun
 
     @property
     def all_sent_bytes(self) -> int:

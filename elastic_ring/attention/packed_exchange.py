@@ -8,7 +8,6 @@ compute on its own keys serves those that have little. No kernel and no merging 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,14 +16,21 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.device_blocks import DeviceBlocks
-from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger, _now, one_operation
+from elastic_ring.attention.exchange import (
+    NUM_TAGGED_CALLS,
+    NUM_TAGS,
+    Group,
+    HopBuffers,
+    HopLedger,
+    _now,
+    hop_number,
+    one_operation,
+)
 from elastic_ring.attention.ledger import HopEvents
 from elastic_ring.attention.schedule import Direction
 from elastic_ring.attention.sparse_blocks import BlockStage, Message
 
 _KEYS, _PARTIALS = 0, 1
-_NUM_TAGGED_CALLS = 1024
-_NUM_TAGS = 2**31 - 1
 
 
 @dataclass(eq=False)
@@ -292,18 +298,12 @@ class PackedExchange:
 
     def _wait(self, hop: int, work: Any) -> None:
         assert work is not None, "this rank is not in the group"
-        start = time.perf_counter()
-        try:
+        with self._ledger.waiting(self._direction, hop):
             work.wait()
-        finally:
-            self._ledger.wait_s[self._direction, hop] += time.perf_counter() - start
 
     def _tag(self, hop: int, channel: int, kind: int) -> int:
-        """The same on both sides; a late message of a neighbouring call, pass or hop cannot match it."""
-        call = self._call_index % _NUM_TAGGED_CALLS
-        backward = self._direction == "backward"
-        number = ((call * 2 + backward) * self._cp + hop) * 2 + kind
-        return (channel * 4 * self._cp * _NUM_TAGGED_CALLS + number) % _NUM_TAGS
+        number = hop_number(self._call_index, self._direction, self._cp, hop) * 2 + kind
+        return (channel * 4 * self._cp * NUM_TAGGED_CALLS + number) % NUM_TAGS
 
 
 def _numbered(messages: tuple[Message, ...]) -> Iterator[tuple[Message, int]]:

@@ -7,13 +7,12 @@ everything at once, which is what a packed all-to-all-v does. No kernel and no m
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from elastic_ring.attention.exchange import Group, HopLedger, PendingWork
+from elastic_ring.attention.exchange import Group, HopLedger, PendingWork, hop_number
 from elastic_ring.attention.layout import Range
 from elastic_ring.attention.merge import accumulate_dtype
 from elastic_ring.attention.schedule import Direction
@@ -21,7 +20,6 @@ from elastic_ring.attention.sparse_schedule import SparseSchedule
 from elastic_ring.attention.sparse_tiles import num_tokens
 
 _KEYS, _PARTIALS = 0, 1
-_NUM_TAGGED_CALLS = 1024
 
 
 @dataclass(eq=False)
@@ -168,17 +166,11 @@ class SparseExchange:
 
     def _wait(self, message: _Message) -> None:
         assert message.work is not None
-        start = time.perf_counter()
-        try:
+        with self._ledger.waiting(self._direction, message.hop):
             message.work.wait()
-        finally:
-            self._ledger.wait_s[self._direction, message.hop] += time.perf_counter() - start
 
     def _tag(self, hop: int, kind: int) -> int:
-        """The same on both sides; a late message of a neighbouring call, pass or hop cannot match it."""
-        call = self._call_index % _NUM_TAGGED_CALLS
-        backward = self._direction == "backward"
-        return ((call * 2 + backward) * self._schedule.cp + hop) * 2 + kind
+        return hop_number(self._call_index, self._direction, self._schedule.cp, hop) * 2 + kind
 
 
 def select_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
