@@ -2,8 +2,10 @@
 
 All that a rank receives in a stage lands where one kernel call reads it; all that it sends is gathered before, in one
 go and, on a GPU, beside the kernels. There the messages of a direction are one coalesced operation and a wait is a
-wait of the stream, as in `exchange`; what a rank sends waits for none of its own kernels, so that one with much to
-compute on its own keys serves those that have little. No kernel and no merging may enter.
+wait of the stream, as in `exchange`; the keys that a rank serves wait for its own kernels only where what it fetches
+with them takes the place of what these read, so that one with much to compute on its own keys serves those that have
+little. Returned partials do wait: from the second stage on one inbox serves them all. No kernel and no merging may
+enter.
 """
 
 from __future__ import annotations
@@ -136,6 +138,9 @@ class PackedExchange:
         early = index == 0 and len(stages) > 2 and not plan.fetched and self._source is not None
         with self._beside() if early else nullcontext():
             self._post(_PARTIALS, index, inbox, plan.served, partials, plan.fetched)
+        events = self._posted[_PARTIALS, index].events
+        if events is not None:
+            events.free = _now()  # by the kernels' stream, also of what is posted early: else it would tell of peers
 
     def take_partials(self, index: int) -> torch.Tensor:
         """dK and dV of the served rows of stage `index`, (rows, B, 2, D). Blocks until they have arrived."""
@@ -148,7 +153,9 @@ class PackedExchange:
         self._source = None
 
     def abandon(self) -> list[torch.Tensor]:
-        """Give up after an error: let go of the group and its works, return the buffers of those under way."""
+        """Give up after an error: let go of the group and its works, return the buffers of those under way. On a GPU
+        the kernels' stream waits for what is gathered beside it, and that for keys which may never come: whoever then
+        waits for the device does so until the group is aborted."""
         buffers = [operation.buffer for operation in self._posted.values()]
         self._posted.clear()
         self._group = None

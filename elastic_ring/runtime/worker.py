@@ -51,7 +51,7 @@ from elastic_ring.train.task import TrainingTask
 log = logging.getLogger(__name__)
 
 HEART_PERIOD_S = 0.1
-STACKS_SHARE = 0.8  # of a start's time, after which one that still warms up tells where it is
+STACKS_SHARE = 0.5  # of a start's time, of which Ray takes a part first, until one that still warms up tells where
 GIVE_UP_S = 2.0  # an abort takes half a second; the coordinator's `Stop` tries again, for longer
 
 

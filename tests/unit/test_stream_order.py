@@ -1,0 +1,199 @@
+"""On a GPU the exchange of a sparse ring and its kernels run on streams of their own: whatever these do first, nothing
+is read before it is there or overwritten while it is needed. Shown on a model of streams, with the product's own pass,
+exchange, plans and buffers; the model is checked by leaving out one wait at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ring.attention import block_pass, packed_exchange, sparse_ring
+from elastic_ring.attention.block_kernels import REFERENCE
+from elastic_ring.attention.exchange import HopBuffers
+from elastic_ring.attention.packed_exchange import PackedExchange
+from elastic_ring.attention.sparse_ring import SparseRingAttention
+from tests.unit.block_cases import BlockCase, block_case
+from tests.unit.stream_model import BESIDE, KERNELS, Graph, ModelledGroup, Streams
+
+
+class ModelledExchange(PackedExchange):
+    """The product's, whose stream beside the kernels' is the model's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.streams: Streams = self._buffers.streams  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _beside(self, *, after_kernels: bool = False) -> Iterator[None]:
+        if after_kernels:
+            self.streams.run("waits for kernels", stream=BESIDE, after=[self.streams.last[KERNELS]])
+        with self.streams.on(BESIDE):
+            yield
+
+
+class ModelledBuffers(HopBuffers):
+    """A storage that is outgrown is free for any kernel at once, as the allocator gives it out again."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self.streams = streams
+
+    def get(self, name: str, slot: int, *about: Any) -> torch.Tensor:
+        before = dict(self._storages)
+        found = super().get(name, slot, *about)
+        for key, storage in before.items():
+            if self._storages[key] is not storage:
+                self.streams.run("another's use of a storage that was outgrown", writes=[storage])
+        return found
+
+
+class Host:
+    """Launches what a pass launches, of the rank whose turn it is."""
+
+    def __init__(self) -> None:
+        self.streams: Streams | None = None
+        self.kernel = replace(REFERENCE, forward=self.forward, backward=self.backward, writes_gradients=True)
+
+    def run(self, *args: Any, **options: Any) -> None:
+        assert self.streams is not None
+        self.streams.run(*args, **options)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Any, scale: float) -> Any:
+        self.run("forward", reads=[k, v])
+        return torch.zeros_like(q), torch.zeros(q.shape[:3])
+
+    def backward(self, dout: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **places: Any) -> Any:
+        self.run("backward", reads=[k, v], writes=list(places.values()))
+        return torch.zeros_like(q), places.get("dk", torch.zeros_like(k)), places.get("dv", torch.zeros_like(v))
+
+    def gather(self, source: torch.Tensor, dim: int, rows: torch.Tensor, *, out: torch.Tensor) -> None:
+        self.run("gathers", reads=[source], writes=[out])
+
+    def add_placed_(self, total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) -> None:
+        self.run("adds what came", reads=[inbox])
+
+
+@dataclass(frozen=True)
+class Call:
+    case: BlockCase
+    stage_bytes: int
+    keep_keys: bool | None = None
+
+
+def both_passes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> tuple[Graph, list[list[str]]]:
+    """Forward and backward of each call on every rank, all calls over the same buffers; and what each rank posted."""
+    host, graph, cp = Host(), Graph(), calls[0].case.layout.cp
+    monkeypatch.setattr(sparse_ring, "select_sparse", lambda *_: host.kernel)
+    monkeypatch.setattr(sparse_ring, "PackedExchange", ModelledExchange)
+    monkeypatch.setattr(block_pass, "add_placed_", host.add_placed_)
+    gather, posted = torch.index_select, []
+    for rank in range(cp):
+        host.streams = streams = Streams(graph, rank)
+        group, buffers = ModelledGroup(streams, cp), ModelledBuffers(streams)
+        for call in calls:
+            case, scale = call.case, call.case.head_dim**-0.5
+            q, k, v, dout = (case.layout.scatter(x, rank, 1).contiguous() for x in case.tensors())
+            streams.run("makes k and v", writes=[k, v])
+            ring = SparseRingAttention(
+                case.schedule, rank, group, kernel=REFERENCE.name, coalesced=True, buffers=buffers,  # type: ignore[arg-type]
+                stage_bytes=call.stage_bytes, keep_keys=call.keep_keys,
+            )  # fmt: skip
+            monkeypatch.setattr(packed_exchange.torch, "index_select", host.gather)
+            out, lse, index, keys = ring._run_forward(q, k, v, scale)
+            ring._run_backward(dout, (q, k, v, out, lse), scale, index, keys)
+            monkeypatch.setattr(packed_exchange.torch, "index_select", gather)
+            streams.run("another's use of k, v and kept keys", writes=[k, v, *([] if keys is None else [keys])])
+        posted.append(group.labels)
+    return graph, posted
+
+
+EVERY_HOP = 1  # bytes: a stage holds no more than a hop
+CASES = {
+    "one stage": [Call(block_case("bigbird", 4, "zigzag"), 2**40)],
+    "a stage a hop": [Call(block_case("bigbird", 4, "zigzag"), EVERY_HOP)],
+    "ranks that fetch nothing": [Call(block_case("bigbird", 4, "contiguous"), EVERY_HOP)],
+    "a longer ring": [Call(block_case("bigbird", 8, "contiguous"), EVERY_HOP)],
+    "groups of heads": [Call(block_case("heads in turn", 4, "contiguous", num_kv_heads=4), EVERY_HOP)],
+    "kept keys": [Call(block_case("window", 4, "zigzag"), 2**40, keep_keys=True)],
+    "calls one after another": [
+        Call(block_case("window", 4, "contiguous"), 2**40), Call(block_case("bigbird", 4, "contiguous"), EVERY_HOP),
+        Call(block_case("longnet with rows that see nothing", 4, "contiguous"), EVERY_HOP),
+        Call(block_case("window", 4, "contiguous"), 2**40, keep_keys=True),
+        Call(block_case("heads in turn", 4, "contiguous", batch=2), EVERY_HOP),  # outgrows the buffers
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_stream_is_ahead_of_another_and_none_waits_for_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, posted = both_passes(CASES[name], monkeypatch)
+    assert graph.races() == set()
+    assert graph.never_begins() == []
+    assert graph.unmatched() == []
+    assert all(posted)
+
+
+def without_waiting_for_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = PackedExchange._wait_sent
+
+    def sloppy(self: Any, kind: int, index: int) -> None:
+        if self.streams.current != BESIDE:
+            wait(self, kind, index)
+
+    monkeypatch.setattr(PackedExchange, "_wait_sent", sloppy)
+
+
+def without_waiting_for_kernels(monkeypatch: pytest.MonkeyPatch, where: Callable[[Any], bool]) -> None:
+    beside = ModelledExchange._beside
+
+    def sloppy(self: Any, *, after_kernels: bool = False) -> Any:
+        return beside(self, after_kernels=after_kernels and not where(self))
+
+    monkeypatch.setattr(ModelledExchange, "_beside", sloppy)
+
+
+def with_all_partials_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    swap = PackedExchange.swap_partials
+
+    def sloppy(self: Any, index: int, partials: torch.Tensor) -> None:
+        with self._beside():
+            swap(self, index, partials)
+
+    monkeypatch.setattr(PackedExchange, "swap_partials", sloppy)
+
+
+MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "what is sent is not waited for": without_waiting_for_what_is_sent,
+    "the pass does not wait for what came before": lambda patch: without_waiting_for_kernels(
+        patch, lambda exchange: not exchange._posted
+    ),
+    "keys are received while kernels read them": lambda patch: without_waiting_for_kernels(
+        patch, lambda exchange: bool(exchange._posted)
+    ),
+    "partials leave before they are made": with_all_partials_early,
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_model_sees_a_wait_that_is_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MISTAKES[name](monkeypatch)
+    graph, _ = both_passes(CASES["calls one after another"], monkeypatch)
+    assert graph.races() != set()
+
+
+def test_the_model_sees_two_ranks_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that posts partials before keys, and one that posts them after."""
+    graph = Graph()
+    groups = [ModelledGroup(Streams(graph, rank), 2) for rank in range(2)]
+    for group, tags in zip(groups, ((0, 1), (1, 0)), strict=True):
+        for tag in tags:
+            group._start_coalescing()
+            sends = (group.rank() == 0) == (tag == 0)
+            (group.send if sends else group.recv)([torch.zeros(1)], 1 - group.rank(), tag)
+            group._end_coalescing()
+    assert graph.never_begins() != []
