@@ -135,7 +135,9 @@ class HopExchange:
 
     Double-buffered: `post_keys(t + 1)` before stage t's kernels; it first waits for sends older than stage
     t, so at most two stages' buffers live at once. No cycle of waits can form, because a rank that posts
-    stage t+1 waits only for messages of stages before t.
+    stage t+1 waits only for messages of stages before t. `coalesced`, which NCCL needs and gloo does not know: what
+    is posted together is one operation, keys leave from where they lie and buffers are those that all hops share; then
+    stage t's kernels wait for the partials of stage t-2 alone, whose buffer they write to, and hide those of t-1.
     """
 
     def __init__(
@@ -149,6 +151,8 @@ class HopExchange:
         plan: tuple[Stage, ...],
         buffers: HopBuffers,
         partial_dtype: torch.dtype,
+        *,
+        coalesced: bool = False,
     ) -> None:
         self._schedule = schedule
         self._cp_rank = cp_rank
@@ -159,6 +163,7 @@ class HopExchange:
         self._plan = plan
         self._buffers = buffers
         self._partial_dtype = partial_dtype
+        self._coalesced = coalesced
         self._sends: list[tuple[int, _Message]] = []
         self._keys: dict[int, _Arrival] = {}
         self._partials: dict[int, _Arrival] = {}
@@ -168,7 +173,8 @@ class HopExchange:
         """Start receiving the keys of stage `index` and sending what others want; k, v (B, S_local, Hkv, D)."""
         if index >= len(self._plan):
             return
-        self._settle_sends(before=index - 1)
+        if not self._coalesced:
+            self._settle_sends(before=index - 1)
         stage = self._plan[index]
         arrival = None
         if stage.num_tokens:
@@ -197,6 +203,7 @@ class HopExchange:
 
     def partials_buffer(self, index: int, k: torch.Tensor) -> torch.Tensor:
         """Where the kernels of stage `index` leave dK and dV of its keys, (2, B, n, Hkv, D). Not initialized."""
+        self._settle_sends(before=index - 1)
         return self._buffer("partials", index, k, self._plan[index].num_tokens, self._partial_dtype)
 
     def swap_partials(self, index: int, partials: torch.Tensor | None, k: torch.Tensor) -> None:
@@ -264,19 +271,19 @@ class HopExchange:
 
     def _buffer(self, name: str, index: int, k: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
         shape = (2, k.size(0), num_tokens, *k.shape[2:])
-        if k.is_cuda:
+        if self._coalesced:
             return self._buffers.get(name, index % 2, shape, dtype, k.device)
         return torch.empty(shape, dtype=dtype)
 
     def _cut(self, region: torch.Tensor, ranges: tuple[Range, ...], stage: Stage) -> list[torch.Tensor]:
         """The contiguous messages that fill (2, B, n, Hkv, D). Both sides of a hop cut alike.
 
-        On the CPU one packed message where a stage is one hop; else K and V of each sequence apart, on the
-        GPU each of the source's ranges too, which so are sent from where they lie.
+        One packed message where a stage is one hop; else K and V of each sequence apart, and where they are
+        coalesced each of the source's ranges too, which so are sent from where they lie.
         """
-        if not region.is_cuda and len(stage.hops) == 1:
+        if not self._coalesced and len(stage.hops) == 1:
             return [region]
-        lengths = [stop - start for start, stop in ranges] if region.is_cuda and ranges else [region.size(2)]
+        lengths = [stop - start for start, stop in ranges] if self._coalesced and ranges else [region.size(2)]
         return [piece for kind in region.unbind(0) for sequence in kind.unbind(0) for piece in sequence.split(lengths)]
 
     def _cut_keys(
@@ -284,15 +291,15 @@ class HopExchange:
     ) -> list[torch.Tensor]:
         if not ranges:
             return []
-        if not k.is_cuda:
+        if not self._coalesced:
             return self._cut(_pack(k, v, ranges), ranges, stage)
         return [x[batch, start:stop] for x in (k, v) for batch in range(k.size(0)) for start, stop in ranges]
 
     @contextmanager
     def _together(self, index: int, arrival: _Arrival | None, device: torch.device) -> Iterator[None]:
-        """On a GPU, one operation out of all that is sent and received inside."""
+        """Where coalesced, one operation out of all that is sent and received inside."""
         self._posting = index
-        if device.type != "cuda":
+        if not self._coalesced:
             yield
             return
         first_send = len(self._sends)
@@ -315,13 +322,13 @@ class HopExchange:
         assert buffer.is_contiguous()
         work = self._group.send([buffer], peer, self._tag(hop, kind))
         self._ledger.sent_bytes[self._direction, hop] += buffer.nbytes
-        assert work is not None or buffer.is_cuda, "this rank is not in the group"
+        assert work is not None or self._coalesced, "this rank is not in the group"
         self._sends.append((self._posting, _Message(hop, buffer, work)))
 
     def _receive(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> _Message:
         assert self._group is not None
         work = self._group.recv([buffer], peer, self._tag(hop, kind))
-        assert work is not None or buffer.is_cuda, "this rank is not in the group"
+        assert work is not None or self._coalesced, "this rank is not in the group"
         return _Message(hop, buffer, work)
 
     def _take(self, arrivals: dict[int, _Arrival], index: int) -> torch.Tensor | None:

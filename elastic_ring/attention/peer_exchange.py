@@ -29,7 +29,7 @@ class PeerExchange(HopExchange):
     """`HopExchange` for ranks that share `memory`. Its works are flags, waited for by streams, never by the host."""
 
     def __init__(self, *arguments: Any, memory: PeerMemory, hops_per_stage: int) -> None:
-        super().__init__(*arguments)
+        super().__init__(*arguments, coalesced=True)
         self._memory = memory
         self._hops_per_stage = hops_per_stage
         self._awaited: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}

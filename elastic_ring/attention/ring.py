@@ -47,7 +47,7 @@ class RingAttention(KeepsResults):
     fit into `GATHER_LIMIT_BYTES`); it must be the same on all ranks. `ledger` counts bytes and waits,
     `observer` sees every hop, `buffers` may be shared by rings that are used one after another. `memory`,
     for ranks on one host, moves the hops by the GPUs' copy engines instead of through `group`; after a call
-    that raised it is of no more use.
+    that raised it is of no more use. `coalesced` posts the messages of a stage as one operation; None: on a GPU.
 
     Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
     the buffers which the group may still write to are kept until this object is dropped.
@@ -67,6 +67,7 @@ class RingAttention(KeepsResults):
         observer: Observer | None = None,
         buffers: HopBuffers | None = None,
         memory: PeerMemory | None = None,
+        coalesced: bool | None = None,
     ) -> None:
         check_group(schedule, cp_rank, group)
         if hops_per_stage is not None and hops_per_stage < 1:
@@ -82,6 +83,7 @@ class RingAttention(KeepsResults):
         self._observer = observer
         self._buffers = HopBuffers() if buffers is None else buffers
         self._memory = memory
+        self._coalesced = coalesced
         self._selected: dict[tuple[torch.device, torch.dtype, int, int], Backend] = {}
         self._next_call_index = 0
         self._abandoned: list[torch.Tensor] = []
@@ -206,7 +208,7 @@ class RingAttention(KeepsResults):
             self.schedule, self.cp_rank, self._group, direction, call_index, self.ledger, self._stages(k),
             self._buffers, partial_dtype(backend, k),
         )  # fmt: skip
-        exchange = HopExchange(*arguments)
+        exchange = HopExchange(*arguments, coalesced=k.is_cuda if self._coalesced is None else self._coalesced)
         if self._memory is not None and k.is_cuda and self.schedule.cp > 1:
             exchange = peers = PeerExchange(*arguments, memory=self._memory, hops_per_stage=self._hops(k))
             peers.start(k)

@@ -163,21 +163,27 @@ def run_content_on(
 
 def run_on_gpu(case: Case, wires: Wires | None = None, **options: Any) -> Outcome:
     """Forward and backward of `case`, a thread for each rank; the results on the CPU."""
+    return run_dense_on("cuda", case, wires, **options)
+
+
+def run_dense_on(device: str, case: Case, wires: Wires | None = None, **options: Any) -> Outcome:
+    """The same on `device`, through the messages of a GPU."""
     wires = Wires(case.cp) if wires is None else wires
     groups = wires.groups()
-    tensors = [tensor.cuda() for tensor in case.tensors()]
+    tensors = [tensor.to(device) for tensor in case.tensors()]
     layout, scale = case.layout, case.head_dim**-0.5
 
     @torch.no_grad()
     def work(cp_rank: int) -> tuple[list[torch.Tensor], HopLedger]:
         with wires.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
-            ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], **options)
+            ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], coalesced=True, **options)
             out, lse, call, _ = ring._run_forward(q, k, v, scale)
             return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call)], ring.ledger
 
     results = in_threads(case.cp, work)
-    torch.cuda.synchronize()
+    if device == "cuda":
+        torch.cuda.synchronize()
     return Outcome(
         [layout.gather([locals_[i] for locals_, _ in results], 1).cpu() for i in range(4)],
         [ledger for _, ledger in results],

@@ -159,7 +159,9 @@ class ModelledGroup:
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> None:
         self._posted.append(("receive", tensors[0], src, tag))
 
-    def _end_coalescing(self) -> ModelledWork:
+    def _end_coalescing(self) -> ModelledWork | None:
+        if not self._posted:
+            return None
         streams, graph = self._streams, self._streams.graph
         reads = [tensor for what, tensor, _, _ in self._posted if what == "send"]
         writes = [tensor for what, tensor, _, _ in self._posted if what == "receive"]

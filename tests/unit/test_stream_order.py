@@ -1,6 +1,6 @@
-"""On a GPU the exchange of a sparse ring and its kernels run on streams of their own: whatever these do first, nothing
-is read before it is there or overwritten while it is needed. Shown on a model of streams, with the product's own pass,
-exchange, plans and buffers; the model is checked by leaving out one wait at a time."""
+"""On a GPU the exchange of a ring and its kernels run on streams of their own: whatever these do first, nothing is read
+before it is there or overwritten while it is needed. Shown on a model of streams, with the product's own passes,
+exchanges, plans and buffers; the model is checked by leaving out one wait at a time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention import block_pass, packed_exchange, sparse_ring
+from elastic_ring.attention import block_pass, gradients, packed_exchange, sparse_ring
 from elastic_ring.attention.block_kernels import REFERENCE
-from elastic_ring.attention.exchange import HopBuffers
+from elastic_ring.attention.exchange import HopBuffers, HopExchange
+from elastic_ring.attention.kernels.backend import Backend
 from elastic_ring.attention.packed_exchange import PackedExchange
+from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.sparse_ring import SparseRingAttention
+from tests.unit.attention_rings import Case
 from tests.unit.block_cases import BlockCase, block_case
 from tests.unit.stream_model import BESIDE, KERNELS, Graph, ModelledGroup, Streams
 
@@ -58,12 +61,16 @@ class Host:
     def __init__(self) -> None:
         self.streams: Streams | None = None
         self.kernel = replace(REFERENCE, forward=self.forward, backward=self.backward, writes_gradients=True)
+        self.dense_kernel = Backend(
+            "modelled", ("cpu",), (torch.float64,), None, False, True, self.forward, self.dense_backward,
+            keeps_type=True, writes_gradients=True,
+        )  # fmt: skip
 
     def run(self, *args: Any, **options: Any) -> None:
         assert self.streams is not None
         self.streams.run(*args, **options)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Any, scale: float) -> Any:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
         self.run("forward", reads=[k, v])
         return torch.zeros_like(q), torch.zeros(q.shape[:3])
 
@@ -73,6 +80,12 @@ class Host:
 
     def gather(self, source: torch.Tensor, dim: int, rows: torch.Tensor, *, out: torch.Tensor) -> None:
         self.run("gathers", reads=[source], writes=[out])
+
+    def dense_backward(self, dout: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **more: Any) -> Any:
+        return self.backward(dout, q, k, v, **{name: more[name] for name in ("dk", "dv") if name in more})
+
+    def add_(self, total: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        self.run("adds what came", reads=parts)
 
     def add_placed_(self, total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) -> None:
         self.run("adds what came", reads=[inbox])
@@ -197,3 +210,75 @@ def test_the_model_sees_two_ranks_that_wait_for_each_other(monkeypatch: pytest.M
             (group.send if sends else group.recv)([torch.zeros(1)], 1 - group.rank(), tag)
             group._end_coalescing()
     assert graph.never_begins() != []
+
+
+# ------------------------------------------------------------ dense rings
+
+
+@dataclass(frozen=True)
+class DenseCall:
+    case: Case
+    hops_per_stage: int | None = None
+
+
+def dense_passes(calls: list[DenseCall], monkeypatch: pytest.MonkeyPatch) -> Graph:
+    host, graph, cp = Host(), Graph(), calls[0].case.cp
+    monkeypatch.setattr(gradients, "add_", host.add_)
+    for rank in range(cp):
+        host.streams = streams = Streams(graph, rank)
+        group, buffers = ModelledGroup(streams, cp), ModelledBuffers(streams)
+        for call in calls:
+            case, scale = call.case, call.case.head_dim**-0.5
+            q, k, v, dout = (case.layout.scatter(x, rank, 1).contiguous() for x in case.tensors())
+            streams.run("makes k and v", writes=[k, v])
+            ring = RingAttention(
+                case.schedule, rank, group, backend=host.dense_kernel, coalesced=True, buffers=buffers,  # type: ignore[arg-type]
+                hops_per_stage=call.hops_per_stage,
+            )  # fmt: skip
+            out, lse, index, _ = ring._run_forward(q, k, v, scale)
+            ring._run_backward(dout, (q, k, v, out, lse), scale, index)
+            streams.run("another's use of k and v", writes=[k, v])
+    return graph
+
+
+DENSE_CASES = {
+    "a stage a hop": [DenseCall(Case(5, 100), 1)],
+    "one stage": [DenseCall(Case(4, 64), 3)],
+    "two hops a stage": [DenseCall(Case(6, 96), 2)],
+    "ranks that fetch nothing": [DenseCall(Case(5, 100, layout_name="contiguous"), 1)],
+    "documents": [DenseCall(Case(4, 64, layout_name="contiguous", document_starts=(0, 20, 40)), 1)],
+    "calls one after another": [
+        DenseCall(Case(4, 64, batch=1), 3), DenseCall(Case(4, 64), 1), DenseCall(Case(4, 128, causal=False), 1),
+        DenseCall(Case(4, 64, layout_name="contiguous"), 1),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DENSE_CASES)
+def test_nor_in_a_dense_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = dense_passes(DENSE_CASES[name], monkeypatch)
+    assert graph.races() == set()
+    assert graph.never_begins() == []
+    assert graph.unmatched() == []
+    assert graph.messages
+
+
+def test_the_model_sees_a_dense_ring_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HopExchange, "_wait", lambda self, message: None)
+    assert dense_passes(DENSE_CASES["a stage a hop"], monkeypatch).races() != set()
+
+
+def test_a_stages_kernels_do_not_wait_for_the_partials_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They leave behind these kernels, which have a whole stage to hide them."""
+    graph = dense_passes([DenseCall(Case(5, 100, causal=False), 1)], monkeypatch)
+    mine = [(index, label) for index, label in enumerate(graph.labels) if label.startswith("rank 0, ")]
+    arrive = [index for index, label in mine if label.endswith("partials are there")]
+    run = [index for index, label in mine if label.endswith("backward")]
+    reach = [set[int]()] * len(graph.labels)
+    for index, before in enumerate(graph.before):
+        reach[index] = set(before).union(*(reach[earlier] for earlier in before))
+    # The own keys' kernel, and then one for each of four stages, each of which returns partials.
+    assert (len(run), len(arrive)) == (5, 4)
+    for stage in range(2, 5):
+        waits_for = [number for number, index in enumerate(arrive, start=1) if index in reach[run[stage]]]
+        assert waits_for == list(range(1, stage - 1)), stage
