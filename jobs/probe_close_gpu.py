@@ -4,7 +4,9 @@
 
 Bare processes and the product's `Connector`, no Ray and no training: mesh 2 x 2 on four GPUs and a standby process
 that takes the place of rank 3, which is killed in the middle of an exchange with `--hold-gib` of its GPU's memory in
-hand. A variant is a setting of NCCL's environment. Prints one JSON line for each measurement.
+hand. With `--all-contexts` members have a context on every GPU, as workers of the product that were standbys have: how
+long a process takes to end, and whoever builds groups meanwhile, may depend on it; with `--at-once` groups are built
+while it ends, as the product does. A variant is a setting of NCCL's environment. Prints one JSON line for each measurement.
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ HELD_BYTES = 1 << 30
 class Process:
     """One process: its main thread trains, a thread of its own aborts. Runs in the child."""
 
-    def __init__(self, index: int, end: Connection, lock: str) -> None:
+    def __init__(self, index: int, end: Connection, lock: str, all_contexts: bool) -> None:
         self.index, self.end, self.lock = index, end, lock
+        self.all_contexts = all_contexts or index == STANDBY
         self.connector: Connector | None = None
         self.groups: Groups | None = None
         self.held: Any = None
@@ -60,7 +63,7 @@ class Process:
 
     def serve(self) -> None:
         begun = time.monotonic()
-        for index in range(torch.cuda.device_count()) if self.index == STANDBY else [self.device.index]:
+        for index in range(torch.cuda.device_count()) if self.all_contexts else [self.device.index]:
             torch.ones(64, 64, device=torch.device("cuda", index)).sum().item()
         torch.cuda.set_device(self.device)
         self.end.send({"what": "warm", "s": time.monotonic() - begun})
@@ -146,11 +149,11 @@ class Process:
         return {"what": "memory", "used_gib": (total - free) / 2**30, "torch_gib": torch.cuda.memory_reserved() / 2**30}
 
 
-def child(index: int, end: Connection, lock: str) -> None:
+def child(index: int, end: Connection, lock: str, all_contexts: bool) -> None:
     import logging
 
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s [{index}] %(message)s")
-    Process(index, end, lock).serve()
+    Process(index, end, lock, all_contexts).serve()
 
 
 def tell(ends: dict[int, Connection], calls: dict[int, tuple[Any, ...]], timeout_s: float = 90.0) -> dict[int, Any]:
@@ -159,15 +162,15 @@ def tell(ends: dict[int, Connection], calls: dict[int, tuple[Any, ...]], timeout
     return {index: ends[index].recv() if ends[index].poll(timeout_s) else {"error": "no answer"} for index in calls}
 
 
-def watch_death(pid: int, lock: str) -> dict[str, float]:
-    """SIGKILL, then when each sign of death is to be seen, in seconds."""
+def watch_death(pid: int, lock: str, *, briefly: bool = False) -> dict[str, float]:
+    """SIGKILL, then when each sign of death is to be seen, in seconds; `briefly`: the first alone is waited for."""
     seen: dict[str, float] = {}
     pidfd = os.pidfd_open(pid)
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     begun = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    while len(seen) < 3 and time.monotonic() - begun < 20:
+    while len(seen) < (1 if briefly else 3) and time.monotonic() - begun < 20:
         now = time.monotonic() - begun
         if "exiting_s" not in seen:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -186,7 +189,7 @@ def watch_death(pid: int, lock: str) -> dict[str, float]:
     return seen
 
 
-def measure(variant: str, hold_gib: int) -> None:
+def measure(variant: str, hold_gib: int, all_contexts: bool, at_once: bool) -> None:
     def show(row: Any) -> None:
         print(json.dumps({"variant": variant, **row}, default=str), flush=True)
 
@@ -197,7 +200,7 @@ def measure(variant: str, hold_gib: int) -> None:
         lock, ends, processes = f"{folder}/lock", {}, {}
         for index in range(5):
             ends[index], theirs = context.Pipe()
-            processes[index] = context.Process(target=child, args=(index, theirs, lock), daemon=True)
+            processes[index] = context.Process(target=child, args=(index, theirs, lock, all_contexts), daemon=True)
             processes[index].start()
         for index, end in ends.items():
             show({"process": index, **(end.recv() if end.poll(120) else {"error": "no start"})})
@@ -209,7 +212,7 @@ def measure(variant: str, hold_gib: int) -> None:
         for index in members:
             ends[index].send(("exchange", ()))
         time.sleep(1.0)
-        show({"what": "death", **watch_death(int(processes[VICTIM].pid or 0), lock)})
+        show({"what": "death", **watch_death(int(processes[VICTIM].pid or 0), lock, briefly=at_once)})
         Path(lock + ".abort").touch()
         survivors = [i for i in members if i != VICTIM]
         for index in survivors:
@@ -235,10 +238,13 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--hold-gib", type=int, default=20)
+    parser.add_argument("--all-contexts", action="store_true", help="members have a context on every GPU")
+    parser.add_argument("--at-once", action="store_true", help="build groups while the killed process still ends")
     args = parser.parse_args(argv)
     for variant in args.variants.split(","):
         # A process of its own for each: NCCL reads its environment once.
-        process = multiprocessing.get_context("spawn").Process(target=measure, args=(variant, args.hold_gib))
+        asked = (variant, args.hold_gib, args.all_contexts, args.at_once)
+        process = multiprocessing.get_context("spawn").Process(target=measure, args=asked)
         process.start()
         process.join(120)
         if process.is_alive():
