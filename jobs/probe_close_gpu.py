@@ -6,7 +6,8 @@ Bare processes and the product's `Connector`, no Ray and no training: mesh 2 x 2
 that takes the place of rank 3, which is killed in the middle of an exchange with `--hold-gib` of its GPU's memory in
 hand. With `--all-contexts` members have a context on every GPU, as workers of the product that were standbys have: how
 long a process takes to end, and whoever builds groups meanwhile, may depend on it; with `--at-once` groups are built
-while it ends, as the product does. A variant is a setting of NCCL's environment. Prints one JSON line for each measurement.
+while it ends, as the product does. A variant is a setting of NCCL's environment. Prints one JSON line for each
+measurement.
 """
 
 from __future__ import annotations
