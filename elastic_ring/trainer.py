@@ -168,7 +168,10 @@ class ElasticRingTrainer:
                     f"run_dir={self.run.run_dir!r} holds run {config['run']['name']!r}, not {self.run.name!r}: choose "
                     "another run_dir, or submit it under its own name to go on"
                 )
-            attach.refuse_other_settings(self.run, config["digest"], self._digest, f"its folder {self.run.folder}")
+            attach.refuse_other_settings(
+                self.run, config["digest"], self._digest, f"its folder {self.run.folder}",
+                attach.differences(config, self._config()),
+            )  # fmt: skip
         path = self.run.folder / SUMMARY_NAME
         if not path.exists():
             return None
@@ -233,13 +236,17 @@ class ElasticRingTrainer:
 
     def _write_config(self) -> None:
         self.run.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.run.folder / CONFIG_NAME, self._config())
+
+    def _config(self) -> dict[str, Any]:
+        """The settings as they are recorded."""
         settings = {"scaling": self.scaling, "step": self.task.step, "optim": self.task.optim, "data": self.task.data,
                     "run": self.run}  # fmt: skip
         shown = {name: json.loads(json.dumps(vars(value), default=str)) for name, value in settings.items()}
         shown["run"]["env"] = sorted(self.run.env)  # values may be secrets
         own = {"pattern": self.task.pattern, "machine": self.task.machine}
         given = {name: str(value) for name, value in own.items() if value is not None}
-        write_json(self.run.folder / CONFIG_NAME, {"digest": self._digest, **shown, **given})
+        return {"digest": self._digest, **shown, **given}
 
     # ------------------------------------------------------------ following
 

@@ -195,7 +195,7 @@ def main(argv: list[str]) -> int:
         print(f"train_1t: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:
-        print(f"train_1t: {str(interrupt) or 'stopped before anything was started'}", file=sys.stderr)
+        print(f"train_1t: {str(interrupt) or 'stopped before training began'}", file=sys.stderr)
         return 130
     summary = result.summary
     first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))

@@ -110,11 +110,11 @@ class LayerPatterns:
 
     def check(self, num_layers: int, num_heads: int, num_kv_heads: int) -> None:
         """Raises `ValueError` unless the pattern fits a model of these numbers."""
-        for layer in range(num_layers):
-            self.of_layer(layer).heads(num_heads, num_kv_heads)
         beyond = [layer for group in self.groups for layer in group.layers or () if layer >= num_layers]
         if beyond:
             raise ValueError(f"layer {beyond[0]}: the model has layers 0 to {num_layers - 1}; name one of these")
+        for layer in range(num_layers):
+            self.of_layer(layer).heads(num_heads, num_kv_heads)
 
     def density(self, seq_len: int, num_layers: int, num_heads: int, num_kv_heads: int) -> float:
         """The kept share of the causal triangle of one document of `seq_len` tokens, the mean over layers; no more

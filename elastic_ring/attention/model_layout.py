@@ -188,7 +188,10 @@ def _reason(ranked: list[LayoutPrice], rest: list[LayoutPrice], num_calls: int) 
     words = [f"{best} for {num_calls} attention calls of a forward pass"]
     if best.work_max_over_mean > BALANCE_LIMIT:
         words.append(f"no layout has work max/mean within {BALANCE_LIMIT}")
-    words += [f"against {price}" for price in (*ranked, *rest) if price.layout.name == "zigzag" and price != best]
-    if rest and rest[0].all_bytes < best.all_bytes:
-        words.append(f"passed over as too uneven: {rest[0]}")
+    words += [f"against {price}" for price in ranked if price.layout.name == "zigzag" and price != best]
+    uneven = [price for price in rest if price.layout.name == "zigzag" or price == rest[0]]
+    words += [
+        f"passed over, work max/mean above {BALANCE_LIMIT}: {price}" for price in uneven
+        if price.all_bytes < best.all_bytes
+    ]  # fmt: skip
     return "; ".join(words)

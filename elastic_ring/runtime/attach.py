@@ -10,6 +10,7 @@ import json
 import logging
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 4.0  # several times the period in which a live coordinator writes its status
 STALE_S = 60.0  # a status this old is nobody's; wide enough for clocks that differ
 ASK_AGAIN_S = 0.2
+NUM_TOLD, SHORT = 3, 60
 
 
 def running_coordinator(run: RunConfig, digest: str) -> Any | None:
@@ -84,13 +86,35 @@ def local_head() -> str | None:
     return str(address)
 
 
-def refuse_other_settings(run: RunConfig, found: str, wanted: str, where: str) -> None:
+def refuse_other_settings(run: RunConfig, found: str, wanted: str, where: str, differences: str = "") -> None:
     """Raises ValueError when a run of this name has other settings: the digests differ."""
     if found != wanted:
         raise ValueError(
-            f"run name {run.name!r} is taken by a run with other settings ({where}): choose another "
+            f"run name {run.name!r} is taken by a run with other settings ({where}{differences}): choose another "
             "name and run_dir, or submit the same settings to attach to it"
         )
+
+
+def differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """What tells two recorded configs apart, as words for `refuse_other_settings`; what a digest leaves out counts for
+    nothing here either."""
+    told = []
+    for part in sorted({*recorded, *wanted} - {"digest"}):
+        before, now = (config.get(part) for config in (recorded, wanted))
+        if not isinstance(before, Mapping) or not isinstance(now, Mapping):
+            before, now = {"": before}, {"": now}
+        for name in sorted(now) if part != "run" else ("faults",):
+            if before.get(name) != now[name]:
+                setting = f"{part}.{name}".strip(".")
+                told.append(f"{setting}: {_short(before.get(name))} there, {_short(now[name])} here")
+    if not told:
+        return ", in the names or arguments of model, loss, optimizer or data"
+    return ", in " + "; ".join(told[:NUM_TOLD]) + (f" and {len(told) - NUM_TOLD} more" if len(told) > NUM_TOLD else "")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= SHORT else f"{text[:SHORT]}…"
 
 
 def refuse_if_written_to(run: RunConfig) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+import torch
 from ray._private.state import state as gcs_state
 from ray.util import list_named_actors, placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup, get_placement_group
@@ -213,11 +214,22 @@ def _groups(run: str) -> list[str]:
 
 def room(scaling: ScalingConfig) -> None:
     """Wait for the cluster to hold the mesh. Raises ValueError saying what is there and what is missing."""
+    refuse_without_gpus(scaling, live_nodes(scaling), ray.util.get_node_ip_address(), torch.cuda.device_count())
     deadline = time.monotonic() + scaling.wait_for_resources_s
     while missing := shortage(scaling, live_nodes(scaling), ray.cluster_resources()):
         if time.monotonic() >= deadline:
             raise ValueError(f"{missing}, add nodes, or set wait_for_resources_s to wait for the autoscaler")
         time.sleep(0.5)
+
+
+def refuse_without_gpus(scaling: ScalingConfig, nodes: Sequence[NodeInfo], here: str, num_here: int) -> None:
+    """Raises ValueError for a run on GPUs on a cluster that is this machine (`here`) alone, which has none."""
+    alone = all(node.address == here for node in nodes)
+    if scaling.device == "cuda" and alone and num_here == 0 and not any(node.num_seats for node in nodes):
+        raise ValueError(
+            "device='cuda': this machine, which is the whole cluster, has no GPU that torch can use; join a cluster "
+            "that has (RAY_ADDRESS), or train on CPUs: device='cpu', --preset laptop"
+        )
 
 
 def shortage(scaling: ScalingConfig, nodes: Sequence[NodeInfo], resources: Mapping[str, float]) -> str:

@@ -36,7 +36,10 @@ def gather_weights(state: Any, wires: Any, path: Path) -> str | None:
     wires.check()  # an abort on a device ends a gather and raises nothing: what came may be nonsense
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.touch()
+    mode = partial.stat().st_mode  # as this process makes files; safetensors would keep it from all others
     save_file(whole, partial, metadata={"sha256": total.hexdigest()})
+    partial.chmod(mode)
     os.replace(partial, path)
     return total.hexdigest()
 

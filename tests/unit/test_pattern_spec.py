@@ -108,6 +108,7 @@ def test_a_wrong_pattern_is_refused_with_its_name_and_a_way_out(text: str) -> No
     [
         ("window:8@0-1", "layer 2: the pattern has no rules for it"),
         ("window:8;dense@7", "layer 7: the model has layers 0 to 3"),
+        ("dense@9", "layer 9: the model has layers 0 to 3"),
         ('{"groups": [{"heads": [{"count": 3, "rule": "dense"}, {"rule": "window:8"}, {"rule": "window:8"}]}]}',
          "rules for 5 heads, the call has 4 query heads"),
     ],

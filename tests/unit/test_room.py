@@ -13,7 +13,14 @@ from elastic_ring.data.source import StdlibText
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime import cluster
-from elastic_ring.runtime.cluster import NodeInfo, num_seats, room, shortage, worker_environment
+from elastic_ring.runtime.cluster import (
+    NodeInfo,
+    num_seats,
+    refuse_without_gpus,
+    room,
+    shortage,
+    worker_environment,
+)
 
 ON_GPUS = ScalingConfig(dp=2, cp=4, device="cuda")
 
@@ -31,6 +38,16 @@ def test_a_nodes_seats_are_the_gpus_that_ray_names_and_none_on_a_cpu_mesh() -> N
 def test_a_mesh_may_take_every_gpu_whatever_room_there_is_for_standbys() -> None:
     assert shortage(ON_GPUS, [_node(64, 4), _node(64, 4)], {"GPU": 8.0}) == ""
     assert shortage(ON_GPUS, [_node(64, None)], {}) == ""
+
+
+def test_a_run_on_gpus_is_refused_where_the_only_machine_has_none() -> None:
+    unknown = _node(64, None)
+    with pytest.raises(ValueError, match=r"device='cuda': this machine.* has no GPU .*--preset laptop"):
+        refuse_without_gpus(ON_GPUS, [unknown], "10.0.0.1", 0)
+    refuse_without_gpus(ON_GPUS, [unknown], "10.0.0.2", 0)  # a driver that has none may still start one elsewhere
+    refuse_without_gpus(ON_GPUS, [unknown], "10.0.0.1", 8)
+    refuse_without_gpus(ON_GPUS, [_node(64, 8)], "10.0.0.1", 0)
+    refuse_without_gpus(ScalingConfig(), [unknown], "10.0.0.1", 0)
 
 
 def test_a_mesh_larger_than_the_gpus_says_what_is_there_and_what_is_missing() -> None:

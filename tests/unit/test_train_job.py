@@ -30,7 +30,7 @@ class Ends:
     [
         (ShardLost("no holder of cp_rank 1"), 1, "ShardLost: no holder of cp_rank 1"),
         (ValueError("dp=0: must be 1 or more"), 2, "dp=0: must be 1 or more"),
-        (KeyboardInterrupt(), 130, "stopped before anything was started"),
+        (KeyboardInterrupt(), 130, "stopped before training began"),
         (KeyboardInterrupt("stopped; nothing is left running"), 130, "stopped; nothing is left running"),
     ],
 )
