@@ -80,11 +80,20 @@ PRESETS: dict[str, Callable[[], Preset]] = {
 }
 
 
+NUMBERS = {
+    "dp": "rings side by side", "cp": "ranks of a ring, over which a sequence is split",
+    "spares": "warm workers that wait to take a dead one's place", "max-dp": "the mesh grows to so many rings",
+    "min-dp": "and shrinks to so few", "steps": "to train", "seed": "of the first values and the order of samples",
+    "global-batch": "sequences a step", "context": "tokens of a sequence",
+    "val-every": "steps between validations, 0 for none",
+}  # fmt: skip
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", default="laptop", choices=sorted(PRESETS))
-    for name in ("dp", "cp", "spares", "max-dp", "min-dp", "steps", "seed", "global-batch", "context", "val-every"):
-        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--preset", default="laptop", choices=list(PRESETS), help="model, mesh and steps (laptop)")
+    for name, says in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{says}; default: the preset's")
     parser.add_argument("--faults", help="a schedule of planned faults, or none; kill@step=21,phase=backward,rank=3")
     parser.add_argument("--data", help="text files (path, directory or glob), or shards:URI; default: Python's library")
     parser.add_argument(
@@ -99,7 +108,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--pattern", help="which keys attention keeps: a JSON file, or sinks:64+window:512;dense@3, or"
         " topk:8, blocks chosen by content; default: all"
     )
-    parser.add_argument("--cpus-per-worker", type=float)
+    parser.add_argument("--cpus-per-worker", type=float, help="of Ray's CPUs, which are a count and no limit")
     parser.add_argument("--kernel", help="pin one attention kernel instead of the best that passes its test")
     parser.add_argument(
         "--offload-activations", action="store_true", help="what checkpointing keeps waits in the host's memory"
@@ -108,8 +117,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--compile", action="store_true", help="torch.compile fuses what a layer computes around attention"
     )
     parser.add_argument("--plan", action="store_true", help="print what the run needs, and start nothing")
-    parser.add_argument("--run-name")
-    parser.add_argument("--run-dir")
+    parser.add_argument("--run-name", help="one name, one run: to follow it or go on, submit the same (train-1t-PRESET)")
+    parser.add_argument("--run-dir", help="for its records; every node must see it (runs/RUN_NAME)")
     return parser.parse_args(argv)
 
 
