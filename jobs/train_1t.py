@@ -117,7 +117,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--compile", action="store_true", help="torch.compile fuses what a layer computes around attention"
     )
     parser.add_argument("--plan", action="store_true", help="print what the run needs, and start nothing")
-    parser.add_argument("--run-name", help="one name, one run: to follow it or go on, submit the same (train-1t-PRESET)")
+    parser.add_argument("--run-name", help="one name, one run: the same again follows it or goes on (train-1t-PRESET)")
     parser.add_argument("--run-dir", help="for its records; every node must see it (runs/RUN_NAME)")
     return parser.parse_args(argv)
 
