@@ -219,7 +219,7 @@ class ElasticRingTrainer:
             )
             .remote(charter)
         )  # fmt: skip
-        if attach.attempt_of(made, self.run) == attempt:
+        if attach.attempt_of(made, self.run, starts=True) == attempt:
             self._write_config()
             return made
         # Another submission was quicker: it is followed if it asks for the same.

@@ -39,7 +39,7 @@ def running_coordinator(run: RunConfig, digest: str) -> Any | None:
     is taken by a run with other settings or another folder, CoordinatorLost when it does not answer.
     """
     found = find(run)
-    identity = _identity(found, run) if found is not None else None
+    identity = _identity(found, run, run.timeouts.lease_s) if found is not None else None
     if found is None or identity is None:
         return None
     if identity["ended"] is not None and identity["ended"]["error"]:
@@ -56,9 +56,11 @@ def running_coordinator(run: RunConfig, digest: str) -> Any | None:
     return found
 
 
-def attempt_of(coordinator: Any, run: RunConfig) -> str:
-    """Which submission made it; empty when it is gone."""
-    identity = _identity(coordinator, run)
+def attempt_of(coordinator: Any, run: RunConfig, *, starts: bool = False) -> str:
+    """Which submission made it; empty when it is gone. One that `starts` has as long as a worker's process has: Ray
+    gives way to whatever else a machine computes."""
+    timeouts = run.timeouts
+    identity = _identity(coordinator, run, max(timeouts.lease_s, timeouts.start_s) if starts else timeouts.lease_s)
     return "" if identity is None else str(identity["attempt"])
 
 
@@ -144,9 +146,9 @@ def find(run: RunConfig) -> Any | None:
         return None
 
 
-def _identity(coordinator: Any, run: RunConfig) -> dict[str, Any] | None:
+def _identity(coordinator: Any, run: RunConfig, patience_s: float) -> dict[str, Any] | None:
     """Who it is; None when it is gone for good. One that was killed or froze comes back within its lease."""
-    deadline = time.monotonic() + run.timeouts.lease_s
+    deadline = time.monotonic() + patience_s
     while True:
         try:
             answer: dict[str, Any] = ray.get(coordinator.identity.remote(), timeout=run.timeouts.hello_s)
@@ -156,7 +158,8 @@ def _identity(coordinator: Any, run: RunConfig) -> dict[str, Any] | None:
         except (GetTimeoutError, ActorUnavailableError) as error:
             if time.monotonic() > deadline:
                 raise CoordinatorLost(
-                    f"the coordinator of run {run.name} does not answer", lease_s=run.timeouts.lease_s
+                    f"the coordinator of run {run.name} does not answer within {patience_s:.0f} s",
+                    lease_s=run.timeouts.lease_s,
                 ) from error
             time.sleep(ASK_AGAIN_S)
 

@@ -147,7 +147,8 @@ def test_own_model_trains_through_the_loss_of_its_worker(tmp_path: Path) -> None
     folder = tmp_path / "own"
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "own_model.py"), "--steps", "3", "--run-dir", str(folder)],
-        env={**QUIET, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"},  # not whatever else runs on this machine
+        # A Ray of its own, not whatever else runs on this machine, that shares its cores with the tests beside it.
+        env={**QUIET, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "RAY_worker_niceness": "0"},
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
