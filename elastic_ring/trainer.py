@@ -181,11 +181,18 @@ class ElasticRingTrainer:
     def _digest(self) -> str:
         task = self.task
         faults = [str(fault) for fault in self.run.faults]
-        code = [described(part) for part in (task.model, task.loss, task.optimizer, task.initial, task.units)]
+        code = list(self._code().values())
         # Only a run that has a pattern, or figures, names them: runs without keep the digest they had.
         own = [] if task.pattern is None else [task.pattern.identity]
         own += [] if task.machine is None else [repr(task.machine)]
         return digest(self.scaling, task.step, task.optim, described(task.data), faults, code, *own)
+
+    def _code(self) -> dict[str, str]:
+        """What of the run is code: its place and its arguments."""
+        task = self.task
+        parts = {"model": task.model, "loss": task.loss, "optimizer": task.optimizer, "initial": task.initial,
+                 "units": task.units}  # fmt: skip
+        return {name: described(part) for name, part in parts.items()}
 
     def _ended_meanwhile(self) -> Result:
         done = self._finished()
@@ -246,7 +253,8 @@ class ElasticRingTrainer:
         shown["run"]["env"] = sorted(self.run.env)  # values may be secrets
         own = {"pattern": self.task.pattern, "machine": self.task.machine}
         given = {name: str(value) for name, value in own.items() if value is not None}
-        return {"digest": self._digest, **shown, **given}
+        code = {**self._code(), "data": described(self.task.data)}
+        return {"digest": self._digest, **shown, "code": code, **given}
 
     # ------------------------------------------------------------ following
 
