@@ -253,8 +253,8 @@ class ElasticRingTrainer:
         shown["run"]["env"] = sorted(self.run.env)  # values may be secrets
         own = {"pattern": self.task.pattern, "machine": self.task.machine}
         given = {name: str(value) for name, value in own.items() if value is not None}
-        code = {**self._code(), "data": described(self.task.data)}
-        return {"digest": self._digest, **shown, "code": code, **given}
+        shown["data"]["source"] = type(self.task.data).__qualname__
+        return {"digest": self._digest, **shown, "code": self._code(), **given}
 
     # ------------------------------------------------------------ following
 

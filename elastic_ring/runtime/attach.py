@@ -110,7 +110,7 @@ def differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
                 setting = f"{part}.{name}".strip(".")
                 told.append(f"{setting}: {_short(before.get(name))} there, {_short(now[name])} here")
     if not told:
-        return ", in the names or arguments of model, loss, optimizer or data"
+        return ", in nothing that is recorded"
     return ", in " + "; ".join(told[:NUM_TOLD]) + (f" and {len(told) - NUM_TOLD} more" if len(told) > NUM_TOLD else "")
 
 

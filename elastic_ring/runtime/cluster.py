@@ -214,22 +214,30 @@ def _groups(run: str) -> list[str]:
 
 def room(scaling: ScalingConfig) -> None:
     """Wait for the cluster to hold the mesh. Raises ValueError saying what is there and what is missing."""
-    refuse_without_gpus(scaling, live_nodes(scaling), ray.util.get_node_ip_address(), torch.cuda.device_count())
-    deadline = time.monotonic() + scaling.wait_for_resources_s
-    while missing := shortage(scaling, live_nodes(scaling), ray.cluster_resources()):
+    deadline, here, num_here = time.monotonic() + scaling.wait_for_resources_s, "", 0
+    if scaling.device == "cuda":
+        here, num_here = ray.util.get_node_ip_address(), torch.cuda.device_count()
+
+    def too_little() -> str:
+        nodes = live_nodes(scaling)
+        return without_gpus(scaling, nodes, here, num_here) or shortage(scaling, nodes, ray.cluster_resources())
+
+    while missing := too_little():
         if time.monotonic() >= deadline:
             raise ValueError(f"{missing}, add nodes, or set wait_for_resources_s to wait for the autoscaler")
         time.sleep(0.5)
 
 
-def refuse_without_gpus(scaling: ScalingConfig, nodes: Sequence[NodeInfo], here: str, num_here: int) -> None:
-    """Raises ValueError for a run on GPUs on a cluster that is this machine (`here`) alone, which has none."""
+def without_gpus(scaling: ScalingConfig, nodes: Sequence[NodeInfo], here: str, num_here: int) -> str:
+    """What to do about a run on GPUs on a cluster that is so far this machine (`here`) alone, which has none; else
+    empty. Of another machine that Ray was told nothing of there is nothing to go by."""
     alone = all(node.address == here for node in nodes)
     if scaling.device == "cuda" and alone and num_here == 0 and not any(node.num_seats for node in nodes):
-        raise ValueError(
-            "device='cuda': this machine, which is the whole cluster, has no GPU that torch can use; join a cluster "
-            "that has (RAY_ADDRESS), or train on CPUs: device='cpu', --preset laptop"
+        return (
+            "device='cuda': this machine, which is the whole cluster, has no GPU that torch can use. Train on CPUs "
+            "(device='cpu', --preset laptop), join a cluster that has some (RAY_ADDRESS)"
         )
+    return ""
 
 
 def shortage(scaling: ScalingConfig, nodes: Sequence[NodeInfo], resources: Mapping[str, float]) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from ray.exceptions import GetTimeoutError
 
 from elastic_ring import RunConfig
-from elastic_ring.runtime.attach import differences, refuse_other_settings
+from elastic_ring.errors import CoordinatorLost
+from elastic_ring.runtime import attach
+from elastic_ring.runtime.attach import attempt_of, differences, refuse_other_settings
 
 RECORDED = {
     "digest": "a", "scaling": {"dp": 2, "cp": 2}, "step": {"steps": 3, "seed": 0}, "run": {"name": "x", "faults": []},
@@ -29,7 +32,30 @@ def test_only_some_of_many_are_told() -> None:
     assert differences(RECORDED, wanted).endswith("step.seed: 0 there, 1 here and 1 more")
 
 
-def test_code_is_named_where_no_setting_differs() -> None:
-    assert "model, loss" in differences(RECORDED, {**RECORDED, "digest": "b"})
+def test_no_difference_is_made_up() -> None:
+    assert differences(RECORDED, {**RECORDED, "digest": "b"}) == ", in nothing that is recorded"
     with pytest.raises(ValueError, match=r"'x' is taken by a run with other settings \(here, in step\.steps\)"):
         refuse_other_settings(RunConfig("x", "r"), "a", "b", "here", ", in step.steps")
+
+
+@pytest.mark.parametrize(("starts", "patience"), [(True, "120"), (False, "60")])
+def test_a_silent_coordinator_is_given_up_later_while_it_starts(
+    starts: bool, patience: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(*_: object, **__: object) -> None:
+        raise GetTimeoutError("no answer")
+
+    now = [0.0]
+    monkeypatch.setattr(attach.ray, "get", silent)
+    monkeypatch.setattr(attach.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(attach.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    with pytest.raises(CoordinatorLost, match=f"does not answer within {patience} s"):
+        attempt_of(Mute(), RunConfig("x", "r"), starts=starts)
+    assert now[0] == pytest.approx(float(patience), abs=1.0)
+
+
+class Mute:
+    class identity:
+        @staticmethod
+        def remote() -> None:
+            return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from elastic_ring.runtime import cluster
 from elastic_ring.runtime.cluster import (
     NodeInfo,
     num_seats,
-    refuse_without_gpus,
     room,
     shortage,
+    without_gpus,
     worker_environment,
 )
 
@@ -40,14 +41,26 @@ def test_a_mesh_may_take_every_gpu_whatever_room_there_is_for_standbys() -> None
     assert shortage(ON_GPUS, [_node(64, None)], {}) == ""
 
 
-def test_a_run_on_gpus_is_refused_where_the_only_machine_has_none() -> None:
+def test_a_run_on_gpus_is_told_where_the_only_machine_has_none() -> None:
     unknown = _node(64, None)
-    with pytest.raises(ValueError, match=r"device='cuda': this machine.* has no GPU .*--preset laptop"):
-        refuse_without_gpus(ON_GPUS, [unknown], "10.0.0.1", 0)
-    refuse_without_gpus(ON_GPUS, [unknown], "10.0.0.2", 0)  # a driver that has none may still start one elsewhere
-    refuse_without_gpus(ON_GPUS, [unknown], "10.0.0.1", 8)
-    refuse_without_gpus(ON_GPUS, [_node(64, 8)], "10.0.0.1", 0)
-    refuse_without_gpus(ScalingConfig(), [unknown], "10.0.0.1", 0)
+    assert "--preset laptop" in without_gpus(ON_GPUS, [unknown], "10.0.0.1", 0)
+    assert without_gpus(ON_GPUS, [unknown], "10.0.0.2", 0) == "", "a driver that has none may start one elsewhere"
+    assert without_gpus(ON_GPUS, [unknown], "10.0.0.1", 8) == ""
+    assert without_gpus(ON_GPUS, [_node(64, 8)], "10.0.0.1", 0) == ""
+    assert without_gpus(ScalingConfig(), [unknown], "10.0.0.1", 0) == ""
+
+
+def test_a_head_without_gpus_waits_for_nodes_that_have_some_if_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [[_node(64, None)], [_node(64, None), replace(_node(64, 8), address="10.0.0.2")]]
+    monkeypatch.setattr(cluster, "live_nodes", lambda scaling: looks.pop(0) if len(looks) > 1 else looks[0])
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": 8.0})
+    monkeypatch.setattr(cluster.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    monkeypatch.setattr(cluster.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
+    room(ScalingConfig(dp=2, cp=4, device="cuda", wait_for_resources_s=600.0))
+    looks[:] = [[_node(64, None)]]
+    with pytest.raises(ValueError, match=r"device='cuda': this machine.* has no GPU .*add nodes, or set wait_for_"):
+        room(ON_GPUS)
 
 
 def test_a_mesh_larger_than_the_gpus_says_what_is_there_and_what_is_missing() -> None:
@@ -70,6 +83,7 @@ def test_room_waits_for_gpus_and_refuses_when_they_do_not_come(monkeypatch: pyte
     looks = [[_node(64, 4)], [_node(64, 4), _node(64, 4)]]
     monkeypatch.setattr(cluster, "live_nodes", lambda scaling: looks.pop(0) if len(looks) > 1 else looks[0])
     monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": 4.0})
+    monkeypatch.setattr(cluster.ray.util, "get_node_ip_address", lambda: "10.0.0.9")
     monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
     room(ScalingConfig(dp=2, cp=4, device="cuda", wait_for_resources_s=600.0))
     looks[:] = [[_node(64, 4)]]

@@ -98,29 +98,43 @@ class Call:
     keep_keys: bool | None = None
 
 
+Turn = tuple[Streams, ModelledGroup, ModelledBuffers]
+
+
+def each_rank(cp: int, host: Host, graph: Graph) -> Iterator[Turn]:
+    for rank in range(cp):
+        host.streams = streams = Streams(graph, rank)
+        yield streams, ModelledGroup(streams, cp), ModelledBuffers(streams)
+
+
+@contextmanager
+def slices(case: Any, streams: Streams) -> Iterator[list[torch.Tensor]]:
+    """q, k, v and dout of a rank; once it is done with them, their memory is another's."""
+    q, k, v, dout = (case.layout.scatter(x, streams.rank, 1).contiguous() for x in case.tensors())
+    streams.run("makes k and v", writes=[k, v])
+    yield [q, k, v, dout]
+    streams.run("another's use of k and v", writes=[k, v])
+
+
 def both_passes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> tuple[Graph, list[list[str]]]:
     """Forward and backward of each call on every rank, all calls over the same buffers; and what each rank posted."""
-    host, graph, cp = Host(), Graph(), calls[0].case.layout.cp
+    host, graph = Host(), Graph()
     monkeypatch.setattr(sparse_ring, "select_sparse", lambda *_: host.kernel)
     monkeypatch.setattr(sparse_ring, "PackedExchange", ModelledExchange)
     monkeypatch.setattr(block_pass, "add_placed_", host.add_placed_)
     gather, posted = torch.index_select, []
-    for rank in range(cp):
-        host.streams = streams = Streams(graph, rank)
-        group, buffers = ModelledGroup(streams, cp), ModelledBuffers(streams)
+    for streams, group, buffers in each_rank(calls[0].case.layout.cp, host, graph):
         for call in calls:
-            case, scale = call.case, call.case.head_dim**-0.5
-            q, k, v, dout = (case.layout.scatter(x, rank, 1).contiguous() for x in case.tensors())
-            streams.run("makes k and v", writes=[k, v])
             ring = SparseRingAttention(
-                case.schedule, rank, group, kernel=REFERENCE.name, coalesced=True, buffers=buffers,  # type: ignore[arg-type]
+                call.case.schedule, streams.rank, group, kernel=REFERENCE.name, coalesced=True, buffers=buffers,  # type: ignore[arg-type]
                 stage_bytes=call.stage_bytes, keep_keys=call.keep_keys,
             )  # fmt: skip
-            monkeypatch.setattr(packed_exchange.torch, "index_select", host.gather)
-            out, lse, index, keys = ring._run_forward(q, k, v, scale)
-            ring._run_backward(dout, (q, k, v, out, lse), scale, index, keys)
-            monkeypatch.setattr(packed_exchange.torch, "index_select", gather)
-            streams.run("another's use of k, v and kept keys", writes=[k, v, *([] if keys is None else [keys])])
+            with slices(call.case, streams) as (q, k, v, dout):
+                monkeypatch.setattr(packed_exchange.torch, "index_select", host.gather)
+                out, lse, index, keys = ring._run_forward(q, k, v, 1.0)
+                ring._run_backward(dout, (q, k, v, out, lse), 1.0, index, keys)
+                monkeypatch.setattr(packed_exchange.torch, "index_select", gather)
+            streams.run("another's use of kept keys", writes=[] if keys is None else [keys])
         posted.append(group.labels)
     return graph, posted
 
@@ -222,22 +236,17 @@ class DenseCall:
 
 
 def dense_passes(calls: list[DenseCall], monkeypatch: pytest.MonkeyPatch) -> Graph:
-    host, graph, cp = Host(), Graph(), calls[0].case.cp
+    host, graph = Host(), Graph()
     monkeypatch.setattr(gradients, "add_", host.add_)
-    for rank in range(cp):
-        host.streams = streams = Streams(graph, rank)
-        group, buffers = ModelledGroup(streams, cp), ModelledBuffers(streams)
+    for streams, group, buffers in each_rank(calls[0].case.cp, host, graph):
         for call in calls:
-            case, scale = call.case, call.case.head_dim**-0.5
-            q, k, v, dout = (case.layout.scatter(x, rank, 1).contiguous() for x in case.tensors())
-            streams.run("makes k and v", writes=[k, v])
             ring = RingAttention(
-                case.schedule, rank, group, backend=host.dense_kernel, coalesced=True, buffers=buffers,  # type: ignore[arg-type]
-                hops_per_stage=call.hops_per_stage,
+                call.case.schedule, streams.rank, group, backend=host.dense_kernel, coalesced=True,  # type: ignore[arg-type]
+                buffers=buffers, hops_per_stage=call.hops_per_stage,
             )  # fmt: skip
-            out, lse, index, _ = ring._run_forward(q, k, v, scale)
-            ring._run_backward(dout, (q, k, v, out, lse), scale, index)
-            streams.run("another's use of k and v", writes=[k, v])
+            with slices(call.case, streams) as (q, k, v, dout):
+                out, lse, index, _ = ring._run_forward(q, k, v, 1.0)
+                ring._run_backward(dout, (q, k, v, out, lse), 1.0, index)
     return graph
 
 
