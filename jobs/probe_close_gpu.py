@@ -2,12 +2,12 @@
 
     python jobs/probe_close_gpu.py --variants default,no-cumem
 
-Bare processes and the product's `Connector`, no Ray and no training: mesh 2 x 2 on four GPUs and a standby process
-that takes the place of rank 3, which is killed in the middle of an exchange with `--hold-gib` of its GPU's memory in
-hand. With `--all-contexts` members have a context on every GPU, as workers of the product that were standbys have: how
-long a process takes to end, and whoever builds groups meanwhile, may depend on it; with `--at-once` groups are built
-while it ends, as the product does. A variant is a setting of NCCL's environment. Prints one JSON line for each
-measurement.
+Bare processes and the product's `Connector`, no Ray and no training: mesh 2 x 2 on four GPUs (1 x 2 on two) and a
+standby process that takes the place of the last rank, which is killed in the middle of an exchange with `--hold-gib` of
+its GPU's memory in hand. With `--all-contexts` members have a context on every GPU, as workers of the product that were
+standbys have: how long a process takes to end, and whoever builds groups meanwhile, may depend on it; with `--at-once`
+groups are built while it ends, as the product does. A variant is a setting of NCCL's environment. Prints one JSON line
+for each measurement.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.runtime import nccl
 from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups
 
-MESH, STANDBY, VICTIM, DONOR = Mesh(2, 2), 4, 3, 1
+MESHES = {2: Mesh(1, 2), 4: Mesh(2, 2)}  # by the host's GPUs
 VARIANTS: dict[str, dict[str, str]] = {
     "default": {},
     "no-cumem": {"NCCL_CUMEM_ENABLE": "0"},
@@ -53,19 +53,22 @@ HELD_BYTES = 1 << 30
 class Process:
     """One process: its main thread trains, a thread of its own aborts. Runs in the child."""
 
-    def __init__(self, index: int, end: Connection, lock: str, all_contexts: bool) -> None:
-        self.index, self.end, self.lock = index, end, lock
-        self.all_contexts = all_contexts or index == STANDBY
+    def __init__(self, index: int, end: Connection, lock: str, all_contexts: bool, mesh: Mesh, warm: str) -> None:
+        self.index, self.end, self.lock, self.mesh = index, end, lock, mesh
+        standby = index == mesh.size
+        self.warm = warm if standby else "none"
+        self.all_contexts = all_contexts or standby
         self.connector: Connector | None = None
         self.groups: Groups | None = None
         self.held: Any = None
         self.parked = threading.Event()
-        self.device = torch.device("cuda", index if index != STANDBY else VICTIM)
+        self.device = torch.device("cuda", index - 1 if standby else index)
 
     def serve(self) -> None:
         begun = time.monotonic()
         for index in range(torch.cuda.device_count()) if self.all_contexts else [self.device.index]:
             torch.ones(64, 64, device=torch.device("cuda", index)).sum().item()
+        self._warm_nccl()
         torch.cuda.set_device(self.device)
         self.end.send({"what": "warm", "s": time.monotonic() - begun})
         while True:
@@ -74,6 +77,14 @@ class Process:
                 self.end.send(getattr(self, name)(*arguments))
             except BaseException as error:
                 self.end.send({"what": name, "error": f"{type(error).__name__}: {error}"[:300]})
+
+    def _warm_nccl(self) -> None:
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        if self.warm == "one":
+            for device in devices:
+                nccl.rehearse_between([device])
+        elif self.warm == "all":
+            nccl.rehearse_between(devices)
 
     def connect(self, port: int, prefix: str, rank: int) -> dict[str, Any]:
         begun = time.monotonic()
@@ -84,7 +95,7 @@ class Process:
         freed = time.monotonic()
         where = Rendezvous("127.0.0.1", port, prefix, "127.0.0.1", 60.0, 600.0)
         self.connector = Connector(where, self.device)
-        self.groups = self.connector.connect(MESH, rank)
+        self.groups = self.connector.connect(self.mesh, rank)
         return {"what": "connect", "rank": rank, "free_s": freed - begun, **self.connector.timings,
                 "total_s": time.monotonic() - begun}  # fmt: skip
 
@@ -150,11 +161,11 @@ class Process:
         return {"what": "memory", "used_gib": (total - free) / 2**30, "torch_gib": torch.cuda.memory_reserved() / 2**30}
 
 
-def child(index: int, end: Connection, lock: str, all_contexts: bool) -> None:
+def child(index: int, end: Connection, lock: str, all_contexts: bool, mesh: Mesh, warm: str) -> None:
     import logging
 
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s [{index}] %(message)s")
-    Process(index, end, lock, all_contexts).serve()
+    Process(index, end, lock, all_contexts, mesh, warm).serve()
 
 
 def tell(ends: dict[int, Connection], calls: dict[int, tuple[Any, ...]], timeout_s: float = 90.0) -> dict[int, Any]:
@@ -190,7 +201,9 @@ def watch_death(pid: int, lock: str, *, briefly: bool = False) -> dict[str, floa
     return seen
 
 
-def measure(variant: str, hold_gib: int, all_contexts: bool, at_once: bool) -> None:
+def measure(variant: str, mesh: Mesh, hold_gib: int, all_contexts: bool, at_once: bool, warm: str) -> None:
+    standby, victim, donor = mesh.size, mesh.size - 1, mesh.size // 2 - 1
+
     def show(row: Any) -> None:
         print(json.dumps({"variant": variant, **row}, default=str), flush=True)
 
@@ -199,26 +212,27 @@ def measure(variant: str, hold_gib: int, all_contexts: bool, at_once: bool) -> N
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         lock, ends, processes = f"{folder}/lock", {}, {}
-        for index in range(5):
+        for index in range(mesh.size + 1):
             ends[index], theirs = context.Pipe()
-            processes[index] = context.Process(target=child, args=(index, theirs, lock, all_contexts), daemon=True)
+            arguments = (index, theirs, lock, all_contexts, mesh, warm)
+            processes[index] = context.Process(target=child, args=arguments, daemon=True)
             processes[index].start()
         for index, end in ends.items():
             show({"process": index, **(end.recv() if end.poll(120) else {"error": "no start"})})
-        members = range(MESH.size)
+        members = range(mesh.size)
         for answer in tell(ends, {i: ("connect", store.port, "1/1", i) for i in members}).values():
             show({"generation": 1, **answer})
         show({"generation": 1, **tell(ends, {0: ("memory",)})[0]})
-        show(tell(ends, {VICTIM: ("hold", hold_gib)})[VICTIM])
+        show(tell(ends, {victim: ("hold", hold_gib)})[victim])
         for index in members:
             ends[index].send(("exchange", ()))
         time.sleep(1.0)
-        show({"what": "death", **watch_death(int(processes[VICTIM].pid or 0), lock, briefly=at_once)})
+        show({"what": "death", **watch_death(int(processes[victim].pid or 0), lock, briefly=at_once)})
         Path(lock + ".abort").touch()
-        survivors = [i for i in members if i != VICTIM]
+        survivors = [i for i in members if i != victim]
         for index in survivors:
             show({"survivor": index, **(ends[index].recv() if ends[index].poll(60) else {"error": "not parked"})})
-        seats = {**{i: i for i in survivors}, STANDBY: VICTIM}
+        seats = {**{i: i for i in survivors}, standby: victim}
         for generation in (2, 3, 4):
             begun = time.monotonic()
             calls = {i: ("connect", store.port, f"1/{generation}", rank) for i, rank in seats.items()}
@@ -229,7 +243,7 @@ def measure(variant: str, hold_gib: int, all_contexts: bool, at_once: bool) -> N
             show({"generation": generation, "what": "built", "wall_s": time.monotonic() - begun,
                   "median_s": statistics.median(totals)})  # fmt: skip
             show({"generation": generation, **tell(ends, {0: ("memory",)})[0]})
-        for answer in tell(ends, {DONOR: ("heal", 0, 4), STANDBY: ("heal", 1, 4)}).values():
+        for answer in tell(ends, {donor: ("heal", 0, 4), standby: ("heal", 1, 4)}).values():
             show(answer)
         for process in processes.values():
             process.kill()
@@ -241,10 +255,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hold-gib", type=int, default=20)
     parser.add_argument("--all-contexts", action="store_true", help="members have a context on every GPU")
     parser.add_argument("--at-once", action="store_true", help="build groups while the killed process still ends")
+    parser.add_argument("--warm", choices=["none", "one", "all"], default="none", help="NCCL of the standby, before: a"
+                        " group of one on each GPU, or one of all GPUs in one process")
     args = parser.parse_args(argv)
+    if torch.cuda.device_count() not in MESHES:
+        parser.error(f"{torch.cuda.device_count()} GPUs: this needs 2 or 4, choose them by CUDA_VISIBLE_DEVICES")
+    mesh = MESHES[torch.cuda.device_count()]
     for variant in args.variants.split(","):
         # A process of its own for each: NCCL reads its environment once.
-        asked = (variant, args.hold_gib, args.all_contexts, args.at_once)
+        asked = (variant, mesh, args.hold_gib, args.all_contexts, args.at_once, args.warm)
         process = multiprocessing.get_context("spawn").Process(target=measure, args=asked)
         process.start()
         process.join(120)
