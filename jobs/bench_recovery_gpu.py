@@ -2,13 +2,13 @@
 
     python jobs/bench_recovery_gpu.py --preset 1b --kills 10 --save
 
-dp 2 x cp 2 on four GPUs and standby processes that hold none. First a short run without faults and the same with a
-planned kill, once for each of `--faults` (a phase of the step, or the heal after a kill): their losses and weights are
-compared bit for bit. Then a run whose members are killed from outside at any moment of a step; for each kill the phases
-from SIGKILL to the next committed step: detect (to the first event that says so), close (abort, probe, rendezvous,
-groups and their self-test), heal (link, transfer, digests), rerun (the step itself, apart). Then `--in-building` pairs
-of kills, the second of which strikes while the ring is being closed after the first. Rank 0 is never struck: its
-process lives through all kills and shows whether memory grows.
+dp 2 x cp 2 on four GPUs (`--cp 1`: dp 2 on two) and standby processes that hold none. First a short run without faults
+and the same with a planned kill, once for each of `--faults` (a phase of the step, or the heal after a kill): their
+losses and weights are compared bit for bit. Then a run whose members are killed from outside at any moment of a step;
+for each kill the phases from SIGKILL to the next committed step: detect (to the first event that says so), close
+(abort, probe, rendezvous, groups and their self-test), heal (link, transfer, digests), rerun (the step itself, apart).
+Then `--in-building` pairs of kills, the second of which strikes while the ring is being closed after the first. Rank 0
+is never struck: its process lives through all kills and shows whether memory grows.
 
 Exits 1 when bits differ, when a recovery was not exact, when the median of detect + close + heal is above LIMIT_S, when
 the transfer of a heal is slower than LEAST_SHARE of what a plain copy between two GPUs reaches in the same run, or when
@@ -40,9 +40,9 @@ from jobs.model_plan import CONTEXT_BYTES
 LIMIT_S, LEAST_SHARE = 1.0, 0.5
 NEVER = 1_000_000
 FAULTS = {
-    **{phase: f"kill@step={{step}},phase={phase},rank=3" for phase in ("backward", "reduce", "vote", "apply")},
+    **{phase: f"kill@step={{step}},phase={phase},rank={{last}}" for phase in ("backward", "reduce", "vote", "apply")},
     # The newcomer dies while its shard comes; another standby takes the place.
-    "heal": "kill@step={step},phase=backward,rank=3; kill@step={step},phase=heal,role=spare",
+    "heal": "kill@step={step},phase=backward,rank={last}; kill@step={step},phase=heal,role=spare",
 }
 HOST_SLOPE_MIB, GPU_SLOPE_MIB = 5.0, 64.0
 LEAST_SAMPLES = 4  # of memory, for a slope that means something
@@ -53,7 +53,7 @@ SETTLED_KILLS = 5
 
 
 def kill_once(run: drills.Watcher, number: int, num_spares: int, paced: int) -> dict[str, Any]:
-    """Kill rank 1, 2, 3, 1, ... at any moment of a step; the phases of the recovery.
+    """Kill rank 1, 2, ... and the last, 1 again, ... at any moment of a step; the phases of the recovery.
 
     The first `paced` kills wait until all spares are back, as they are on any day when workers die minutes apart;
     the others come while new ones start on the same GPUs.
@@ -61,8 +61,8 @@ def kill_once(run: drills.Watcher, number: int, num_spares: int, paced: int) -> 
     run.whole(1)
     run.more_steps(STEPS_BETWEEN_KILLS)
     status = run.whole(num_spares if number < max(1, paced) else 1)
-    rank = 1 + number % 3
     pids = {member["global_rank"]: member["pid"] for member in status["members"]}
+    rank = 1 + number % (len(pids) - 1)
     memory = [round(gib, 2) for gib in memory_gib(pids[0])] if number % SETTLED_KILLS == 0 else None
     num_there = len(status["spares"])
     time.sleep(random.Random(number).uniform(0.0, MOMENT_S))
@@ -183,7 +183,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 drills.show(f"  the run without faults is done, losses {calm['losses'][0]} .. {calm['losses'][-1]}")
                 figures |= {"same": {}, "planned": {}}
                 for name in args.faults.split(","):
-                    fault = FAULTS[name].format(step=args.short_steps // 2)
+                    fault = FAULTS[name].format(step=args.short_steps // 2, last=run.dp * run.cp - 1)
                     struck = run.trainer(folder, f"struck-{name}", args.short_steps, fault).fit().summary
                     drills.show(f"  planned kill in {name}: {struck['recoveries']}")
                     kinds = ("losses", "weights_sha256", "samples_sha256")
@@ -265,6 +265,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--keep-logs", help="a folder for the runs' journals and the workers' logs")
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/")
     args = parser.parse_args(argv)
+    if args.in_building and args.cp < 2:
+        parser.error("--in-building strikes two of four ranks: it needs --cp 2")
     if args.spares < 2 and (args.in_building or (args.short_steps and "heal" in args.faults.split(","))):
         parser.error("two places are empty at once: give --spares 2")
     figures = measure(args)
