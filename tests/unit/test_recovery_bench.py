@@ -41,7 +41,8 @@ def test_growth_is_the_slope_over_kills_with_the_standbys_contexts_taken_off() -
 
 @pytest.mark.parametrize("name", bench.FAULTS)
 def test_every_planned_kill_is_a_schedule_that_ends_within_the_short_run(name: str) -> None:
-    faults = parse_faults(bench.FAULTS[name].format(step=6))
+    faults = parse_faults(bench.FAULTS[name].format(step=6, last=3))
+    assert faults[0].rank == 3
     assert {fault.kind for fault in faults} == {"kill"}
     assert faults[-1].phase == name
     assert all(fault.step == 6 for fault in faults)
