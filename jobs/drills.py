@@ -130,8 +130,9 @@ class DrillFailed(Exception):
 class Watcher:
     """What one run writes into its folder, and its processes. For one thread."""
 
-    def __init__(self, folder: Path, over: threading.Event) -> None:
+    def __init__(self, folder: Path, over: threading.Event, num_places: int) -> None:
         self.folder = folder
+        self._num_places = num_places
         self._over = over
         self._metrics, self._journal = Tail(folder / METRICS_NAME), Tail(folder / JOURNAL_NAME)
         self._shown_at = time.monotonic()
@@ -167,7 +168,7 @@ class Watcher:
         def found() -> dict[str, Any] | None:
             status = self.status()
             fresh = status.get("updated_unix_s", 0.0) > since_s and status["phase"] == "running"
-            seated = fresh and len(status["members"]) == DP * CP and len(status["spares"]) >= num_spares
+            seated = fresh and len(status["members"]) == self._num_places and len(status["spares"]) >= num_spares
             alive = seated and all(psutil.pid_exists(p["pid"]) for p in status["members"] + status["spares"])
             return status if alive else None
 
@@ -248,7 +249,7 @@ def train_while(trainer: ElasticRingTrainer, action: Callable[[Watcher], T], *, 
 
     def act() -> None:
         try:
-            answers.append(action(Watcher(trainer.run.folder, over)))
+            answers.append(action(Watcher(trainer.run.folder, over, trainer.scaling.mesh.size)))
         except BaseException as problem:
             problems.append(problem)
         if (problems or not to_the_end) and not over.is_set():

@@ -24,6 +24,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ if __name__ in ("__main__", "__mp_main__"):  # run from a checkout, where jobs i
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime import nccl
@@ -48,6 +50,7 @@ VARIANTS: dict[str, dict[str, str]] = {
 }
 PF_EXITING = 0x4
 HELD_BYTES = 1 << 30
+REHEARSAL_S = 60.0
 
 
 class Process:
@@ -82,9 +85,9 @@ class Process:
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
         if self.warm == "one":
             for device in devices:
-                nccl.rehearse_between([device])
+                rehearse_between([device])
         elif self.warm == "all":
-            nccl.rehearse_between(devices)
+            rehearse_between(devices)
 
     def connect(self, port: int, prefix: str, rank: int) -> dict[str, Any]:
         begun = time.monotonic()
@@ -159,6 +162,22 @@ class Process:
     def memory(self) -> dict[str, Any]:
         free, total = torch.cuda.mem_get_info(self.device)
         return {"what": "memory", "used_gib": (total - free) / 2**30, "torch_gib": torch.cuda.memory_reserved() / 2**30}
+
+
+def rehearse_between(devices: Sequence[torch.device]) -> None:
+    """A group of these GPUs within this process, one element sent in it, and its end."""
+    store = HashStore()
+
+    def build(rank: int) -> Any:
+        prefixed = PrefixStore("rehearsal", store)
+        backend = nccl.make_backend(
+            prefixed, rank, len(devices), devices[rank], REHEARSAL_S, lambda _: None, lambda: False
+        )
+        nccl.first_exchange(backend, devices[rank])
+        return backend
+
+    backends = nccl.in_parallel([partial(build, rank) for rank in range(len(devices))], lambda: None)
+    nccl.in_parallel([partial(nccl.end, backend) for backend in backends], lambda: None)
 
 
 def child(index: int, end: Connection, lock: str, all_contexts: bool, mesh: Mesh, warm: str) -> None:
@@ -255,8 +274,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hold-gib", type=int, default=20)
     parser.add_argument("--all-contexts", action="store_true", help="members have a context on every GPU")
     parser.add_argument("--at-once", action="store_true", help="build groups while the killed process still ends")
-    parser.add_argument("--warm", choices=["none", "one", "all"], default="none", help="NCCL of the standby, before: a"
-                        " group of one on each GPU, or one of all GPUs in one process")
+    parser.add_argument("--warm", choices=["none", "one", "all"], default="one", help="groups that the standby"
+                        " has had before: one on each GPU, as in the product, or one of all GPUs")
     args = parser.parse_args(argv)
     if torch.cuda.device_count() not in MESHES:
         parser.error(f"{torch.cuda.device_count()} GPUs: this needs 2 or 4, choose them by CUDA_VISIBLE_DEVICES")

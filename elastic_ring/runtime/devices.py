@@ -19,7 +19,7 @@ from elastic_ring.attention.device_blocks import forget_plans
 from elastic_ring.errors import PeerFailed, RunFailed
 from elastic_ring.runtime import chips
 from elastic_ring.runtime.chips import Chip, Claim, bad_ones, shared_folder, strike, strike_if_free, wait_for_memory
-from elastic_ring.runtime.nccl import probe, rehearse_between
+from elastic_ring.runtime.nccl import probe
 from elastic_ring.train.kernels import KernelMismatch
 from elastic_ring.train.memory import is_out_of_memory
 from elastic_ring.train.task import TrainingTask
@@ -150,10 +150,8 @@ Warm = Callable[[TrainingTask, torch.device, Shapes, int, Path | None, dict[str,
 def warm_devices(
     task: TrainingTask, seen: Sequence[Chip], cp: int, folder: Path = chips.FOLDER, warm: Warm = warm_up_device,
     computes: Callable[[torch.device], bool] = probe,
-    together: Callable[[Sequence[torch.device]], None] = rehearse_between,
 ) -> Warmed:
     """A context and the first kernels on every GPU, for rings of `cp` ranks: a standby does not know which it takes.
-    Then once `together` on all that are well: without it the first groups take no harm, but a newcomer its time.
 
     Where another process computes no length is rehearsed (`cp` 0): that memory is not ours. A bad GPU is left alone;
     one that fails now gets a strike, and the others are warmed. One whose memory is full is taken cold, if ever. Raises
@@ -161,7 +159,6 @@ def warm_devices(
     software.
     """
     shapes, kernels, failures = attention_shapes(task), dict[str, str](), dict[Chip, str]()
-    well: list[torch.device] = []
     cache, bad = shared_folder(KERNEL_CACHE), bad_ones(folder, [chip.name for chip in seen])
     for chip in seen:
         if chip.name in bad:
@@ -181,7 +178,6 @@ def warm_devices(
             failure = f"{type(error).__name__}: {error}"
         if not failure:
             log.info("GPU %d is warm after %.2f s", chip.index, time.monotonic() - begun)
-            well.append(device)
             continue
         failures[chip] = failure
         if len(failures) > 1:
@@ -191,19 +187,7 @@ def warm_devices(
         struck = strike_if_free(folder, chip, failure)
         told = "" if struck else ", and held by another process"
         log.error("not warmed%s: GPU %d (%s): %s", told, chip.index, chip.name, failure)
-    if len(well) > 1:
-        _warm_between(well, together)
     return Warmed(kernels, frozenset(chip.name for chip in failures))
-
-
-def _warm_between(devices: Sequence[torch.device], together: Callable[[Sequence[torch.device]], None]) -> None:
-    begun = time.monotonic()
-    try:
-        together(devices)
-    except RuntimeError as error:  # of memory that others fill, say; who needs the groups will hear of what is wrong
-        log.warning("no group of %d GPUs was rehearsed, the first will take longer: %s", len(devices), error)
-        return
-    log.info("NCCL is warm between %d GPUs after %.2f s", len(devices), time.monotonic() - begun)
 
 
 def be_deterministic(task: TrainingTask) -> None:

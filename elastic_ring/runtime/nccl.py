@@ -12,11 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import PrefixStore
 
 from elastic_ring.train.memory import is_out_of_memory
 
@@ -24,7 +23,6 @@ log = logging.getLogger(__name__)
 
 PROBE_ELEMENTS = 256
 LOOK_S = 0.05
-REHEARSAL_S = 60.0
 ENVIRONMENT = {
     # The control thread decides what happens to a process whose peers have died; NCCL's watchdog must not. So nothing
     # of NCCL's has a timeout: `runtime.standstill` watches.
@@ -60,21 +58,6 @@ def make_backend(
     made(backend)
     connect_now(backend, device, given_up)
     return backend
-
-
-def rehearse_between(devices: Sequence[torch.device]) -> None:
-    """A group of these GPUs within this process, one element sent in it, and its end: what a process pays at its first
-    group of several GPUs (0.2 to 0.3 s on H200s, benchmarks/2026-11-22-third-run-H200.md) is paid then."""
-    store = HashStore()
-
-    def build(rank: int) -> Any:
-        prefixed = PrefixStore("rehearsal", store)
-        backend = make_backend(prefixed, rank, len(devices), devices[rank], REHEARSAL_S, lambda _: None, lambda: False)
-        first_exchange(backend, devices[rank])
-        return backend
-
-    backends = in_parallel([partial(build, rank) for rank in range(len(devices))], lambda: None)
-    in_parallel([partial(end, backend) for backend in backends], lambda: None)
 
 
 def connect_now(backend: Any, device: torch.device, given_up: Callable[[], bool]) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
-import pytest
 import torch
 
 from elastic_ring.runtime import chips
 from elastic_ring.runtime.bits import gpu_environment
 from elastic_ring.runtime.chips import Claim, last_holder, verdicts_of
 from elastic_ring.runtime.devices import DeviceClaim, visible_chips
-from elastic_ring.runtime.nccl import rehearse_between
 
 
 def nobody_aborts() -> None:
@@ -46,19 +43,6 @@ def test_a_shard_that_cannot_fit_is_waited_for_briefly_and_not_for_ever(tmp_path
     assert claim.take(0, 1 << 40, 10.0, nobody_aborts).type == "cuda"
     claim.give_back()
     assert chips.QUIET_S < 1.0
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_group_of_all_gpus_of_a_process_is_rehearsed_and_leaves_nothing_behind() -> None:
-    """The second one tells: what stays of the first is NCCL's for good, what a rehearsal holds must be given back."""
-    found = [torch.device("cuda", chip.index) for chip in visible_chips()]
-    left = []
-    for _ in range(2):
-        rehearse_between(found)
-        left.append([torch.cuda.mem_get_info(device)[0] for device in found])
-        assert not [each.name for each in threading.enumerate() if each.name.startswith("nccl-")]
-    assert left[1] == pytest.approx(left[0], abs=64 << 20)
-    assert torch.cuda.current_device() == 0
 
 
 def test_what_bits_depend_on_is_found_on_this_machine() -> None:

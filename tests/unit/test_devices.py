@@ -206,8 +206,8 @@ def told(**by_index: Any) -> tuple[Told, list[int]]:
     return warm, warmed
 
 
-def warm_with(answers: SimpleNamespace, warm: Told, together: Any = lambda found: None) -> devices.Warmed:
-    return warm_devices(TASK, THREE, 2, answers.folder, warm, devices.probe, together)
+def warm_with(answers: SimpleNamespace, warm: Told) -> devices.Warmed:
+    return warm_devices(TASK, THREE, 2, answers.folder, warm, devices.probe)
 
 
 def test_one_dead_gpu_stops_no_process_and_the_second_leaves_it_alone(answers: SimpleNamespace) -> None:
@@ -273,31 +273,6 @@ def test_a_gpu_filled_by_training_is_taken_cold_and_gets_no_strike(answers: Simp
     found = warm_with(answers, warm)
     assert (warmed, found.failed, found.kernels) == ([0, 1, 2], frozenset(), {"attention": "flash 1.0"})
     assert verdicts_of(answers.folder, ["GPU-1"]) == {"GPU-1": "good"}
-
-
-def test_a_group_of_all_gpus_that_are_well_is_rehearsed_last(answers: SimpleNamespace) -> None:
-    answers.broken.add(1)
-    warm, warmed = told()
-    rehearsed: list[Any] = []
-    warm_with(answers, warm, lambda found: rehearsed.append((tuple(each.index for each in found), tuple(warmed))))
-    assert rehearsed == [((0, 2), (0, 2))]
-    answers.broken.add(2)
-    with pytest.raises(RunFailed, match="more than one GPU"):
-        warm_with(answers, warm, rehearsed.append)
-    answers.broken.clear()
-    full = torch.OutOfMemoryError("CUDA out of memory")
-    warm_with(answers, told(gpu1=full, gpu2=full)[0], rehearsed.append)
-    assert len(rehearsed) == 1
-
-
-def test_a_group_that_cannot_be_rehearsed_costs_a_warning(
-    answers: SimpleNamespace, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuses(found: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    assert warm_with(answers, told()[0], refuses).failed == frozenset()
-    assert "no group of 3 GPUs was rehearsed" in caplog.text
 
 
 def test_a_gpu_that_is_anothers_alone_is_skipped_without_a_strike(answers: SimpleNamespace) -> None:
