@@ -108,6 +108,16 @@ def test_content_keeps_own_blocks_and_no_future() -> None:
         assert int(per_row.max()) == family.top_k * BLOCK
 
 
+def test_each_sequence_of_a_batch_chooses_as_it_does_alone() -> None:
+    with one_thread():
+        family = families(LENGTH, BLOCK)["content top-k"]
+        masks = Masks(None, LENGTH, 4, top_k=family.top_k, block=BLOCK)
+        q, k = torch.randn(3, LENGTH, 4, 16), torch.randn(3, LENGTH, 4, 16)
+        alone = [masks.by_content(*pair) for pair in zip(q.split(1), k.split(1), strict=True)]
+        assert torch.equal(masks.by_content(q, k), torch.cat(alone))
+        assert not torch.equal(alone[0], alone[1])
+
+
 def test_the_causal_choice_does_not_change_with_later_queries_of_the_block() -> None:
     with one_thread():
         generator = torch.Generator().manual_seed(0)

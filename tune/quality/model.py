@@ -75,8 +75,9 @@ class Masks:
         mean_q, mean_k = (x.detach().unflatten(1, (num_blocks, self.block)).mean(2) for x in (q, k))
         if self.first_query:
             mean_q = q.detach()[:, :: self.block]
-        rows = list(range(num_blocks))
-        chosen = torch.stack([choose_blocks(a, b, rows, self.top_k) for a, b in zip(mean_q, mean_k, strict=True)])
+        # Each head of each sequence chooses for itself, so all of a batch may choose as heads of one.
+        heads = (x.transpose(0, 1).flatten(1, 2) for x in (mean_q, mean_k))
+        chosen = choose_blocks(*heads, list(range(num_blocks)), self.top_k).unflatten(0, (q.size(0), -1))
         wide = chosen.repeat_interleave(self.block, 2).repeat_interleave(self.block, 3)
         return wide & torch.ones(self.seq_len, self.seq_len, dtype=torch.bool, device=q.device).tril()
 
