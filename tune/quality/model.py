@@ -76,8 +76,8 @@ class Masks:
         if self.first_query:
             mean_q = q.detach()[:, :: self.block]
         # Each head of each sequence chooses for itself, so all of a batch may choose as heads of one.
-        heads = (x.transpose(0, 1).flatten(1, 2) for x in (mean_q, mean_k))
-        chosen = choose_blocks(*heads, list(range(num_blocks)), self.top_k).unflatten(0, (q.size(0), -1))
+        mean_q, mean_k = (x.transpose(0, 1).flatten(1, 2) for x in (mean_q, mean_k))
+        chosen = choose_blocks(mean_q, mean_k, list(range(num_blocks)), self.top_k).unflatten(0, (q.size(0), -1))
         wide = chosen.repeat_interleave(self.block, 2).repeat_interleave(self.block, 3)
         return wide & torch.ones(self.seq_len, self.seq_len, dtype=torch.bool, device=q.device).tril()
 
