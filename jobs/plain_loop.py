@@ -9,6 +9,7 @@ both loops take turns is here too.
 from __future__ import annotations
 
 import math
+import os
 import time
 from multiprocessing.connection import Client, Connection
 from typing import Any
@@ -79,6 +80,9 @@ class PlainWorker:
     def __init__(self, task: TrainingTask, mesh: Mesh, rank: int, gate: Gate, kind: str = "cpu") -> None:
         self._task, self._mesh, self._rank, self._gate = task, mesh, rank, gate
         self._device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def run(self, port: int, num_blocks: int, block_steps: int) -> list[tuple[float, float]]:
         """Train; (commit time, loss) of each step."""
