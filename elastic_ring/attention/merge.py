@@ -82,7 +82,8 @@ class GradientSum:
         if self._total is None and share.shape == self._like.shape:
             self._total = _own(share, self._dtype)
             return
-        part = self.total[:, rows[0] : rows[1], heads]
+        whole = rows == (0, self._like.size(1)) and heads == slice(None)
+        part = self.total if whole else self.total[:, rows[0] : rows[1], heads]
         if part.shape[2] == self._like.shape[2]:
             add_(part, [share])
         else:
@@ -106,6 +107,11 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_ls
 
 def add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """In place: `total` (B, n, H, D) grows by all `parts`, in their order, rounded once to `total`'s type."""
+    if len(parts) == 1 and parts[0].dtype == total.dtype and total.size(0) <= _FEW_SEQUENCES:
+        # The same bits: a sum of two is formed in fp32 and rounded once here too, and launched in less time.
+        for one, share in zip(total.unbind(0), parts[0].unbind(0), strict=True):
+            one.add_(share)
+        return
     fused = _fused_for(total)
     (eager_add_ if fused is None else fused.add_)(total, parts)
 
@@ -115,6 +121,10 @@ def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) 
     has it (-1: none), rounded once to `total`'s type. `places` (hops, n) int32."""
     fused = _fused_for(total)
     (eager_add_placed_ if fused is None else fused.add_placed_)(total, inbox, places)
+
+
+_FEW_SEQUENCES = 4
+"""So many launches of a plain sum cost the host no more than one of a Triton kernel; dK and dV count as one each."""
 
 
 def eager_merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
