@@ -44,6 +44,7 @@ class _Operation:
     sends: list[tuple[int, Any]] = field(default_factory=list)
     received_bytes: dict[int, int] = field(default_factory=dict)
     events: HopEvents | None = None
+    is_over: bool = False  # for the kernels' stream
 
 
 class PackedExchange:
@@ -218,7 +219,7 @@ class PackedExchange:
             return
         aside = self._buffers.stream(self._like.device)
         if after_kernels:
-            aside.wait_stream(torch.cuda.current_stream(self._like.device))
+            aside.wait_stream(torch.cuda.current_stream(self._like.device.index))
         with torch.cuda.stream(aside):
             yield
 
@@ -272,7 +273,8 @@ class PackedExchange:
         """Wait until what was posted so has left, and forget it."""
         if (kind, index) in self._posted:
             assert not self._posted[kind, index].receives, "something was posted and never taken"
-            self._wait_sent(kind, index)
+            if not self._posted[kind, index].is_over:
+                self._wait_sent(kind, index)
             del self._posted[kind, index]
 
     def _wait_sent(self, kind: int, index: int) -> None:
@@ -288,6 +290,7 @@ class PackedExchange:
             self._watch(operation.events, operation.receives[0][1])
         for hop, work in operation.receives:
             self._wait(hop, work)
+            operation.is_over = self._coalesced  # what ends the receives ends the sends
         operation.receives = []
         for hop, num_bytes in operation.received_bytes.items():
             self._ledger.received_bytes[self._direction, hop] += num_bytes

@@ -93,11 +93,11 @@ class ModelledHost:
         """In place of torch's streams, its symmetric memory and the driver."""
         memory = "torch._C._distributed_c10d._SymmetricMemory"
         with (
-            mock.patch.object(peer_memory, "_driver", lambda: self),
+            mock.patch.object(peer_memory, "_driver", return_value=self),
             mock.patch.object(torch.cuda, "current_stream", self._current_stream),
-            mock.patch.object(torch.cuda, "Stream", lambda *_, **__: ModelledStream(self)),
-            mock.patch.object(torch.cuda, "synchronize", lambda *_: None),
-            mock.patch("torch.distributed._symmetric_memory.enable_symm_mem_for_group", lambda _: None),
+            mock.patch.object(torch.cuda, "Stream", self._copies_stream),
+            mock.patch.object(torch.cuda, "synchronize"),
+            mock.patch("torch.distributed._symmetric_memory.enable_symm_mem_for_group"),
             mock.patch(memory, self),
         ):
             yield
@@ -109,6 +109,9 @@ class ModelledHost:
         self._count("current_stream")
         stream: ModelledStream = self._here.kernels
         return stream
+
+    def _copies_stream(self, *_: Any, **__: Any) -> ModelledStream:
+        return ModelledStream(self)
 
     def _count(self, name: str) -> None:
         if hasattr(self._here, "cp_rank"):
