@@ -109,8 +109,7 @@ class PackedExchange:
         self._served_buffer(0)
         if self._direction == "backward":
             self._inbox(0)
-        with self._beside(after_kernels=True):
-            pass
+        self._wait_for_kernels()
         for index in range(2 if self._coalesced else 1):
             self._post_keys(index)
 
@@ -217,11 +216,21 @@ class PackedExchange:
         if not self._like.is_cuda:
             yield
             return
-        aside = self._buffers.stream(self._like.device)
         if after_kernels:
-            aside.wait_stream(torch.cuda.current_stream(self._like.device.index))
-        with torch.cuda.stream(aside):
+            self._wait_for_kernels()
+        # As torch's context does, which asks for the device twice on its way.
+        kernels = torch.cuda.current_stream(self._like.device.index)
+        torch.cuda.set_stream(self._buffers.stream(self._like.device))
+        try:
             yield
+        finally:
+            torch.cuda.set_stream(kernels)
+
+    def _wait_for_kernels(self) -> None:
+        """What is put on the stream beside from now on runs after the kernels launched so far."""
+        if self._like.is_cuda:
+            kernels = torch.cuda.current_stream(self._like.device.index)
+            self._buffers.stream(self._like.device).wait_stream(kernels)
 
     def _post(
         self,

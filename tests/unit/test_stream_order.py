@@ -31,10 +31,13 @@ class ModelledExchange(PackedExchange):
         super().__init__(*args, **options)
         self.streams: Streams = self._buffers.streams  # type: ignore[attr-defined]
 
+    def _wait_for_kernels(self) -> None:
+        self.streams.run("waits for kernels", stream=BESIDE, after=[self.streams.last[KERNELS]])
+
     @contextmanager
     def _beside(self, *, after_kernels: bool = False) -> Iterator[None]:
         if after_kernels:
-            self.streams.run("waits for kernels", stream=BESIDE, after=[self.streams.last[KERNELS]])
+            self._wait_for_kernels()
         with self.streams.on(BESIDE):
             yield
 
@@ -176,12 +179,13 @@ def without_waiting_for_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_waiting_for_kernels(monkeypatch: pytest.MonkeyPatch, where: Callable[[Any], bool]) -> None:
-    beside = ModelledExchange._beside
+    wait = ModelledExchange._wait_for_kernels
 
-    def sloppy(self: Any, *, after_kernels: bool = False) -> Any:
-        return beside(self, after_kernels=after_kernels and not where(self))
+    def sloppy(self: Any) -> None:
+        if not where(self):
+            wait(self)
 
-    monkeypatch.setattr(ModelledExchange, "_beside", sloppy)
+    monkeypatch.setattr(ModelledExchange, "_wait_for_kernels", sloppy)
 
 
 def with_all_partials_early(monkeypatch: pytest.MonkeyPatch) -> None:
