@@ -147,6 +147,8 @@ class HopExchange:
     stage t+1 waits only for messages of stages before t. `coalesced`, which NCCL needs and gloo does not know: what
     is posted together is one operation, keys leave from where they lie and buffers are those that all hops share; then
     stage t's kernels wait for the partials of stage t-2 alone, whose buffer they write to, and hide those of t-1.
+
+    `traffic` says by stage what goes where: each piece of a leg is a message.
     """
 
     def __init__(
@@ -185,6 +187,8 @@ class HopExchange:
         if not self._coalesced:
             self._settle_sends(before=index - 1)
         traffic, arrival = self._traffic[index], None
+        if not (traffic.keys_in or traffic.keys_out):
+            return
         if traffic.keys_in:
             buffer = self._buffer("keys", index, k, self._plan[index].num_tokens, k.dtype)
             arrival = self._keys[index] = _Arrival(buffer)
@@ -210,6 +214,8 @@ class HopExchange:
     def swap_partials(self, index: int, partials: torch.Tensor | None, k: torch.Tensor) -> None:
         """Return stage `index`'s packed dK and dV to the keys' owners, and start receiving those of own keys."""
         traffic, arrival = self._traffic[index], None
+        if not (traffic.partials_in or traffic.partials_out):
+            return
         if traffic.partials_in:
             inbox = self._buffer("inbox", index, k, traffic.num_requested, self._partial_dtype)
             arrival = self._partials[index] = _Arrival(inbox)

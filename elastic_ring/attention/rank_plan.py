@@ -121,7 +121,8 @@ def rank_plan(schedule: Schedule, cp_rank: int, hops_per_stage: int) -> RankPlan
 @lru_cache(maxsize=256)
 def traffic(plan: RankPlan, batch: int, row: int, packed: bool) -> tuple[Traffic, ...]:
     """By stage, the messages for `batch` sequences with `row` elements to a token's K. `packed`: a sender copies the
-    keys of a leg into one buffer before; else they leave from where they lie in K and V (B, S_local, Hkv, D)."""
+    keys of a leg into one buffer before; else they leave from where they lie in K and V (B, S_local, Hkv, D). A piece
+    is one run of memory at both ends: at least a range of one sequence's K or V, at most all of a leg."""
     schedule, own_rank = plan.schedule, plan.cp_rank
 
     def keys(reader: int, hop: int, hops: tuple[int, ...]) -> tuple[Piece, ...]:

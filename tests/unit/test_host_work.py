@@ -146,6 +146,28 @@ def test_no_tensor_is_cut_where_a_tile_is_all_of_it(monkeypatch: pytest.MonkeyPa
     assert seen[0]
 
 
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_own_heads_in_two_halves_give_the_gradients_of_one_run(num_stages: int) -> None:
+    """As a GPU runs them where there is much to hide."""
+    case = Case(1, 24)
+    ring, _, (q, k, v, dout) = ring_and_tensors(case, 0, 1)
+    plan = rank_plan(case.schedule, 0, 1)
+    with torch.no_grad():
+        backend = ring._backend_for(q, k)
+        out, lse, *_ = ring._run_forward(q, k, v, 1.0)
+        found = []
+        for num_heads in (2, 1):
+            tiles = gradients.Gradients(backend, 1.0, dout, q, out, lse, 2)
+            own = gradients.OwnGradients(backend, q, k, v, num_stages)
+            own._first = num_heads
+            own.total.zero_() if own._early_sums else None
+            own.run_first_part(tiles, plan.stages[0])
+            own.run_last_part(tiles, plan.stages[0])
+            found.append((tiles.dq.total, own.total))
+    for whole, halves in zip(*found, strict=True):
+        assert torch.allclose(whole, halves, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_single_part_gives_the_bits_of_the_sum_in_fp32(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
