@@ -51,12 +51,11 @@ class Accumulator:
 
         The first one for all rows is taken over as it is: merging into nothing would change no bit.
         """
-        start, stop = rows
         if self._out is None and out.shape == self._like.shape:
             self._out, self._lse = _own(out, self._dtype), lse.to(accumulate_dtype(self._like.dtype))
             return
-        self._fill()
-        merge_(self.out[:, start:stop], self.lse[:, start:stop], out, lse)
+        start, length = rows[0], rows[1] - rows[0]
+        merge_(self.out.narrow(1, start, length), self.lse.narrow(1, start, length), out, lse)
 
     def _fill(self) -> None:
         if self._out is not None:
@@ -82,12 +81,11 @@ class GradientSum:
         if self._total is None and share.shape == self._like.shape:
             self._total = _own(share, self._dtype)
             return
-        whole = rows == (0, self._like.size(1)) and heads == slice(None)
-        part = self.total if whole else self.total[:, rows[0] : rows[1], heads]
-        if part.shape[2] == self._like.shape[2]:
+        part = self.total.narrow(1, rows[0], rows[1] - rows[0])
+        if share.shape[2] == self._like.shape[2]:
             add_(part, [share])
         else:
-            part.add_(share)
+            part[:, :, heads].add_(share)
 
     @property
     def total(self) -> torch.Tensor:
