@@ -166,4 +166,3 @@ class PeerExchange(HopExchange):
 
 _SENT = {FREE_KEYS: -1, FREE_PARTIALS: -2}
 """Counters that a sender keeps for itself, by the flag that each message waits for."""
-

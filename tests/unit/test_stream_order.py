@@ -230,6 +230,20 @@ def test_the_model_sees_two_ranks_that_wait_for_each_other(monkeypatch: pytest.M
     assert graph.never_begins() != []
 
 
+@pytest.mark.parametrize("name", ["one stage", "a stage a hop", "kept keys"])
+def test_no_stream_waits_twice_for_an_operation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait takes the host as long as a kernel's launch."""
+    graph, _ = both_passes(CASES[name], monkeypatch)
+    assert most_waits(graph) == 1
+
+
+def most_waits(graph: Graph) -> int:
+    """For one operation by one stream, of all the most."""
+    waits = [(label, before[1]) for label, before in zip(graph.labels, graph.before, strict=True) if "waits" in label]
+    arrivals = [each for each in waits if graph.labels[each[1]].endswith("are there")]
+    return max(arrivals.count(each) for each in arrivals)
+
+
 # ------------------------------------------------------------ dense rings
 
 
@@ -274,6 +288,7 @@ def test_nor_in_a_dense_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert graph.never_begins() == []
     assert graph.unmatched() == []
     assert graph.messages
+    assert most_waits(graph) == 1
 
 
 def test_the_model_sees_a_dense_ring_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
