@@ -21,8 +21,8 @@ import torch
 
 from elastic_ring.attention.layout import Range
 from elastic_ring.attention.ledger import HopEvents, HopLedger
-from elastic_ring.attention.schedule import Direction, Schedule
-from elastic_ring.attention.stages import Stage
+from elastic_ring.attention.rank_plan import Leg, RankPlan, Traffic
+from elastic_ring.attention.schedule import Direction
 
 __all__ = ["Group", "HopBuffers", "HopExchange", "HopLedger", "PendingWork"]
 
@@ -111,10 +111,19 @@ class HopBuffers:
 
 
 @dataclass(eq=False)
+class _End:
+    """What one message waits for, or all that were posted together. Once for each: a pass has one stream, and a second
+    wait of the same stream would cost the host as much and order nothing."""
+
+    work: PendingWork | None
+    is_over: bool = False
+
+
+@dataclass(eq=False)
 class _Message:
     hop: int
     buffer: torch.Tensor
-    work: PendingWork | None
+    end: _End
 
 
 @dataclass(eq=False)
@@ -138,29 +147,31 @@ class HopExchange:
     stage t+1 waits only for messages of stages before t. `coalesced`, which NCCL needs and gloo does not know: what
     is posted together is one operation, keys leave from where they lie and buffers are those that all hops share; then
     stage t's kernels wait for the partials of stage t-2 alone, whose buffer they write to, and hide those of t-1.
+
+    `traffic` says by stage what goes where: each piece of a leg is a message.
     """
 
     def __init__(
         self,
-        schedule: Schedule,
-        cp_rank: int,
+        plan: RankPlan,
+        traffic: tuple[Traffic, ...],
         group: Group | None,
         direction: Direction,
         call_index: int,
         ledger: HopLedger,
-        plan: tuple[Stage, ...],
         buffers: HopBuffers,
         partial_dtype: torch.dtype,
         *,
         coalesced: bool = False,
     ) -> None:
-        self._schedule = schedule
-        self._cp_rank = cp_rank
+        self._schedule = plan.schedule
+        self._cp_rank = plan.cp_rank
+        self._plan = plan.stages
+        self._traffic = traffic
         self._group = group
         self._direction = direction
         self._call_index = call_index
         self._ledger = ledger
-        self._plan = plan
         self._buffers = buffers
         self._partial_dtype = partial_dtype
         self._coalesced = coalesced
@@ -175,24 +186,18 @@ class HopExchange:
             return
         if not self._coalesced:
             self._settle_sends(before=index - 1)
-        stage = self._plan[index]
-        arrival = None
-        if stage.num_tokens:
-            arrival = self._keys[index] = _Arrival(self._buffer("keys", index, k, stage.num_tokens, k.dtype))
+        traffic, arrival = self._traffic[index], None
+        if not (traffic.keys_in or traffic.keys_out):
+            return
+        if traffic.keys_in:
+            buffer = self._buffer("keys", index, k, self._plan[index].num_tokens, k.dtype)
+            arrival = self._keys[index] = _Arrival(buffer)
         with self._together(index, arrival, k.device):
-            for hop in stage.hops:
-                own = self._schedule.hops[self._cp_rank][hop]
-                if own.num_fetched_tokens:
-                    assert arrival is not None
-                    start = stage.place(hop)
-                    region = arrival.buffer[:, :, start : start + own.num_fetched_tokens]
-                    for channel, piece in enumerate(self._cut(region, own.fetch, stage)):
-                        arrival.messages.append(self._receive(hop, 2 * channel + _KEYS, own.source, piece))
-            for hop in stage.hops:
-                requested = self._schedule.requested(self._cp_rank, hop)
-                reader = self._schedule.reader(self._cp_rank, hop)
-                for channel, piece in enumerate(self._cut_keys(k, v, requested, stage)):
-                    self._send(hop, 2 * channel + _KEYS, reader, piece)
+            self._receive_all(arrival, traffic.keys_in, _KEYS)
+            whole = (k.flatten(), v.flatten()) if self._coalesced and traffic.keys_out else ()
+            for leg in traffic.keys_out:
+                requested = () if self._coalesced else self._schedule.requested(self._cp_rank, leg.hop)
+                self._send_all(leg, whole or (_pack(k, v, requested).view(-1),), _KEYS)
 
     def push_keys(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """What of `post_keys` can wait until the kernels are launched that hide it. Here nothing."""
@@ -208,35 +213,22 @@ class HopExchange:
 
     def swap_partials(self, index: int, partials: torch.Tensor | None, k: torch.Tensor) -> None:
         """Return stage `index`'s packed dK and dV to the keys' owners, and start receiving those of own keys."""
-        stage = self._plan[index]
-        num_requested = sum(self._num_requested(hop) for hop in stage.hops)
-        arrival = None
-        if num_requested:
-            inbox = self._buffer("inbox", index, k, num_requested, self._partial_dtype)
+        traffic, arrival = self._traffic[index], None
+        if not (traffic.partials_in or traffic.partials_out):
+            return
+        if traffic.partials_in:
+            inbox = self._buffer("inbox", index, k, traffic.num_requested, self._partial_dtype)
             arrival = self._partials[index] = _Arrival(inbox)
         with self._together(index, arrival, k.device):
-            for hop in stage.hops:
-                if self._num_requested(hop):
-                    assert arrival is not None
-                    reader = self._schedule.reader(self._cp_rank, hop)
-                    for channel, piece in enumerate(self._cut(self._inbox(arrival.buffer, stage, hop), (), stage)):
-                        arrival.messages.append(self._receive(hop, 2 * channel + _PARTIALS, reader, piece))
-            for hop in stage.hops:
-                own = self._schedule.hops[self._cp_rank][hop]
-                if own.num_fetched_tokens:
-                    assert partials is not None
-                    start = stage.place(hop)
-                    region = partials[:, :, start : start + own.num_fetched_tokens]
-                    for channel, piece in enumerate(self._cut(region, (), stage)):
-                        self._send(hop, 2 * channel + _PARTIALS, own.source, piece)
+            self._receive_all(arrival, traffic.partials_in, _PARTIALS)
+            for leg in traffic.partials_out:
+                assert partials is not None
+                self._send_all(leg, (partials.view(-1),), _PARTIALS)
 
     def take_partials(self, index: int) -> dict[int, torch.Tensor]:
         """By hop of stage `index`, the packed dK and dV for `schedule.requested(cp_rank, hop)`."""
         inbox = self._take(self._partials, index)
-        if inbox is None:
-            return {}
-        stage = self._plan[index]
-        return {hop: self._inbox(inbox, stage, hop) for hop in stage.hops if self._num_requested(hop)}
+        return {} if inbox is None else self._by_hop(inbox, index)
 
     def finish(self) -> None:
         """Wait until the last buffer has left; the pass is over."""
@@ -254,46 +246,28 @@ class HopExchange:
         messages = [message for _, message in self._sends]
         messages += [message for arrival in arrivals for message in arrival.messages]
         for message in messages:
-            message.work = None
+            message.end.work = None
         self._group = None
         return [message.buffer for message in messages] + self._buffers.drop()
 
-    def _num_requested(self, hop: int) -> int:
-        return sum(stop - start for start, stop in self._schedule.requested(self._cp_rank, hop))
-
-    def _inbox(self, inbox: torch.Tensor, stage: Stage, hop: int) -> torch.Tensor:
-        """The part of a stage's inbox that `hop` fills: its own packed (2, B, n, Hkv, D), one after another."""
-        before = sum(self._num_requested(other) for other in stage.hops[: stage.hops.index(hop)])
-        num_tokens = self._num_requested(hop)
-        per_token = inbox.numel() // inbox.size(2)
-        flat = inbox.view(-1)[before * per_token : (before + num_tokens) * per_token]
-        return flat.view(2, inbox.size(1), num_tokens, *inbox.shape[3:])
+    def _by_hop(self, inbox: torch.Tensor, index: int) -> dict[int, torch.Tensor]:
+        """The parts of a stage's inbox, each packed (2, B, n, Hkv, D), one after another."""
+        parts = self._traffic[index].inbox
+        if len(parts) == 1:
+            return {parts[0][0]: inbox}
+        per_token, at = inbox.numel() // inbox.size(2), 0
+        found: dict[int, torch.Tensor] = {}
+        for hop, num_tokens in parts:
+            flat = inbox.view(-1)[at * per_token : (at + num_tokens) * per_token]
+            found[hop] = flat.view(2, inbox.size(1), num_tokens, *inbox.shape[3:])
+            at += num_tokens
+        return found
 
     def _buffer(self, name: str, index: int, k: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
         shape = (2, k.size(0), num_tokens, *k.shape[2:])
         if self._coalesced:
             return self._buffers.get(name, index % 2, shape, dtype, k.device)
         return torch.empty(shape, dtype=dtype)
-
-    def _cut(self, region: torch.Tensor, ranges: tuple[Range, ...], stage: Stage) -> list[torch.Tensor]:
-        """The contiguous messages that fill (2, B, n, Hkv, D). Both sides of a hop cut alike.
-
-        One packed message where a stage is one hop; else K and V of each sequence apart, and where they are
-        coalesced each of the source's ranges too, which so are sent from where they lie.
-        """
-        if not self._coalesced and len(stage.hops) == 1:
-            return [region]
-        lengths = [stop - start for start, stop in ranges] if self._coalesced and ranges else [region.size(2)]
-        return [piece for kind in region.unbind(0) for sequence in kind.unbind(0) for piece in sequence.split(lengths)]
-
-    def _cut_keys(
-        self, k: torch.Tensor, v: torch.Tensor, ranges: tuple[Range, ...], stage: Stage
-    ) -> list[torch.Tensor]:
-        if not ranges:
-            return []
-        if not self._coalesced:
-            return self._cut(_pack(k, v, ranges), ranges, stage)
-        return [x[batch, start:stop] for x in (k, v) for batch in range(k.size(0)) for start, stop in ranges]
 
     @contextmanager
     def _together(self, index: int, arrival: _Arrival | None, device: torch.device) -> Iterator[None]:
@@ -308,14 +282,28 @@ class HopExchange:
         backend: Any = group._get_backend(device) if hasattr(group, "_get_backend") else group
         with one_operation(backend) as works:
             yield
-        (work,) = works
+        end = _End(works[0])
         posted = [message for _, message in self._sends[first_send:]]
         posted += arrival.messages if arrival is not None else []
         for message in posted:
-            message.work = work
+            message.end = end
         if arrival is not None and self._ledger.keep_events:
             hop = self._plan[index].hops[0]
             arrival.events = HopEvents(self._direction, hop, _now())
+
+    def _receive_all(self, arrival: _Arrival | None, legs: tuple[Leg, ...], kind: int) -> None:
+        flat = None if arrival is None else arrival.buffer.view(-1)
+        for leg in legs:
+            assert arrival is not None
+            assert flat is not None
+            for channel, piece in enumerate(leg.pieces):
+                buffer = flat.narrow(0, piece.target, piece.size)
+                arrival.messages.append(self._receive(leg.hop, 2 * channel + kind, leg.peer, buffer))
+
+    def _send_all(self, leg: Leg, sources: tuple[torch.Tensor, ...], kind: int) -> None:
+        for channel, piece in enumerate(leg.pieces):
+            buffer = sources[piece.kind].narrow(0, piece.source, piece.size)
+            self._send(leg.hop, 2 * channel + kind, leg.peer, buffer)
 
     def _send(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> None:
         assert self._group is not None
@@ -323,13 +311,13 @@ class HopExchange:
         work = self._group.send([buffer], peer, self._tag(hop, kind))
         self._ledger.sent_bytes[self._direction, hop] += buffer.nbytes
         assert work is not None or self._coalesced, "this rank is not in the group"
-        self._sends.append((self._posting, _Message(hop, buffer, work)))
+        self._sends.append((self._posting, _Message(hop, buffer, _End(work))))
 
     def _receive(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> _Message:
         assert self._group is not None
         work = self._group.recv([buffer], peer, self._tag(hop, kind))
         assert work is not None or self._coalesced, "this rank is not in the group"
-        return _Message(hop, buffer, work)
+        return _Message(hop, buffer, _End(work))
 
     def _take(self, arrivals: dict[int, _Arrival], index: int) -> torch.Tensor | None:
         arrival = arrivals.get(index)
@@ -348,21 +336,27 @@ class HopExchange:
 
     def _watch(self, events: HopEvents, message: _Message) -> None:
         """Note on a stream of its own when the exchange has arrived, and that the kernels now want it."""
-        assert message.work is not None
+        assert message.end.work is not None
         with torch.cuda.stream(torch.cuda.Stream()):
-            message.work.wait()
+            message.end.work.wait()
             events.arrived = _now()
         events.wanted = _now()
 
     def _settle_sends(self, before: int) -> None:
-        for entry in [entry for entry in self._sends if entry[0] < before]:
-            self._wait(entry[1])
-            self._sends.remove(entry)
+        early = [message for index, message in self._sends if index < before]
+        for message in early:
+            self._wait(message)
+        if early:
+            self._sends = [entry for entry in self._sends if entry[0] >= before]
 
     def _wait(self, message: _Message) -> None:
-        assert message.work is not None
+        end = message.end
+        if end.is_over:
+            return
+        assert end.work is not None
         with self._ledger.waiting(self._direction, message.hop):
-            message.work.wait()
+            end.work.wait()
+        end.is_over = True
 
     def _tag(self, hop: int, kind: int) -> int:
         number = hop_number(self._call_index, self._direction, self._schedule.cp, hop)

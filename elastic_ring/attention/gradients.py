@@ -5,15 +5,15 @@ Knows tiles, kernels and accumulators; what moves between ranks is the exchange'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 
 import torch
 
 from elastic_ring.attention.kernels.backend import Backend
 from elastic_ring.attention.layout import Range
 from elastic_ring.attention.merge import GradientSum, accumulate_dtype, add_
-from elastic_ring.attention.stages import Stage, num_row_visits
+from elastic_ring.attention.rank_plan import Sum
+from elastic_ring.attention.stages import Stage
 
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """K and V: one packed (2, B, n, Hkv, D) or two (B, n, Hkv, D)."""
@@ -30,6 +30,14 @@ def running_dtype(backend: Backend, x: torch.Tensor, num_parts: int) -> torch.dt
     return x.dtype if backend.keeps_type and num_parts <= 2 else accumulate_dtype(x.dtype)
 
 
+def part(x: torch.Tensor, rows: Range, heads: Range | None = None) -> torch.Tensor:
+    """Some rows, and some heads, of x (B, S, H, ...): itself for all, as a view costs the host microseconds."""
+    start, stop = rows
+    if stop - start < x.size(1):
+        x = x.narrow(1, start, stop - start)
+    return x if heads is None else x.narrow(2, heads[0], heads[1] - heads[0])
+
+
 _HALVED_FLOPS = 1e12
 """Where the own tile has fewer than these (two milliseconds of an H100), one launch more costs more than it hides."""
 
@@ -37,7 +45,8 @@ _HALVED_FLOPS = 1e12
 class Gradients:
     """dQ of a pass in `dq`, and dK, dV of each stage's keys where the caller wants them.
 
-    dout, q, out (B, S, H, D) and lse (B, S, H) are the rank's own; out and lse the merged ones.
+    dout, q, out (B, S, H, D) and lse (B, S, H) are the rank's own; out and lse the merged ones. `num_row_visits` is in
+    how many tiles the most visited query lies.
     """
 
     def __init__(
@@ -48,9 +57,9 @@ class Gradients:
         q: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        plan: tuple[Stage, ...],
+        num_row_visits: int,
     ) -> None:
-        self.dq = GradientSum(q, running_dtype(backend, q, num_row_visits(plan, backward=True)))
+        self.dq = GradientSum(q, running_dtype(backend, q, num_row_visits))
         self._backend = backend
         self._scale = scale
         self._dout, self._q, self._out, self._lse = dout, q, out, lse
@@ -60,22 +69,25 @@ class Gradients:
 
         With `kv_heads` only these K/V heads, and the query heads that share them; `partials` is then theirs.
         """
-        group = self._q.size(2) // keys[0].size(2)
-        some = slice(None) if kv_heads is None else slice(*kv_heads)
-        heads = slice(None) if kv_heads is None else slice(group * kv_heads[0], group * kv_heads[1])
+        k, v = keys.unbind(0) if isinstance(keys, torch.Tensor) else keys
+        dk, dv = partials.unbind(0)
+        group, own_heads = self._q.size(2) // k.size(2), None
+        if kv_heads is not None and kv_heads != (0, k.size(2)):
+            own_heads = (group * kv_heads[0], group * kv_heads[1])
+        else:
+            kv_heads = None
         once = stage.keys_once
         if not once:
             partials.zero_()
         for tile in stage.by_keys:
-            rows, columns = slice(*tile.q), slice(*tile.k)
-            places = {"dk": partials[0][:, columns], "dv": partials[1][:, columns]}
+            places = {"dk": part(dk, tile.k), "dv": part(dv, tile.k)}
             into = places if once and self._backend.writes_gradients else {}
-            queries = (x[:, rows, heads] for x in (self._dout, self._q))
+            dout, q, out, lse = (part(x, tile.q, own_heads) for x in (self._dout, self._q, self._out, self._lse))
             share = self._backend.backward(
-                *queries, keys[0][:, columns, some], keys[1][:, columns, some], self._out[:, rows, heads],
-                self._lse[:, rows, heads], causal=tile.causal, scale=self._scale, **into,
+                dout, q, part(k, tile.k, kv_heads), part(v, tile.k, kv_heads), out, lse,
+                causal=tile.causal, scale=self._scale, **into,
             )  # fmt: skip
-            self.dq.add(tile.q, share[0], heads)
+            self.dq.add(tile.q, share[0], slice(None) if own_heads is None else slice(*own_heads))
             if not into:
                 for place, found in zip(places.values(), share[1:], strict=True):
                     place.copy_(found) if once else place.add_(found)
@@ -105,17 +117,17 @@ class OwnGradients:
         if self._first < self._keys[0].size(2):
             self._run(tiles, stage, (self._first, self._keys[0].size(2)), added=self._early_sums)
 
-    def add(self, parts: Sequence[tuple[Range, torch.Tensor]]) -> None:
-        """Add packed shares (2, B, n, Hkv, D) for ranges of own keys, in their order, each key rounded once."""
-        cuts = sorted({edge for span, _ in parts for edge in span})
-        for start, stop in pairwise(cuts):
-            found = [part[:, :, start - a : stop - a] for (a, b), part in parts if a <= start and stop <= b]
-            for kind in (0, 1):
-                if found:
-                    add_(self.total[kind][:, start:stop], [part[kind] for part in found])
+    def add(self, sums: tuple[Sum, ...], inboxes: Mapping[int, torch.Tensor]) -> None:
+        """Add what came back to own keys, each key rounded once: by `sums`, out of `inboxes[hop]` (2, B, n, Hkv, D),
+        dK and dV in one go."""
+        total = self.total.flatten(0, 1)
+        flat = {hop: inbox.flatten(0, 1) for hop, inbox in inboxes.items()}
+        for (start, stop), shares in sums:
+            length = stop - start
+            add_(part(total, (start, stop)), [part(flat[hop], (at, at + length)) for hop, at in shares])
 
     def _run(self, tiles: Gradients, stage: Stage, kv_heads: Range, added: bool) -> None:
-        some = self.total[:, :, :, slice(*kv_heads)]
+        some = self.total if kv_heads == (0, self.total.size(3)) else self.total[:, :, :, slice(*kv_heads)]
         if not added and some.dtype == self._rounded:
             tiles.run(stage, self._keys, some, kv_heads)
             return

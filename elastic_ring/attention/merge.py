@@ -51,12 +51,11 @@ class Accumulator:
 
         The first one for all rows is taken over as it is: merging into nothing would change no bit.
         """
-        start, stop = rows
         if self._out is None and out.shape == self._like.shape:
             self._out, self._lse = _own(out, self._dtype), lse.to(accumulate_dtype(self._like.dtype))
             return
-        self._fill()
-        merge_(self.out[:, start:stop], self.lse[:, start:stop], out, lse)
+        start, length = rows[0], rows[1] - rows[0]
+        merge_(self.out.narrow(1, start, length), self.lse.narrow(1, start, length), out, lse)
 
     def _fill(self) -> None:
         if self._out is not None:
@@ -82,11 +81,11 @@ class GradientSum:
         if self._total is None and share.shape == self._like.shape:
             self._total = _own(share, self._dtype)
             return
-        part = self.total[:, rows[0] : rows[1], heads]
-        if part.shape[2] == self._like.shape[2]:
+        part = self.total.narrow(1, rows[0], rows[1] - rows[0])
+        if share.shape[2] == self._like.shape[2]:
             add_(part, [share])
         else:
-            part.add_(share)
+            part[:, :, heads].add_(share)
 
     @property
     def total(self) -> torch.Tensor:
@@ -106,6 +105,11 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_ls
 
 def add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """In place: `total` (B, n, H, D) grows by all `parts`, in their order, rounded once to `total`'s type."""
+    if len(parts) == 1 and parts[0].dtype == total.dtype and total.size(0) <= _FEW_SEQUENCES:
+        # The same bits: a sum of two is formed in fp32 and rounded once here too, and launched in less time.
+        for one, share in zip(total.unbind(0), parts[0].unbind(0), strict=True):
+            one.add_(share)
+        return
     fused = _fused_for(total)
     (eager_add_ if fused is None else fused.add_)(total, parts)
 
@@ -115,6 +119,10 @@ def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) 
     has it (-1: none), rounded once to `total`'s type. `places` (hops, n) int32."""
     fused = _fused_for(total)
     (eager_add_placed_ if fused is None else fused.add_placed_)(total, inbox, places)
+
+
+_FEW_SEQUENCES = 4
+"""So many launches of a plain sum cost the host no more than one of a Triton kernel; dK and dV count as one each."""
 
 
 def eager_merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:

@@ -44,6 +44,7 @@ class _Operation:
     sends: list[tuple[int, Any]] = field(default_factory=list)
     received_bytes: dict[int, int] = field(default_factory=dict)
     events: HopEvents | None = None
+    is_over: bool = False  # for the kernels' stream
 
 
 class PackedExchange:
@@ -108,8 +109,7 @@ class PackedExchange:
         self._served_buffer(0)
         if self._direction == "backward":
             self._inbox(0)
-        with self._beside(after_kernels=True):
-            pass
+        self._wait_for_kernels()
         for index in range(2 if self._coalesced else 1):
             self._post_keys(index)
 
@@ -216,11 +216,21 @@ class PackedExchange:
         if not self._like.is_cuda:
             yield
             return
-        aside = self._buffers.stream(self._like.device)
         if after_kernels:
-            aside.wait_stream(torch.cuda.current_stream(self._like.device))
-        with torch.cuda.stream(aside):
+            self._wait_for_kernels()
+        # As torch's context does, which asks for the device twice on its way.
+        kernels = torch.cuda.current_stream(self._like.device.index)
+        torch.cuda.set_stream(self._buffers.stream(self._like.device))
+        try:
             yield
+        finally:
+            torch.cuda.set_stream(kernels)
+
+    def _wait_for_kernels(self) -> None:
+        """What is put on the stream beside from now on runs after the kernels launched so far."""
+        if self._like.is_cuda:
+            kernels = torch.cuda.current_stream(self._like.device.index)
+            self._buffers.stream(self._like.device).wait_stream(kernels)
 
     def _post(
         self,
@@ -272,7 +282,8 @@ class PackedExchange:
         """Wait until what was posted so has left, and forget it."""
         if (kind, index) in self._posted:
             assert not self._posted[kind, index].receives, "something was posted and never taken"
-            self._wait_sent(kind, index)
+            if not self._posted[kind, index].is_over:
+                self._wait_sent(kind, index)
             del self._posted[kind, index]
 
     def _wait_sent(self, kind: int, index: int) -> None:
@@ -288,6 +299,7 @@ class PackedExchange:
             self._watch(operation.events, operation.receives[0][1])
         for hop, work in operation.receives:
             self._wait(hop, work)
+            operation.is_over = self._coalesced  # what ends the receives ends the sends
         operation.receives = []
         for hop, num_bytes in operation.received_bytes.items():
             self._ledger.received_bytes[self._direction, hop] += num_bytes

@@ -8,11 +8,14 @@ when a buffer may be overwritten, is the exchange's business.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
+
+from elastic_ring.attention.rank_plan import Piece
 
 _NUM_COUNTERS = 4
 ARRIVED_KEYS, ARRIVED_PARTIALS, FREE_KEYS, FREE_PARTIALS = range(_NUM_COUNTERS)
@@ -24,6 +27,7 @@ class _Region:
     own: torch.Tensor
     peers: list[torch.Tensor]
     handle: Any
+    addresses: list[int]  # of `peers`
 
 
 @dataclass
@@ -68,9 +72,35 @@ class PeerMemory:
     def own(self, name: str, slot: int, shape: tuple[int, ...]) -> torch.Tensor:
         return _view(self.regions[name, slot].own, shape)
 
-    def of_peer(self, name: str, slot: int, cp_rank: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """`cp_rank`'s buffer, to write to."""
-        return _view(self.regions[name, slot].peers[cp_rank], shape)
+    def copy(
+        self,
+        name: str,
+        slot: int,
+        cp_rank: int,
+        pieces: Sequence[Piece],
+        sources: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream,
+    ) -> int:
+        """In `stream`: the `pieces` of `sources`, which are contiguous, to `cp_rank`'s buffer. Returns the bytes.
+
+        By addresses, found anew at each call, for a buffer that has grown lies elsewhere. A view of each end and a copy
+        of torch's, which needs its stream made the current one, would take the host several times as long.
+        """
+        region, bases = self.regions[name, slot], []
+        size, there = region.own.itemsize, region.own.numel()
+        for source in sources:
+            assert source.is_contiguous()
+            assert source.dtype == region.own.dtype, (source.dtype, region.own.dtype)
+            bases.append((source.data_ptr(), source.numel()))
+        num_bytes = 0
+        for piece in pieces:
+            base, here = bases[piece.kind]
+            assert piece.source + piece.size <= here, (piece, here)
+            assert piece.target + piece.size <= there, (piece, there)
+            target = region.addresses[cp_rank] + size * piece.target
+            self._copy(target, base + size * piece.source, size * piece.size, stream)
+            num_bytes += size * piece.size
+        return num_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -85,8 +115,7 @@ class PeerMemory:
 
     def raise_flag(self, counter: int, cp_rank: int, value: int, stream: torch.cuda.Stream) -> None:
         """In `stream`, after all before it: tell `cp_rank` that this rank's `counter` has reached `value`."""
-        flags = self.regions["flags", 0].peers[cp_rank]
-        address = flags.data_ptr() + 4 * (counter * self.cp + self.cp_rank)
+        address = self.regions["flags", 0].addresses[cp_rank] + 4 * (counter * self.cp + self.cp_rank)
         _check(_driver().cuStreamWriteValue32(stream.cuda_stream, address, value, 0))
 
     def wait_flag(self, counter: int, cp_rank: int, value: int, stream: torch.cuda.Stream) -> None:
@@ -110,7 +139,11 @@ class PeerMemory:
         own = _SymmetricMemory.empty_strided_p2p(shape, (1,), dtype, self.device, self.name)
         handle = _SymmetricMemory.rendezvous(own, self.name)
         peers = [handle.get_buffer(rank, shape, dtype) for rank in range(self.cp)]
-        self.regions[name, slot] = _Region(own, peers, handle)
+        self.regions[name, slot] = _Region(own, peers, handle, [peer.data_ptr() for peer in peers])
+
+    @staticmethod
+    def _copy(target: int, source: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
+        _check(_driver().cuMemcpyDtoDAsync(target, source, num_bytes, stream.cuda_stream))
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,33 @@ from torch.autograd.function import once_differentiable
 
 from elastic_ring.attention.checks import check_group, check_local_length, check_tensors
 from elastic_ring.attention.exchange import Group, HopBuffers, HopExchange, HopLedger
-from elastic_ring.attention.gradients import Gradients, OwnGradients, partial_dtype, running_dtype
+from elastic_ring.attention.gradients import Gradients, OwnGradients, part, partial_dtype, running_dtype
 from elastic_ring.attention.kernels.table import Backend, select
-from elastic_ring.attention.layout import Layout, Range, make_layout
+from elastic_ring.attention.layout import Layout, make_layout
 from elastic_ring.attention.merge import Accumulator, lse_for_backward
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.peer_exchange import PeerExchange
 from elastic_ring.attention.peer_memory import PeerMemory
+from elastic_ring.attention.rank_plan import RankPlan, Traffic, rank_plan, traffic
 from elastic_ring.attention.recomputation import KeepsResults, Result
 from elastic_ring.attention.schedule import Direction, Schedule, plan
-from elastic_ring.attention.stages import Stage, choose_hops_per_stage, num_row_visits, stages
+from elastic_ring.attention.stages import Stage, choose_hops_per_stage
 
 Observer = Callable[[Direction, int, int], None]
 """Called as observer(direction, call_index, hop) just before a hop's kernels run."""
 
 GATHER_LIMIT_BYTES = 3 << 29
 """On a GPU, as many hops share one round of kernels as have K and V of this size together on every rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Course:
+    """How calls with keys of one shape and type run."""
+
+    plan: RankPlan
+    traffic: tuple[Traffic, ...]
+    by_copies: bool
+    coalesced: bool
 
 
 class RingAttention(KeepsResults):
@@ -84,6 +96,8 @@ class RingAttention(KeepsResults):
         self._buffers = HopBuffers() if buffers is None else buffers
         self._memory = memory
         self._coalesced = coalesced
+        # Kept here, where finding it does not hash the schedule.
+        self._courses: dict[tuple[torch.device, torch.dtype, torch.Size], _Course] = {}
         self._selected: dict[tuple[torch.device, torch.dtype, int, int], Backend] = {}
         self._next_call_index = 0
         self._abandoned: list[torch.Tensor] = []
@@ -110,40 +124,44 @@ class RingAttention(KeepsResults):
 
     def shapes(self, k: torch.Tensor) -> frozenset[tuple[int, int, bool]]:
         """(queries, keys, causal) of the kernel calls of a pass over keys like `k` (B, S_local, Hkv, D)."""
-        tiles = (tile for stage in self._stages(k) for tile in (*stage.by_rows, *stage.by_keys))
+        tiles = (tile for stage in self._course(k).plan.stages for tile in (*stage.by_rows, *stage.by_keys))
         return frozenset((tile.q[1] - tile.q[0], tile.k[1] - tile.k[0], tile.causal) for tile in tiles)
 
     def _run_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> Result:
-        backend, plan_ = self._backend_for(q, k), self._stages(k)
+        backend, course = self._backend_for(q, k), self._course(k)
         call_index = self._next_call_index
         self._next_call_index += 1
-        total = Accumulator(q, running_dtype(backend, q, num_row_visits(plan_, backward=False)))
-        with self._exchange("forward", call_index, k, backend) as exchange:
-            for index, stage in enumerate(plan_):
+        total = Accumulator(q, running_dtype(backend, q, course.plan.row_visits[0]))
+        with self._exchange("forward", call_index, k, backend, course) as exchange:
+            for index, stage in enumerate(course.plan.stages):
                 keys = (k, v) if index == 0 else exchange.take_keys(index)
                 exchange.post_keys(index + 1, k, v)
                 self._observe("forward", call_index, stage)
-                for tile in stage.by_rows:
+                if stage.by_rows:
                     assert keys is not None
-                    columns, rows = slice(*tile.k), slice(*tile.q)
-                    part = backend.forward(
-                        q[:, rows], keys[0][:, columns], keys[1][:, columns], causal=tile.causal, scale=scale
+                    own_k, own_v = keys.unbind(0) if isinstance(keys, torch.Tensor) else keys
+                for tile in stage.by_rows:
+                    found = backend.forward(
+                        part(q, tile.q), part(own_k, tile.k), part(own_v, tile.k), causal=tile.causal, scale=scale
                     )
-                    total.add(tile.q, *part)
+                    total.add(tile.q, *found)
                 exchange.push_keys(index + 1, k, v)
-        return Result(total.out.to(q.dtype), lse_for_backward(total.lse), call_index)
+        # No row is without keys where the schedule shows each some: there is then nothing to replace.
+        lse = total.lse if course.plan.every_row_sees else lse_for_backward(total.lse)
+        return Result(total.out.to(q.dtype), lse, call_index)
 
     def _run_backward(
         self, dout: torch.Tensor, saved: tuple[torch.Tensor, ...], scale: float, call_index: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v, out, lse = saved
-        backend, plan_ = self._backend_for(q, k), self._stages(k)
-        tiles = Gradients(backend, scale, dout, q, out, lse, plan_)
+        backend, course = self._backend_for(q, k), self._course(k)
+        plan_ = course.plan.stages
+        tiles = Gradients(backend, scale, dout, q, out, lse, course.plan.row_visits[1])
         # Own keys are visited once by own queries; their other shares come with the partials of the stages.
         own = OwnGradients(backend, q, k, v, len(plan_))
-        with self._exchange("backward", call_index, k, backend) as exchange:
+        with self._exchange("backward", call_index, k, backend, course) as exchange:
             for index, stage in enumerate(plan_):
                 keys = (k, v) if index == 0 else exchange.take_keys(index)
                 exchange.post_keys(index + 1, k, v)
@@ -160,22 +178,16 @@ class RingAttention(KeepsResults):
                 exchange.push_keys(index + 1, k, v)
                 exchange.swap_partials(index, partials, k)
                 # One stage late, so that the readers of the one before had time to compute and return it.
-                self._add_partials(own, exchange, index - 1)
+                self._add_partials(own, exchange, course, index - 1)
             own.run_last_part(tiles, plan_[0])
-            self._add_partials(own, exchange, len(plan_) - 1)
-        return tiles.dq.total.to(q.dtype), own.total[0].to(k.dtype), own.total[1].to(v.dtype)
+            self._add_partials(own, exchange, course, len(plan_) - 1)
+        total = own.total.to(k.dtype)
+        return tiles.dq.total.to(q.dtype), total[0], total[1]
 
-    def _add_partials(self, own: OwnGradients, exchange: HopExchange, index: int) -> None:
+    def _add_partials(self, own: OwnGradients, exchange: HopExchange, course: _Course, index: int) -> None:
         """Add what the readers of stage `index` computed for own keys. Called in hop order, the order of sums."""
-        if index < 1:
-            return
-        parts: list[tuple[Range, torch.Tensor]] = []
-        for hop, partials in exchange.take_partials(index).items():
-            offset = 0
-            for start, stop in self.schedule.requested(self.cp_rank, hop):
-                parts.append(((start, stop), partials[:, :, offset : offset + stop - start]))
-                offset += stop - start
-        own.add(parts)
+        if index >= 1:
+            own.add(course.plan.sums[index], exchange.take_partials(index))
 
     def _backend_for(self, q: torch.Tensor, k: torch.Tensor) -> Backend:
         if isinstance(self._backend, Backend):
@@ -188,8 +200,15 @@ class RingAttention(KeepsResults):
             )  # fmt: skip
         return self._selected[kind]
 
-    def _stages(self, k: torch.Tensor) -> tuple[Stage, ...]:
-        return stages(self.schedule, self.cp_rank, self._hops(k))
+    def _course(self, k: torch.Tensor) -> _Course:
+        kind = (k.device, k.dtype, k.shape)
+        if kind not in self._courses:
+            memory, coalesced = self._memory, k.is_cuda if self._coalesced is None else self._coalesced
+            by_copies = memory is not None and self.schedule.cp > 1 and k.device.type == memory.device.type
+            plan_ = rank_plan(self.schedule, self.cp_rank, self._hops(k))
+            legs = traffic(plan_, k.size(0), k.size(2) * k.size(3), packed=not (coalesced or by_copies))
+            self._courses[kind] = _Course(plan_, legs, by_copies, coalesced)
+        return self._courses[kind]
 
     def _hops(self, k: torch.Tensor) -> int:
         """How many hops share a stage; the same on all ranks, whose K and V differ in length only."""
@@ -202,16 +221,19 @@ class RingAttention(KeepsResults):
 
     @contextmanager
     def _exchange(
-        self, direction: Direction, call_index: int, k: torch.Tensor, backend: Backend
+        self, direction: Direction, call_index: int, k: torch.Tensor, backend: Backend, course: _Course
     ) -> Iterator[HopExchange]:
         arguments = (
-            self.schedule, self.cp_rank, self._group, direction, call_index, self.ledger, self._stages(k),
-            self._buffers, partial_dtype(backend, k),
+            course.plan, course.traffic, self._group, direction, call_index, self.ledger, self._buffers,
+            partial_dtype(backend, k),
         )  # fmt: skip
-        exchange = HopExchange(*arguments, coalesced=k.is_cuda if self._coalesced is None else self._coalesced)
-        if self._memory is not None and k.is_cuda and self.schedule.cp > 1:
-            exchange = peers = PeerExchange(*arguments, memory=self._memory, hops_per_stage=self._hops(k))
+        exchange: HopExchange
+        if course.by_copies:
+            assert self._memory is not None
+            exchange = peers = PeerExchange(*arguments, memory=self._memory, most_tokens=course.plan.most_tokens)
             peers.start(k)
+        else:
+            exchange = HopExchange(*arguments, coalesced=course.coalesced)
         try:
             yield exchange
             exchange.finish()
