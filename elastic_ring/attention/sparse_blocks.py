@@ -1,9 +1,10 @@
 """From a sparse schedule to what one rank of a ring of GPUs runs and sends, in whole blocks of 128 tokens.
 
 A rank computes on its own keys, and then stage by stage on those that it fetched, which lie packed side by side; small
-fetches are one stage. Inside, heads are in the order of the schedule's head groups, so that each group's are
-neighbours. *Rows* are the vectors of single (token, K/V head) pairs: what is sent are rows, whatever group they belong
-to. numpy only; tensors are `device_blocks`'s. Nothing that waits or sends may enter.
+fetches are one stage. Inside, heads are in the order of the schedule's head groups, those of equally many heads one
+after another, so that each group's heads are neighbours and so are groups that can run together. *Rows* are the vectors
+of single (token, K/V head) pairs: what is sent are rows, whatever group they belong to. numpy only; tensors are
+`device_blocks`'s. Nothing that waits or sends may enter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from elastic_ring.attention.kernels.block_tables import (
 from elastic_ring.attention.layout import Layout, Range
 from elastic_ring.attention.rules import Mask, Positions
 from elastic_ring.attention.sparse import SparsePattern
-from elastic_ring.attention.sparse_schedule import SparseSchedule
+from elastic_ring.attention.sparse_schedule import HeadGroup, SparseSchedule
 
 WORTH_COPYING = 0.75
 """Queries are gathered for the fetched keys only where at most so many of a rank's blocks see any of them."""
@@ -50,6 +51,10 @@ class Region:
     heads: Range
     rows: Range
     num_tokens: int
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads[1] - self.kv_heads[0]
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ def plan_blocks(
     """What a rank runs and sends in stages of at most `limit_rows` rows (None: one stage), and what its tables are
     made of. Pure. Raises `ValueError` as `check_blocks` does."""
     check_blocks(schedule.pattern, schedule.layout)
-    kv_order = [head for group in schedule.groups for head in group.kv_heads]
+    kv_order = [head for _, group in _by_size(schedule) for head in group.kv_heads]
     sharing = schedule.num_heads // schedule.num_kv_heads
     order = [head * sharing + i for head in kv_order for i in range(sharing)]
     rules = schedule.pattern.rules(schedule.num_heads)
@@ -189,6 +194,11 @@ def plan_blocks(
 
 
 _ALL_ROWS = 2**62
+
+
+def _by_size(schedule: SparseSchedule) -> list[tuple[int, HeadGroup]]:
+    """The head groups in the inner order, each with its number in the schedule."""
+    return sorted(enumerate(schedule.groups), key=lambda each: len(each[1].kv_heads))
 
 
 def _stage(
@@ -248,7 +258,7 @@ def _fetched(
     sharing = schedule.num_heads // schedule.num_kv_heads
     documents = schedule.pattern.documents(schedule.layout.seq_len)
     first_head = row = 0
-    for number, group in enumerate(schedule.groups):
+    for number, group in _by_size(schedule):
         begun, num_heads = row, len(group.kv_heads)
         blocks: list[Positions] = []
         for hop in hops:
@@ -287,11 +297,11 @@ def _served(
     rows: list[np.ndarray] = []
     at = 0
     for hop in hops:
-        first_head = 0
-        for group, ranges in zip(schedule.groups, schedule.requested(cp_rank, hop), strict=True):
+        first_head, requested = 0, schedule.requested(cp_rank, hop)
+        for number, group in _by_size(schedule):
             heads = np.arange(first_head, first_head + len(group.kv_heads), dtype=np.int32)
             first_head += len(group.kv_heads)
-            tokens = [np.arange(start, stop, dtype=np.int32) for start, stop in ranges]
+            tokens = [np.arange(start, stop, dtype=np.int32) for start, stop in requested[number]]
             if tokens:
                 found = (np.concatenate(tokens)[:, None] * num_kv_heads + heads[None, :]).ravel()
                 messages.append(Message(hop, schedule.reader(cp_rank, hop), at, at + len(found)))
