@@ -1,7 +1,7 @@
 """A rank's plan on its device: the tables that its kernels read and the indices by which rows are picked.
 
-Head groups of equally many heads run together: one group's queries and keys lie behind another's, as if it were one
-sequence, and the tables let each group see its own.
+Head groups of equally many heads run together, as if their queries and keys were of one sequence, in which the tables
+let each group see its own.
 
 Made once for a rank's place in a schedule and kept while there is room, since a run whose sequences are alike asks for
 the same again, and one of packed documents never does. No kernels, no hops.
@@ -127,19 +127,20 @@ def _stage(
 def _calls(
     plan: BlockStage, host: StageTables, num_own_blocks: int, num_heads: int, device: torch.device
 ) -> Iterator[StageCall]:
-    groups = zip(plan.regions, host.kept, host.readers, strict=True)
+    groups = zip(plan.regions, host.kept, host.keys, host.readers, strict=True)
+    row = 0
     for num_kv_heads, alike in groupby(groups, lambda group: group[0].num_kv_heads):
         of_all = list(alike)
         fetching = [group for group in of_all if group[0].num_tokens]
         if not fetching:
             continue
-        regions, kept, readers = zip(*fetching, strict=True)
+        regions, kept, keys, readers = zip(*fetching, strict=True)
+        first, row = row, row + num_kv_heads * sum(region.num_tokens for region in regions)
         whole = all(len(blocks) == num_own_blocks for blocks in readers)
         yield StageCall(
-            (regions[0].rows[0], regions[-1].rows[1]), num_kv_heads,
-            readers_of(readers, [region.heads for region in regions], num_heads, device),
+            (first, row), num_kv_heads, readers_of(readers, [region.heads for region in regions], num_heads, device),
             # How many groups fetch anything may be another number in every call.
-            tables_apart(kept, device, all_rows=whole and len(fetching) in (1, len(of_all))),
+            tables_apart(kept, keys, device, all_rows=whole and len(fetching) in (1, len(of_all))),
         )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ def test_rectangles_mean_the_same_in_both_directions_and_are_padded_with_nothing
     generator = torch.Generator().manual_seed(0)
     full = torch.rand(2, 5, 9, generator=generator) < 0.3
     full[:, 1] = False
-    tables = tables_apart([full.numpy()], CPU, all_rows=all_rows)
+    tables = tables_apart([full.numpy()], [np.arange(9)], CPU, all_rows=all_rows)
     assert padded_blocks(tables) == (5 if all_rows else 16, 16)
     mask = flex_mask(tables)
     assert mask.seq_lengths == (128 * padded_blocks(tables)[0], 128 * 16)
@@ -82,7 +82,7 @@ def test_a_compiled_kernel_reads_narrow_lists() -> None:
     generator = torch.Generator().manual_seed(0)
     full = torch.rand(2, 18, 22, generator=generator) < 0.3
     full[:, 1] = False
-    tables = tables_apart([full.numpy()], CPU, all_rows=False)
+    tables = tables_apart([full.numpy()], [np.arange(22)], CPU, all_rows=False)
     mask, (num_q, num_k) = flex_mask(tables), padded_blocks(tables)
     assert mask.full_kv_indices.size(-1) == 16 < num_k
     mask.kv_indices = functional.pad(mask.kv_indices, (0, num_k - mask.kv_indices.size(-1)))

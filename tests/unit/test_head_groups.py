@@ -243,20 +243,26 @@ def test_one_group_is_a_slice_where_its_readers_lie_together_and_nothing_is_laid
     assert on_device(grouped_case("longnet, 4 heads", 4, "contiguous").schedule, 3, CPU).by_rows
 
 
-def test_tables_of_groups_are_theirs_side_by_side() -> None:
+def test_tables_of_groups_are_theirs_wherever_their_keys_lie() -> None:
     generator = np.random.default_rng(0)
     kept = [generator.random(shape) < 0.4 for shape in ((2, 3, 5), (1, 4, 2), (2, 1, 6))]
-    tables = tables_apart(kept, CPU, all_rows=False)
+    keys = [np.array([0, 1, 4, 7, 8]), np.array([2, 9]), np.array([3, 5, 6, 10, 11, 12])]
+    tables = tables_apart(kept, keys, CPU, all_rows=False)
     assert (tables.num_heads, tables.num_q_blocks, tables.num_k_blocks) == (2, 8, 13)
     want = torch.zeros(2, 8, 13, dtype=torch.bool)
-    for rows, columns, part in ((slice(0, 3), slice(0, 5), 0), (slice(3, 7), slice(5, 7), 1), (7, slice(7, 13), 2)):
-        found = torch.from_numpy(kept[part]).expand(2, -1, -1)
-        want[:, rows, columns] = found[:, 0] if isinstance(rows, int) else found
+    for rows, columns, part in ((range(3), keys[0], 0), (range(3, 7), keys[1], 1), (range(7, 8), keys[2], 2)):
+        for (row, column), found in np.ndenumerate(kept[part][0]):
+            want[0, rows[row], columns[column]] = bool(found)
+            want[1, rows[row], columns[column]] = bool(kept[part][-1, row, column])
     of_tokens = want.repeat_interleave(128, 1).repeat_interleave(128, 2)
     assert torch.equal(seen_by(tables), of_tokens)
     assert torch.equal(seen_by_key(tables), of_tokens)
     assert not tables.own.counts.any()
-    shared = tables_apart([part[:1] for part in kept], CPU)
+    for lists in (tables.full, tables.full_by_key):
+        for head, row in np.ndindex(2, lists.counts.size(2)):
+            listed = lists.indices[0, head, row, : lists.counts[0, head, row]].tolist()
+            assert listed == sorted(listed)
+    shared = tables_apart([part[:1] for part in kept], keys, CPU)
     assert shared.num_heads == 1
     assert torch.equal(seen_by(shared), seen_by(tables)[:1])
     assert compiled_shape(tables, 2, 1)[:5] == (2, 1, 2, 16, 16)
