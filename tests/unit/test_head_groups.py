@@ -16,14 +16,26 @@ from elastic_ring.attention import block_pass
 from elastic_ring.attention.block_kernels import REFERENCE, SparseKernel
 from elastic_ring.attention.device_blocks import on_device
 from elastic_ring.attention.exchange import HopLedger
+from elastic_ring.attention.families import Hierarchical
 from elastic_ring.attention.kernels.block_reference import seen_by, seen_by_key
 from elastic_ring.attention.kernels.block_sparse import compiled_shape, padded_blocks
 from elastic_ring.attention.kernels.block_tables import tables_apart
+from elastic_ring.attention.layout import contiguous
 from elastic_ring.attention.merge import Accumulator, GradientSum, accumulate_dtype
 from elastic_ring.attention.readers import OneGroup, SeveralGroups, readers_of
+from elastic_ring.attention.rules import Dense
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from tests.unit.attention_rings import ThreadRings, in_threads, one_thread, relative_error
-from tests.unit.block_cases import GROUPED, NEAR, BlockCase, block_case, check_bytes, grouped_case, masked_reference
+from tests.unit.block_cases import (
+    FAMILIES,
+    GROUPED,
+    NEAR,
+    BlockCase,
+    block_case,
+    check_bytes,
+    grouped_case,
+    masked_reference,
+)
 
 CPU = torch.device("cpu")
 LAYOUTS = ("contiguous", "zigzag", "striped", "by residue")
@@ -276,6 +288,11 @@ def test_groups_whose_queries_are_all_of_a_rank_are_as_many_in_every_call() -> N
             num_blocks = call.tables.num_q_blocks
             assert call.tables.all_rows == (num_blocks == 2 * 4)
             assert padded_blocks(call.tables)[0] == (num_blocks if call.tables.all_rows else 16)
+    rules = (*FAMILIES["segments, nothing beyond"], Dense(), Hierarchical(2))
+    few = replace(case, rules=rules, num_heads=3, num_kv_heads=3, layout=contiguous(128 * 16, 4))
+    (call,) = on_device(few.schedule, 3, CPU).stages[0].calls
+    assert call.tables.num_q_blocks == 2 * 4  # all of two groups; the third, which fetches nothing here, may elsewhere
+    assert not call.tables.all_rows
 
 
 # ------------------------------------------------------------ picking out and putting back
