@@ -1,8 +1,8 @@
 """One pass of a sparse ring over whole blocks: own keys, then the fetched ones stage by stage.
 
-Takes an exchange that moves the keys and a kernel that computes over tables; adds up in a fixed order. Tensors come in
-the model's order of heads and leave in it; inside, the heads of a group are neighbours. Posts and waits for nothing
-itself.
+Takes an exchange that moves the keys and a kernel that computes over tables; adds up in a fixed order: no call has a
+query's head twice. Tensors come in the model's order of heads and leave in it; inside, the heads of a group are
+neighbours. Posts and waits for nothing itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic_ring.attention.merge import (
 )
 from elastic_ring.attention.own_sums import KeySums
 from elastic_ring.attention.packed_exchange import PackedExchange
-from elastic_ring.attention.sparse_blocks import Region
+from elastic_ring.attention.readers import OneGroup, Readers
 
 LINK_BYTES_PER_S = 3e11
 """One way between two H200s through NCCL, for messages of this size."""
@@ -34,7 +34,7 @@ KERNEL_FLOPS = 4e14
 HALVING_S = 2e-4
 """What it costs to run own keys' gradients in two halves: one more round of launches, and tails of two kernels."""
 
-_Share = tuple[slice | torch.Tensor, slice, torch.Tensor]
+_Share = tuple[Readers, torch.Tensor]
 
 
 class BlockPass:
@@ -60,19 +60,17 @@ class BlockPass:
         q, k, v = self._inner(q), self._inner_keys(k), self._inner_keys(v)
         self._exchange.begin(k, v)
         self._observe(0)
-        total = Accumulator(q, self._running_dtype(q))
+        total = Accumulator(q, self._running_dtype(q), by_rows=blocks.by_rows)
         total.add((0, q.size(1)), *self._kernel.forward(q, k, v, blocks.own, self._scale))
         for index, stage in enumerate(blocks.stages):
             keys = self._exchange.take_keys(index)
             self._observe_stage(stage)
-            for region, tables, rows in zip(stage.plan.regions, stage.fetched, stage.readers, strict=True):
-                if tables is not None:
-                    heads = slice(*region.heads)
-                    part = self._kernel.forward(_taken(q, rows, heads), *_of(keys, region), tables, self._scale)
-                    out, lse = _taken(total.out, rows, heads), _taken(total.lse, rows, heads)
-                    merge_(out, lse, *part)
-                    _put_back(total.out, rows, heads, out)
-                    _put_back(total.lse, rows, heads, lse)
+            for call in stage.calls:
+                part = self._kernel.forward(call.readers.take(q), *call.of(keys), call.tables, self._scale)
+                out, lse = call.readers.take(total.out), call.readers.take(total.lse)
+                merge_(out, lse, *part)
+                call.readers.put_back(total.out, out)
+                call.readers.put_back(total.lse, lse)
             self._exchange.free_keys(index)
         out, lse = self._outer(total.out.to(q.dtype)), self._outer(lse_for_backward(total.lse))
         return out, lse, keys if self._exchange.keeps else None
@@ -90,7 +88,7 @@ class BlockPass:
         """dq, dk, dv as q, k, v. `keys` are the fetched ones if forward kept them; the bits are the same without."""
         k, v = self._inner_keys(k), self._inner_keys(v)
         rank = _Queries(*(self._inner(x) for x in (dout, q, out, lse)))
-        dq = GradientSum(rank.q, self._running_dtype(rank.q))
+        dq = GradientSum(rank.q, self._running_dtype(rank.q), by_rows=self._blocks.by_rows)
         sums = (self._fetching if keys is None else self._not_fetching)(rank, k, v, dq, keys)
         dk, dv = (self._outer_keys(x.to(k.dtype)) for x in sums.totals)
         return self._outer(dq.total.to(q.dtype)), dk, dv
@@ -142,11 +140,10 @@ class BlockPass:
     def _fetched(
         self, rank: _Queries, stage: DeviceStage, keys: torch.Tensor, partials: torch.Tensor
     ) -> Iterator[_Share]:
-        """By head group the share of dq; dK and dV of the stage's keys go to `partials`."""
-        for region, tables, rows in zip(stage.plan.regions, stage.fetched, stage.readers, strict=True):
-            if tables is not None:
-                heads, (k, v), places = slice(*region.heads), _of(keys, region), _of(partials, region)
-                yield rows, heads, self._gradients(rank, heads, k, v, tables, places, rows)
+        """By kernel call the share of dq; dK and dV of the stage's keys go to `partials`."""
+        for call in stage.calls:
+            share = self._gradients(rank, call.readers, *call.of(keys), call.tables, call.of(partials))
+            yield call.readers, share
 
     def _own(
         self,
@@ -160,28 +157,27 @@ class BlockPass:
     ) -> None:
         sharing, some = rank.q.size(2) // k.size(2), slice(*kv_heads)
         heads = slice(kv_heads[0] * sharing, kv_heads[1] * sharing)
-        places = sums.places(some)
+        readers, places = OneGroup(slice(None), heads), sums.places(some)
         if places is not None:
-            share = self._gradients(rank, heads, k[:, :, some], v[:, :, some], tables, places)
+            share = self._gradients(rank, readers, k[:, :, some], v[:, :, some], tables, places)
         else:
-            share, *found = self._run(rank, heads, k[:, :, some], v[:, :, some], tables)
+            share, *found = self._run(rank, readers, k[:, :, some], v[:, :, some], tables)
             sums.put(some, found)
         dq.add((0, rank.q.size(1)), share, heads)
 
     def _gradients(
         self,
         rank: _Queries,
-        heads: slice,
+        readers: Readers,
         k: torch.Tensor,
         v: torch.Tensor,
         tables: BlockTables,
         places: tuple[torch.Tensor, torch.Tensor],
-        rows: slice | torch.Tensor = slice(None),
     ) -> torch.Tensor:
         """The share of dq; dK and dV are left in `places`, by the kernel itself where it can."""
         if self._kernel.writes_gradients and places[0].dtype == k.dtype:
-            return self._run(rank, heads, k, v, tables, rows, dk=places[0], dv=places[1])[0]
-        share, *found = self._run(rank, heads, k, v, tables, rows)
+            return self._run(rank, readers, k, v, tables, dk=places[0], dv=places[1])[0]
+        share, *found = self._run(rank, readers, k, v, tables)
         for place, each in zip(places, found, strict=True):
             place.copy_(each)
         return share
@@ -189,14 +185,13 @@ class BlockPass:
     def _run(
         self,
         rank: _Queries,
-        heads: slice,
+        readers: Readers,
         k: torch.Tensor,
         v: torch.Tensor,
         tables: BlockTables,
-        rows: slice | torch.Tensor = slice(None),
         **places: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dout, q, out, lse = (_taken(x, rows, heads) for x in (rank.dout, rank.q, rank.out, rank.lse))
+        dout, q, out, lse = (readers.take(x) for x in (rank.dout, rank.q, rank.out, rank.lse))
         return self._kernel.backward(dout, q, k, v, out, lse, tables, self._scale, **places)
 
     def _add_partials(self, sums: KeySums, index: int) -> None:
@@ -255,27 +250,10 @@ class _Queries:
 
 
 def _add_share(dq: GradientSum, share: _Share) -> None:
-    rows, heads, found = share
-    grown = _taken(dq.total, rows, heads)
+    readers, found = share
+    grown = readers.take(dq.total)
     if grown[0].is_contiguous():
         add_(grown, [found])
     else:
         grown.add_(found)
-    _put_back(dq.total, rows, heads, grown)
-
-
-def _taken(x: torch.Tensor, rows: slice | torch.Tensor, heads: slice) -> torch.Tensor:
-    """Some tokens and heads of x (B, S, H, ...): a view for a slice of tokens, a copy for an index."""
-    return x[:, rows, heads] if isinstance(rows, slice) else x[:, :, heads].index_select(1, rows)
-
-
-def _put_back(x: torch.Tensor, rows: slice | torch.Tensor, heads: slice, part: torch.Tensor) -> None:
-    if not isinstance(rows, slice):
-        x[:, :, heads].index_copy_(1, rows, part)
-
-
-def _of(buffer: torch.Tensor, region: Region) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V (B, n, heads of the group, D) of a head group in a packed buffer (rows, B, 2, D)."""
-    num_heads = region.kv_heads[1] - region.kv_heads[0]
-    rows = buffer[slice(*region.rows)].unflatten(0, (region.num_tokens, num_heads))
-    return rows[:, :, :, 0].permute(2, 0, 1, 3), rows[:, :, :, 1].permute(2, 0, 1, 3)
+    readers.put_back(dq.total, grown)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, tables_between, tables_of
+from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, tables_apart, tables_between, tables_of
 from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward, merge_
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _ring_case(head_dim: int, dtype: torch.dtype, device: str, group: int) -> _C
     fetched = np.zeros((1, 3, 4), dtype=bool)
     fetched[0, 2] = (True, False, True, True)
     place = torch.device(device)
-    tables = (tables_between(own, earlier, place), tables_between(None, fetched, place))
+    tables = (tables_between(own, earlier, place), tables_apart([fetched], [np.arange(fetched.shape[2])], place))
     diagonal = np.zeros_like(earlier)
     diagonal[:, range(3), range(3)] = own
     kept = torch.from_numpy(np.concatenate([earlier | diagonal, fetched], axis=2)).to(device)

@@ -1,5 +1,8 @@
 """A rank's plan on its device: the tables that its kernels read and the indices by which rows are picked.
 
+Head groups of equally many heads run together, as if their queries and keys were of one sequence, in which the tables
+let each group see its own.
+
 Made once for a rank's place in a schedule and kept while there is room, since a run whose sequences are alike asks for
 the same again, and one of packed documents never does. No kernels, no hops.
 """
@@ -8,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 
-from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockTables, tables_between
+from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart, tables_between
+from elastic_ring.attention.layout import Range
 from elastic_ring.attention.plan_cache import kept_within
-from elastic_ring.attention.rules import Positions
+from elastic_ring.attention.readers import OneGroup, SeveralGroups, readers_of
 from elastic_ring.attention.sparse_blocks import BlockPlan, BlockStage, StageTables, plan_blocks
 from elastic_ring.attention.sparse_schedule import SparseSchedule
 
@@ -23,12 +28,27 @@ KEPT_BYTES = 1 << 29
 
 
 @dataclass(frozen=True, eq=False)
+class StageCall:
+    """One kernel call: the fetched keys of all head groups of `num_kv_heads` K/V heads, which are `rows` of the stage's
+    buffer, and the queries that see any of them."""
+
+    rows: Range
+    num_kv_heads: int
+    readers: OneGroup | SeveralGroups
+    tables: BlockTables
+
+    def of(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, or dK and dV, (B, n, num_kv_heads, D) in a packed buffer (rows, B, 2, D): views."""
+        rows = buffer[slice(*self.rows)].unflatten(0, (-1, self.num_kv_heads))
+        return rows[:, :, :, 0].permute(2, 0, 1, 3), rows[:, :, :, 1].permute(2, 0, 1, 3)
+
+
+@dataclass(frozen=True, eq=False)
 class DeviceStage:
-    """`readers` are the tokens of `StageTables.readers`: a slice, or an index where they do not lie together."""
+    """A stage's kernel calls, one for each number of heads that a head group has, and what it serves."""
 
     plan: BlockStage
-    fetched: tuple[BlockTables | None, ...]
-    readers: tuple[slice | torch.Tensor, ...]
+    calls: tuple[StageCall, ...]
     served_rows: torch.Tensor
     places: torch.Tensor
 
@@ -49,18 +69,24 @@ class DeviceBlocks:
     kv_back_order: torch.Tensor | None
 
     @property
+    def by_rows(self) -> bool:
+        """Whether some call needs what queries add up row by row in memory."""
+        return any(isinstance(call.readers, SeveralGroups) for stage in self.stages for call in stage.calls)
+
+    @property
     def num_bytes(self) -> int:
         """Of the device's memory, with what kernels have made of the tables so far."""
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._tensors()}
         return sum(storage.nbytes() for storage in storages.values())
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        for tables in (self.own, *self.own_parts, *(each for stage in self.stages for each in stage.fetched)):
-            if tables is not None:
-                yield from tables.tensors()
+        calls = [call for stage in self.stages for call in stage.calls]
+        for tables in (self.own, *self.own_parts, *(call.tables for call in calls)):
+            yield from tables.tensors()
         for stage in self.stages:
             yield from (stage.served_rows, stage.places)
-            yield from (rows for rows in stage.readers if isinstance(rows, torch.Tensor))
+        for call in calls:
+            yield from (x for x in vars(call.readers).values() if isinstance(x, torch.Tensor))
 
 
 def _weight(blocks: DeviceBlocks) -> int:
@@ -77,7 +103,8 @@ def on_device(
     sharing = schedule.num_heads // schedule.num_kv_heads
     half = schedule.num_kv_heads // 2
     parts = (own.of_heads(0, half * sharing), own.of_heads(half * sharing, schedule.num_heads))
-    stages = tuple(_stage(*each, own.num_q_blocks, device) for each in zip(plan.stages, host.stages, strict=True))
+    size = (own.num_q_blocks, schedule.num_heads)
+    stages = tuple(_stage(*each, *size, device) for each in zip(plan.stages, host.stages, strict=True))
     orders = [_order(order, device) for order in (plan.head_order, plan.kv_head_order)]
     back = [_order(tuple(np.argsort(order).tolist()), device) for order in (plan.head_order, plan.kv_head_order)]
     return DeviceBlocks(plan, own, parts, half, stages, orders[0], orders[1], back[0], back[1])
@@ -88,23 +115,33 @@ def forget_plans() -> None:
     on_device.cache_clear()
 
 
-def _stage(plan: BlockStage, host: StageTables, num_own_blocks: int, device: torch.device) -> DeviceStage:
-    fetched = tuple(
-        tables_between(None, kept, device, all_rows=kept.shape[1] == num_own_blocks) if region.num_tokens else None
-        for region, kept in zip(plan.regions, host.kept, strict=True)
-    )
+def _stage(
+    plan: BlockStage, host: StageTables, num_own_blocks: int, num_heads: int, device: torch.device
+) -> DeviceStage:
     return DeviceStage(
-        plan, fetched, tuple(_tokens_of(blocks, device) for blocks in host.readers),
+        plan, tuple(_calls(plan, host, num_own_blocks, num_heads, device)),
         torch.from_numpy(host.served_rows).to(device), torch.from_numpy(host.places).to(device),
     )  # fmt: skip
 
 
-def _tokens_of(blocks: Positions, device: torch.device) -> slice | torch.Tensor:
-    if len(blocks) and blocks[-1] - blocks[0] + 1 != len(blocks):
-        tokens = blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
-        return torch.from_numpy(tokens.ravel()).to(device)
-    first = int(blocks[0]) if len(blocks) else 0
-    return slice(first * BLOCK_TOKENS, (first + len(blocks)) * BLOCK_TOKENS)
+def _calls(
+    plan: BlockStage, host: StageTables, num_own_blocks: int, num_heads: int, device: torch.device
+) -> Iterator[StageCall]:
+    groups = zip(plan.regions, host.kept, host.keys, host.readers, strict=True)
+    row = 0
+    for num_kv_heads, alike in groupby(groups, lambda group: group[0].num_kv_heads):
+        of_all = list(alike)
+        fetching = [group for group in of_all if group[0].num_tokens]
+        if not fetching:
+            continue
+        regions, kept, keys, readers = zip(*fetching, strict=True)
+        first, row = row, row + num_kv_heads * sum(region.num_tokens for region in regions)
+        whole = all(len(blocks) == num_own_blocks for blocks in readers)
+        yield StageCall(
+            (first, row), num_kv_heads, readers_of(readers, [region.heads for region in regions], num_heads, device),
+            # How many groups fetch anything may be another number in every call.
+            tables_apart(kept, keys, device, all_rows=whole and len(fetching) in (1, len(of_all))),
+        )  # fmt: skip
 
 
 def _order(heads: tuple[int, ...], device: torch.device) -> torch.Tensor | None:

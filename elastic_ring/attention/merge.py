@@ -25,11 +25,13 @@ class Accumulator:
     """Running `out` (B, S, H, D) and `lse` (B, S, H, natural log) over the keys merged so far.
 
     Rows that no key has reached yet have lse = -inf and out = 0. `dtype` is the type of the running `out`,
-    by default the accumulation type; the running lse always is of that.
+    by default the accumulation type; the running lse always is of that. With `by_rows` both lie in memory row by row,
+    heads inside, whatever parts come in.
     """
 
-    def __init__(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype | None = None, *, by_rows: bool = False) -> None:
         self._like = like
+        self._by_rows = by_rows
         self._dtype = accumulate_dtype(like.dtype) if dtype is None else dtype
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
@@ -52,7 +54,8 @@ class Accumulator:
         The first one for all rows is taken over as it is: merging into nothing would change no bit.
         """
         if self._out is None and out.shape == self._like.shape:
-            self._out, self._lse = _own(out, self._dtype), lse.to(accumulate_dtype(self._like.dtype))
+            self._out, lse = _own(out, self._dtype, self._by_rows), lse.to(accumulate_dtype(self._like.dtype))
+            self._lse = lse.contiguous() if self._by_rows else lse
             return
         start, length = rows[0], rows[1] - rows[0]
         merge_(self.out.narrow(1, start, length), self.lse.narrow(1, start, length), out, lse)
@@ -65,21 +68,23 @@ class Accumulator:
         # Heads before rows in memory, as the GPU kernels have it.
         shape = (like.size(0), like.size(2), like.size(1))
         lse = torch.full(shape, -math.inf, dtype=accumulate_dtype(like.dtype), device=like.device)
-        self._lse = lse.transpose(1, 2)
+        self._lse = lse.transpose(1, 2).contiguous() if self._by_rows else lse.transpose(1, 2)
 
 
 class GradientSum:
-    """Running dq (B, S, H, D) over tiles; the first share for all of it is taken over as it is."""
+    """Running dq (B, S, H, D) over tiles; the first share for all of it is taken over as it is, but with `by_rows`
+    laid row by row in memory."""
 
-    def __init__(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype | None = None, *, by_rows: bool = False) -> None:
         self._like = like
+        self._by_rows = by_rows
         self._dtype = accumulate_dtype(like.dtype) if dtype is None else dtype
         self._total: torch.Tensor | None = None
 
     def add(self, rows: tuple[int, int], share: torch.Tensor, heads: slice = slice(None)) -> None:
         """Add the share (B, n, some heads, D) of the local query range `rows`."""
         if self._total is None and share.shape == self._like.shape:
-            self._total = _own(share, self._dtype)
+            self._total = _own(share, self._dtype, self._by_rows)
             return
         part = self.total.narrow(1, rows[0], rows[1] - rows[0])
         if share.shape[2] == self._like.shape[2]:
@@ -161,10 +166,10 @@ def lse_for_backward(lse: torch.Tensor) -> torch.Tensor:
     return lse.masked_fill(lse == -math.inf, math.inf)
 
 
-def _own(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _own(part: torch.Tensor, dtype: torch.dtype, by_rows: bool) -> torch.Tensor:
     """`part` as a running total: in its type, and on a GPU in the order that the fused kernels walk."""
     part = part.to(dtype)
-    return part.contiguous() if part.is_cuda else part
+    return part.contiguous() if by_rows or part.is_cuda else part
 
 
 def _fused_for(total: torch.Tensor) -> ModuleType | None:

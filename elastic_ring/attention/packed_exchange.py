@@ -326,7 +326,8 @@ class PackedExchange:
 
 
 def _numbered(messages: tuple[Message, ...]) -> Iterator[tuple[Message, int]]:
-    """Each with its number among those of its hop. Both sides of a hop number alike: groups in their order."""
+    """Each with its number among those of its hop. Both sides of a hop number alike: sizes of head groups in
+    their order."""
     numbers: dict[int, int] = {}
     for message in messages:
         number = numbers[message.hop] = numbers.get(message.hop, -1) + 1

@@ -1,15 +1,17 @@
 """From a sparse schedule to what one rank of a ring of GPUs runs and sends, in whole blocks of 128 tokens.
 
 A rank computes on its own keys, and then stage by stage on those that it fetched, which lie packed side by side; small
-fetches are one stage. Inside, heads are in the order of the schedule's head groups, so that each group's are
-neighbours. *Rows* are the vectors of single (token, K/V head) pairs: what is sent are rows, whatever group they belong
-to. numpy only; tensors are `device_blocks`'s. Nothing that waits or sends may enter.
+fetches are one stage. Inside, heads are in the order of the schedule's head groups, those of equally many heads one
+after another, so that each group's heads are neighbours and so are groups that can run together. *Rows* are the vectors
+of single (token, K/V head) pairs: what is sent are rows, whatever group they belong to. numpy only; tensors are
+`device_blocks`'s. Nothing that waits or sends may enter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from elastic_ring.attention.kernels.block_tables import (
 from elastic_ring.attention.layout import Layout, Range
 from elastic_ring.attention.rules import Mask, Positions
 from elastic_ring.attention.sparse import SparsePattern
-from elastic_ring.attention.sparse_schedule import SparseSchedule
+from elastic_ring.attention.sparse_schedule import HeadGroup, SparseSchedule
 
 WORTH_COPYING = 0.75
 """Queries are gathered for the fetched keys only where at most so many of a rank's blocks see any of them."""
@@ -43,21 +45,24 @@ class Message:
 
 @dataclass(frozen=True)
 class Region:
-    """One head group: its K/V heads and query heads as ranges of the inner order, and its rows in the buffer of
-    fetched keys, which hold `num_tokens` tokens."""
+    """One head group: its K/V heads and query heads as ranges of the inner order, and how many tokens it fetches."""
 
     kv_heads: Range
     heads: Range
-    rows: Range
     num_tokens: int
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads[1] - self.kv_heads[0]
 
 
 @dataclass(frozen=True)
 class BlockStage:
     """The keys of one or more hops, which lie packed side by side and meet the queries together.
 
-    `fetched` are the messages that fill a buffer of `num_fetched_rows` rows, group by group, so that each group's
-    keys lie together in hop order; `served` those of a buffer of `num_served_rows`, hop by hop.
+    `fetched` are the messages that fill a buffer of `num_fetched_rows` rows, for each size of head groups hop by hop,
+    so that the keys of all groups of that size lie together and a hop's are one message; `served` those of a buffer of
+    `num_served_rows`, hop by hop.
     """
 
     hops: tuple[int, ...]
@@ -106,10 +111,12 @@ class BlockPlan:
 @dataclass(frozen=True, eq=False)
 class StageTables:
     """`readers` are for each group the own blocks whose queries see any key of the stage, and `kept` says which of
-    these keys each of them sees. `served_rows` are the own rows (token * K/V heads + inner K/V head) that are served;
+    these keys each of them sees; `keys` are the places of these keys' blocks among those of all groups of as many
+    heads, in the order of `kept`. `served_rows` are the own rows (token * K/V heads + inner K/V head) that are served;
     `places[i]` says for each own row where the i-th of the hops that read from this rank has it among these, or -1."""
 
     kept: tuple[Mask, ...]
+    keys: tuple[Positions, ...]
     readers: tuple[Positions, ...]
     served_rows: np.ndarray
     places: np.ndarray
@@ -166,7 +173,7 @@ def plan_blocks(
     """What a rank runs and sends in stages of at most `limit_rows` rows (None: one stage), and what its tables are
     made of. Pure. Raises `ValueError` as `check_blocks` does."""
     check_blocks(schedule.pattern, schedule.layout)
-    kv_order = [head for group in schedule.groups for head in group.kv_heads]
+    kv_order = [head for alike in _by_size(schedule) for _, group in alike for head in group.kv_heads]
     sharing = schedule.num_heads // schedule.num_kv_heads
     order = [head * sharing + i for head in kv_order for i in range(sharing)]
     rules = schedule.pattern.rules(schedule.num_heads)
@@ -191,17 +198,33 @@ def plan_blocks(
 _ALL_ROWS = 2**62
 
 
+_Numbered = tuple[int, HeadGroup]
+"""A head group with its number in the schedule."""
+
+
+def _by_size(schedule: SparseSchedule) -> list[list[_Numbered]]:
+    """The head groups in the inner order, those of equally many heads together."""
+    ordered = sorted(enumerate(schedule.groups), key=_size)
+    return [list(alike) for _, alike in groupby(ordered, _size)]
+
+
+def _size(group: _Numbered) -> int:
+    return len(group[1].kv_heads)
+
+
 def _stage(
     schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...], own_blocks: Positions, kv_order: list[int]
 ) -> tuple[BlockStage, StageTables]:
-    regions, fetched, kept, readers = _fetched(schedule, cp_rank, hops, own_blocks)
+    blocks, keys, fetched = _packed(schedule, cp_rank, hops)
+    regions, kept, readers = _regions(schedule, own_blocks, blocks)
     served, served_rows = _served(schedule, cp_rank, hops, len(kv_order))
     num_own_rows = schedule.layout.num_tokens(cp_rank) * schedule.num_kv_heads
     places = _places(served, served_rows, num_own_rows)
     if len(hops) == 1:
         fetched, served = _joined(fetched), _joined(served)
-    stage = BlockStage(hops, regions, fetched, served, regions[-1].rows[1], len(served_rows))
-    return stage, StageTables(kept, readers, served_rows, places)
+    num_fetched_rows = sum(region.num_tokens * region.num_kv_heads for region in regions)
+    stage = BlockStage(hops, regions, fetched, served, num_fetched_rows, len(served_rows))
+    return stage, StageTables(kept, keys, readers, served_rows, places)
 
 
 def _joined(messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -237,29 +260,52 @@ def _blocks_of(layout: Layout, cp_rank: int) -> Positions:
     return positions[::BLOCK_TOKENS] // BLOCK_TOKENS
 
 
-def _fetched(
-    schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...], own_blocks: Positions
-) -> tuple[tuple[Region, ...], tuple[Message, ...], tuple[Mask, ...], tuple[Positions, ...]]:
-    """Where the fetched keys lie, what fills them, and for each group which of them its queries keep, and whose."""
-    regions: list[Region] = []
+def _packed(
+    schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...]
+) -> tuple[list[Positions], tuple[Positions, ...], tuple[Message, ...]]:
+    """For each group in the inner order the blocks that are fetched for it, and where they lie among those of its size;
+    and what brings them."""
+    fetched: list[Positions] = []
+    places: list[Positions] = []
     messages: list[Message] = []
+    row = 0
+    for alike in _by_size(schedule):
+        blocks: list[list[Positions]] = [[] for _ in alike]
+        at: list[list[Positions]] = [[] for _ in alike]
+        num_blocks, begun = 0, row
+        for hop in hops:
+            own = schedule.hops[cp_rank][hop]
+            there, first = _blocks_of(schedule.layout, own.source), row
+            for index, (number, _) in enumerate(alike):
+                for start, stop in own.fetch[number]:
+                    blocks[index].append(there[_as_block(start) : _as_block(stop)])
+                    at[index].append(np.arange(num_blocks, num_blocks + len(blocks[index][-1])))
+                    num_blocks += len(blocks[index][-1])
+            row = begun + num_blocks * BLOCK_TOKENS * _size(alike[0])
+            if row > first:
+                messages.append(Message(hop, own.source, first, row))
+        fetched += map(_joined_blocks, blocks)
+        places += map(_joined_blocks, at)
+    return fetched, tuple(places), tuple(messages)
+
+
+def _joined_blocks(parts: list[Positions]) -> Positions:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def _regions(
+    schedule: SparseSchedule, own_blocks: Positions, fetched: list[Positions]
+) -> tuple[tuple[Region, ...], tuple[Mask, ...], tuple[Positions, ...]]:
+    """For each group in the inner order which of the blocks `fetched` for it its queries keep, and whose."""
+    regions: list[Region] = []
     kept: list[Mask] = []
     readers: list[Positions] = []
     sharing = schedule.num_heads // schedule.num_kv_heads
     documents = schedule.pattern.documents(schedule.layout.seq_len)
-    first_head = row = 0
-    for number, group in enumerate(schedule.groups):
-        begun, num_heads = row, len(group.kv_heads)
-        blocks: list[Positions] = []
-        for hop in hops:
-            own = schedule.hops[cp_rank][hop]
-            num_rows = own.num_fetched_tokens(number) * num_heads
-            if num_rows:
-                there = _blocks_of(schedule.layout, own.source)
-                blocks += [there[_as_block(start) : _as_block(stop)] for start, stop in own.fetch[number]]
-                messages.append(Message(hop, own.source, row, row + num_rows))
-                row += num_rows
-        keys = np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int64)
+    groups = [group for alike in _by_size(schedule) for _, group in alike]
+    first_head = 0
+    for group, keys in zip(groups, fetched, strict=True):
+        num_heads = len(group.kv_heads)
         seen = kept_between(group.rules * num_heads, documents, own_blocks, keys)
         # Where content chooses, their number would be another in every call, and some kernels compile for each.
         seeing = np.asarray(seen.any(axis=(0, 2))) | (schedule.for_one_call and bool(keys.size))
@@ -267,9 +313,9 @@ def _fetched(
         kept.append(seen[:, readers[-1]])
         last_head = first_head + num_heads
         heads = (first_head * sharing, last_head * sharing)
-        regions.append(Region((first_head, last_head), heads, (begun, row), len(keys) * BLOCK_TOKENS))
+        regions.append(Region((first_head, last_head), heads, len(keys) * BLOCK_TOKENS))
         first_head = last_head
-    return tuple(regions), tuple(messages), tuple(kept), tuple(readers)
+    return tuple(regions), tuple(kept), tuple(readers)
 
 
 def _worth_taking(seeing: Mask) -> Positions:
@@ -287,16 +333,18 @@ def _served(
     rows: list[np.ndarray] = []
     at = 0
     for hop in hops:
-        first_head = 0
-        for group, ranges in zip(schedule.groups, schedule.requested(cp_rank, hop), strict=True):
-            heads = np.arange(first_head, first_head + len(group.kv_heads), dtype=np.int32)
-            first_head += len(group.kv_heads)
-            tokens = [np.arange(start, stop, dtype=np.int32) for start, stop in ranges]
-            if tokens:
-                found = (np.concatenate(tokens)[:, None] * num_kv_heads + heads[None, :]).ravel()
-                messages.append(Message(hop, schedule.reader(cp_rank, hop), at, at + len(found)))
-                rows.append(found)
-                at += len(found)
+        first_head, requested = 0, schedule.requested(cp_rank, hop)
+        for alike in _by_size(schedule):
+            begun = at
+            for number, group in alike:
+                heads = np.arange(first_head, first_head + len(group.kv_heads), dtype=np.int32)
+                first_head += len(group.kv_heads)
+                tokens = [np.arange(start, stop, dtype=np.int32) for start, stop in requested[number]]
+                if tokens:
+                    rows.append((np.concatenate(tokens)[:, None] * num_kv_heads + heads[None, :]).ravel())
+                    at += len(rows[-1])
+            if at > begun:
+                messages.append(Message(hop, schedule.reader(cp_rank, hop), begun, at))
     return tuple(messages), np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)
 
 

@@ -14,7 +14,7 @@ from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.attention.sparse_schedule import plan_sparse
 from tests.gpu.gpu_rings import Wires, run_sparse_on
 from tests.unit.attention_rings import relative_error
-from tests.unit.block_cases import FAMILIES, block_case, check_bytes, masked_reference
+from tests.unit.block_cases import FAMILIES, GROUPED, block_case, check_bytes, grouped_case, masked_reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,6 +101,28 @@ def test_stages_and_kept_keys_agree_with_the_masked_fp64_softmax(kernel: str, fa
         runs.append(found)
     if chosen.deterministic:
         assert all(torch.equal(a, b) for a, b in zip(runs[1], runs[2], strict=True))
+
+
+@pytest.mark.parametrize("stage_bytes", [1, 2**40], ids=["a stage a hop", "one stage"])
+@pytest.mark.parametrize("name", GROUPED)
+def test_several_head_groups_agree_with_the_masked_fp64_softmax(name: str, stage_bytes: int) -> None:
+    usable(KERNELS[0])
+    layout = LAYOUTS[list(GROUPED).index(name) % 4]
+    case = grouped_case(name, 4, layout, head_dim=128, dtype=torch.bfloat16)
+    options = {"kernel": KERNELS[0].name, "deterministic": False, "stage_bytes": stage_bytes}
+    found, ledgers = run_sparse_on("cuda", case, **options)
+    for what, got, want in zip(("out", "dq", "dk", "dv"), found, masked_reference(case, "cuda"), strict=True):
+        assert relative_error(got, want.cpu()) < ALLOWED, what
+    check_bytes(case, ledgers, 2, keys_kept=None if stage_bytes > 1 else False)
+
+
+def test_several_head_groups_repeat_every_bit_where_the_kernel_does() -> None:
+    case = grouped_case("groups of 1, 2, 1 and 2", 4, "zigzag", head_dim=128, dtype=torch.bfloat16)
+    first, _ = run_sparse_on("cuda", case, deterministic=True)
+    again, _ = run_sparse_on("cuda", case, deterministic=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    for got, want in zip(first, masked_reference(case, "cuda"), strict=True):
+        assert relative_error(got, want.cpu()) < ALLOWED
 
 
 def test_queries_that_see_nothing_give_zeros_and_no_gradient() -> None:

@@ -31,6 +31,18 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
     "local and dense heads": mixed((2, NEAR), (2, Dense())),
     "heads in turn": (NEAR, Dense(), NEAR, Dense()),
 }
+_WIDE, _STRIDED = BigBird(3, 1, 1), Strided(3, 1, 128)
+_SHIFTED = tuple(rule | NEAR for rule in longnet(8, (256, 2048), (1, 8), unit_tokens=128))
+GROUPED: dict[str, tuple[int, tuple[Rule, ...]]] = {
+    "longnet, 4 heads": (4, longnet(4, (512, 2048), (1, 4), unit_tokens=128)),
+    "longnet and a window, 8 heads": (8, _SHIFTED),
+    "longnet, 2 heads for a key": (4, longnet(8, (512, 2048), (1, 4), heads_per_offset=2, unit_tokens=128)),
+    "two rules for a key": (3, (NEAR, Dense(), NEAR, NEAR, _WIDE, NEAR)),
+    "groups of 1, 2, 1 and 2": (6, (NEAR, Dense(), _WIDE, Dense(), _STRIDED, _STRIDED)),
+    "groups of 2, 1, 1, 1 and 2": (7, (_WIDE, *_SHIFTED[:3], Dense(), _WIDE, Dense())),
+    "groups of 1 and 3, 2 heads for a key": (4, (Dense(),) * 2 + (_STRIDED,) * 6),
+}
+"""(K/V heads, a rule for each query head): patterns of several head groups."""
 NUM_BLOCKS = {1: 6, 2: 8, 3: 12, 4: 16, 8: 16}
 
 
@@ -71,6 +83,12 @@ def block_case(family: str, cp: int, layout: str, documents: tuple[int, ...] = (
     starts = tuple(128 * block for block in documents)
     seq_len = 128 * NUM_BLOCKS[cp]
     return BlockCase(FAMILIES[family], (), layouts(seq_len, cp)[layout], document_starts=starts, block=128, **more)
+
+
+def grouped_case(name: str, cp: int, layout: str, **more: Any) -> BlockCase:
+    num_kv_heads, rules = GROUPED[name]
+    heads = {"num_heads": len(rules), "num_kv_heads": num_kv_heads}
+    return BlockCase(rules, (), layouts(128 * NUM_BLOCKS[cp], cp)[layout], block=128, **heads, **more)
 
 
 def masked_reference(case: SparseCase, device: str = "cpu") -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from elastic_ring.attention.kernels.block_reference import seen_by, seen_by_key
 from elastic_ring.attention.kernels.block_tables import tables_for
 from elastic_ring.attention.layout import contiguous, zigzag
 from elastic_ring.attention.merge import add_placed_
+from elastic_ring.attention.readers import OneGroup, SeveralGroups
 from elastic_ring.attention.rules import Window
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_blocks import plan_blocks
@@ -278,10 +279,9 @@ def test_tables_mean_the_pattern_in_both_directions(family: str, documents: tupl
         own = mask[order][:, rows][:, :, rows]
         assert torch.equal(seen_by(blocks.own).expand_as(own), own)
         assert torch.equal(seen_by_key(blocks.own).expand_as(own), own)
-        for tables in (tables for stage in blocks.stages for tables in stage.fetched):
-            if tables is not None:
-                assert torch.equal(seen_by(tables), seen_by_key(tables))
-                assert seen_by(tables).any(1).any(0).all()  # no key was fetched in vain
+        for tables in (call.tables for stage in blocks.stages for call in stage.calls):
+            assert torch.equal(seen_by(tables), seen_by_key(tables))
+            assert seen_by(tables).any(1).any(0).all()  # no key was fetched in vain
 
 
 def test_shares_are_added_where_they_belong_in_hop_order() -> None:
@@ -296,9 +296,11 @@ def test_only_queries_that_see_a_fetched_key_meet_them() -> None:
     cpu = torch.device("cpu")
     of_near = [plan_blocks(near.schedule, cp_rank)[1].stages[0].readers[0].tolist() for cp_rank in range(4)]
     assert of_near == [[], [0, 1], [0, 1], [0, 1]]  # a window of three blocks reaches back over two
-    assert on_device(near.schedule, 1, cpu).stages[0].readers == (slice(0, 256),)
-    scattered = [rows for rank in range(4) for rows in on_device(far.schedule, rank, cpu).stages[0].readers]
-    assert any(isinstance(rows, torch.Tensor) for rows in scattered)
+    (call,) = on_device(near.schedule, 1, cpu).stages[0].calls
+    assert isinstance(call.readers, OneGroup)
+    assert call.readers.tokens == slice(0, 256)
+    several = [call.readers for rank in range(4) for call in on_device(far.schedule, rank, cpu).stages[0].calls]
+    assert all(isinstance(readers, SeveralGroups) for readers in several)
     for case in (near, far):
         for cp_rank in range(4):
             (tables,) = plan_blocks(case.schedule, cp_rank)[1].stages
@@ -314,7 +316,7 @@ def test_tables_lie_by_rows_as_the_kernels_read_them(family: str, layout: str) -
     found = [tables_for(SparsePattern(FAMILIES[family]), 2048, 4, cpu)]
     for blocks in of_ranks:
         found += [blocks.own, *blocks.own_parts]
-        found += [tables for stage in blocks.stages for tables in stage.fetched if tables is not None]
+        found += [call.tables for stage in blocks.stages for call in stage.calls]
     for tables in found:
         for lists in (tables.own, tables.own_by_key, tables.full, tables.full_by_key):
             assert lists.counts.stride(-1) == 1

@@ -15,7 +15,7 @@ from elastic_ring.attention.device_blocks import on_device
 from elastic_ring.attention.families import BigBird
 from elastic_ring.attention.kernels import block_reference
 from elastic_ring.attention.kernels.block_sparse import compiled_shape, flex_mask, padded_blocks
-from elastic_ring.attention.kernels.block_tables import BlockTables, tables_between, tables_for
+from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart, tables_for
 from elastic_ring.attention.layout import zigzag
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_schedule import plan_sparse
@@ -46,7 +46,7 @@ def test_rectangles_mean_the_same_in_both_directions_and_are_padded_with_nothing
     generator = torch.Generator().manual_seed(0)
     full = torch.rand(2, 5, 9, generator=generator) < 0.3
     full[:, 1] = False
-    tables = tables_between(None, full.numpy(), CPU, all_rows=all_rows)
+    tables = tables_apart([full.numpy()], [np.arange(9)], CPU, all_rows=all_rows)
     assert padded_blocks(tables) == (5 if all_rows else 16, 16)
     mask = flex_mask(tables)
     assert mask.seq_lengths == (128 * padded_blocks(tables)[0], 128 * 16)
@@ -82,7 +82,7 @@ def test_a_compiled_kernel_reads_narrow_lists() -> None:
     generator = torch.Generator().manual_seed(0)
     full = torch.rand(2, 18, 22, generator=generator) < 0.3
     full[:, 1] = False
-    tables = tables_between(None, full.numpy(), CPU, all_rows=False)
+    tables = tables_apart([full.numpy()], [np.arange(22)], CPU, all_rows=False)
     mask, (num_q, num_k) = flex_mask(tables), padded_blocks(tables)
     assert mask.full_kv_indices.size(-1) == 16 < num_k
     mask.kv_indices = functional.pad(mask.kv_indices, (0, num_k - mask.kv_indices.size(-1)))
@@ -118,11 +118,10 @@ def shapes(starts: tuple[int, ...]) -> tuple[set[tuple[int, ...]], set[tuple[int
     found, exact = set(), set()
     for cp_rank in range(4):
         blocks = on_device(schedule, cp_rank, CPU, 1)
-        for tables in (blocks.own, *(each for stage in blocks.stages for each in stage.fetched)):
-            if tables is not None:
-                found.add(compiled_shape(tables, 4, 2))
-                lists = (tables.own, tables.full, tables.own_by_key, tables.full_by_key)
-                exact.add((tables.num_q_blocks, tables.num_k_blocks, *(x.indices.size(-1) for x in lists)))
+        for tables in (blocks.own, *(call.tables for stage in blocks.stages for call in stage.calls)):
+            found.add(compiled_shape(tables, 4, 2))
+            lists = (tables.own, tables.full, tables.own_by_key, tables.full_by_key)
+            exact.add((tables.num_q_blocks, tables.num_k_blocks, *(x.indices.size(-1) for x in lists)))
     return found, exact
 
 

@@ -103,7 +103,9 @@ def test_ranks_that_bring_nothing_new_are_left_out() -> None:
     assert len({each for each in seen if each[0] == "forward"}) == 3  # own, all queries on half, half on all
 
 
-@pytest.mark.parametrize("family", ["bigbird", "window", "local and dense heads", "strided"])
+@pytest.mark.parametrize(
+    "family", ["bigbird", "window", "local and dense heads", "strided", "longnet with rows that see nothing"]
+)
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_sparse_ring_meets_only_rehearsed_block_numbers(rings: ThreadRings, family: str, cp: int) -> None:
     layout = make_layout("zigzag", 128 * 4 * cp, cp)

@@ -20,7 +20,7 @@ from elastic_ring.attention.packed_exchange import PackedExchange
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from tests.unit.attention_rings import Case
-from tests.unit.block_cases import BlockCase, block_case
+from tests.unit.block_cases import BlockCase, block_case, grouped_case
 from tests.unit.stream_model import BESIDE, KERNELS, Graph, ModelledGroup, Streams
 
 
@@ -149,11 +149,13 @@ CASES = {
     "ranks that fetch nothing": [Call(block_case("bigbird", 4, "contiguous"), EVERY_HOP)],
     "a longer ring": [Call(block_case("bigbird", 8, "contiguous"), EVERY_HOP)],
     "groups of heads": [Call(block_case("heads in turn", 4, "contiguous", num_kv_heads=4), EVERY_HOP)],
+    "groups of several sizes": [Call(grouped_case("groups of 1, 2, 1 and 2", 4, "zigzag"), EVERY_HOP)],
     "kept keys": [Call(block_case("window", 4, "zigzag"), 2**40, keep_keys=True)],
     "calls one after another": [
         Call(block_case("window", 4, "contiguous"), 2**40), Call(block_case("bigbird", 4, "contiguous"), EVERY_HOP),
         Call(block_case("longnet with rows that see nothing", 4, "contiguous"), EVERY_HOP),
         Call(block_case("window", 4, "contiguous"), 2**40, keep_keys=True),
+        Call(grouped_case("longnet and a window, 8 heads", 4, "zigzag"), 2**40, keep_keys=True),
         Call(block_case("heads in turn", 4, "contiguous", batch=2), EVERY_HOP),  # outgrows the buffers
     ],
 }  # fmt: skip

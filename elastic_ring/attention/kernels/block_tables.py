@@ -7,7 +7,7 @@ ring's rank, its own slice against the keys it fetched. No kernels in here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,21 +98,34 @@ def tables_of(kept: torch.Tensor, *, width: int | None = None) -> BlockTables:
     return BlockTables(own, own, _listed(earlier, width), by_key, num_blocks, num_blocks)
 
 
-def tables_between(
-    own: Mask | None, full: Mask, device: torch.device, *, all_rows: bool = True
+def tables_between(own: Mask, full: Mask, device: torch.device) -> BlockTables:
+    """From full (H or 1, n, n) bool, queries first: the blocks seen wholly; and own (H or 1, n), whether a query
+    block sees what causality leaves of key block n, its own."""
+    num_heads, num_blocks = full.shape[:2]
+    counts = torch.from_numpy(np.ascontiguousarray(own, dtype=np.int32)).unsqueeze(0).to(device)
+    at = torch.arange(num_blocks, dtype=torch.int32, device=device)
+    lists = BlockLists(counts, at.view(1, 1, -1, 1).expand(1, num_heads, -1, 1).contiguous())
+    blocks = [np.arange(num_blocks)]
+    by_key = _listed_by_host([full.transpose(0, 2, 1)], blocks, blocks, device)
+    earlier = _listed_by_host([full], blocks, blocks, device)
+    return BlockTables(lists, lists, earlier, by_key, num_blocks, num_blocks)
+
+
+def tables_apart(
+    kept: Sequence[Mask], keys: Sequence[Positions], device: torch.device, *, all_rows: bool = True
 ) -> BlockTables:
-    """From full (H or 1, n, m) bool, queries first: the blocks seen wholly; and own (H or 1, n), whether a query
-    block sees what causality leaves of key block n, its own. `own` None where no key is a query's own."""
-    num_heads, num_q_blocks, num_k_blocks = full.shape
-    if own is None:
-        lists = (_nothing(num_heads, num_q_blocks, device), _nothing(num_heads, num_k_blocks, device))
-    else:
-        counts = torch.from_numpy(np.ascontiguousarray(own, dtype=np.int32)).unsqueeze(0).to(device)
-        at = torch.arange(num_q_blocks, dtype=torch.int32, device=device)
-        lists = (BlockLists(counts, at.view(1, 1, -1, 1).expand(1, num_heads, -1, 1).contiguous()),) * 2
-    by_key = _listed_by_host(full.transpose(0, 2, 1), device)
-    earlier = _listed_by_host(full, device)
-    return BlockTables(*lists, earlier, by_key, num_q_blocks, num_k_blocks, all_rows, own is not None)
+    """Of one or more groups that lie in one sequence: from each one's (H or 1, n, m) bool, queries first, the blocks of
+    its own that it sees, wholly. One group's query blocks lie behind another's; `keys` (m,) says where its key blocks
+    lie, ascending, and together they are all from 0 on. No key is a query's own. As many heads for all where any needs
+    them."""
+    num_heads = max(len(each) for each in kept)
+    num_q_blocks, num_k_blocks = (sum(each.shape[axis] for each in kept) for axis in (1, 2))
+    own, own_by_key = (_nothing(num_heads, num, device) for num in (num_q_blocks, num_k_blocks))
+    ends = np.cumsum([each.shape[1] for each in kept])
+    queries = [np.arange(end - each.shape[1], end) for end, each in zip(ends, kept, strict=True)]
+    full = _listed_by_host(kept, queries, keys, device)
+    by_key = _listed_by_host([each.transpose(0, 2, 1) for each in kept], keys, queries, device)
+    return BlockTables(own, own_by_key, full, by_key, num_q_blocks, num_k_blocks, all_rows, all_keys=False)
 
 
 def tables_for(pattern: SparsePattern, seq_len: int, num_heads: int, device: torch.device) -> BlockTables:
@@ -200,15 +213,24 @@ def _listed(chosen: torch.Tensor, width: int | None) -> BlockLists:
     return BlockLists(counts.unsqueeze(0), order[..., :width].to(torch.int32).unsqueeze(0).contiguous())
 
 
-def _listed_by_host(chosen: Mask, device: torch.device) -> BlockLists:
-    """The same of an array, in time and memory that follow what is chosen."""
-    chosen = np.ascontiguousarray(chosen)  # what numpy picked out of a table lies by columns, and kernels read rows
-    counts = chosen.sum(-1, dtype=np.int32)
+def _listed_by_host(
+    groups: Sequence[Mask], rows: Sequence[Positions], columns: Sequence[Positions], device: torch.device
+) -> BlockLists:
+    """The same of arrays (H or 1, n, m), each at its rows (n,) and columns (m,) of a larger one that has nothing else,
+    in time and memory that follow what is chosen."""
+    num_heads = max(len(chosen) for chosen in groups)
+    wide = [chosen if len(chosen) == num_heads else chosen.repeat(num_heads, axis=0) for chosen in groups]
+    wide = [np.ascontiguousarray(chosen) for chosen in wide]  # what numpy picked out of a table lies by columns
+    counts = np.empty((num_heads, sum(map(len, rows))), dtype=np.int32)
+    for chosen, at in zip(wide, rows, strict=True):
+        counts[:, at] = chosen.sum(-1, dtype=np.int32)
     indices = np.zeros((*counts.shape, max(1, int(counts.max(initial=0)))), dtype=np.int32)
-    found = np.flatnonzero(chosen)  # of three dimensions at once numpy takes several times as long
-    each = counts.ravel()
-    starts = np.arange(each.size) * indices.shape[2] - (np.cumsum(each) - each)
-    indices.ravel()[np.repeat(starts, each) + np.arange(found.size)] = found % max(1, chosen.shape[2])
+    heads = np.arange(num_heads) * (counts.shape[1] * indices.shape[2])
+    for chosen, at, to in zip(wide, rows, columns, strict=True):
+        each = counts[:, at].ravel()
+        found = np.flatnonzero(chosen)  # of three dimensions at once numpy takes several times as long
+        starts = np.add.outer(heads, at * indices.shape[2]).ravel() - (np.cumsum(each) - each)
+        indices.ravel()[np.repeat(starts, each) + np.arange(found.size)] = to[found % max(1, len(to))]
     return BlockLists(*(torch.from_numpy(each).unsqueeze(0).to(device) for each in (counts, indices)))
 
 
