@@ -75,9 +75,9 @@ def _urgent(kind: str) -> Any:
 
 
 class PlainWorker:
-    """One rank of the plain loop; a Ray actor like its rival."""
+    """One rank of the plain loop; a Ray actor like its rival. Without a gate it takes no turns."""
 
-    def __init__(self, task: TrainingTask, mesh: Mesh, rank: int, gate: Gate, kind: str = "cpu") -> None:
+    def __init__(self, task: TrainingTask, mesh: Mesh, rank: int, gate: Gate | None, kind: str = "cpu") -> None:
         self._task, self._mesh, self._rank, self._gate = task, mesh, rank, gate
         self._device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
 
@@ -91,11 +91,15 @@ class PlainWorker:
         done = []
         for step in range(num_blocks * block_steps):
             if step % block_steps == 0:
-                self._gate.wait()
+                self._wait()
             loss = self._step(step)
             done.append((time.monotonic(), loss))
-        self._gate.wait()
+        self._wait()
         return done
+
+    def _wait(self) -> None:
+        if self._gate is not None:
+            self._gate.wait()
 
     def _set_up(self, port: int) -> None:
         task, mesh = self._task, self._mesh

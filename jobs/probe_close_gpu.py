@@ -165,7 +165,7 @@ class Process:
 
 
 def rehearse_between(devices: Sequence[torch.device]) -> None:
-    """A group of these GPUs within this process, one element sent in it, and its end."""
+    """A group of these GPUs within this process, an element sent where there are several, and its end."""
     store = HashStore()
 
     def build(rank: int) -> Any:
@@ -275,7 +275,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--all-contexts", action="store_true", help="members have a context on every GPU")
     parser.add_argument("--at-once", action="store_true", help="build groups while the killed process still ends")
     parser.add_argument("--warm", choices=["none", "one", "all"], default="one", help="groups that the standby"
-                        " has had before: one on each GPU, as in the product, or one of all GPUs")
+                        " has had before: one on each GPU, as the product has too, or one of all GPUs")
     args = parser.parse_args(argv)
     if torch.cuda.device_count() not in MESHES:
         parser.error(f"{torch.cuda.device_count()} GPUs: this needs 2 or 4, choose them by CUDA_VISIBLE_DEVICES")

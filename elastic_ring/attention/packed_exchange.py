@@ -218,7 +218,7 @@ class PackedExchange:
             return
         if after_kernels:
             self._wait_for_kernels()
-        # As torch's context does, which asks for the device twice on its way.
+        # As torch's context does, which asks for the device twice on its way. The current device is the tensors'.
         kernels = torch.cuda.current_stream(self._like.device.index)
         torch.cuda.set_stream(self._buffers.stream(self._like.device))
         try:

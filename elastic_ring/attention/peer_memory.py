@@ -25,7 +25,7 @@ _RELEASED = 0x3FFFFFFF
 @dataclass
 class _Region:
     own: torch.Tensor
-    peers: list[torch.Tensor]
+    peers: list[torch.Tensor]  # hold the mappings that `addresses` are of
     handle: Any
     addresses: list[int]  # of `peers`
 

@@ -21,7 +21,8 @@ from elastic_ring.attention.stages import Stage, most_tokens, num_row_visits, st
 @dataclass(frozen=True)
 class Piece:
     """`size` elements without a gap at either end: from `source` on in buffer `kind` of the sender's (K is 0 and V 1;
-    where both are packed in one buffer 0), to `target` on in the receiver's packed (2, B, n, Hkv, D)."""
+    where both are packed in one buffer 0), to `target` on in the receiver's: packed keys (2, B, n, Hkv, D), or an inbox
+    with one such part a hop."""
 
     kind: int
     source: int

@@ -35,20 +35,21 @@ class Stage:
         ranges = sorted(tile.k for tile in self.by_keys)
         return _cover(ranges, self.num_tokens)
 
-    def place(self, hop: int) -> int:
-        return self.offsets[self.hops.index(hop)]
 
-
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)
 def stages(schedule: Schedule, cp_rank: int, hops_per_stage: int) -> tuple[Stage, ...]:
-    """Hop 0 alone, then `hops_per_stage` hops at a time. The grouping is the same on every rank."""
+    """Hop 0 alone, then `hops_per_stage` hops at a time. The grouping is the same on every rank.
+
+    Kept while one schedule is looked at from all sides; what lasts is `rank_plan`'s, for packed documents never come
+    again.
+    """
     own = schedule.hops[cp_rank]
     groups = [range(i, min(i + hops_per_stage, schedule.cp)) for i in range(1, schedule.cp, hops_per_stage)]
     first = Stage((0,), (0,), schedule.layout.num_tokens(cp_rank), own[0].tiles, own[0].tiles)
     return first, *(_gather(schedule, cp_rank, tuple(group)) for group in groups)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def choose_hops_per_stage(schedule: Schedule, bytes_per_token: int, limit_bytes: int) -> int:
     """The most hops whose keys fit into `limit_bytes` in one stage on every rank; at least 1."""
     for hops_per_stage in range(schedule.cp - 1, 1, -1):
@@ -62,7 +63,6 @@ def choose_hops_per_stage(schedule: Schedule, bytes_per_token: int, limit_bytes:
     return 1
 
 
-@lru_cache(maxsize=1024)
 def num_row_visits(plan: tuple[Stage, ...], *, backward: bool) -> int:
     """In how many tiles the most visited query row lies: how often its result is rounded when kept short."""
     tiles = [tile for stage in plan for tile in (stage.by_keys if backward else stage.by_rows)]
@@ -70,7 +70,7 @@ def num_row_visits(plan: tuple[Stage, ...], *, backward: bool) -> int:
     return max((sum(tile.q[0] <= start < tile.q[1] for tile in tiles) for start in cuts), default=0)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def most_tokens(schedule: Schedule, hops_per_stage: int) -> tuple[int, int]:
     """The most keys, and the most returned partials, that any rank has in any stage after its own."""
     keys = inbox = 0

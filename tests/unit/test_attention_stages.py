@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import subprocess
 import sys
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.merge import eager_add_
 from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.rank_plan import rank_plan
 from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.stages import choose_hops_per_stage, most_tokens, num_row_visits, stages
 from tests.unit.attention_rings import Case, ThreadRings, one_thread, relative_error, run_ring, whole_attention
@@ -61,6 +65,21 @@ def test_a_stage_computes_exactly_the_pairs_of_its_hops(case: Case, hops_per_sta
                     assert not tile.causal
                     found.update(itertools.product(range(*tile.q), range(*tile.k)))
                 assert found == want
+
+
+def test_schedules_of_packed_documents_are_let_go() -> None:
+    """Each sequence of a run brings another; what was worked out of one that is long gone must not stay."""
+    layout, firsts = make_layout("zigzag", 4096, 2), []
+    for number in range(400):
+        schedule = plan(Pattern(True, (0, 10 + number, 2000 + number)), layout)
+        found = rank_plan(schedule, 0, choose_hops_per_stage(schedule, 64, 1 << 20))
+        assert found.row_visits[0] >= 1
+        assert found.most_tokens[0] > 0
+        if number < 8:
+            firsts.append(weakref.ref(schedule))
+        del schedule, found
+    gc.collect()
+    assert [first() for first in firsts] == [None] * 8
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4, 8])
