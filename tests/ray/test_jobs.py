@@ -17,6 +17,7 @@ import ray
 
 from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.cluster import NAMESPACE, left_behind
+from tests.signals import heed_interrupts
 
 ROOT = Path(__file__).parents[2]
 GCS_PORT, DASHBOARD_PORT, AGENT_PORT = 7391, 9291, 9391
@@ -132,7 +133,9 @@ def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path
     command = [sys.executable, "jobs/train_1t.py", "--context", "256", "--steps", "500", "--faults", "none",
                "--run-name", "interrupted", "--run-dir", str(folder)]  # fmt: skip
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+    )
     wait_for(lambda: num_steps(folder) >= 2)
     pids = [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
     assert all(psutil.pid_exists(pid) for pid in pids)

@@ -23,6 +23,7 @@ from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, build_summary,
 from elastic_ring.monitor.picture import draw_run, short_cause
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.monitor.report import human_rate, recovery_line, render_status, seconds
+from tests.signals import heed_interrupts
 
 STATUS_JOB = Path(__file__).resolve().parents[2] / "jobs" / "status.py"
 RECOVERY: dict[str, Any] = {
@@ -261,7 +262,8 @@ def test_the_job_refuses_what_is_no_run_and_says_why(tmp_path: Path, run: Path) 
 
 def test_watching_shows_the_news_until_it_is_interrupted(run: Path) -> None:
     command = [sys.executable, STATUS_JOB, run, "--watch", "0.05"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, preexec_fn=heed_interrupts, **pipes) as watching:
         assert watching.stdout is not None
         assert "laptop" in watching.stdout.readline()
         write_json(run / "status.json", live_status(run="renamed", ended=True))
