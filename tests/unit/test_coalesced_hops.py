@@ -4,13 +4,18 @@ they lie, several hops share a stage. The same results, bytes and bits as throug
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.errors import GroupAborted
 from tests.gpu.gpu_rings import Wires, run_dense_on
 from tests.unit.attention_rings import Case, ThreadRings, one_thread, relative_error, run_ring, whole_attention
+from tests.unit.test_attention_api import FakeRing
 from tests.unit.test_attention_bytes import check_bytes
 
 DOCUMENTS = (0, 1, 18, 35)
@@ -53,3 +58,64 @@ def test_a_stage_is_one_operation_a_direction() -> None:
     run_dense_on("cpu", case, wires, hops_per_stage=3)
     # Keys in forward, keys again and partials in backward.
     assert [group.num_operations for group in groups] == [3] * 4
+
+
+class LostWork:
+    """Like one of NCCL's its `wait` has no frame that a traceback would keep it by."""
+
+    def __init__(self, group: LostGroup) -> None:
+        self.wait = group.wait
+
+
+class LostGroup(FakeRing):
+    """Rank 0's side of a ring that is aborted: operations are posted, and after `good_waits` the next wait raises."""
+
+    def __init__(self, cp: int, good_waits: int) -> None:
+        super().__init__(0, cp)
+        self.good_waits = good_waits
+        self.works: list[weakref.ref[LostWork]] = []
+        self.received: list[int] = []
+
+    def wait(self) -> None:
+        if not self.good_waits:
+            raise GroupAborted("the ring is closed")
+        self.good_waits -= 1
+
+    def _start_coalescing(self) -> None:
+        self.received = []
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> None:
+        pass
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> None:
+        self.received.append(tensors[0].data_ptr())
+
+    def _end_coalescing(self) -> LostWork:
+        work = LostWork(self)
+        self.works.append(weakref.ref(work))
+        return work
+
+
+@pytest.mark.parametrize("good_waits", range(3))
+def test_a_lost_operation_keeps_what_it_fills_and_lets_go_of_its_works(good_waits: int) -> None:
+    """All messages of an operation share one end: it is let go for all of them, while the error's traceback lives."""
+    case, group = Case(3, 36), LostGroup(3, good_waits)
+    lost: Any = group
+    ring = RingAttention(case.schedule, 0, lost, hops_per_stage=2, coalesced=True)
+    q, k, v, dout = (case.layout.scatter(x, 0, 1).contiguous() for x in case.tensors())
+
+    @torch.no_grad()
+    def both_passes() -> None:
+        out, lse, call, _ = ring._run_forward(q, k, v, 1.0)
+        assert good_waits > 0, "forward waits for keys"
+        ring._run_backward(dout, (q, k, v, out, lse), 1.0, call)
+
+    with pytest.raises(GroupAborted) as caught:
+        both_passes()
+    assert caught.value.__traceback__ is not None
+    # One operation in forward, keys and partials in backward.
+    assert len(group.works) == good_waits + 1
+    assert [work() for work in group.works] == [None] * len(group.works)
+    held = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in ring._abandoned]
+    assert group.received
+    assert all(any(start <= at < stop for start, stop in held) for at in group.received)

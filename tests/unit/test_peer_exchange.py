@@ -16,6 +16,7 @@ from elastic_ring.attention.ring import RingAttention
 from tests.gpu.gpu_rings import run_dense_on
 from tests.unit.attention_rings import Case, in_threads
 from tests.unit.peer_model import ModelledHost
+from tests.unit.test_attention_api import FakeRing
 from tests.unit.test_attention_bytes import check_bytes
 
 DOCUMENTS = (0, 1, 18, 35)
@@ -27,19 +28,10 @@ CASES = [
 ]
 
 
-class NamedGroup:
-    """What a ring, and memory that connects, ask a group for where no message passes through it."""
+class NamedGroup(FakeRing):
+    """What a ring, and memory that connects, ask a group for where no message may pass through it."""
 
     group_name = "ring"
-
-    def __init__(self, cp_rank: int, cp: int) -> None:
-        self._cp_rank, self._cp = cp_rank, cp
-
-    def rank(self) -> int:
-        return self._cp_rank
-
-    def size(self) -> int:
-        return self._cp
 
 
 def run_by_copies(host: ModelledHost, cases: list[Case], **options: Any) -> list[tuple[list[torch.Tensor], Any]]:
