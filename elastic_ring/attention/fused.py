@@ -1,7 +1,7 @@
-"""Triton kernels for the sums of a ring: merging (out, lse), and adding gradient shares, in place or by rows.
+"""Triton kernels for a ring's sums and rows: merging (out, lse), adding gradient shares, picking what is sent.
 
-Each reads every operand once and writes the sum once, forming it in fp32 registers; the eager twins in
-`merge` say what is computed. Imported only where a GPU accumulator meets them.
+Each reads every operand once and writes the result once, forming sums in fp32 registers; the eager twins in `merge` and
+`packing` say what is computed. Imported only where tensors of a GPU meet them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,11 @@ def _add_placed_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     dim = tl.arange(0, padded_dim)
     inside = row < num_rows
-    mask = inside[:, None] & (dim < head_dim)[None, :]
+    # Where a ring fetches little, most rows get nothing, and are neither read nor written.
+    grown = row < 0
+    for hop in tl.static_range(num_hops):
+        grown |= tl.load(places_ptr + hop * num_rows.to(tl.int64) + row, mask=inside, other=-1) >= 0
+    mask = grown[:, None] & (dim < head_dim)[None, :]
     total_at = total_ptr + batch * total_b + row[:, None] * head_dim + dim[None, :]
     total = tl.load(total_at, mask=mask, other=0.0).to(tl.float32)
     for hop in tl.static_range(num_hops):
@@ -90,6 +94,25 @@ def _add_placed_kernel(  # type: ignore[no-untyped-def]
         inbox_at = inbox_ptr + batch * inbox_b + place[:, None] * inbox_s + dim[None, :]
         total += tl.load(inbox_at, mask=found, other=0.0).to(tl.float32)
     tl.store(total_at, total.to(total_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gather_rows_kernel(  # type: ignore[no-untyped-def]
+    packed_ptr, k_ptr, v_ptr, rows_ptr,
+    num_rows, packed_row, packed_b, packed_kind, k_b, v_b,
+    head_dim: tl.constexpr, padded_dim: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    row = tl.load(rows_ptr + at, mask=at < num_rows, other=0).to(tl.int64)
+    dim = tl.arange(0, padded_dim)
+    mask = (at < num_rows)[:, None] & (dim < head_dim)[None, :]
+    source = row[:, None] * head_dim + dim[None, :]
+    target = packed_ptr + batch * packed_b + at[:, None] * packed_row + dim[None, :]
+    k = tl.load(k_ptr + batch * k_b + source, mask=mask)
+    v = tl.load(v_ptr + batch * v_b + source, mask=mask)
+    tl.store(target, k, mask=mask)
+    tl.store(target + packed_kind, v, mask=mask)
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
@@ -135,6 +158,23 @@ def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) 
     _add_placed_kernel[(triton.cdiv(num_rows, block), batch)](
         total, inbox, places, num_rows, total.stride(0), inbox.stride(0), inbox.stride(1), num_hops=places.size(0),
         head_dim=head_dim, padded_dim=padded_dim, block=block,
+    )  # fmt: skip
+
+
+def gather_rows_(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
+    """`packing.eager_gather_rows_` on a GPU, for contiguous k and v and rows of `packed` with gaps or without: each row
+    is read and written once, K and V by one kernel."""
+    if packed.numel() == 0:
+        return
+    assert k.is_contiguous(), "rows are counted in contiguous keys"
+    assert v.is_contiguous(), "rows are counted in contiguous values"
+    assert packed.stride(3) == 1, "each row must be contiguous"
+    head_dim = k.size(3)
+    padded_dim = triton.next_power_of_2(head_dim)
+    block = max(1, 4096 // padded_dim)
+    _gather_rows_kernel[(triton.cdiv(rows.numel(), block), k.size(0))](
+        packed, k, v, rows, rows.numel(), packed.stride(0), packed.stride(1), packed.stride(2), k.stride(0),
+        v.stride(0), head_dim=head_dim, padded_dim=padded_dim, block=block,
     )  # fmt: skip
 
 

@@ -72,19 +72,23 @@ class Accumulator:
 
 
 class GradientSum:
-    """Running dq (B, S, H, D) over tiles; the first share for all of it is taken over as it is, but with `by_rows`
-    laid row by row in memory."""
+    """Running dq (B, S, H, D) over tiles. The first share for all of it is taken over as it is, but with `by_rows`
+    laid row by row in memory; that for all rows of some heads is copied. Nothing is cleared that is written anyway."""
 
     def __init__(self, like: torch.Tensor, dtype: torch.dtype | None = None, *, by_rows: bool = False) -> None:
         self._like = like
         self._by_rows = by_rows
         self._dtype = accumulate_dtype(like.dtype) if dtype is None else dtype
         self._total: torch.Tensor | None = None
+        self._unwritten = [range(like.size(2))]  # heads whose rows hold nothing yet
 
     def add(self, rows: tuple[int, int], share: torch.Tensor, heads: slice = slice(None)) -> None:
         """Add the share (B, n, some heads, D) of the local query range `rows`."""
         if self._total is None and share.shape == self._like.shape:
-            self._total = _own(share, self._dtype, self._by_rows)
+            self._total, self._unwritten = _own(share, self._dtype, self._by_rows), []
+            return
+        if share.shape[1] == self._like.shape[1] and self._first(range(*heads.indices(self._like.shape[2]))):
+            self._made()[:, :, heads].copy_(share)
             return
         part = self.total.narrow(1, rows[0], rows[1] - rows[0])
         if share.shape[2] == self._like.shape[2]:
@@ -94,9 +98,25 @@ class GradientSum:
 
     @property
     def total(self) -> torch.Tensor:
+        total = self._made()
+        for heads in self._unwritten:
+            total[:, :, heads.start : heads.stop].zero_()
+        self._unwritten = []
+        return total
+
+    def _made(self) -> torch.Tensor:
         if self._total is None:
-            self._total = torch.zeros(self._like.shape, dtype=self._dtype, device=self._like.device)
+            self._total = torch.empty(self._like.shape, dtype=self._dtype, device=self._like.device)
         return self._total
+
+    def _first(self, heads: range) -> bool:
+        """Whether nothing was added to these heads so far; something is from now on."""
+        for index, free in enumerate(self._unwritten):
+            if free.start <= heads.start and heads.stop <= free.stop:
+                left = range(free.start, heads.start), range(heads.stop, free.stop)
+                self._unwritten[index : index + 1] = [each for each in left if each]
+                return True
+        return False
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
@@ -104,7 +124,7 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_ls
 
     The softmax rescaling of FlashAttention's split keys (Dao 2022, arXiv:2205.14135), applied across hops.
     """
-    fused = _fused_for(out)
+    fused = fused_for(out)
     (eager_merge_ if fused is None else fused.merge_)(out, lse, part_out, part_lse)
 
 
@@ -115,14 +135,14 @@ def add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         for one, share in zip(total.unbind(0), parts[0].unbind(0), strict=True):
             one.add_(share)
         return
-    fused = _fused_for(total)
+    fused = fused_for(total)
     (eager_add_ if fused is None else fused.add_)(total, parts)
 
 
 def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) -> None:
     """In place: row r of `total` (B, n, D) grows by row places[i, r] of `inbox` (B, m, D) for every i in order that
     has it (-1: none), rounded once to `total`'s type. `places` (hops, n) int32."""
-    fused = _fused_for(total)
+    fused = fused_for(total)
     (eager_add_placed_ if fused is None else fused.add_placed_)(total, inbox, places)
 
 
@@ -172,8 +192,8 @@ def _own(part: torch.Tensor, dtype: torch.dtype, by_rows: bool) -> torch.Tensor:
     return part.contiguous() if by_rows or part.is_cuda else part
 
 
-def _fused_for(total: torch.Tensor) -> ModuleType | None:
-    """The Triton kernels for accumulators on a GPU, unless Triton is missing or the sums are fp64's."""
+def fused_for(total: torch.Tensor) -> ModuleType | None:
+    """The Triton kernels for tensors of a GPU, unless Triton is missing or they are fp64's."""
     if not total.is_cuda or total.dtype == torch.float64:
         return None
     return _triton_kernels()

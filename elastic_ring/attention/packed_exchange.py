@@ -29,6 +29,7 @@ from elastic_ring.attention.exchange import (
     one_operation,
 )
 from elastic_ring.attention.ledger import HopEvents
+from elastic_ring.attention.packing import gather_rows_
 from elastic_ring.attention.schedule import Direction
 from elastic_ring.attention.sparse_blocks import BlockStage, Message
 
@@ -178,9 +179,7 @@ class PackedExchange:
             if index > 0:
                 self._wait_sent(_KEYS, index - 1)  # from the place of what is gathered now
             if stage.plan.num_served_rows:
-                for kind, x in enumerate(self._source):
-                    for number, sequence in enumerate(x.flatten(1, 2)):
-                        torch.index_select(sequence, 0, stage.served_rows, out=served[:, number, kind])
+                gather_rows_(served, *self._source, stage.served_rows)
             self._post(_KEYS, index, fetched, stage.plan.fetched, served, stage.plan.served)
 
     def _served_buffer(self, index: int) -> torch.Tensor:

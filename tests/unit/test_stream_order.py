@@ -81,8 +81,8 @@ class Host:
         self.run("backward", reads=[k, v], writes=list(places.values()))
         return torch.zeros_like(q), places.get("dk", torch.zeros_like(k)), places.get("dv", torch.zeros_like(v))
 
-    def gather(self, source: torch.Tensor, dim: int, rows: torch.Tensor, *, out: torch.Tensor) -> None:
-        self.run("gathers", reads=[source], writes=[out])
+    def gather_rows_(self, packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
+        self.run("gathers", reads=[k, v], writes=[packed])
 
     def dense_backward(self, dout: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **more: Any) -> Any:
         return self.backward(dout, q, k, v, **{name: more[name] for name in ("dk", "dv") if name in more})
@@ -125,7 +125,8 @@ def both_passes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> tuple[Gra
     monkeypatch.setattr(sparse_ring, "select_sparse", lambda *_: host.kernel)
     monkeypatch.setattr(sparse_ring, "PackedExchange", ModelledExchange)
     monkeypatch.setattr(block_pass, "add_placed_", host.add_placed_)
-    gather, posted = torch.index_select, []
+    monkeypatch.setattr(packed_exchange, "gather_rows_", host.gather_rows_)
+    posted = []
     for streams, group, buffers in each_rank(calls[0].case.layout.cp, host, graph):
         for call in calls:
             ring = SparseRingAttention(
@@ -133,10 +134,8 @@ def both_passes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> tuple[Gra
                 stage_bytes=call.stage_bytes, keep_keys=call.keep_keys,
             )  # fmt: skip
             with slices(call.case, streams) as (q, k, v, dout):
-                monkeypatch.setattr(packed_exchange.torch, "index_select", host.gather)
                 out, lse, index, keys = ring._run_forward(q, k, v, 1.0)
                 ring._run_backward(dout, (q, k, v, out, lse), 1.0, index, keys)
-                monkeypatch.setattr(packed_exchange.torch, "index_select", gather)
             streams.run("another's use of kept keys", writes=[] if keys is None else [keys])
         posted.append(group.labels)
     return graph, posted
