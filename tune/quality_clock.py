@@ -4,7 +4,9 @@
 
 A sparse family makes more steps in its time than dense does, and the table says what that was worth: the gap of the
 loss on the last quarter of held-out text to that of dense with the same seed. Beside it, with `--parts clock,tokens`,
-the gap after as many steps as dense made in its time, which is the comparison with the same tokens.
+the gap after as many steps as dense made in its time, which is the comparison with the same tokens. "rest" are the
+milliseconds of a step without its attention, "x text" how often the training text was gone through: where training
+loss falls and the tail's does not, the text is too short for the time (`--text`), whatever the pattern.
 
 The time is of training steps only, by the CPU time of this process (one thread) or a GPU's wall-clock; compiling,
 planning and evaluating are not in it. Every finished (part, family, seed) is one line of `--out`; run the same command
@@ -130,7 +132,8 @@ def table(records: Records) -> list[str]:
             continue
         lines.append("")
         lines.append(f"{what}; gap to dense of the same seed, nats a byte of the tail")
-        head = f"{'family':<16} {'density':>7} {'ms/step':>8} {'steps':>7} {'x text':>7} {'training':>8} {'tail':>7}"
+        head = f"{'family':<16} {'density':>7} {'ms/step':>8} {'rest':>6} {'steps':>7} {'x text':>7}"
+        head += f" {'training':>8} {'tail':>7}"
         lines.append(head + "".join(f"{f'seed {seed}':>9}" for seed in seeds) + f" {'mean':>8}")
         lines += [_row(part, name, records, seeds) for name in names]
     return lines
@@ -148,8 +151,8 @@ def _row(part: str, name: str, records: Records, seeds: list[int]) -> str:
         return mean(value[key] for value in found.values())
 
     return (
-        f"{name:<16} {middle('density'):>7.3f} {middle('ms_per_step'):>8.2f} {middle('steps'):>7.0f}"
-        f" {middle('epochs'):>7.1f} {middle('train_loss'):>8.4f} {middle('tail_loss'):>7.4f}"
+        f"{name:<16} {middle('density'):>7.3f} {middle('ms_per_step'):>8.2f} {middle('rest_ms'):>6.2f}"
+        f" {middle('steps'):>7.0f} {middle('epochs'):>7.1f} {middle('train_loss'):>8.4f} {middle('tail_loss'):>7.4f}"
         + "".join(f"{gaps[seed]:>+9.4f}" if seed in gaps else f"{'-':>9}" for seed in seeds)
         + (f" {mean(gaps.values()):>+8.4f}" if gaps else f" {'-':>8}")
     )

@@ -31,7 +31,7 @@ from tune.quality.text import Corpus, batch
 Clock = Callable[[], float]
 """Seconds since some moment, of work that is done."""
 
-WARM_STEPS = 3
+WARM_STEPS = 4
 """Taken and taken back before the clock starts: kernels are compiled and patterns planned in them."""
 
 
@@ -80,6 +80,7 @@ def train_for(
     A step that would begin at the end of the time or later is not begun, so the last one may end a step's length
     after it; "seconds" says when it did. "tail_loss" and "loss", nats a token, are of held-out text as in
     `train.train_text`, "train_loss" of the last tenth of the steps, "epochs" how often the text was gone through.
+    "rest_ms" is what of "ms_per_step" a step takes whose attention only hands on its values, measured afterwards.
     Raises `ValueError` for what the device's kernels cannot run.
     """
     attentions = Attentions(family, settings, device)
@@ -100,6 +101,7 @@ def train_for(
         losses.append(train_step(model, optimizer, attentions, rows))
         used = read() - start
     held = held_losses(model, attentions, corpus, settings)
+    rest_ms = 1000 * _rest_s(model, optimizer, attentions, rows, read, settings.num_layers)
     num_tokens = len(losses) * settings.batch * settings.seq_len
     return {
         "tail_loss": float(held[:, -int(settings.seq_len * settings.tail_share) :].mean()),
@@ -110,6 +112,7 @@ def train_for(
         "epochs": len(losses) * settings.batch / len(corpus.training),
         "seconds": used,
         "ms_per_step": 1000 * used / len(losses),
+        "rest_ms": rest_ms,
         "density": family.density(settings.seq_len, settings.num_layers, settings.num_heads),
     }
 
@@ -126,8 +129,8 @@ def learning_rate(share: float, peak: float) -> float:
 class Attentions:
     """What the layers of a model call, on one device, each following its rules of `family` by a path that skips.
 
-    Dense layers run on the dense backend. What content chooses it chooses for one sequence, so there a batch is a call
-    for each of its sequences. Raises `ValueError` for a pattern that GPUs cannot run.
+    Dense layers run on the dense backend. Where content chooses it does so for one sequence, and each head for itself:
+    there the sequences of a batch are as many more heads of one. Raises `ValueError` for what GPUs cannot run.
     """
 
     def __init__(self, family: Family, settings: ClockSettings, device: torch.device) -> None:
@@ -138,7 +141,7 @@ class Attentions:
         if device.type == "cuda":
             pattern.check_blocks(self._layout)
         rules = [rule for group in pattern.groups for rule in group.rules]
-        self._one_by_one = any(rule.awaits_content for rule in rules)
+        self._by_content = any(rule.awaits_content for rule in rules)
         self._buffers = HopBuffers()
         self._dense = None
         if set(rules) == {Dense()}:
@@ -166,18 +169,23 @@ class Attentions:
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with torch.autocast(self._device.type, enabled=False):  # sums inside are of the type that they say
                 q, k, v = (x.to(self.dtype) for x in (q, k, v))
-                if not self._one_by_one:
+                if not self._by_content:
                     return attend(q, k, v)
-                return torch.cat([attend(*each) for each in zip(q.split(1), k.split(1), v.split(1), strict=True)])
+                out = attend(*(x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (q, k, v)))
+                return out.squeeze(0).unflatten(1, (len(q), -1)).transpose(0, 1)
 
         return call
 
 
-def train_step(model: SmallModel, optimizer: torch.optim.Optimizer, attentions: Attentions, rows: Tensor) -> Tensor:
-    """One step on rows (B, S + 1) of tokens; the loss before it, left on its device."""
+def train_step(
+    model: SmallModel, optimizer: torch.optim.Optimizer, attentions: Attentions, rows: Tensor,
+    layers: list[Attention] | None = None,
+) -> Tensor:  # fmt: skip
+    """One step on rows (B, S + 1) of tokens; the loss before it, left on its device. `layers` stand for those of
+    `attentions`."""
     model.train()
     with attentions.mixed():
-        logits = model(rows[:, :-1], attentions.of_step())
+        logits = model(rows[:, :-1], attentions.of_step() if layers is None else layers)
     loss = F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -222,6 +230,22 @@ def _warm_up(model: SmallModel, attentions: Attentions, settings: ClockSettings,
         rows = torch.from_numpy(batch(corpus, 0, step, settings.batch)).to(model.head.weight.device)
         train_step(model, optimizer, attentions, rows)
     model.load_state_dict(before)
+
+
+def _rest_s(
+    model: SmallModel, optimizer: torch.optim.Optimizer, attentions: Attentions, rows: Tensor, read: Clock,
+    num_layers: int,
+) -> float:  # fmt: skip
+    """Seconds of a step without attention, the mean of a few; the model is of no use afterwards."""
+
+    def values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v.to(attentions.dtype)
+
+    for number in range(2 * WARM_STEPS):
+        if number == WARM_STEPS:
+            start = read()
+        train_step(model, optimizer, attentions, rows, [values] * num_layers)
+    return (read() - start) / WARM_STEPS
 
 
 def _compile(model: SmallModel) -> None:
