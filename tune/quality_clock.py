@@ -191,7 +191,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _settings(options: argparse.Namespace) -> ClockSettings:
     """Raises `ValueError` for sizes that do not fit each other or the device."""
-    gpu = torch.device(options.device).type == "cuda"
+    gpu = options.device.split(":")[0] == "cuda"
+    if not gpu and options.device != "cpu":
+        raise ValueError(f"--device {options.device}: give cpu, cuda, or one GPU of several as cuda:1")
     if gpu and options.width / options.heads not in (64, 128):
         raise ValueError(f"--width {options.width} --heads {options.heads}: on a GPU take heads of 64 or 128 channels")
     if options.seconds <= 0 or options.width % options.heads:
@@ -223,8 +225,11 @@ def main(arguments: Sequence[str] | None = None, clock: Clock | None = None) -> 
         options.seeds = [int(seed) for seed in options.seeds.split(",")]
         if not options.table:
             torch.set_num_threads(1)
-            if torch.device(options.device).type == "cuda":
-                torch.cuda.set_device(options.device)  # kernels compile for the current one
+            device = torch.device(options.device)
+            if device.type == "cuda":
+                if (device.index or 0) >= torch.cuda.device_count():
+                    raise ValueError(f"--device {device}: {torch.cuda.device_count()} GPUs are here; name one, or cpu")
+                torch.cuda.set_device(device.index or 0)  # kernels compile for the current one
             run(options, settings, known, _texts(options), clock)
         print("\n".join(table(finished(options.out))))
     except ValueError as error:

@@ -213,7 +213,9 @@ def test_other_settings_another_text_and_unknown_names_are_refused_by_name(
         (["--families", "fast"], "--families: 'fast' is none of dense, "),
         (["--parts", "bytes"], "--parts: 'bytes' is none of clock, tokens"),
         (["--block", "9"], "at least 16 whole blocks"),
+        (["--device", "gpu"], "--device gpu: give cpu"),
         (["--device", "cuda"], "heads of 64 or 128"),
+        (["--device", "cuda:99", "--width", "128", "--seq-len", "2048", "--block", "128"], "name one, or cpu"),
         (["--parts", "tokens", "--families", "random"], "seed 0 has no dense run by the clock"),
     ):
         assert main(arguments(out, text, *more), clock=Ticks(1.0)) == 2
