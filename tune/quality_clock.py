@@ -186,8 +186,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of matrices; default: bfloat16 on a GPU")
     parser.add_argument("--kernel", help="dense backend, and on a GPU its sparse form; default there: flash-attn-4")
     parser.add_argument("--compile", action="store_true", help="compile everything but attention: shorter dense steps")
-    parser.add_argument("--text", default="stdlib", help="stdlib; torch: sources of that package, about five times as many;"
-                        " or comma-separated paths and patterns of your own (stdlib)")  # fmt: skip
+    parser.add_argument("--text", default="stdlib", help="stdlib; torch: that package's sources, about five times as"
+                        " many; or comma-separated paths and patterns of your own (stdlib)")  # fmt: skip
     parser.add_argument("--stop-after", type=float, default=HOURS, help="begin no run that would end after so many s")
     parser.add_argument("--table", action="store_true", help="only print the table of what is there")
     return parser
