@@ -76,3 +76,40 @@ def families(seq_len: int, block: int, num_layers: int = 2) -> dict[str, Family]
     found["causal content"] = Family("causal content", "", block, max(2, num_blocks // 8), first_query=True)
     found["gated"] = Family("gated", "", block, max(2, num_blocks // 16), window // 2)
     return found
+
+
+MOST_KEPT = 0.25
+"""Of dense's pairs: what `block_families` keep at most."""
+
+
+def block_families(seq_len: int, block: int, num_layers: int = 8) -> dict[str, Family]:
+    """Families of whole blocks, as GPUs take them (there `block` is 128), each as dense as a quarter of the pairs
+    allows: "sinks" are the first block, and content is chosen by a block's first query, which knows no later token.
+
+    "one dense layer" has half the window in the others, so that it is within a quarter from 8 layers on.
+
+    Raises `ValueError` where there are fewer than 16 blocks, or where they do not fill the sequence.
+    """
+    if seq_len % block or seq_len // block < 16:
+        raise ValueError(f"seq_len={seq_len}, block={block}: give at least 16 whole blocks, by a smaller block")
+    unit = f"unit={block}"
+
+    def most(text: str, least: int) -> int:
+        """The largest step that keeps at most a quarter."""
+        step = least
+        while Family("", text.format(step + 1), block).density(seq_len, 1, 1) <= MOST_KEPT:
+            step += 1
+        return step
+
+    near, random = f"bigbird:{{}},1,0,{unit}", f"random:{{}},{unit}"
+    levels, content = f"hierarchical:{{}},{unit}", f"topk:{{}},{unit}"
+    window = most(near, 1)
+    texts = {
+        "dense": "dense",
+        "sinks + window": near.format(window),
+        "one dense layer": f"{near.format(max(1, window // 2))};dense@{num_layers // 2}",
+        "random": random.format(most(random, 1)),
+        "hierarchical": levels.format(most(levels, 1)),
+        "causal content": content.format(most(content, 2)),
+    }
+    return {name: Family(name, text, block) for name, text in texts.items()}

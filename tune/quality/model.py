@@ -1,13 +1,14 @@
-"""A decoder small enough to be trained in a minute, whose attention follows a pattern by mask.
+"""A decoder small enough to be trained in a minute, whose attention follows a pattern by mask, or is given by layer.
 
 What is kept is decided by the package's own rules (and `choose_blocks` for content), so the meaning is the one
 that rings run; only the path is another: at these lengths a mask over dense attention is the quicker one, and
-it takes batches. Time and bytes of patterns are measured elsewhere, never with this.
+it takes batches. Time and bytes of patterns are measured elsewhere, never with masks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from elastic_ring.attention.blocks import visible
 from elastic_ring.attention.gated import GatedSparseAttention
-from elastic_ring.attention.layers import LayerPatterns
+from elastic_ring.attention.layers import Attention, LayerPatterns
 from elastic_ring.attention.routing import choose_blocks
 from elastic_ring.attention.rules import Dense
 
@@ -129,12 +130,20 @@ class Layer(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
         return _turned(q, turn), _turned(k, turn), v
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], masks: Masks, layer: int) -> Tensor:
+    def forward(
+        self, x: Tensor, turn: tuple[Tensor, Tensor], masks: Masks | Sequence[Attention], layer: int
+    ) -> Tensor:
         q, k, v = self.heads(x, turn)
         if self.gated is not None:
             seen = self.gated(self.attention_norm(x), q, k, v)
-        else:
+        elif isinstance(masks, Masks):
             seen = attend(q, k, v, masks.by_content(q, k) if masks.top_k else masks.of_layer(layer, q.device))
+        else:
+            seen = masks[layer](q, k, v)
+        return self.rest(x, seen)
+
+    def rest(self, x: Tensor, seen: Tensor) -> Tensor:
+        """What follows attention: x (B, S, width) and what the heads saw (B, S, H, D) to (B, S, width)."""
         x = x + self.output(seen.flatten(2))
         gate, up = self.up(self.ffn_norm(x)).chunk(2, dim=-1)
         out: Tensor = x + self.down(F.silu(gate) * up)
@@ -142,7 +151,8 @@ class Layer(nn.Module):
 
 
 class SmallModel(nn.Module):
-    """tokens (B, S) to logits (B, S, vocab_size). `masks` given here only says whether layers have gates."""
+    """tokens (B, S) to logits (B, S, vocab_size). `masks` given here only says whether layers have gates; a call may
+    be given an attention for each layer instead, q, k, v (B, S, H, D) to out (B, S, H, D)."""
 
     def __init__(self, config: SmallConfig, seed: int, masks: Masks | None = None) -> None:
         super().__init__()
@@ -160,7 +170,7 @@ class SmallModel(nn.Module):
         angles = angles.unsqueeze(1).to(self.head.weight.device)
         return angles.cos(), angles.sin()
 
-    def forward(self, tokens: Tensor, masks: Masks) -> Tensor:
+    def forward(self, tokens: Tensor, masks: Masks | Sequence[Attention]) -> Tensor:
         x, turn = self.embedding(tokens), self.turn(tokens.size(1))
         for number, layer in enumerate(self.layers):
             x = layer(x, turn, masks, number)

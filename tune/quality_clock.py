@@ -1,0 +1,246 @@
+"""Train the same small decoder for the same time under each family of patterns, on the paths that really skip.
+
+    python tune/quality_clock.py --out runs/clock.jsonl [--seconds 60] [--seeds 0,1,2] [--families a,b] [--device cuda]
+
+A sparse family makes more steps in its time than dense does, and the table says what that was worth: the gap of the
+loss on the last quarter of held-out text to that of dense with the same seed. Beside it, with `--parts clock,tokens`,
+the gap after as many steps as dense made in its time, which is the comparison with the same tokens. "rest" are the
+milliseconds of a step without its attention, "x text" how often the training text was gone through: where training
+loss falls and the tail's does not, the text is too short for the time (`--text`), whatever the pattern.
+
+The time is of training steps only, by the CPU time of this process (one thread) or a GPU's wall-clock; compiling,
+planning and evaluating are not in it. Every finished (part, family, seed) is one line of `--out`; run the same command
+again to go on where it broke off, with more seeds or families to add them. Processes with different seeds may share
+the file: give each GPU whole seeds, since gaps are to dense of the same seed. `--table` only prints what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+if __name__ == "__main__":  # run from a checkout, where the package may not be installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from elastic_ring.data.source import TextFiles
+from tune.quality.clock import Clock, ClockSettings, train_for
+from tune.quality.families import Family, block_families
+from tune.quality.text import Corpus, corpus, long_range_bits
+from tune.quality_table import append, finished
+
+PARTS = ("clock", "tokens")
+NUM_HELD = 32
+HOURS = 24 * 3600.0
+
+Records = dict[tuple[str, str, int], dict[str, Any]]
+
+
+def run(
+    options: argparse.Namespace, settings: ClockSettings, known: dict[str, Family], texts: Corpus,
+    clock: Clock | None = None,
+) -> None:  # fmt: skip
+    """Whatever is missing, seed by seed, so that an early end leaves whole rounds. Raises `ValueError` for a file that
+    was begun with other settings, and for what the device cannot run."""
+    device = torch.device(options.device)
+    value = {**asdict(settings), "device": device.type, "text": options.text, "text_digest": _digest(texts)}
+    check_settings(options.out, value)
+    if ("signal", "", 0) not in finished(options.out):
+        bits = long_range_bits(texts.held, settings.seq_len // 8, int(settings.seq_len * settings.tail_share))
+        append(options.out, {"part": "signal", "family": "", "seed": 0, "value": bits,
+                             "training": len(texts.training), "held": texts.num_held})  # fmt: skip
+    begun, longest = time.monotonic(), 0.0
+    for seed in options.seeds:
+        for part in options.parts:
+            for name in options.families:
+                records = finished(options.out)
+                if (part, name, seed) in records or (part, name) == ("tokens", "dense"):
+                    continue
+                now = time.monotonic()
+                if now - begun + longest > options.stop_after:
+                    return
+                steps = None if part == "clock" else _dense(records, seed)["steps"]
+                value = train_for(known[name], seed, settings, texts, device, steps=steps, clock=clock)
+                append(options.out, {"part": part, "family": name, "seed": seed, "value": value,
+                                     "pattern": known[name].text, "device": _name(device)})  # fmt: skip
+                longest = max(longest, time.monotonic() - now)
+                print(f"{part:<6} {name:<16} seed {seed}  {_told(value)}", flush=True)
+
+
+def check_settings(path: Path, value: dict[str, Any]) -> None:
+    """Begin the file with these settings, or raise `ValueError` that names those it was begun with otherwise."""
+    begun = finished(path).get(("settings", "", 0))
+    if begun is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        append(path, {"part": "settings", "family": "", "seed": 0, "value": value})
+        return
+    other = [f"{name} {begun['value'].get(name)!r} (now {value[name]!r})" for name in value
+             if begun["value"].get(name) != value[name]]  # fmt: skip
+    if other:
+        raise ValueError(f"--out {path} was begun with {', '.join(other)}; name another file, or give the same")
+
+
+def _dense(records: Records, seed: int) -> dict[str, Any]:
+    record = records.get(("clock", "dense", seed))
+    if record is None:
+        raise ValueError(
+            f"--parts tokens: seed {seed} has no dense run by the clock, whose steps it would repeat; add dense to"
+            " --families, and clock to --parts"
+        )
+    value: dict[str, Any] = record["value"]
+    return value
+
+
+def _digest(texts: Corpus) -> str:
+    return hashlib.sha256(texts.sequences.astype("<i4").tobytes()).hexdigest()[:16]
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _told(value: dict[str, Any]) -> str:
+    return (
+        f"tail {value['tail_loss']:.4f} nats, training {value['train_loss']:.4f}, {value['steps']} steps of"
+        f" {value['ms_per_step']:.1f} ms in {value['seconds']:.1f} s, {value['epochs']:.1f} times through the text"
+    )
+
+
+def table(records: Records) -> list[str]:
+    """The lines of the table: by family density, time and number of steps, and gaps to dense of the same seed."""
+    lines = []
+    if ("signal", "", 0) in records:
+        signal = records["signal", "", 0]
+        bits = signal["value"]
+        lines.append(
+            f"{signal['training']} sequences to train on, {signal['held']} held out. Long-range signal, bits a byte of"
+            f" the tail by a compressor: {bits['near']:.3f} given the near bytes, {bits['other']:.3f} with another"
+            f" document's far bytes, {bits['far']:.3f} with its own"
+        )
+    for part, what in zip(PARTS, ("the same time", "as many steps as dense made in its time"), strict=True):
+        names = list(dict.fromkeys(name for own, name, _ in records if own == part))
+        seeds = sorted({seed for own, _, seed in records if own == part})
+        if not names:
+            continue
+        lines.append("")
+        lines.append(f"{what}; gap to dense of the same seed, nats a byte of the tail")
+        head = f"{'family':<16} {'density':>7} {'ms/step':>8} {'rest':>6} {'steps':>7} {'x text':>7}"
+        head += f" {'training':>8} {'tail':>7}"
+        lines.append(head + "".join(f"{f'seed {seed}':>9}" for seed in seeds) + f" {'mean':>8}")
+        lines += [_row(part, name, records, seeds) for name in names]
+    return lines
+
+
+def _row(part: str, name: str, records: Records, seeds: list[int]) -> str:
+    found = {seed: records[part, name, seed]["value"] for seed in seeds if (part, name, seed) in records}
+    gaps = {}
+    for seed, value in found.items():
+        dense = records.get(("clock", "dense", seed))
+        if dense is not None:
+            gaps[seed] = value["tail_loss"] - dense["value"]["tail_loss"]
+
+    def middle(key: str) -> float:
+        return mean(value[key] for value in found.values())
+
+    return (
+        f"{name:<16} {middle('density'):>7.3f} {middle('ms_per_step'):>8.2f} {middle('rest_ms'):>6.2f}"
+        f" {middle('steps'):>7.0f} {middle('epochs'):>7.1f} {middle('train_loss'):>8.4f} {middle('tail_loss'):>7.4f}"
+        + "".join(f"{gaps[seed]:>+9.4f}" if seed in gaps else f"{'-':>9}" for seed in seeds)
+        + (f" {mean(gaps.values()):>+8.4f}" if gaps else f" {'-':>8}")
+    )
+
+
+def _texts(options: argparse.Namespace) -> Corpus:
+    """Raises `ValueError` where too few sequences lie within one document."""
+    if options.text == "stdlib":
+        return corpus(options.seq_len, NUM_HELD)
+    paths = tuple(options.text.split(","))
+    if options.text == "torch":
+        paths = (str(Path(torch.__file__).parent / "**" / "*.py"),)
+    return corpus(options.seq_len, NUM_HELD, source=TextFiles(options.seq_len, paths))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines, one for each finished run")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of training steps, for each run (60)")
+    parser.add_argument("--seeds", default="0,1,2", help="(0,1,2)")
+    parser.add_argument("--families", help="comma-separated; default: all")
+    parser.add_argument("--parts", default="clock", help="clock: the same time; tokens: as many steps as dense (clock)")
+    parser.add_argument("--seq-len", type=int, default=16384, help="tokens of a sequence (16384)")
+    parser.add_argument("--block", type=int, help="tokens of a block; default: 128 on a GPU, seq-len / 32 on a CPU")
+    parser.add_argument("--batch", type=int, default=2, help="sequences a step (2)")
+    parser.add_argument("--width", type=int, default=256, help="of the model (256)")
+    parser.add_argument("--layers", type=int, default=8, help="of the model (8)")
+    parser.add_argument("--heads", type=int, default=4, help="of the model; on a GPU width / heads is 64 or 128 (4)")
+    parser.add_argument("--peak-lr", type=float, default=2e-3, help="learning rate after the warm-up (2e-3)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (cpu)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of matrices; default: bfloat16 on a GPU")
+    parser.add_argument("--kernel", help="dense backend, and on a GPU its sparse form; default there: flash-attn-4")
+    parser.add_argument("--compile", action="store_true", help="compile everything but attention: shorter dense steps")
+    parser.add_argument("--text", default="stdlib", help="stdlib; torch: that package's sources, about five times as"
+                        " many; or comma-separated paths and patterns of your own (stdlib)")  # fmt: skip
+    parser.add_argument("--stop-after", type=float, default=HOURS, help="begin no run that would end after so many s")
+    parser.add_argument("--table", action="store_true", help="only print the table of what is there")
+    return parser
+
+
+def _settings(options: argparse.Namespace) -> ClockSettings:
+    """Raises `ValueError` for sizes that do not fit each other or the device."""
+    gpu = options.device.split(":")[0] == "cuda"
+    if not gpu and options.device != "cpu":
+        raise ValueError(f"--device {options.device}: give cpu, cuda, or one GPU of several as cuda:1")
+    if gpu and options.width / options.heads not in (64, 128):
+        raise ValueError(f"--width {options.width} --heads {options.heads}: on a GPU take heads of 64 or 128 channels")
+    if options.seconds <= 0 or options.width % options.heads:
+        raise ValueError("--seconds must be positive, and --width a multiple of --heads")
+    return ClockSettings(
+        options.seconds, options.seq_len, options.block or (128 if gpu else options.seq_len // 32), options.batch,
+        options.width, options.layers, options.heads, options.peak_lr,
+        dtype=options.dtype or ("bfloat16" if gpu else "float32"),
+        kernel=options.kernel or ("flash-attn-4" if gpu else None), compiled=options.compile,
+    )  # fmt: skip
+
+
+def _asked(given: str | None, known: Sequence[str], option: str) -> list[str]:
+    asked = given.split(",") if given else list(known)
+    for name in asked:
+        if name not in known:
+            raise ValueError(f"{option}: {name!r} is none of {', '.join(known)}")
+    return asked
+
+
+def main(arguments: Sequence[str] | None = None, clock: Clock | None = None) -> int:
+    """`clock` stands for the device's own."""
+    options = _parser().parse_args(arguments)
+    try:
+        settings = _settings(options)
+        known = block_families(settings.seq_len, settings.block, settings.num_layers)
+        options.families = _asked(options.families, list(known), "--families")
+        options.parts = _asked(options.parts, PARTS, "--parts")
+        options.seeds = [int(seed) for seed in options.seeds.split(",")]
+        if not options.table:
+            torch.set_num_threads(1)
+            device = torch.device(options.device)
+            if device.type == "cuda":
+                if (device.index or 0) >= torch.cuda.device_count():
+                    raise ValueError(f"--device {device}: {torch.cuda.device_count()} GPUs are here; name one, or cpu")
+                torch.cuda.set_device(device.index or 0)  # kernels compile for the current one
+            run(options, settings, known, _texts(options), clock)
+        print("\n".join(table(finished(options.out))))
+    except ValueError as error:
+        print(f"quality_clock: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
