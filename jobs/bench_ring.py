@@ -41,6 +41,7 @@ from jobs.peers.attention_torch_cp import TorchContextParallel
 from jobs.peers.attention_ulysses import Ulysses
 
 CEILING = "single-GPU kernel"
+IN_A_ROW = "passes between two looks at the clock: 1 has GPUs wait for the host, more let it run ahead as in a step (1)"
 
 
 class Ours:
@@ -177,7 +178,7 @@ def measure(problem: Problem, systems: list[System], options: argparse.Namespace
                 kept = _kept_bytes(system)
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-                result.times_s.append(_timed(passes[result.system], (q, k, v, dout)))
+                result.times_s.append(_timed(passes[result.system], (q, k, v, dout), options.in_a_row))
                 # Of this system alone: what others keep between their passes is taken out again.
                 own = torch.cuda.max_memory_allocated() - before + sum(x.nbytes for x in (q, k, v, dout))
                 result.peak_bytes = max(result.peak_bytes, own + kept)
@@ -224,17 +225,18 @@ def _warm(
     return error, run
 
 
-def _timed(run: Pass, tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> float:
-    """One pass, started together; the slowest rank's seconds."""
+def _timed(run: Pass, tensors: tuple[Tensor, Tensor, Tensor, Tensor], num_passes: int = 1) -> float:
+    """A pass, of so many in a row that are started together; the slowest rank's seconds."""
     flag = torch.zeros(1, device="cuda")
     dist.all_reduce(flag)
     torch.cuda.synchronize()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    run(*tensors)
+    for _ in range(num_passes):
+        run(*tensors)
     end.record()
     torch.cuda.synchronize()
-    slowest = torch.tensor([begin.elapsed_time(end) / 1e3], device="cuda")
+    slowest = torch.tensor([begin.elapsed_time(end) / 1e3 / num_passes], device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
 
@@ -377,6 +379,7 @@ def _write(results: list[Result], options: argparse.Namespace, cp: int) -> None:
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "backends": {b.name: b.version() for b in BACKENDS if "cuda" in b.devices},
+        "in_a_row": options.in_a_row,
         "deterministic": options.deterministic,
         "results": [asdict(result) for result in results],
     }
@@ -404,6 +407,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=lambda t: t.split(","),
     )  # fmt: skip
     parser.add_argument("--repeats", default=5, type=int)
+    parser.add_argument("--in-a-row", default=1, type=int, metavar="N", help=IN_A_ROW)
     parser.add_argument("--warm-ups", default=2, type=int)
     parser.add_argument("--watched", default=3, type=int, help="more passes of ours in which hops are timed")
     parser.add_argument("--ranks", default=0, type=int, help="GPUs to use; 0: all of this host")

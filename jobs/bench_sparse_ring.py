@@ -43,6 +43,7 @@ from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import STAGE_LIMIT_BYTES, Footprint, SparseRingAttention
 from elastic_ring.attention.sparse_schedule import plan_sparse
+from jobs.bench_ring import IN_A_ROW
 from jobs.pattern_speed_gpu import pattern_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -186,7 +187,7 @@ class Bench:
             for system in random.Random(repeat).sample(able, len(able)):
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-                system.row.times_s.append(self._timed(system))
+                system.row.times_s.append(self._timed(system, self.options.in_a_row))
                 own = torch.cuda.max_memory_allocated() - before + sum(x.nbytes for x in system.tensors)
                 system.row.peak_bytes = max(system.row.peak_bytes, own + system.buffers.num_bytes)
                 free, total = torch.cuda.mem_get_info()
@@ -210,16 +211,17 @@ class Bench:
             error = f"{type(caught).__name__}: {caught}"[:300]
         return "another rank failed" if self._most(float(error is not None)) and error is None else error
 
-    def _timed(self, system: System) -> float:
-        """One forward and backward, started together; the slowest rank's seconds."""
+    def _timed(self, system: System, num_passes: int = 1) -> float:
+        """A forward and backward, of so many in a row that are started together; the slowest rank's seconds."""
         self._most(0.0)
         torch.cuda.synchronize()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        _both_passes(system)
+        for _ in range(num_passes):
+            _both_passes(system)
         end.record()
         torch.cuda.synchronize()
-        return self._most(begin.elapsed_time(end) / 1e3)
+        return self._most(begin.elapsed_time(end) / 1e3 / num_passes)
 
     def _moved(self, system: System) -> None:
         """Bytes of one pass, and how long the kernels stood still for them: apart from the timed repeats."""
@@ -317,7 +319,8 @@ def _write(rows: list[Row], options: argparse.Namespace, cp: int) -> None:
         "date": time.strftime("%Y-%m-%d"), "host": f"{cp} x {torch.cuda.get_device_name()}",
         "torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "heads": options.heads, "head_dim": options.head_dim, "kernel": options.kernel,
-        "deterministic": options.deterministic, "partials": str(options.partials or "the kernel's type"),
+        "in_a_row": options.in_a_row, "deterministic": options.deterministic,
+        "partials": str(options.partials or "the kernel's type"),
         "stage_bytes": options.stage_bytes, "keep_keys": options.keep_keys,
         "rows": [asdict(row) for row in rows],
     }  # fmt: skip
@@ -350,6 +353,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dense-repeats", default=2, type=int, help="of the dense ring, once a length; 0: without it")
     parser.add_argument("--warm-ups", default=2, type=int)
     parser.add_argument("--watched", default=2, type=int, help="more passes, in which bytes and waits are taken")
+    parser.add_argument("--in-a-row", default=1, type=int, metavar="N", help=IN_A_ROW)
     parser.add_argument("--no-single", dest="single", action="store_false", help="without the same work on one GPU")
     parser.add_argument("--ranks", default=0, type=int, help="GPUs to use; 0: all of this host")
     parser.add_argument("--kernel", default=None, help="pin the sparse kernel")

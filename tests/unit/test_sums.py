@@ -1,0 +1,61 @@
+"""Running gradients of queries: whatever shares come first, nothing is cleared that is written and nothing is left
+uncleared that is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ring.attention.merge import GradientSum
+
+SHAPE = (2, 6, 4, 3)
+ALL = slice(None)
+
+
+@pytest.fixture(autouse=True)
+def _memory_that_nobody_wrote_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def share_of(rows: tuple[int, int], heads: slice, seed: int) -> torch.Tensor:
+    num_heads = len(range(*heads.indices(SHAPE[2])))
+    shape = (SHAPE[0], rows[1] - rows[0], num_heads, SHAPE[3])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+some_heads = st.sampled_from([ALL, slice(0, 2), slice(2, 4), slice(1, 2), slice(3, 4)])
+some_rows = st.sampled_from([(0, 6), (0, 6), (0, 3), (3, 6), (2, 4)])
+
+
+@settings(deadline=None, max_examples=200)
+@given(shares=st.lists(st.tuples(some_rows, some_heads), max_size=6), by_rows=st.booleans())
+def test_shares_of_any_rows_and_heads_add_up(shares: list[tuple[tuple[int, int], slice]], by_rows: bool) -> None:
+    total, wanted = GradientSum(torch.zeros(SHAPE), by_rows=by_rows), torch.zeros(SHAPE)
+    for seed, (rows, heads) in enumerate(shares):
+        share = share_of(rows, heads, seed)
+        total.add(rows, share, heads)
+        wanted[:, slice(*rows), heads] += share
+    assert torch.equal(total.total, wanted)
+
+
+def test_halves_of_the_heads_are_copied_and_clear_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleared: list[torch.Size] = []
+    zero_ = torch.Tensor.zero_
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda x: (cleared.append(x.shape), zero_(x))[1])
+    total = GradientSum(torch.zeros(SHAPE), torch.bfloat16)
+    for heads in (slice(0, 2), slice(2, 4)):
+        total.add((0, 6), share_of((0, 6), heads, 0).bfloat16(), heads)
+    assert torch.isfinite(total.total).all()
+    assert not cleared
+    other = GradientSum(torch.zeros(SHAPE), torch.bfloat16)
+    other.add((0, 6), share_of((0, 6), slice(0, 2), 0).bfloat16(), slice(0, 2))
+    other.add((0, 3), share_of((0, 3), ALL, 1).bfloat16())
+    assert torch.isfinite(other.total).all()
+    assert cleared == [torch.Size((2, 6, 2, 3))]
