@@ -61,7 +61,9 @@ from elastic_ring.runtime.devices import (
     visible_chips,
     warm_devices,
 )
-from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups, translated
+from elastic_ring.runtime.groups import Connector, Groups, Rendezvous
+from elastic_ring.runtime.registry import forget_groups
+from elastic_ring.runtime.transport import translated
 from elastic_ring.state.device_digest import device_digest, device_digests
 from elastic_ring.train.compiling import rehearse_model
 from elastic_ring.train.transaction import Transaction

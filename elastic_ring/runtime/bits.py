@@ -6,6 +6,7 @@ A promise of equal bits is worth what was looked at. No decision is made here.
 from __future__ import annotations
 
 import logging
+import platform
 import re
 import warnings
 from collections.abc import Mapping
@@ -29,6 +30,16 @@ _VARIABLES = (
 _WORDS = "deterministic implementation|non-?deterministic|not deterministic"
 _NOT_REPEATABLE = re.compile(_WORDS, re.IGNORECASE)
 _AFTERWARDS = re.compile(r", but\b|\. |\(Triggered|\n")
+
+
+def environment_of_bits(num_threads: int, gpus: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What the bits of a result depend on besides its inputs: equal on two machines, equal results. `gpus`: as of
+    `gpu_environment`, where there are any."""
+    return {
+        "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "machine": platform.machine(),
+        "mkl": torch.backends.mkl.is_available(), "num_threads": num_threads,
+        **(gpus or {}),
+    }  # fmt: skip
 
 
 def gpu_environment(kernels: Mapping[str, str]) -> dict[str, Any]:

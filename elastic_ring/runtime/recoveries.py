@@ -51,7 +51,7 @@ class Recoveries:
         self._note({"note": "fault", "index": index, "worker": worker, "now": now})
 
     def worker_started(self, worker: str, pid: int, environment: Mapping[str, Any]) -> None:
-        """`environment`: what the bits of a result depend on besides its inputs (`runtime.worker`)."""
+        """`environment`: what the bits of a result depend on besides its inputs (`runtime.bits`)."""
         self.pids[worker] = pid
         self._environments[worker] = dict(environment)
         self._note({"note": "worker", "worker": worker, "pid": pid, "environment": dict(environment)})

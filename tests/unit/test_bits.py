@@ -10,8 +10,7 @@ from importlib import metadata
 import pytest
 import torch
 
-from elastic_ring.runtime.bits import Oddities, driver_version, packages, variables
-from elastic_ring.runtime.worker import environment_of_bits
+from elastic_ring.runtime.bits import Oddities, driver_version, environment_of_bits, packages, variables
 
 
 @pytest.fixture
