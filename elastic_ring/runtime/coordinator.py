@@ -15,7 +15,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -39,18 +39,19 @@ from elastic_ring.control.messages import (
     WorkerReady,
     from_json,
 )
-from elastic_ring.control.replay import journal_line, replay, standing, term_note
+from elastic_ring.control.replay import journal_line, replay, term_note
 from elastic_ring.control.state import Ended, Reconnecting, Running, State, waiting_for
-from elastic_ring.errors import CoordinatorLost, IllegalTransition, JournalDamaged, RunFailed, StaleMessage
-from elastic_ring.monitor.journal import Journal, claim_term, newest_term, read
-from elastic_ring.monitor.metrics import JOURNAL_NAME, SUMMARY_NAME
-from elastic_ring.runtime.charter import Charter, Clock, control_options, set_aside
+from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage
+from elastic_ring.monitor.journal import Journal, newest_term
+from elastic_ring.monitor.metrics import JOURNAL_NAME
+from elastic_ring.runtime.charter import Charter, Clock, control_options
 from elastic_ring.runtime.chronicle import Chronicle
 from elastic_ring.runtime.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
 from elastic_ring.runtime.dispatch import Dispatcher
 from elastic_ring.runtime.ending import aside, conclude
 from elastic_ring.runtime.injection import strike_coordinator
 from elastic_ring.runtime.lookout import Lookout
+from elastic_ring.runtime.opening import open_run
 
 log = logging.getLogger(__name__)
 
@@ -151,29 +152,25 @@ class Coordinator:
             os._exit(1)
 
     def _open(self) -> None:
-        charter, folder = self.charter, self.charter.run.folder
-        folder.mkdir(parents=True, exist_ok=True)
+        charter = self.charter
         options = control_options(charter)
-        path = folder / JOURNAL_NAME
-        term = claim_term(folder)  # before the journal is read: whoever spoke before writes nothing that counts
-        written = list(read(path)) if path.exists() else []
-        lines = standing(written)
-        begins = [line for line in lines if line.get("note") == "begin"]
-        restart = bool(begins) and begins[-1]["attempt"] == charter.attempt
-        if not restart:
-            self._begin_anew(lines, begins)
-            written, lines, begins = [], [], []
-        self.journal = Journal(path, durable=True).open()
-        self._term = term
-        self._note(term_note(term, len(written)))
+        opened = open_run(
+            charter, is_restart=self._is_restart, clear=self._clear,
+            others=lambda: left_behind(charter.run.name, keep=self._own_name),
+        )  # fmt: skip
+        self.journal = Journal(charter.run.folder / JOURNAL_NAME, durable=True).open()
+        self._term = opened.term
+        self._note(term_note(opened.term, opened.num_written))
         self.chronicle = Chronicle(charter.run, self._note, self.clock)
-        if not restart:
-            begins = [{"note": "begin", "attempt": charter.attempt, "now": self.clock(), "run": charter.run.name}]
-            self._note(begins[0])
-        self.chronicle.open(begins[0]["now"])
-        for line in lines:
+        begin = opened.begin
+        if begin is None:
+            begin = {"note": "begin", "attempt": charter.attempt, "now": self.clock(), "run": charter.run.name}
+            self._note(begin)
+        self.chronicle.open(begin["now"])
+        for line in opened.lines:
             self.chronicle.recall(line)
-        self.state: State = replay(options, [line for line in lines if "event" in line]) if lines else initial(options)
+        events = [line for line in opened.lines if "event" in line]
+        self.state: State = replay(options, events) if opened.lines else initial(options)
         self._steps: list[Mapping[str, Any]] = []
         self._outline: dict[str, Any] = {}
         self.me = ray.get_actor(self._own_name, namespace=NAMESPACE)
@@ -185,26 +182,6 @@ class Coordinator:
         )
         self.dispatch.open()
         self.dispatch.recall(self.state)
-
-    def _begin_anew(self, lines: Sequence[Mapping[str, Any]], begins: Sequence[Mapping[str, Any]]) -> None:
-        """Make room for a first coordinator.
-
-        Raises, in a process that Ray started again: RunFailed when the folder is another submission's now,
-        CoordinatorLost when workers of this run live whose journal is not to be seen from here.
-        """
-        charter = self.charter
-        if self._is_restart and begins and begins[-1]["now"] > charter.submitted_unix_s:
-            raise RunFailed(f"another submission has taken {charter.run.folder}: this one ends", run=charter.run.name)
-        if self._is_restart and left_behind(charter.run.name, keep=self._own_name):
-            raise CoordinatorLost(f"the run has workers, but its journal is not in {charter.run.folder} on this node")
-        if (charter.run.folder / SUMMARY_NAME).exists():
-            raise RunFailed(f"run {charter.run.name} has finished: {charter.run.folder} holds its summary")
-        # What a coordinator left that is gone for good: it would hold the places that this run needs.
-        left = self._clear()
-        if left:
-            raise RunFailed(f"an earlier attempt's actors do not go: {', '.join(left)}", run=charter.run.name)
-        if lines:
-            set_aside(charter.run.folder)
 
     def _clear(self) -> list[str]:
         """Remove every actor and placement group of the run but this; the names of those that stay."""
@@ -272,12 +249,7 @@ class Coordinator:
 
     def _on_death(self, death: Mapping[str, Any]) -> None:
         worker = death["worker"]
-        if worker in self.chronicle.recoveries.deaths:  # told when it began; now its cause is known
-            self.chronicle.recoveries.deaths[worker].update(reason=death["reason"], how=death["how"])
-        else:
-            self.chronicle.recoveries.deaths[worker] = dict(death)
-            for line in death["log_lines"]:
-                log.warning("last words of %s: %s", worker, line)
+        self.chronicle.recoveries.died(death)
         detail = f"{death['how']} in {death['phase']} of step {death['step']}"
         self._on_event(
             WorkerLost(self._cause(), worker, death["reason"], "\n".join([detail, *death["log_lines"]])), {}
