@@ -44,6 +44,7 @@ from elastic_ring.control.state import Ended, Reconnecting, Running, State, wait
 from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage
 from elastic_ring.monitor.journal import Journal, newest_term
 from elastic_ring.monitor.metrics import JOURNAL_NAME
+from elastic_ring.runtime.bits import versions
 from elastic_ring.runtime.charter import Charter, Clock, control_options
 from elastic_ring.runtime.chronicle import Chronicle
 from elastic_ring.runtime.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
@@ -164,7 +165,8 @@ class Coordinator:
         self.chronicle = Chronicle(charter.run, self._note, self.clock)
         begin = opened.begin
         if begin is None:
-            begin = {"note": "begin", "attempt": charter.attempt, "now": self.clock(), "run": charter.run.name}
+            begin = {"note": "begin", "attempt": charter.attempt, "now": self.clock(), "run": charter.run.name,
+                     "versions": versions(charter.scaling.device)}  # fmt: skip
             self._note(begin)
         self.chronicle.open(begin["now"])
         for line in opened.lines:
