@@ -340,7 +340,7 @@ class Coordinator:
                 self.lookout.close()
                 self.dispatch.kill_everyone()
                 self.dispatch.close()  # nothing that was queued may start after the clearing
-                shutil.rmtree(self.dispatch.stamp_dir, ignore_errors=True)  # other nodes' agents remove their own
+                shutil.rmtree(self.dispatch.stamp_dir, ignore_errors=True)  # on other hosts the next run's agents do
             return self._clear()
         except Exception as error:
             log.exception("the run could not be cleared")

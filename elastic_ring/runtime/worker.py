@@ -39,6 +39,7 @@ from elastic_ring.runtime.card import WorkerCard
 from elastic_ring.runtime.mail import Mail
 from elastic_ring.runtime.member import Member
 from elastic_ring.runtime.nccl import has_failed
+from elastic_ring.runtime.stamp_folder import hold
 from elastic_ring.runtime.standstill import Standstill, StoodStill, look_at_device
 from elastic_ring.runtime.training_thread import TrainingThread
 from elastic_ring.runtime.transport import is_transport_error
@@ -64,6 +65,7 @@ class Worker:
         self._activity = "spare"
         self._member: Member | None = None
         self._stamps = StampWriter(card.stamp_path)
+        self._held: int | None = None  # the folder of the stamps, until this process ends
         self._standstill = Standstill(card.run.timeouts.standstill_s, self._moved)
         self._starting = threading.Lock()
 
@@ -88,6 +90,7 @@ class Worker:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._mail.coordinator = coordinator
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # every thread's stack into the log, on request
+        self._held = hold(self._stamps.path.parent)
         self._stamps.open()
         member = Member(self.card, self._stamps, self._mail.injector(), self._mail.publish)
         member.warm_up()

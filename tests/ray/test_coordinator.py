@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
+import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,7 @@ from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.charter import Charter
 from elastic_ring.runtime.cluster import NAMESPACE, actor_name, left_behind
 from elastic_ring.runtime.coordinator import Coordinator
+from elastic_ring.runtime.stamp_folder import hold, stamp_folder
 from jobs.drills import actor_pids
 from tests.ray.conftest import ALONE, check_records, fault_free, tiny_trainer, wait_for
 
@@ -129,6 +132,22 @@ def test_a_coordinator_that_dies_while_the_ring_is_being_built_changes_no_bit(
     assert result.summary["exact"]
     assert max(generation["term"] for generation in result.summary["generations"]) == 2
     assert [len(recovery["faults"]) for recovery in result.summary["recoveries"]] == [2]
+
+
+def test_a_run_removes_the_stamps_of_a_run_that_is_gone_and_leaves_none_of_its_own(
+    local_ray: None, tmp_path: Path
+) -> None:
+    gone, used = (stamp_folder(name, secrets.token_hex(8)) for name in ("stamps-of-the-dead", "stamps-in-use"))
+    os.close(hold(gone))
+    held = hold(used)
+    try:
+        tiny_trainer(tmp_path, "tidy", steps=2, **ALONE).fit()
+        assert not gone.exists()
+        assert used.exists()
+    finally:
+        os.close(held)
+        shutil.rmtree(used)
+    wait_for(lambda: not list(used.parent.glob("elastic_ring-tidy-*")))
 
 
 def test_a_frozen_agent_is_replaced_and_the_next_death_is_seen_by_the_new_one(
