@@ -137,18 +137,23 @@ def test_stopping_a_job_leaves_nothing_behind(head: None, tmp_path: Path) -> Non
     assert (status["phase"], status["members"], status["error"]) == ("ended", [], "stopped by the user")
 
 
-def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole_group", [False, True], ids=["to the driver", "to its group, as a terminal does"])
+def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path, whole_group: bool) -> None:
     folder = tmp_path / "interrupted"
     command = [sys.executable, "jobs/train_1t.py", "--context", "256", "--steps", "500", "--faults", "none",
                "--run-name", "interrupted", "--run-dir", str(folder)]  # fmt: skip
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
-    )
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts,
+        start_new_session=True,
+    )  # fmt: skip
     wait_for(lambda: num_steps(folder) >= 2)
     pids = [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
     assert all(psutil.pid_exists(pid) for pid in pids)
-    process.send_signal(signal.SIGINT)
+    if whole_group:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said[-2000:]
     assert "nothing is left running" in said
