@@ -21,7 +21,7 @@ import ray
 from elastic_ring import Result
 from elastic_ring.data.source import open_source
 from elastic_ring.monitor.journal import read
-from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.monitor.metrics import read_metrics, write_json
 from elastic_ring.runtime.charter import Charter
 from elastic_ring.runtime.cluster import NAMESPACE, actor_name, left_behind
 from elastic_ring.runtime.coordinator import Coordinator
@@ -47,13 +47,19 @@ def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(
     trainers = [tiny_trainer(tmp_path, "followed", steps=6, gate=gate, **ALONE) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(trainers[0].fit)
-        wait_for(lambda: (tmp_path / "followed" / "metrics.jsonl").exists())
+        recorded = tmp_path / "followed" / "config.json"
+        wait_for(lambda: (tmp_path / "followed" / "metrics.jsonl").exists(), recorded.exists)
+        config = json.loads(recorded.read_text())
+        config["versions"]["torch"] = "0.1"
+        write_json(recorded, config)
         second = pool.submit(trainers[1].fit)
         wait_for(lambda: "attached to run followed" in caplog.text)
         gone = ray.get_actor(actor_name("followed", "coordinator"), namespace=NAMESPACE)
         gate.touch()
         summaries = [run.result().summary for run in (first, second)]
     assert summaries[0] == summaries[1]
+    (warned,) = [line for line in caplog.messages if "other versions" in line]
+    assert "torch 0.1 there" in warned
     assert summaries[0]["steps"] == 6
     # Whichever of the two came late met a coordinator that is gone, as this one does for certain.
     with pytest.raises(ray.exceptions.ActorDiedError):
