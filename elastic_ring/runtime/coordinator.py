@@ -44,6 +44,7 @@ from elastic_ring.control.state import Ended, Reconnecting, Running, State, wait
 from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage
 from elastic_ring.monitor.journal import Journal, newest_term
 from elastic_ring.monitor.metrics import JOURNAL_NAME
+from elastic_ring.runtime.audience import Audience
 from elastic_ring.runtime.bits import versions
 from elastic_ring.runtime.charter import Charter, Clock, control_options
 from elastic_ring.runtime.chronicle import Chronicle
@@ -71,7 +72,7 @@ class Coordinator:
         self.clock = Clock()
         self.address = ray.util.get_node_ip_address()
         self._queue: queue.Queue[tuple[str, Any, dict[str, Any]]] = queue.Queue()
-        self._lease_at = time.monotonic()
+        self.audience = Audience()
         self._ended: dict[str, Any] | None = None
         self._causes = 0
         self._ticked_at = 0.0
@@ -106,18 +107,15 @@ class Coordinator:
 
     def renew(self) -> None:
         """The driver lives; its lease begins anew."""
-        self._lease_at = time.monotonic()
+        self.audience.renew()
 
     def follow(self, after_step: int, after_line: int) -> dict[str, Any]:
         """What is new for a driver, and a renewal of its lease."""
-        self._lease_at = time.monotonic()
+        self.audience.renew()
         if not self._ready.is_set():
             return {"steps": [], "lines": [], "ended": self._ended, "phase": "starting"}
-        steps = [record for record in self._steps if record["step"] > after_step]
-        return {
-            "steps": steps, "lines": self.chronicle.take_lines(after_line), "ended": self._ended,
-            **self._outline,
-        }  # fmt: skip
+        news = self.audience.news(after_step)
+        return {**news, "lines": self.chronicle.take_lines(after_line), "ended": self._ended}
 
     def abandon(self, reason: str) -> None:
         """End the run now: clear everything at once."""
@@ -173,8 +171,6 @@ class Coordinator:
             self.chronicle.recall(line)
         events = [line for line in opened.lines if "event" in line]
         self.state: State = replay(options, events) if opened.lines else initial(options)
-        self._steps: list[Mapping[str, Any]] = []
-        self._outline: dict[str, Any] = {}
         self.me = ray.get_actor(self._own_name, namespace=NAMESPACE)
         self.cluster = Cluster(charter.run, charter.scaling, charter.task)
         self.lookout = Lookout(charter, self.address, self._put, secrets.token_hex(16))
@@ -212,7 +208,7 @@ class Coordinator:
         if told and told != self._told_waiting:
             self.chronicle.recoveries.say(told)
         self._told_waiting = told
-        if time.monotonic() - self._lease_at > self.charter.run.timeouts.lease_s:
+        if self.audience.silent_s > self.charter.run.timeouts.lease_s:
             self._handle("abandon", f"no driver for {self.charter.run.timeouts.lease_s:.0f} s", {})
 
     def _handle(self, kind: str, body: Any, extra: dict[str, Any]) -> None:
@@ -267,8 +263,7 @@ class Coordinator:
 
     def _publish(self, records: list[dict[str, Any]]) -> None:
         known = self.chronicle.metrics.last_step
-        self._steps += self.chronicle.publish(records)
-        del self._steps[:-256]
+        self.audience.publish(self.chronicle.publish(records))
         if self.chronicle.metrics.last_step > known:
             newest = self.chronicle.last_vote
             if newest is not None and not isinstance(self.state.phase, Running):
@@ -363,10 +358,7 @@ class Coordinator:
 
     def _refresh(self) -> None:
         self.chronicle.write_status(self.state)
-        self._outline = {
-            "phase": type(self.state.phase).__name__.lower(), "generation": self.state.generation,
-            "term": self.state.term,
-        }  # fmt: skip
+        self.audience.outline(self.state)
 
 
 def starts_closing(event: Event) -> bool:
