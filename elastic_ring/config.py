@@ -20,6 +20,7 @@ from typing import Any
 from elastic_ring.faults import Fault, parse_faults
 from elastic_ring.mesh import Mesh
 
+_WORKING_COPY = "/runtime_resources/working_dir_files/"  # where Ray unpacks what a job was submitted with
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}")
 
 
@@ -175,7 +176,8 @@ class RunConfig:
     """The run's name, its folder, its timeouts and, for drills, its planned faults.
 
     The name is the identity: submitting it again attaches to the live run. `run_dir` must be visible to
-    every node that may host the coordinator or global rank 0. `env`: variables for the workers' processes; they win
+    every node that may host the coordinator or global rank 0; a relative one is taken from the working directory, and
+    refused where that is Ray's temporary copy of a job's. `env`: variables for the workers' processes; they win
     over those that elastic_ring sets by itself on GPUs (docs/operating.md lists these).
     """
 
@@ -195,7 +197,13 @@ class RunConfig:
                 f"name={self.name!r}: use up to 80 letters, digits, '.', '_' and '-', beginning with a letter or digit"
             )
         # Resolved where the user wrote it: other processes have other working directories.
-        object.__setattr__(self, "run_dir", str(Path(self.run_dir).expanduser().absolute()))
+        folder = Path(self.run_dir).expanduser().absolute()
+        if _WORKING_COPY in f"{folder.as_posix()}/":
+            raise ValueError(
+                f"run_dir={str(self.run_dir)!r} lies in Ray's temporary copy of a job's working directory, {folder}, "
+                "which Ray deletes: give an absolute path that every node sees (--run-dir /shared/runs/NAME)"
+            )
+        object.__setattr__(self, "run_dir", str(folder))
         if isinstance(self.faults, str):
             object.__setattr__(self, "faults", parse_faults(self.faults))
         _integer("crash_loop_limit", self.crash_loop_limit, 1)

@@ -32,9 +32,10 @@ from elastic_ring.data.order import Order
 from elastic_ring.data.source import SourceConfig, hold_out, open_source
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.loss import language_model_loss
-from elastic_ring.monitor.metrics import SUMMARY_NAME, StepMetrics, write_json
+from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME, StepMetrics, write_json
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.runtime import attach
+from elastic_ring.runtime.bits import versions
 from elastic_ring.runtime.charter import Charter
 from elastic_ring.runtime.cluster import NAMESPACE, WORKER_ENVIRONMENT, actor_name, room, worker_environment
 from elastic_ring.runtime.coordinator import Coordinator
@@ -51,7 +52,6 @@ log = logging.getLogger(__name__)
 FOLLOW_S = 0.4
 # Every cluster's head has one of this. Its loss ends the cluster anyway; a soft affinity is not kept by Ray.
 HEAD_RESOURCE, HEAD_SHARE = "node:__internal_head__", 0.001
-CONFIG_NAME = "config.json"
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,9 @@ class ElasticRingTrainer:
         """
         found = attach.running_coordinator(self.run, self._digest)
         if found is not None:
-            if not (self.run.folder / CONFIG_NAME).exists():  # whoever made it did not come to it
+            if (self.run.folder / CONFIG_NAME).exists():
+                attach.tell_other_versions(self.run, versions(self.scaling.device))
+            else:  # whoever made it did not come to it
                 self._write_config()
             return found
         # A coordinator writes the summary before it goes, so whoever finds none here finds it gone for another reason.
@@ -227,6 +229,7 @@ class ElasticRingTrainer:
             .remote(charter)
         )  # fmt: skip
         if attach.attempt_of(made, self.run, starts=True) == attempt:
+            attach.tell_other_versions(self.run, versions(self.scaling.device))
             self._write_config()
             return made
         # Another submission was quicker: it is followed if it asks for the same.
@@ -254,7 +257,8 @@ class ElasticRingTrainer:
         own = {"pattern": self.task.pattern, "machine": self.task.machine}
         given = {name: str(value) for name, value in own.items() if value is not None}
         shown["data"]["source"] = type(self.task.data).__qualname__
-        return {"digest": self._digest, **shown, "code": self._code(), **given}
+        found = versions(self.scaling.device)
+        return {"digest": self._digest, **shown, "code": self._code(), **given, "versions": found}
 
     # ------------------------------------------------------------ following
 

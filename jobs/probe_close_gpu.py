@@ -38,7 +38,8 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime import nccl
-from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups
+from elastic_ring.runtime.groups import Connector, Groups, Rendezvous
+from elastic_ring.runtime.registry import forget_groups
 
 MESHES = {2: Mesh(1, 2), 4: Mesh(2, 2)}  # by the host's GPUs
 VARIANTS: dict[str, dict[str, str]] = {

@@ -22,16 +22,13 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import gc
 import io
 import json
 import logging
 import multiprocessing
 import os
 import pstats
-import random
 import sys
-import threading
 import time
 import traceback
 from dataclasses import replace
@@ -46,64 +43,16 @@ if __name__ in ("__main__", "__mp_main__"):  # run from a checkout, where jobs i
 import psutil
 import torch
 from torch.distributed import TCPStore
-from torch.distributed.fsdp import FSDPModule
 
 from elastic_ring.attention.spec import parse_pattern
-from elastic_ring.data.loader import Loader
-from elastic_ring.data.order import Order
-from elastic_ring.errors import GroupAborted, PeerFailed
-from elastic_ring.mesh import Mesh
 from elastic_ring.runtime import nccl
-from elastic_ring.runtime.devices import (
-    KERNEL_CACHE,
-    be_deterministic,
-    let_go_of_cache,
-    visible_chips,
-    warm_devices,
-)
-from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups, translated
-from elastic_ring.state.device_digest import device_digest, device_digests
+from elastic_ring.runtime.devices import KERNEL_CACHE, be_deterministic, visible_chips, warm_devices
+from elastic_ring.state.device_digest import device_digests
 from elastic_ring.train.compiling import rehearse_model
-from elastic_ring.train.transaction import Transaction
 from elastic_ring.train.warm import attention_shapes, warm_up_device
+from jobs.broken_steps import broken
+from jobs.gpu_steps import build, connected, one_step
 from jobs.gpu_tasks import PEAK_FLOPS, GpuRun, utilisation
-
-
-def connected(run: GpuRun, rank: int, port: int, prefix: str, device: torch.device) -> Groups:
-    where = Rendezvous("127.0.0.1", port, prefix, "127.0.0.1", 120.0, 900.0)
-    return Connector(where, device).connect(Mesh(run.dp, run.cp), rank)
-
-
-def build(run: GpuRun, groups: Groups, device: torch.device) -> Transaction:
-    task = run.trainer(Path("/tmp"), "probe", 1000).task
-    source = task.data.open()
-    state = Transaction(
-        task, Loader(source), Order(task.step.seed, task.step.global_batch, source.num_sequences),
-        lambda phase, step, hop=None: None, KERNEL_CACHE,
-    )  # fmt: skip
-    state.use(device)
-    state.enter(groups, (1, 1), keep=False)
-    state.initialise()
-    return state
-
-
-def one_step(
-    state: Transaction, step: int, spans: dict[str, float] | None = None, losses: list[float] | None = None
-) -> tuple[float, str]:
-    """(seconds, digest of the gradient)."""
-    begun = time.monotonic()
-    local = state.compute(step)
-    if spans is not None:
-        settle(state.device)
-        spans["compute_s"] = time.monotonic() - begun
-    state.reduce(step)
-    gradient = device_digest(state._gradient.flat).hex() if spans is not None and state._gradient else ""
-    outcome = state.vote(step, local, boundary=False)
-    state.apply(outcome)
-    settle(state.device)
-    if losses is not None:
-        losses.append(outcome.loss)
-    return time.monotonic() - begun, gradient
 
 
 def bits(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
@@ -174,86 +123,6 @@ def peak_bytes(device: torch.device) -> tuple[int, int]:
     return (psutil.Process().memory_info().rss,) * 2
 
 
-def broken(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    if args.trace:
-        torch.cuda.memory._record_memory_history(max_entries=10, stacks="python")
-    state: Transaction | None = None
-    rows: list[dict[str, Any]] = []
-    old: Connector | None = None
-    for generation in range(1, args.generations + 1):
-        if old is not None:
-            old.close()
-        groups = connected(run, rank, ports[0], f"1/{generation}", device)
-        if state is None:
-            state = build(run, groups, device)
-        else:
-            state.enter(groups, (1, generation), keep=True)
-        let_go_of_cache(device)
-        rows.append(in_memory(device))
-        old = groups.connector
-        steps_until_aborted(state, old, random.Random(100 * generation + rank).uniform(0.1, args.break_s))
-        state.leave()
-        del groups
-        forget_groups()
-    return {"rows": rows, "holders": holders(), "blocks": blocks_left() if args.trace else []}
-
-
-def blocks_left() -> list[str]:
-    """MiB, number and origin of what is still allocated on the GPU, the largest first."""
-    sums: dict[str, list[int]] = {}
-    for segment in torch.cuda.memory._snapshot()["segments"]:
-        for block in segment["blocks"]:
-            if block["state"] == "active_allocated":
-                frames = [f"{Path(f['filename']).name}:{f['line']}" for f in block.get("frames", [])][:7]
-                total = sums.setdefault(" < ".join(frames), [0, 0])
-                total[0] += block["size"]
-                total[1] += 1
-    largest = sorted(sums.items(), key=lambda item: -item[1][0])[:14]
-    return [f"{size >> 20} MiB in {number}: {where}" for where, (size, number) in largest]
-
-
-def steps_until_aborted(state: Transaction, connector: Connector, after_s: float) -> None:
-    parked = threading.Event()
-
-    def abort() -> None:
-        time.sleep(after_s)
-        connector.abort_until(parked, 60.0)
-
-    aborter = threading.Thread(target=abort)
-    aborter.start()
-    try:
-        with translated(connector):
-            while True:
-                one_step(state, state.applied)
-    except (GroupAborted, PeerFailed):
-        pass
-    parked.set()
-    aborter.join()
-
-
-def in_memory(device: torch.device) -> dict[str, Any]:
-    on_gpu = device.type == "cuda"
-    return {
-        "gpu_mib": torch.cuda.memory_allocated(device) >> 20 if on_gpu else 0,
-        "host_mib": psutil.Process().memory_info().rss >> 20,
-        "modules": len(modules_left()),
-    }
-
-
-def modules_left() -> list[Any]:
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), FSDPModule)]
-
-
-def holders() -> list[str]:
-    """What refers to the modules that are left: of each the types of its referrers' referrers."""
-    found: list[str] = []
-    for thing in modules_left()[:3]:
-        for one in gc.get_referrers(thing):
-            above = [type(two).__name__ for two in gc.get_referrers(one)][:8]
-            found.append(f"{type(thing).__name__} < {type(one).__name__} < {above}")
-    return found[:24]
-
-
 def warm(run: GpuRun, device: torch.device, all_devices: bool) -> None:
     task = run.trainer(Path("/tmp"), "probe", 1000).task
     if device.type == "cpu":
@@ -265,11 +134,6 @@ def warm(run: GpuRun, device: torch.device, all_devices: bool) -> None:
     else:
         warm_up_device(task, device, attention_shapes(task), run.cp, KERNEL_CACHE, {})
     torch.cuda.set_device(device)
-
-
-def settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def child(rank: int, end: Connection, ports: list[int], run: GpuRun, args: argparse.Namespace) -> None:

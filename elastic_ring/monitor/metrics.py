@@ -24,6 +24,7 @@ METRICS_NAME = "metrics.jsonl"
 SUMMARY_NAME = "summary.json"
 STATUS_NAME = "status.json"
 JOURNAL_NAME = "journal.jsonl"
+CONFIG_NAME = "config.json"
 
 SUMMARY_KEYS = (
     "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact", "generations", "recoveries",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.monitor.journal import read
-from elastic_ring.monitor.metrics import JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, read_metrics
+from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, read_metrics
 
 _PARTS = ("detect", "close", "heal", "rerun")
 _NUM_RECOVERIES_SHOWN = 5
@@ -61,9 +61,10 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
     recoveries = list(status.get("recoveries") or summary.get("recoveries") or [])
     lines = [
         _state_line(folder, status, summary, now),
+        _versions_line(_load(folder / CONFIG_NAME)),
         _mesh_line(status, summary),
         _step_line(status, summary, steps),
-        *_people_lines(status),
+        *_people_lines(status, now),
         *_recovery_lines(recoveries),
         *_summary_lines(summary),
         *_last_decision(folder / JOURNAL_NAME),
@@ -99,10 +100,20 @@ def _state_line(folder: Path, status: Mapping[str, Any], summary: Mapping[str, A
     if not status:
         return f"run {name}: state unknown, its {STATUS_NAME} is missing"
     state = f"run {name}: {status.get('phase', 'running')}"
-    silent_s = now - float(status.get("updated_unix_s", now))
+    silent_s = _silent_s(status, now)
     if silent_s > _OLD_NEWS_S:
         return f"{state}, but no news for {silent_s:.0f} s: its coordinator is gone or stuck"
     return f"{state}, news of {max(0.0, silent_s):.1f} s ago"
+
+
+def _silent_s(status: Mapping[str, Any], now: float) -> float:
+    """How old the newest word of a run that has not ended is."""
+    return now - float(status.get("updated_unix_s", now))
+
+
+def _versions_line(config: Mapping[str, Any]) -> str:
+    told = ", ".join(f"{name} {version}" for name, version in config.get("versions", {}).items())
+    return _row("versions", told) if told else ""
 
 
 def _mesh_line(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
@@ -139,16 +150,21 @@ def human_rate(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _people_lines(status: Mapping[str, Any]) -> Iterable[str]:
+def _people_lines(status: Mapping[str, Any], now: float) -> Iterable[str]:
+    if status.get("ended"):  # an earlier version listed its last members still
+        yield _row("members", "none any more")
+        return
     members = sorted(status.get("members") or [], key=lambda member: int(member["global_rank"]))
     for index, member in enumerate(members):
         who = f"rank {member['global_rank']:<3} {member['worker']}"
         where = f"node {member['node']}   pid {member['pid']}"
         yield _row("members" if index == 0 else "", f"{who}   {where}")
-    if status and not status.get("ended"):
+    if status:
         spares = status.get("spares") or []
         names = [str(spare["worker"] if isinstance(spare, dict) else spare) for spare in spares]
         yield _row("spares", ", ".join(names) or "none: the next loss makes the mesh smaller")
+        if _silent_s(status, now) > _OLD_NEWS_S:
+            yield _row("", "members and spares are those of the last news, and may be gone")
 
 
 def _recovery_lines(recoveries: Sequence[Mapping[str, Any]]) -> Iterable[str]:

@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from elastic_ring.config import RunConfig
 from elastic_ring.errors import CoordinatorLost
-from elastic_ring.monitor.metrics import STATUS_NAME, SUMMARY_NAME
+from elastic_ring.monitor.metrics import CONFIG_NAME, STATUS_NAME, SUMMARY_NAME
 from elastic_ring.runtime.cluster import NAMESPACE, actor_name
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """What tells two recorded configs apart, as words for `refuse_other_settings`; what a digest leaves out counts for
     nothing here either."""
     told = []
-    for part in sorted({*recorded, *wanted} - {"digest"}):
+    for part in sorted({*recorded, *wanted} - {"digest", "versions"}):
         before, now = (config.get(part) for config in (recorded, wanted))
         if not isinstance(before, Mapping) or not isinstance(now, Mapping):
             before, now = {"": before}, {"": now}
@@ -112,6 +112,21 @@ def differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     if not told:
         return ", in nothing that is recorded"
     return ", in " + "; ".join(told[:NUM_TOLD]) + (f" and {len(told) - NUM_TOLD} more" if len(told) > NUM_TOLD else "")
+
+
+def other_versions(recorded: Mapping[str, Any], here: Mapping[str, str]) -> str:
+    """Which versions of a recorded config are others here, as words; empty where none is, or none is recorded."""
+    there: Mapping[str, str] = recorded.get("versions", {})
+    odd = [name for name in there if name in here and there[name] != here[name]]
+    return ", ".join(f"{name} {there[name]} there, {here[name]} here" for name in odd)
+
+
+def tell_other_versions(run: RunConfig, here: Mapping[str, str]) -> None:
+    """One line where the run was recorded with other versions: what goes on, or begins again, may not be the same."""
+    path = run.folder / CONFIG_NAME
+    told = other_versions(json.loads(path.read_text()), here) if path.exists() else ""
+    if told:
+        log.warning("run %s was recorded with other versions than this submission's: %s", run.name, told)
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,5 @@
-"""What the bits of a result depend on besides its inputs: found out by each worker, compared by `runtime.recoveries`.
+"""What the bits of a result depend on besides its inputs: found out by each worker, compared by `runtime.recoveries`;
+and the versions of a run, for its records.
 
 A promise of equal bits is worth what was looked at. No decision is made here.
 """
@@ -6,6 +7,7 @@ A promise of equal bits is worth what was looked at. No decision is made here.
 from __future__ import annotations
 
 import logging
+import platform
 import re
 import warnings
 from collections.abc import Mapping
@@ -31,14 +33,43 @@ _NOT_REPEATABLE = re.compile(_WORDS, re.IGNORECASE)
 _AFTERWARDS = re.compile(r", but\b|\. |\(Triggered|\n")
 
 
+def environment_of_bits(num_threads: int, gpus: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What the bits of a result depend on besides its inputs: equal on two machines, equal results. `gpus`: as of
+    `gpu_environment`, where there are any."""
+    return {
+        "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "machine": platform.machine(),
+        "mkl": torch.backends.mkl.is_available(), "num_threads": num_threads,
+        **(gpus or {}),
+    }  # fmt: skip
+
+
 def gpu_environment(kernels: Mapping[str, str]) -> dict[str, Any]:
     """Of a worker on GPUs: the chips, the driver, the libraries, and `kernels`, by what each is used for."""
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     return {
-        "gpu": ", ".join(sorted(names)), "driver": driver_version([_text(path) for path in _DRIVER_FILES]),
-        "cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "gpu": ", ".join(sorted(names)), **gpu_versions(),
         "cudnn": torch.backends.cudnn.version(), **packages(), **variables(environment()), **kernels,
     }  # fmt: skip
+
+
+def versions(device: str) -> dict[str, str]:
+    """What a run on this kind of device is run with, as this process finds it; what is not here is left out."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name, distribution in (("elastic_ring", "elastic-ring"), ("ray", "ray")):
+        with suppress(metadata.PackageNotFoundError):  # a checkout that is not installed has no version
+            found[name] = metadata.version(distribution)
+    if device == "cuda":
+        found.update((name, version) for name, version in gpu_versions().items() if version)
+    return dict(sorted(found.items()))
+
+
+def gpu_versions() -> dict[str, str]:
+    """Of CUDA, the driver and NCCL; empty for what this machine, or this build of torch, has not."""
+    has_nccl = torch.distributed.is_nccl_available()
+    return {
+        "driver": driver_version([_text(path) for path in _DRIVER_FILES]), "cuda": str(torch.version.cuda or ""),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "",
+    }
 
 
 def driver_version(texts: list[str]) -> str:

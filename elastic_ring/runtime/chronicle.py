@@ -150,18 +150,22 @@ class Chronicle:
 
     def _status(self, state: State, end: Mapping[str, Any] | None) -> dict[str, Any]:
         told = {key: end[key] for key in ("error", "message", "facts", "attempt")} if end is not None else {}
-        mesh, nodes = mesh_of(state), {w.worker: w.node for w in state.workers.values()}
+        nodes = {w.worker: w.node for w in state.workers.values()}
+        # After the end nobody is a member, whatever phase it came in: everyone is being killed.
+        over = end is not None
+        mesh, seated, waiting = (None, (), ()) if over else (mesh_of(state), members(state), spares(state))
 
         def person(worker: str) -> dict[str, Any]:
             return {"worker": worker, "node": nodes.get(worker, ""), "pid": self.recoveries.pids.get(worker, 0)}
 
         return {
-            "run": self._run.name, "phase": phase_name(state), "term": state.term, "generation": state.generation,
+            "run": self._run.name, "phase": "ended" if over else phase_name(state),
+            "term": state.term, "generation": state.generation,
             "mesh": {"dp": mesh.dp, "cp": mesh.cp} if mesh else {"dp": 0, "cp": 0},
             "step": self.metrics.last_step + 1, "total_steps": state.options.total_steps,
-            "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(members(state))],
-            "spares": [person(w) for w in spares(state)],
-            "recoveries": self.recoveries.records[-20:], "updated_unix_s": time.time(), "ended": end is not None,
+            "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(seated)],
+            "spares": [person(w) for w in waiting],
+            "recoveries": self.recoveries.records[-20:], "updated_unix_s": time.time(), "ended": over,
             "error": told["message"] if told and told["error"] else "", "end": told, "story": describe(state)["story"],
         }  # fmt: skip
 

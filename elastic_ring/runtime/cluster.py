@@ -23,8 +23,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.runtime import nccl
+from elastic_ring.runtime.card import WorkerCard
 from elastic_ring.runtime.node_agent import NodeAgent
-from elastic_ring.runtime.worker import Worker, WorkerCard
+from elastic_ring.runtime.worker import Worker
 from elastic_ring.train.task import TrainingTask
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -39,18 +39,21 @@ from elastic_ring.control.messages import (
     WorkerReady,
     from_json,
 )
-from elastic_ring.control.replay import journal_line, replay, standing, term_note
+from elastic_ring.control.replay import journal_line, replay, term_note
 from elastic_ring.control.state import Ended, Reconnecting, Running, State, waiting_for
-from elastic_ring.errors import CoordinatorLost, IllegalTransition, JournalDamaged, RunFailed, StaleMessage
-from elastic_ring.monitor.journal import Journal, claim_term, newest_term, read
-from elastic_ring.monitor.metrics import JOURNAL_NAME, SUMMARY_NAME
-from elastic_ring.runtime.charter import Charter, Clock, control_options, set_aside
+from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage
+from elastic_ring.monitor.journal import Journal, newest_term
+from elastic_ring.monitor.metrics import JOURNAL_NAME
+from elastic_ring.runtime.audience import Audience
+from elastic_ring.runtime.bits import versions
+from elastic_ring.runtime.charter import Charter, Clock, control_options
 from elastic_ring.runtime.chronicle import Chronicle
 from elastic_ring.runtime.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
 from elastic_ring.runtime.dispatch import Dispatcher
 from elastic_ring.runtime.ending import aside, conclude
 from elastic_ring.runtime.injection import strike_coordinator
 from elastic_ring.runtime.lookout import Lookout
+from elastic_ring.runtime.opening import open_run
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +72,7 @@ class Coordinator:
         self.clock = Clock()
         self.address = ray.util.get_node_ip_address()
         self._queue: queue.Queue[tuple[str, Any, dict[str, Any]]] = queue.Queue()
-        self._lease_at = time.monotonic()
+        self.audience = Audience()
         self._ended: dict[str, Any] | None = None
         self._causes = 0
         self._ticked_at = 0.0
@@ -104,18 +107,15 @@ class Coordinator:
 
     def renew(self) -> None:
         """The driver lives; its lease begins anew."""
-        self._lease_at = time.monotonic()
+        self.audience.renew()
 
     def follow(self, after_step: int, after_line: int) -> dict[str, Any]:
         """What is new for a driver, and a renewal of its lease."""
-        self._lease_at = time.monotonic()
+        self.audience.renew()
         if not self._ready.is_set():
             return {"steps": [], "lines": [], "ended": self._ended, "phase": "starting"}
-        steps = [record for record in self._steps if record["step"] > after_step]
-        return {
-            "steps": steps, "lines": self.chronicle.take_lines(after_line), "ended": self._ended,
-            **self._outline,
-        }  # fmt: skip
+        news = self.audience.news(after_step)
+        return {**news, "lines": self.chronicle.take_lines(after_line), "ended": self._ended}
 
     def abandon(self, reason: str) -> None:
         """End the run now: clear everything at once."""
@@ -151,31 +151,26 @@ class Coordinator:
             os._exit(1)
 
     def _open(self) -> None:
-        charter, folder = self.charter, self.charter.run.folder
-        folder.mkdir(parents=True, exist_ok=True)
+        charter = self.charter
         options = control_options(charter)
-        path = folder / JOURNAL_NAME
-        term = claim_term(folder)  # before the journal is read: whoever spoke before writes nothing that counts
-        written = list(read(path)) if path.exists() else []
-        lines = standing(written)
-        begins = [line for line in lines if line.get("note") == "begin"]
-        restart = bool(begins) and begins[-1]["attempt"] == charter.attempt
-        if not restart:
-            self._begin_anew(lines, begins)
-            written, lines, begins = [], [], []
-        self.journal = Journal(path, durable=True).open()
-        self._term = term
-        self._note(term_note(term, len(written)))
+        opened = open_run(
+            charter, is_restart=self._is_restart, clear=self._clear,
+            others=lambda: left_behind(charter.run.name, keep=self._own_name),
+        )  # fmt: skip
+        self.journal = Journal(charter.run.folder / JOURNAL_NAME, durable=True).open()
+        self._term = opened.term
+        self._note(term_note(opened.term, opened.num_written))
         self.chronicle = Chronicle(charter.run, self._note, self.clock)
-        if not restart:
-            begins = [{"note": "begin", "attempt": charter.attempt, "now": self.clock(), "run": charter.run.name}]
-            self._note(begins[0])
-        self.chronicle.open(begins[0]["now"])
-        for line in lines:
+        begin = opened.begin
+        if begin is None:
+            begin = {"note": "begin", "attempt": charter.attempt, "now": self.clock(), "run": charter.run.name,
+                     "versions": versions(charter.scaling.device)}  # fmt: skip
+            self._note(begin)
+        self.chronicle.open(begin["now"])
+        for line in opened.lines:
             self.chronicle.recall(line)
-        self.state: State = replay(options, [line for line in lines if "event" in line]) if lines else initial(options)
-        self._steps: list[Mapping[str, Any]] = []
-        self._outline: dict[str, Any] = {}
+        events = [line for line in opened.lines if "event" in line]
+        self.state: State = replay(options, events) if opened.lines else initial(options)
         self.me = ray.get_actor(self._own_name, namespace=NAMESPACE)
         self.cluster = Cluster(charter.run, charter.scaling, charter.task)
         self.lookout = Lookout(charter, self.address, self._put, secrets.token_hex(16))
@@ -185,26 +180,6 @@ class Coordinator:
         )
         self.dispatch.open()
         self.dispatch.recall(self.state)
-
-    def _begin_anew(self, lines: Sequence[Mapping[str, Any]], begins: Sequence[Mapping[str, Any]]) -> None:
-        """Make room for a first coordinator.
-
-        Raises, in a process that Ray started again: RunFailed when the folder is another submission's now,
-        CoordinatorLost when workers of this run live whose journal is not to be seen from here.
-        """
-        charter = self.charter
-        if self._is_restart and begins and begins[-1]["now"] > charter.submitted_unix_s:
-            raise RunFailed(f"another submission has taken {charter.run.folder}: this one ends", run=charter.run.name)
-        if self._is_restart and left_behind(charter.run.name, keep=self._own_name):
-            raise CoordinatorLost(f"the run has workers, but its journal is not in {charter.run.folder} on this node")
-        if (charter.run.folder / SUMMARY_NAME).exists():
-            raise RunFailed(f"run {charter.run.name} has finished: {charter.run.folder} holds its summary")
-        # What a coordinator left that is gone for good: it would hold the places that this run needs.
-        left = self._clear()
-        if left:
-            raise RunFailed(f"an earlier attempt's actors do not go: {', '.join(left)}", run=charter.run.name)
-        if lines:
-            set_aside(charter.run.folder)
 
     def _clear(self) -> list[str]:
         """Remove every actor and placement group of the run but this; the names of those that stay."""
@@ -233,7 +208,7 @@ class Coordinator:
         if told and told != self._told_waiting:
             self.chronicle.recoveries.say(told)
         self._told_waiting = told
-        if time.monotonic() - self._lease_at > self.charter.run.timeouts.lease_s:
+        if self.audience.silent_s > self.charter.run.timeouts.lease_s:
             self._handle("abandon", f"no driver for {self.charter.run.timeouts.lease_s:.0f} s", {})
 
     def _handle(self, kind: str, body: Any, extra: dict[str, Any]) -> None:
@@ -272,12 +247,7 @@ class Coordinator:
 
     def _on_death(self, death: Mapping[str, Any]) -> None:
         worker = death["worker"]
-        if worker in self.chronicle.recoveries.deaths:  # told when it began; now its cause is known
-            self.chronicle.recoveries.deaths[worker].update(reason=death["reason"], how=death["how"])
-        else:
-            self.chronicle.recoveries.deaths[worker] = dict(death)
-            for line in death["log_lines"]:
-                log.warning("last words of %s: %s", worker, line)
+        self.chronicle.recoveries.died(death)
         detail = f"{death['how']} in {death['phase']} of step {death['step']}"
         self._on_event(
             WorkerLost(self._cause(), worker, death["reason"], "\n".join([detail, *death["log_lines"]])), {}
@@ -293,8 +263,7 @@ class Coordinator:
 
     def _publish(self, records: list[dict[str, Any]]) -> None:
         known = self.chronicle.metrics.last_step
-        self._steps += self.chronicle.publish(records)
-        del self._steps[:-256]
+        self.audience.publish(self.chronicle.publish(records))
         if self.chronicle.metrics.last_step > known:
             newest = self.chronicle.last_vote
             if newest is not None and not isinstance(self.state.phase, Running):
@@ -366,7 +335,7 @@ class Coordinator:
                 self.lookout.close()
                 self.dispatch.kill_everyone()
                 self.dispatch.close()  # nothing that was queued may start after the clearing
-                shutil.rmtree(self.dispatch.stamp_dir, ignore_errors=True)  # other nodes' agents remove their own
+                shutil.rmtree(self.dispatch.stamp_dir, ignore_errors=True)  # on other hosts the next run's agents do
             return self._clear()
         except Exception as error:
             log.exception("the run could not be cleared")
@@ -389,10 +358,7 @@ class Coordinator:
 
     def _refresh(self) -> None:
         self.chronicle.write_status(self.state)
-        self._outline = {
-            "phase": type(self.state.phase).__name__.lower(), "generation": self.state.generation,
-            "term": self.state.term,
-        }  # fmt: skip
+        self.audience.outline(self.state)
 
 
 def starts_closing(event: Event) -> bool:

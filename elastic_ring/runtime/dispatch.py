@@ -33,6 +33,7 @@ from elastic_ring.control.messages import (
 )
 from elastic_ring.control.state import State
 from elastic_ring.runtime.cluster import Cluster, watch_ref
+from elastic_ring.runtime.stamp_folder import stamp_folder
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Dispatcher:
         self._chores: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._hand = threading.Thread(target=self._do_chores, name="chores", daemon=True)
-        self.stamp_dir = f"/dev/shm/elastic_ring-{charter.run.name}-{charter.attempt[:8]}"
+        self.stamp_dir = str(stamp_folder(charter.run.name, charter.attempt))
 
     def open(self) -> None:
         """Ray's slow calls (starting, removing) have a thread of their own: deciding never waits for them."""

@@ -23,6 +23,7 @@ from elastic_ring.data.source import hold_out, open_source
 from elastic_ring.errors import GroupAborted
 from elastic_ring.monitor.stamps import Phase, StampWriter
 from elastic_ring.runtime.bits import Oddities, gpu_environment
+from elastic_ring.runtime.card import WorkerCard
 from elastic_ring.runtime.devices import (
     KERNEL_CACHE,
     DeviceClaim,
@@ -31,10 +32,13 @@ from elastic_ring.runtime.devices import (
     visible_chips,
     warm_devices,
 )
-from elastic_ring.runtime.groups import Connector, Groups, Rendezvous, forget_groups, translated
+from elastic_ring.runtime.groups import Connector, Groups, Rendezvous
+from elastic_ring.runtime.healing import heal_over_link
 from elastic_ring.runtime.injection import Injector
+from elastic_ring.runtime.records import StepRecords, record_of
+from elastic_ring.runtime.registry import forget_groups
 from elastic_ring.runtime.standstill import DeviceMarks
-from elastic_ring.state.transfer import receive_shard, send_shard
+from elastic_ring.runtime.transport import translated
 from elastic_ring.train.check import check_model
 from elastic_ring.train.compiling import CompileWatch, compiled_by, rehearse_model, report_compiled
 from elastic_ring.train.kernels import KernelChoice
@@ -47,7 +51,6 @@ from elastic_ring.train.wrap import num_parameters
 
 log = logging.getLogger(__name__)
 
-KEPT_RECORDS = 16384
 STAND_S = 10.0  # for a node's GPU to be empty before the next process may take it
 ABORTABLE = ("idle", "forward", "backward", "reduce")
 
@@ -56,7 +59,7 @@ class Member:
     """The training state of one worker process and what it does in the mesh."""
 
     def __init__(
-        self, card: Any, stamps: StampWriter, injector: Injector, publish: Callable[[list[dict[str, Any]]], None]
+        self, card: WorkerCard, stamps: StampWriter, injector: Injector, publish: Callable[[list[dict[str, Any]]], None]
     ) -> None:
         self._card = card
         self._stamps = stamps
@@ -69,9 +72,7 @@ class Member:
         self._connector: Connector | None = None
         self._groups: Groups | None = None
         self._command: Build | None = None
-        self._records: list[dict[str, Any]] = []
-        self._published = -1
-        self._mail = threading.Lock()  # `_published`: read and moved on by the training thread, set by the other
+        self.records = StepRecords(publish)
         self._left_behind: list[tuple[Any, ...]] = []
         self._claim = DeviceClaim(card.scaling.device, card.run.name)
         self.chips: list[str] = []  # names of the GPUs that this process sees
@@ -147,8 +148,7 @@ class Member:
         )  # fmt: skip
         self._let_go()
         self._connector = Connector(where, self._claim.device)
-        with self._mail:
-            self._published = max(self._published, int(extra.get("published", -1)))
+        self.records.heard(int(extra.get("published", -1)))
         return self._connector
 
     def abort(self, parked: threading.Event, timeout_s: float) -> bool:
@@ -181,20 +181,11 @@ class Member:
             gradient_cast=state.gradient_cast,
         )  # fmt: skip
 
-    def records_after(self, step: int) -> list[dict[str, Any]]:
-        """This worker's own records of committed steps newer than `step`."""
-        return [record for record in self._records if record["step"] > step]
-
-    def rewind(self, published: int) -> None:
-        """A new coordinator knows the steps up to `published` only."""
-        with self._mail:
-            self._published = published
-
     def unsent(self) -> list[dict[str, Any]]:
         """What global rank 0 has not published yet; the other ranks' records are only for emergencies."""
         if self._groups is None or self._groups.global_rank != 0:
             return []
-        return self.records_after(self._published)
+        return self.records.unsent()
 
     # ------------------------------------------------------------ building a generation
 
@@ -257,32 +248,15 @@ class Member:
             torch.cuda.set_device(device)
 
     def _heal(self, heal: Heal, connector: Connector) -> int:
-        """Send to or receive from the other workers of this heal, over a link of their own."""
-        worker, state = self._card.worker, self._transaction
+        """This worker's part in a heal; planned faults have their moment in it."""
         assert self._command is not None
-        role = "donor" if worker == heal.donor else "spare"
-        self._stamps.stamp(self._command.step, Phase.HEAL)
-        begun = time.monotonic()
-        link = connector.link(f"{heal.cp_rank}/{heal.donor}", (heal.donor, *heal.newcomers), worker)
-        self._timings["link_s"] = time.monotonic() - begun
-        rank = self._groups.global_rank if self._groups is not None else -1
+        step, rank = self._command.step, self._groups.global_rank if self._groups is not None else -1
+        self._stamps.stamp(step, Phase.HEAL)
 
-        def after_chunk() -> None:
-            assert self._command is not None
-            self._injector.check(phase="heal", step=self._command.step, rank=rank, role=role)
+        def strike(role: str) -> None:
+            self._injector.check(phase="heal", step=step, rank=rank, role=role)
 
-        with translated(connector):
-            assert state.shard is not None
-            if role == "donor":
-                assert state.valid
-                num_bytes = send_shard(state.shard, link, after_chunk=after_chunk)
-            else:
-                state.applying = True  # half healed is as lost as half applied
-                num_bytes = receive_shard(state.shard, link, after_chunk=after_chunk)
-                state.applying = False
-        connector.retire(link)
-        self._timings.update(link.timings)
-        return num_bytes
+        return heal_over_link(heal, self._card.worker, self._transaction, connector, strike, self._timings)
 
     def stand(self) -> None:
         """Become a spare without state, and give the GPU back with its memory: the next process there may need all."""
@@ -356,26 +330,12 @@ class Member:
     def _record(self, outcome: Outcome, local: Local, step_s: float) -> None:
         assert self._groups is not None
         assert self._command is not None
-        mesh, step = self._groups.mesh, outcome.vote.step
-        self._records.append({
-            "step": step, "loss": outcome.loss, "grad_norm": outcome.grad_norm,
-            "lr": learning_rate(step, self._card.task.optim), "num_tokens": int(outcome.num_tokens),
-            "samples": list(outcome.samples), "skipped": outcome.skip, "step_s": step_s,
-            "generation": self._command.generation, "dp": mesh.dp, "cp": mesh.cp,
-            **local.hops.figures(),  # the device passed their events before the vote was cast
-            "committed_monotonic_s": time.monotonic(),
-            "vote": list(outcome.vote.values), "cast": list(outcome.vote.cast),
-        })  # fmt: skip
-        del self._records[:-KEPT_RECORDS]
+        lr = learning_rate(outcome.vote.step, self._card.task.optim)
+        self.records.add(record_of(outcome, local, self._groups.mesh, self._command.generation, lr, step_s))
 
     def _send(self, through: int) -> None:
-        if self._groups is None or self._groups.global_rank != 0:
-            return
-        with self._mail:
-            ready = [r for r in self._records if self._published < r["step"] <= through]
-            if ready:
-                self._publish(ready)
-                self._published = ready[-1]["step"]
+        if self._groups is not None and self._groups.global_rank == 0:
+            self.records.send(through)
 
     def _watch(self, phase: str, step: int, hop: int | None = None) -> None:
         """Stamp progress; give planned faults their moment. Backward's own faults strike at its first hop."""

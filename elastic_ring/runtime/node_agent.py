@@ -12,7 +12,9 @@ import os
 import select
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from elastic_ring.config import Timeouts
@@ -21,6 +23,7 @@ from elastic_ring.monitor.exits import ExitNotice, ExitWatch, describe_exit, tai
 from elastic_ring.monitor.stamps import Phase, Stamp, StampReader, phase_name
 from elastic_ring.runtime.chips import FOLDER, bad_ones
 from elastic_ring.runtime.lifeline import Line, dial
+from elastic_ring.runtime.stamp_folder import hold, remove_stale
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class NodeAgent:
         self._started = False
         self._chips: set[str] = set()  # GPUs that the workers here see
         self._bad_told: list[str] | None = None
+        self._held: dict[Path, int] = {}  # folders of stamps that are read here
 
     # ------------------------------------------------------------ what the coordinator calls through Ray
 
@@ -94,6 +98,8 @@ class NodeAgent:
             return
         self._started = True
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        with suppress(OSError):  # what cannot be read stays for the next run
+            remove_stale()
         self._exits.open()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
@@ -188,8 +194,18 @@ class NodeAgent:
         self._chips.update(message.get("chips", ()))
         if worker in self._watched:
             return
-        self._watched[worker] = Watched(worker, message["pid"], StampReader(message["stamp_path"]), message["log_path"])
+        stamps = StampReader(message["stamp_path"])
+        self._hold(stamps.path.parent)
+        self._watched[worker] = Watched(worker, message["pid"], stamps, message["log_path"])
         self._exits.watch(message["pid"], worker)
+
+    def _hold(self, folder: Path) -> None:
+        """Between two workers of a run nobody else may hold its folder."""
+        try:
+            if folder not in self._held:
+                self._held[folder] = hold(folder)
+        except OSError as error:  # watching matters more
+            log.warning("%s is not held: %s", folder, error)
 
     def _kill(self, worker: str, reason: str) -> None:
         log.warning("killing %s: %s", worker, reason)

@@ -51,10 +51,20 @@ class Recoveries:
         self._note({"note": "fault", "index": index, "worker": worker, "now": now})
 
     def worker_started(self, worker: str, pid: int, environment: Mapping[str, Any]) -> None:
-        """`environment`: what the bits of a result depend on besides its inputs (`runtime.worker`)."""
+        """`environment`: what the bits of a result depend on besides its inputs (`runtime.bits`)."""
         self.pids[worker] = pid
         self._environments[worker] = dict(environment)
         self._note({"note": "worker", "worker": worker, "pid": pid, "environment": dict(environment)})
+
+    def died(self, death: Mapping[str, Any]) -> None:
+        """An agent's notice of a worker; of an end that it had told of already the cause is known now."""
+        worker = death["worker"]
+        if worker in self.deaths:
+            self.deaths[worker].update(reason=death["reason"], how=death["how"])
+            return
+        self.deaths[worker] = dict(death)
+        for line in death["log_lines"]:
+            log.warning("last words of %s: %s", worker, line)
 
     def resumed(self, worker: str, timings: Mapping[str, Any]) -> None:
         self._timings[worker] = dict(timings)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 
 from elastic_ring.errors import GroupAborted, PeerFailed
+
+if TYPE_CHECKING:
+    from elastic_ring.runtime.groups import Connector
 
 
 def is_transport_error(error: BaseException | None) -> bool:
@@ -18,3 +23,21 @@ def is_transport_error(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+class translated:
+    """Turns torch's transport errors into GroupAborted or PeerFailed; leaves all others alone."""
+
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, GroupAborted):
+            return
+        if self._connector.aborted and is_transport_error(error):
+            raise GroupAborted(f"generation {self._connector.where.prefix} was aborted") from error
+        if is_transport_error(error):
+            raise PeerFailed(f"{type(error).__name__}: {error}") from error

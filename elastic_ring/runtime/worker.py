@@ -10,24 +10,20 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import platform
 import queue
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import (
     Build,
     BuildFailed,
-    DrainRequested,
     Finalize,
     Hello,
     Release,
@@ -36,17 +32,18 @@ from elastic_ring.control.messages import (
     Stop,
     Trouble,
     from_json,
-    to_json,
 )
 from elastic_ring.monitor.stamps import StampWriter, phase_name
-from elastic_ring.runtime.injection import Injector
+from elastic_ring.runtime.bits import environment_of_bits
+from elastic_ring.runtime.card import WorkerCard
+from elastic_ring.runtime.mail import Mail
 from elastic_ring.runtime.member import Member
 from elastic_ring.runtime.nccl import has_failed
+from elastic_ring.runtime.stamp_folder import hold
 from elastic_ring.runtime.standstill import Standstill, StoodStill, look_at_device
 from elastic_ring.runtime.training_thread import TrainingThread
 from elastic_ring.runtime.transport import is_transport_error
 from elastic_ring.runtime.troubles import trouble_kind, trouble_text
-from elastic_ring.train.task import TrainingTask
 
 log = logging.getLogger(__name__)
 
@@ -55,25 +52,12 @@ STACKS_SHARE = 0.5  # of a start's time, of which Ray takes a part first, until 
 GIVE_UP_S = 2.0  # an abort takes half a second; the coordinator's `Stop` tries again, for longer
 
 
-@dataclass(frozen=True)
-class WorkerCard:
-    """What a worker is born with."""
-
-    worker: str
-    node: str
-    address: str
-    stamp_path: str
-    task: TrainingTask
-    scaling: ScalingConfig
-    run: RunConfig
-
-
 class Worker:
     """The actor class; `runtime.cluster` gives it its resources. Constructing it starts nothing."""
 
     def __init__(self, card: WorkerCard) -> None:
         self.card = card
-        self._coordinator: Any = None
+        self._mail = Mail(card, lambda: self._seen[0])
         self._commands: queue.Queue[tuple[Any, dict[str, Any]]] = queue.Queue()
         self._training = TrainingThread("training")
         self._num_left_behind = 0
@@ -81,7 +65,7 @@ class Worker:
         self._activity = "spare"
         self._member: Member | None = None
         self._stamps = StampWriter(card.stamp_path)
-        self._causes = 0
+        self._held: int | None = None  # the folder of the stamps, until this process ends
         self._standstill = Standstill(card.run.timeouts.standstill_s, self._moved)
         self._starting = threading.Lock()
 
@@ -104,10 +88,11 @@ class Worker:
         # FSDP2 warns of views once per wrapped module; it would fill the last words of every death.
         warnings.filterwarnings("ignore", message=".*returned a view.*", category=UserWarning)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        self._coordinator = coordinator
+        self._mail.coordinator = coordinator
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # every thread's stack into the log, on request
+        self._held = hold(self._stamps.path.parent)
         self._stamps.open()
-        member = Member(self.card, self._stamps, self._injector(), self._publish)
+        member = Member(self.card, self._stamps, self._mail.injector(), self._mail.publish)
         member.warm_up()
         self._member = member
         self._training.start()
@@ -168,8 +153,8 @@ class Worker:
             case Hello():
                 assert self._member is not None
                 # What the old coordinator had been sent but had not written down is sent again.
-                self._member.rewind(int(extra.get("published", -1)))
-                self._answer(Status(self._cause(), self.card.worker, *self._seen, self._activity))
+                self._member.records.rewind(int(extra.get("published", -1)))
+                self._mail.answer(Status(self._mail.cause(), self.card.worker, *self._seen, self._activity))
             case Stop(mode="boundary"):
                 assert self._member is not None
                 self._member.boundary_requested = True
@@ -205,7 +190,7 @@ class Worker:
         if not member.abort(self._training.parked, GIVE_UP_S):
             identity = (self.card.worker, told.term, told.generation)
             detail = f"stands still in {phase}: {told.why}"
-            self._answer(Trouble(self._cause(), *identity, "peer", member.applied, detail))
+            self._mail.answer(Trouble(self._mail.cause(), *identity, "peer", member.applied, detail))
 
     def _build(self, command: Build, extra: dict[str, Any]) -> None:
         assert self._member is not None
@@ -248,7 +233,7 @@ class Worker:
         assert self._member is not None
         member, identity = self._member, (self.card.worker, command.term, command.generation)
         try:
-            resumed, extra = member.build(command, connector, self._cause())
+            resumed, extra = member.build(command, connector, self._mail.cause())
         except BaseException as error:  # a sys.exit in the user's code is an answer too
             if not self._training.is_this:
                 return  # left behind: another thread has gone on from here
@@ -256,14 +241,14 @@ class Worker:
             kind = self._kind_of(error, healing=not command.fresh)
             self._park()
             if kind == "peer":
-                self._answer(BuildFailed(self._cause(), *identity, f"{type(error).__name__}: {error}"))
+                self._mail.answer(BuildFailed(self._mail.cause(), *identity, f"{type(error).__name__}: {error}"))
             else:  # no fault of the ring's: building again with this one would not help
                 self._tell_trouble(kind, error, identity, command.step)
             return
         if not self._training.is_this:
             return
         self._activity = "running"
-        self._answer(resumed, extra)
+        self._mail.answer(resumed, extra)
         if member.seated:
             self._run(command)
 
@@ -293,7 +278,7 @@ class Worker:
         assert self._member is not None
         identity = (self.card.worker, command.term, command.generation)
         try:
-            finalized = self._member.finalize(self._cause(), *identity)
+            finalized = self._member.finalize(self._mail.cause(), *identity)
         except BaseException as error:  # a sys.exit in the user's code is an answer too
             if not self._training.is_this:
                 return
@@ -306,7 +291,7 @@ class Worker:
             return
         self._training.park()
         if finalized is not None:
-            self._answer(finalized)
+            self._mail.answer(finalized)
 
     def _kind_of(self, error: BaseException, healing: bool = False) -> str:
         assert self._member is not None
@@ -319,33 +304,20 @@ class Worker:
         return kind
 
     def _tell_trouble(self, kind: str, error: BaseException, identity: tuple[str, int, int], step: int) -> None:
-        self._answer(Trouble(self._cause(), *identity, kind, step, trouble_text(error, kind)))
+        self._mail.answer(Trouble(self._mail.cause(), *identity, kind, step, trouble_text(error, kind)))
 
     def _park(self) -> None:
         """Parked before anyone is told, so that the answer never waits for this thread."""
         self._activity = "parked"
         self._training.park()
 
-    # ------------------------------------------------------------ mail and heart
+    # ------------------------------------------------------------ report and heart
 
     def _report(self, kind: str, identity: tuple[int, int], published: int) -> None:
         """What this worker holds, and its own records of steps that may not have been published yet."""
         assert self._member is not None
-        records = self._member.records_after(published) if kind == "aborted" else self._member.unsent()
-        self._answer(self._member.report(self._cause(), *identity, kind), {"records": records})
-
-    def _answer(self, event: Any, extra: dict[str, Any] | None = None) -> None:
-        """Tell the coordinator that speaks now: a generation may outlive the term that built it."""
-        if hasattr(event, "term"):
-            event = replace(event, term=self._seen[0])
-        self._coordinator.notify.remote(to_json(event), extra or {})
-
-    def _publish(self, records: list[dict[str, Any]]) -> None:
-        self._coordinator.publish.remote(self.card.worker, records)
-
-    def _cause(self) -> str:
-        self._causes += 1
-        return f"{self.card.worker}#{self._causes}"
+        records = self._member.records.after(published) if kind == "aborted" else self._member.unsent()
+        self._mail.answer(self._member.report(self._mail.cause(), *identity, kind), {"records": records})
 
     def _beat(self) -> None:
         """Proof that this process runs and its GIL is free; a stopped or held one falls silent."""
@@ -369,30 +341,6 @@ class Worker:
 
     def _tell_control(self, told: StoodStill) -> None:
         self._commands.put((told, {}))
-
-    def _injector(self) -> Injector:
-        import ray
-
-        timeout_s = self.card.run.timeouts.hello_s
-
-        def ask(index: int) -> bool:
-            return bool(ray.get(self._coordinator.fault.remote(index, self.card.worker), timeout=timeout_s))
-
-        def notify(kind: str) -> None:
-            if kind == "drain":
-                self._answer(DrainRequested(self._cause(), self.card.worker))
-
-        return Injector(self.card.run.faults, ask, notify)
-
-
-def environment_of_bits(num_threads: int, gpus: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What the bits of a result depend on besides its inputs: equal on two machines, equal results. `gpus`: what
-    `runtime.bits` found where there are any."""
-    return {
-        "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "machine": platform.machine(),
-        "mkl": torch.backends.mkl.is_available(), "num_threads": num_threads,
-        **(gpus or {}),
-    }  # fmt: skip
 
 
 def _stderr_path() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,7 +26,8 @@ from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.journal import read
-from elastic_ring.monitor.metrics import JOURNAL_NAME
+from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, STATUS_NAME
+from elastic_ring.runtime.bits import versions
 from elastic_ring.runtime.charter import Charter, control_options
 from elastic_ring.runtime.cluster import NAMESPACE, left_behind
 
@@ -122,7 +124,7 @@ def train(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 def check_records(trainer: ElasticRingTrainer, result: Result) -> None:
     """The journal replays to the same commands, no decision in it broke an invariant, the weights' file has
-    the digest of the summary."""
+    the digest of the summary, nobody is a member any more, and the versions are recorded."""
     charter = Charter(trainer.run, trainer.scaling, trainer.task, "", "", 0.0, "")
     options = control_options(charter)
     lines = [line for line in standing(read(result.run_dir / JOURNAL_NAME)) if "event" in line]
@@ -133,6 +135,9 @@ def check_records(trainer: ElasticRingTrainer, result: Result) -> None:
         decision = advance(state, event, line["now"])
         invariants.check(state, event, decision)
         state = decision.state
+    status = json.loads((result.run_dir / STATUS_NAME).read_text())
+    assert (status["phase"], status["members"], status["spares"]) == ("ended", [], [])
+    assert json.loads((result.run_dir / CONFIG_NAME).read_text())["versions"] == versions(trainer.scaling.device)
     weights = load_file(result.weights)
     total = hashlib.sha256()
     for name in sorted(weights):

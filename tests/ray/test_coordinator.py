@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
+import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +21,11 @@ import ray
 from elastic_ring import Result
 from elastic_ring.data.source import open_source
 from elastic_ring.monitor.journal import read
-from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.monitor.metrics import read_metrics, write_json
 from elastic_ring.runtime.charter import Charter
 from elastic_ring.runtime.cluster import NAMESPACE, actor_name, left_behind
 from elastic_ring.runtime.coordinator import Coordinator
+from elastic_ring.runtime.stamp_folder import hold, stamp_folder
 from jobs.drills import actor_pids
 from tests.ray.conftest import ALONE, check_records, fault_free, tiny_trainer, wait_for
 
@@ -44,13 +47,19 @@ def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(
     trainers = [tiny_trainer(tmp_path, "followed", steps=6, gate=gate, **ALONE) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(trainers[0].fit)
-        wait_for(lambda: (tmp_path / "followed" / "metrics.jsonl").exists())
+        recorded = tmp_path / "followed" / "config.json"
+        wait_for(lambda: (tmp_path / "followed" / "metrics.jsonl").exists(), recorded.exists)
+        config = json.loads(recorded.read_text())
+        config["versions"]["torch"] = "0.1"
+        write_json(recorded, config)
         second = pool.submit(trainers[1].fit)
         wait_for(lambda: "attached to run followed" in caplog.text)
         gone = ray.get_actor(actor_name("followed", "coordinator"), namespace=NAMESPACE)
         gate.touch()
         summaries = [run.result().summary for run in (first, second)]
     assert summaries[0] == summaries[1]
+    (warned,) = [line for line in caplog.messages if "other versions" in line]
+    assert "torch 0.1 there" in warned
     assert summaries[0]["steps"] == 6
     # Whichever of the two came late met a coordinator that is gone, as this one does for certain.
     with pytest.raises(ray.exceptions.ActorDiedError):
@@ -129,6 +138,22 @@ def test_a_coordinator_that_dies_while_the_ring_is_being_built_changes_no_bit(
     assert result.summary["exact"]
     assert max(generation["term"] for generation in result.summary["generations"]) == 2
     assert [len(recovery["faults"]) for recovery in result.summary["recoveries"]] == [2]
+
+
+def test_a_run_removes_the_stamps_of_a_run_that_is_gone_and_leaves_none_of_its_own(
+    local_ray: None, tmp_path: Path
+) -> None:
+    gone, used = (stamp_folder(name, secrets.token_hex(8)) for name in ("stamps-of-the-dead", "stamps-in-use"))
+    os.close(hold(gone))
+    held = hold(used)
+    try:
+        tiny_trainer(tmp_path, "tidy", steps=2, **ALONE).fit()
+        assert not gone.exists()
+        assert used.exists()
+    finally:
+        os.close(held)
+        shutil.rmtree(used)
+    wait_for(lambda: not list(used.parent.glob("elastic_ring-tidy-*")))
 
 
 def test_a_frozen_agent_is_replaced_and_the_next_death_is_seen_by_the_new_one(

@@ -103,6 +103,13 @@ def test_a_job_ends_well_says_so_when_submitted_again_and_refuses_other_settings
     assert left_behind("plain") == []
 
 
+def test_a_relative_run_dir_in_a_job_is_refused_before_anything_starts(head: None) -> None:
+    said = submit("astray", Path("runs"))
+    assert said.startswith("exit 1"), said[-2000:]
+    assert "run_dir='runs/astray' lies in Ray's temporary copy" in said
+    assert left_behind("astray") == []
+
+
 def test_a_job_whose_driver_was_killed_goes_on_when_submitted_again(head: None, tmp_path: Path) -> None:
     submit("orphan", tmp_path, "--spares", "0", "--dp", "1", steps=60, wait=False)
     folder = tmp_path / "orphan"
@@ -126,20 +133,27 @@ def test_stopping_a_job_leaves_nothing_behind(head: None, tmp_path: Path) -> Non
     cli("job", "stop", job_id)
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), lambda: left_behind("stopped") == [])
     assert num_steps(folder) < 500
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["phase"], status["members"], status["error"]) == ("ended", [], "stopped by the user")
 
 
-def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole_group", [False, True], ids=["to the driver", "to its group, as a terminal does"])
+def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path, whole_group: bool) -> None:
     folder = tmp_path / "interrupted"
     command = [sys.executable, "jobs/train_1t.py", "--context", "256", "--steps", "500", "--faults", "none",
                "--run-name", "interrupted", "--run-dir", str(folder)]  # fmt: skip
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
-    )
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts,
+        start_new_session=True,
+    )  # fmt: skip
     wait_for(lambda: num_steps(folder) >= 2)
     pids = [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
     assert all(psutil.pid_exists(pid) for pid in pids)
-    process.send_signal(signal.SIGINT)
+    if whole_group:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said[-2000:]
     assert "nothing is left running" in said

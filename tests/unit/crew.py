@@ -23,7 +23,8 @@ import torch
 from torch.distributed import TCPStore
 
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.groups import Connector, Rendezvous, forget_groups
+from elastic_ring.runtime.groups import Connector, Rendezvous
+from elastic_ring.runtime.registry import forget_groups
 
 HOST = "127.0.0.1"
 # Far above what any answer takes: a test that reaches it is stuck, which is its failure.

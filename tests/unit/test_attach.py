@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from ray.exceptions import GetTimeoutError
 
 from elastic_ring import RunConfig
 from elastic_ring.errors import CoordinatorLost
+from elastic_ring.monitor.metrics import write_json
 from elastic_ring.runtime import attach
-from elastic_ring.runtime.attach import attempt_of, differences, refuse_other_settings
+from elastic_ring.runtime.attach import attempt_of, differences, refuse_other_settings, tell_other_versions
 
+NO_DIFFERENCE = ", in nothing that is recorded"
 RECORDED = {
     "digest": "a", "scaling": {"dp": 2, "cp": 2}, "step": {"steps": 3, "seed": 0}, "run": {"name": "x", "faults": []},
 }  # fmt: skip
@@ -27,13 +31,30 @@ def test_a_pattern_that_only_one_of_them_has_is_named_and_long_values_are_cut() 
     assert told == f", in pattern: {'w' * 60}… there, None here"
 
 
+def test_other_versions_are_no_other_settings_and_are_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = {"torch": "2.12.0", "ray": "2.60.0", "driver": "580.1"}
+    here = {"torch": "2.13.0", "ray": "2.60.0", "python": "3.12.1"}
+    assert differences({**RECORDED, "versions": there}, {**RECORDED, "versions": here}) == NO_DIFFERENCE
+    run = RunConfig("x", str(tmp_path))
+    tell_other_versions(run, here)  # of a run without a record there is nothing to say
+    for recorded in (RECORDED, {**RECORDED, "versions": here}, {**RECORDED, "versions": there}):
+        write_json(tmp_path / "config.json", recorded)
+        tell_other_versions(run, here)
+    (line,) = caplog.messages
+    assert line == (
+        "run x was recorded with other versions than this submission's: torch 2.12.0 there, 2.13.0 here"
+    )
+
+
 def test_only_some_of_many_are_told() -> None:
     wanted = {**RECORDED, "scaling": {"dp": 3, "cp": 4}, "step": {"steps": 4, "seed": 1}}
     assert differences(RECORDED, wanted).endswith("step.seed: 0 there, 1 here and 1 more")
 
 
 def test_no_difference_is_made_up() -> None:
-    assert differences(RECORDED, {**RECORDED, "digest": "b"}) == ", in nothing that is recorded"
+    assert differences(RECORDED, {**RECORDED, "digest": "b"}) == NO_DIFFERENCE
     with pytest.raises(ValueError, match=r"'x' is taken by a run with other settings \(here, in step\.steps\)"):
         refuse_other_settings(RunConfig("x", "r"), "a", "b", "here", ", in step.steps")
 

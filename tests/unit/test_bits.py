@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
@@ -10,8 +11,15 @@ from importlib import metadata
 import pytest
 import torch
 
-from elastic_ring.runtime.bits import Oddities, driver_version, packages, variables
-from elastic_ring.runtime.worker import environment_of_bits
+from elastic_ring.runtime.bits import (
+    Oddities,
+    driver_version,
+    environment_of_bits,
+    gpu_versions,
+    packages,
+    variables,
+    versions,
+)
 
 
 @pytest.fixture
@@ -72,3 +80,13 @@ def test_two_machines_differ_where_their_gpus_do() -> None:
     same, other = ({"gpu": name, "nccl": "2.28.9", "attention": "flash 1.0"} for name in ("one", "two"))
     assert environment_of_bits(1, same) == environment_of_bits(1, dict(same)) != environment_of_bits(1, other)
     assert "gpu" not in environment_of_bits(1)
+
+
+def test_versions_are_those_of_what_is_installed_here() -> None:
+    found = versions("cpu")
+    assert {**found, "elastic_ring": ""} == {
+        "elastic_ring": "", "python": ".".join(map(str, sys.version_info[:3])), "ray": metadata.version("ray"),
+        "torch": torch.__version__,
+    }  # fmt: skip
+    on_gpus = {name: version for name, version in gpu_versions().items() if version}
+    assert versions("cuda") == {**found, **on_gpus}

@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,46 +35,10 @@ from elastic_ring.runtime.chips import (
     strikes_of,
     verdict,
     verdicts_of,
-    wait_for_memory,
 )
+from tests.unit.chip_holders import FOUR, fail_elsewhere, go_on, holder
 
-FOUR = tuple(Chip(index, f"GPU-{letter}") for index, letter in enumerate("abcd"))
 A, B, C, D = FOUR
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from elastic_ring.runtime.chips import Chip, Claim, strike
-claim = Claim("run", Path(sys.argv[1]))
-chip = claim.seize([Chip(0, sys.argv[2])], int(sys.argv[3]), 10.0, lambda: None)
-if sys.argv[4:]:
-    strike(claim.folder, chip, sys.argv[4])
-print("held", flush=True)
-time.sleep(600)
-"""
-
-
-@contextmanager
-def holder(folder: Path, chip: Chip, place: int, *failure: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of its own that holds a GPU for a place."""
-    command = [sys.executable, "-c", HOLD, str(folder), chip.name, str(place), *failure]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline().strip() == "held"
-            yield process
-        finally:
-            process.kill()
-
-
-def fail_elsewhere(folder: Path, chip: Chip, why: str) -> None:
-    """A strike by another process, which ends."""
-    with holder(folder, chip, 0, why):
-        pass
-
-
-def go_on() -> None:
-    pass
 
 
 def seize(claim: Claim, place: int, seen: tuple[Chip, ...] = FOUR) -> Chip:
@@ -334,88 +296,6 @@ def test_a_gpu_that_another_process_computes_on_gets_no_strike(tmp_path: Path) -
     assert verdicts_of(tmp_path, [A.name]) == {A.name: "doubtful"}
     assert last_holder(tmp_path, A.name) == before, "who had it is still known"
     assert Claim("run", tmp_path).lock(A)
-
-
-# ------------------------------------------------------------ the memory of the one before
-
-
-class Memory:
-    """Readings of free memory, one after another, the last for ever; `then` happens with the reading before it."""
-
-    def __init__(self, *readings: int, then: Callable[[], None] = go_on) -> None:
-        self.readings, self.then, self.num_read = list(readings), then, 0
-
-    def __call__(self) -> int:
-        self.num_read += 1
-        if len(self.readings) == 1:
-            return self.readings[0]
-        if len(self.readings) == 2:
-            self.then()
-        return self.readings.pop(0)
-
-
-def test_where_enough_is_free_nobody_is_waited_for() -> None:
-    memory = Memory(8)
-    assert wait_for_memory(memory, 8, lambda: True, go_on, 60.0) == 8
-    assert memory.num_read == 1
-
-
-def test_memory_is_waited_for_while_the_process_before_is_there() -> None:
-    assert wait_for_memory(Memory(1, 1, 3, 9), 8, lambda: True, go_on, 60.0) == 9
-
-
-def test_once_the_process_before_has_ended_and_no_more_gets_free_it_goes_on() -> None:
-    there = [True]
-    memory = Memory(1, 2, 3, then=there.clear)
-    assert wait_for_memory(memory, 8, lambda: bool(there), go_on, 60.0) == 3
-    assert memory.num_read > 3
-
-
-def test_the_wait_for_memory_is_bounded_and_an_abort_ends_it() -> None:
-    assert wait_for_memory(Memory(1), 8, lambda: True, go_on, 0.05) == 1
-
-    def aborted() -> None:
-        raise GroupAborted("given up")
-
-    with pytest.raises(GroupAborted):
-        wait_for_memory(Memory(1), 8, lambda: True, aborted, 60.0)
-
-
-def test_a_predecessor_is_there_until_its_last_thread_has_ended(tmp_path: Path) -> None:
-    with holder(tmp_path, A, 0) as process:
-        claim = Claim("run", tmp_path)
-        os.kill(process.pid, signal.SIGKILL)
-        while not claim.lock(A):
-            pass
-        while claim.predecessor_is_there:  # the lock is let go of on the way; nobody has waited for the process yet
-            pass
-        assert Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    assert process_started(os.getpid()) is not None
-    claim.before = Holder(os.getpid(), (process_started(os.getpid()) or 0) - 1)
-    assert not claim.predecessor_is_there, "another process with the same number"
-    claim.before = Holder(os.getpid(), process_started(os.getpid()) or 0)
-    assert claim.predecessor_is_there
-
-
-LEADERLESS = """
-import ctypes, threading, time
-threading.Thread(target=time.sleep, args=(600,)).start()
-print("up", flush=True)
-ctypes.CDLL(None).syscall(60, 0)  # exit of this thread alone, on x86-64
-"""
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of a system call")
-def test_a_process_whose_first_thread_has_ended_before_the_others_is_there() -> None:
-    with subprocess.Popen([sys.executable, "-c", LEADERLESS], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().strip() == "up"
-        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-            pass
-        assert process_started(process.pid) is not None
-        process.kill()
-        while process_started(process.pid) is not None:
-            pass
 
 
 def test_a_record_is_plain_json(tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_ring.config import RunConfig
+from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.state import Crew, Running, State, Worker
+from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.chronicle import Chronicle
 
 
@@ -64,3 +68,20 @@ def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_
     odd = {"step": 0, "not_repeatable": "put_ does not have a deterministic implementation"}
     assert [r["step"] for r in chronicle.publish([odd, record(0, (1, 1))])] == [0]
     assert chronicle.write_summary("", exact=True)["exact"] is False
+
+
+def test_after_the_end_nobody_is_a_member_whatever_phase_it_came_in(chronicle: Chronicle) -> None:
+    """Stopped by the user in the middle of training: the core itself has not ended anything."""
+    workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1", "w-2")}
+    crew = Crew(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
+    state = State(ControlOptions("records", 2, 1, 4), Running(crew), 1, 1, workers)
+    status = chronicle.folder / "status.json"
+    chronicle.write_status(state, force=True)
+    live = json.loads(status.read_text())
+    assert [[person["worker"] for person in live[who]] for who in ("members", "spares")] == [["w-0", "w-1"], ["w-2"]]
+    assert (live["phase"], live["ended"]) == ("running", False)
+    end = {"error": "RunFailed", "message": "stopped by the user", "facts": {}, "attempt": "a"}
+    chronicle.write_status(state, force=True, end=end)
+    over = json.loads(status.read_text())
+    assert (over["phase"], over["ended"], over["error"]) == ("ended", True, "stopped by the user")
+    assert (over["members"], over["spares"], over["mesh"]) == ([], [], {"dp": 0, "cp": 0})

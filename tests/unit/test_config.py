@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,3 +181,21 @@ def test_seats_and_ranks_of_a_mesh_are_one_to_one() -> None:
     assert mesh.replicas(1) == (1, 5, 9)
     with pytest.raises(ValueError, match="mesh dp=0 x cp=4: both must be at least 1"):
         Mesh(0, 4)
+
+
+@pytest.mark.parametrize("run_dir", ["runs/demo", ".", "COPY/runs/demo"])
+def test_a_run_folder_in_rays_copy_of_a_jobs_working_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_dir: str
+) -> None:
+    """As in a job that was submitted with `--working-dir`: that is where its script runs."""
+    copy = tmp_path / "session_2026" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123456789abcdef"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    given = run_dir.replace("COPY", str(copy))
+    with pytest.raises(ValueError, match="temporary copy of a job's working directory") as refused:
+        RunConfig("demo", given)
+    assert str(refused.value).startswith(f"run_dir={given!r} lies in")
+    assert "give an absolute path that every node sees" in str(refused.value)
+    assert RunConfig("demo", str(tmp_path / "runs")).folder == tmp_path / "runs"
+    monkeypatch.chdir(tmp_path)
+    assert RunConfig("demo", "runs").folder == tmp_path / "runs", "without a copy a relative one is as good"

@@ -27,7 +27,7 @@ from elastic_ring.runtime.member import Member
 from elastic_ring.runtime.nccl import Aborter
 from elastic_ring.train.optim import OptimConfig
 from elastic_ring.train.task import TrainingTask
-from tests.unit.test_chips import fail_elsewhere, go_on
+from tests.unit.chip_holders import fail_elsewhere, go_on
 
 THREE = tuple(Chip(index, f"GPU-{index}") for index in range(3))
 TASK = TrainingTask(partial(Transformer, preset("laptop")), StdlibText(64), StepConfig(), OptimConfig())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,77 +18,31 @@ from elastic_ring.attention.gated import GatedSparseAttention
 from elastic_ring.attention.gated_ring import GatedRing, ViewSizes
 from elastic_ring.attention.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.placement import striped
 from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.summaries import block_map, means_of_blocks
-from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
 from tests.unit.attention_rings import ThreadRings, in_threads, one_thread, relative_error
-from tests.unit.test_attention_api import BreakingGroup, FakeRing
+from tests.unit.gated_cases import (
+    BATCH,
+    BLOCK,
+    DIM,
+    LAYOUTS,
+    LENGTH,
+    TOP_K,
+    WIDTH,
+    WINDOW,
+    assert_same,
+    make_module,
+    run,
+    sample,
+    step,
+)  # fmt: skip
 from tests.unit.test_attention_bytes import WireTap
-
-BLOCK, TOP_K, WINDOW, LENGTH, DIM, WIDTH, BATCH = 4, 3, 6, 67, 8, 12, 2
-LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": lambda s, c: striped(s, c, unit_tokens=3)}
 
 
 @pytest.fixture(scope="module")
 def rings() -> Iterator[ThreadRings]:
     with one_thread():
         yield ThreadRings()
-
-
-def make_module(num_heads: int = 4, **sizes: Any) -> GatedSparseAttention:
-    """In fp64, with gates that are neither even nor closed."""
-    given = {"block": BLOCK, "top_k": TOP_K, "window": WINDOW, **sizes}
-    made = GatedSparseAttention(WIDTH, num_heads, **given).double()
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return made
-
-
-def sample(
-    length: int = LENGTH, heads: tuple[int, int] = (4, 2), batch: int = BATCH, seed: int = 0
-) -> list[torch.Tensor]:
-    """x, q, k, v and the gradient of out, over the whole sequence."""
-    generator = torch.Generator().manual_seed(seed)
-    per_token = [(WIDTH,), (heads[0], DIM), (heads[1], DIM), (heads[1], DIM), (heads[0], DIM)]
-    return [torch.randn(batch, length, *own, generator=generator, dtype=torch.float64) for own in per_token]
-
-
-def step(made: GatedSparseAttention, tensors: list[torch.Tensor], ring: GatedRing | None = None) -> list[torch.Tensor]:
-    """out, the gradients of x, q, k, v, and those of the gates."""
-    *inputs, dout = tensors
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-    out = made(*leaves, ring=ring)
-    wanted = [*leaves, made.gates.weight, made.gates.bias]
-    return [out.detach(), *torch.autograd.grad(out, wanted, dout)]
-
-
-@dataclass
-class Found:
-    """As `step` over the whole sequence, the gates' gradients summed over ranks; and what each rank used."""
-
-    tensors: list[torch.Tensor]
-    rings: list[GatedRing]
-
-
-def run(
-    layout: Layout, groups: list[Any], made: GatedSparseAttention, tensors: list[torch.Tensor], **options: Any
-) -> Found:
-    def work(cp_rank: int) -> tuple[list[torch.Tensor], GatedRing]:
-        ring = GatedRing(layout, cp_rank, groups[cp_rank], **options)
-        return step(copy.deepcopy(made), [layout.scatter(tensor, cp_rank, 1) for tensor in tensors], ring), ring
-
-    results = in_threads(layout.cp, work)
-    gathered = [layout.gather([found[i] for found, _ in results], 1) for i in range(5)]
-    summed = [torch.stack([found[i] for found, _ in results]).sum(0) for i in (5, 6)]
-    return Found([*gathered, *summed], [ring for _, ring in results])
-
-
-def assert_same(found: list[torch.Tensor], wanted: list[torch.Tensor], limit: float = 1e-12) -> None:
-    for name, got, want in zip(("out", "dx", "dq", "dk", "dv", "dweight", "dbias"), found, wanted, strict=True):
-        assert relative_error(got, want) <= limit, name
 
 
 @pytest.mark.parametrize("first_query", [False, True])
@@ -383,81 +335,6 @@ def test_inference_saves_nothing(rings: ThreadRings) -> None:
         return out
 
     assert relative_error(layout.gather(in_threads(2, work), 1), step(make_module(), tensors)[0]) <= 1e-12
-
-
-@pytest.mark.parametrize(
-    ("good_waits", "kind"),
-    [(0, PeerFailed), (3, GroupAborted), (5, PeerFailed), *((n, GroupAborted) for n in (9, 13, 18, 26, 33))],
-)
-def test_an_error_in_any_wait_comes_out_as_it_is_and_keeps_its_buffer(
-    rings: ThreadRings, good_waits: int, kind: type[ElasticRingError]
-) -> None:
-    """Rank 1 fails: in sums, choices, chosen blocks, window, and in the backward pass of each, back to the shares.
-
-    Its peers are released by gloo itself, once nothing keeps its sockets open.
-    """
-    layout, tensors = zigzag(LENGTH, 3), sample(batch=1)
-    groups: list[Any] = rings.groups(3, fresh=True)
-
-    def steps(ring: GatedRing, own: list[torch.Tensor]) -> None:
-        for _ in range(2):
-            step(make_module(), own, ring)
-
-    def work(cp_rank: int) -> None:
-        error: Exception = kind("the ring is closed", cp_rank=cp_rank)
-        group = groups[cp_rank]
-        if cp_rank == 1:
-            group = BreakingGroup(group, good_waits, error)
-        ring: Any = GatedRing(layout, cp_rank, group)
-        own = [layout.scatter(tensor, cp_rank, 1) for tensor in tensors]
-        with pytest.raises(kind if cp_rank == 1 else RuntimeError) as caught:
-            steps(ring, own)
-        if cp_rank == 1:
-            assert caught.value is error
-            error.__traceback__ = None
-        del caught
-        gc.collect()
-        if cp_rank == 1:
-            assert group.pending is not None
-            assert group.pending() is not None
-            group.group = None
-        del group, ring
-        groups[cp_rank] = None
-        gc.collect()
-
-    in_threads(3, work)
-
-
-def test_a_ring_that_cannot_be_is_refused() -> None:
-    layout: Any = contiguous(8, 2)
-    group: Any = FakeRing(0, 2)
-    with pytest.raises(ValueError, match="needs a group of as many ranks"):
-        GatedRing(layout, 0, None)
-    with pytest.raises(ValueError, match="cp_rank=2: the layout has ranks 0 to 1"):
-        GatedRing(layout, 2, group)
-    with pytest.raises(ValueError, match="this process is rank 0"):
-        GatedRing(layout, 1, group)
-    with pytest.raises(ValueError, match="the group has 3 ranks"):
-        GatedRing(layout, 0, FakeRing(0, 3))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="ahead=0"):
-        GatedRing(layout, 0, group, ahead=0)
-
-
-def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
-    """The group of these rings can send nothing."""
-    group: Any = FakeRing(0, 2)
-    made, ring = make_module(), GatedRing(contiguous(16, 2), 0, group)
-    x, q, k, v, _ = sample(8)
-    with pytest.raises(ValueError, match="S_local=7"):
-        made(x[:, :7], q[:, :7], k[:, :7], v[:, :7], ring=ring)
-    with pytest.raises(ValueError, match=r"x must be \(B, S, 12\)"):
-        made(x[:, :7], q, k, v, ring=ring)
-    with pytest.raises(ValueError, match="num_heads=4"):
-        made(x, q[:, :, :2], k, v, ring=ring)
-    with pytest.raises(ValueError, match="device meta: gated attention over a ring runs on CPUs"):
-        made(x.to("meta"), q.to("meta"), k.to("meta"), v.to("meta"), ring=ring)
-    with pytest.raises(ValueError, match="k and v must have the same shape"):
-        made(x, q, k, v[:, :, :1], ring=ring)
 
 
 def test_a_block_map_says_who_holds_what() -> None:

@@ -21,9 +21,10 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.groups import Connector, Rendezvous, translated
+from elastic_ring.runtime.groups import Connector, Rendezvous
 from elastic_ring.runtime.nccl import in_parallel
 from elastic_ring.runtime.training_thread import TrainingThread
+from elastic_ring.runtime.transport import translated
 from tests.unit.crew import HOST, Crew, abort, connect, crew, leave
 
 PAIR = Mesh(1, 2)
@@ -138,7 +139,7 @@ def never_call(me: Any, where: Rendezvous, mesh: Mesh) -> str:
     store = PrefixStore(f"{where.prefix}/world", me.store)
     me.store.wait([f"{where.prefix}/port/0"])
     try:
-        me.connector._gloo(Unanswering(store), me.connector._device, me.rank, mesh.size)
+        me.connector._gloo(Unanswering(store), me.rank, mesh.size)
     except RuntimeError:
         return "stopped"
     return "connected"
@@ -149,8 +150,7 @@ def only_publish(me: Any, where: Rendezvous, mesh: Mesh) -> None:
     leave(me)
     me.connector = Connector(where)
     me.store = me.connector._open_store()
-    me.connector._listen()
-    me.connector._exchange_ports(me.store, mesh, me.rank)
+    me.connector._meet(me.store, mesh, me.rank)
 
 
 def resources(me: Any) -> tuple[int, int]:
@@ -286,9 +286,8 @@ def meet(me: Any, where: Rendezvous, mesh: Mesh) -> None:
     leave(me)
     me.connector = Connector(where)
     store = me.connector._open_store()
-    device = me.connector._listen()
-    me.connector._exchange_ports(store, mesh, me.rank)
-    me.world = me.connector._group(store, device, "world", range(mesh.size), me.rank)
+    me.connector._meet(store, mesh, me.rank)
+    me.world = me.connector._group(store, "world", range(mesh.size), me.rank)
 
 
 def connect_out_of_reach(me: Any, port: int, name: str) -> None:

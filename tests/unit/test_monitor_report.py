@@ -183,6 +183,25 @@ def test_a_run_that_fell_silent_says_for_how_long(run: Path) -> None:
     assert render_status(run, now_unix_s=9e9).splitlines()[0] == "run laptop: failed: ShardLost: cp_rank 1"
 
 
+def test_an_ended_run_has_no_members_and_a_silent_one_those_of_its_last_news(run: Path) -> None:
+    doubt = "members and spares are those of the last news, and may be gone"
+    assert doubt not in render_status(run, now_unix_s=5000.0)
+    silent = render_status(run, now_unix_s=5123.4)
+    assert "w-0" in silent
+    assert doubt in silent
+    write_json(run / "status.json", live_status(ended=True, phase="ended"))  # as earlier versions left it
+    ended = render_status(run, now_unix_s=9e9)
+    assert "members    none any more" in ended
+    assert not any(word in ended for word in ("w-0", "pid", doubt))
+
+
+def test_the_versions_of_a_run_are_shown_where_they_are_recorded(run: Path) -> None:
+    write_json(run / "config.json", {"digest": "a", "versions": {"elastic_ring": "0.1.0", "torch": "2.13.0"}})
+    assert render_status(run, now_unix_s=5000.0).splitlines()[1] == "  versions   elastic_ring 0.1.0, torch 2.13.0"
+    write_json(run / "config.json", {"digest": "a"})
+    assert "versions" not in render_status(run, now_unix_s=5000.0)
+
+
 def test_only_the_last_recoveries_are_shown_with_their_number(run: Path) -> None:
     many = [{**RECOVERY, "step": step} for step in range(12)]
     write_json(run / "status.json", live_status(recoveries=many, spares=[]))

@@ -1,36 +1,26 @@
-"""A step that stops moving is given up, and one that is only slow is not.
+"""Whether a step moves, judged on numbers with times of its own, and what counts as moving.
 
-The judgement is tried on numbers with times of its own; what it leads to, in a real worker's threads over real
-gloo, whose operations may wait for ten minutes here, as NCCL's wait for ever.
+What follows from the judgement, in a real worker's threads, is in test_standstill_in_worker.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from elastic_ring.config import RunConfig, ScalingConfig, Timeouts
-from elastic_ring.control.messages import Build, Stop, Trouble, from_json, to_json
+from elastic_ring.config import Timeouts
 from elastic_ring.data.loader import Loader
 from elastic_ring.errors import GroupAborted
-from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.stamps import Phase
-from elastic_ring.runtime import standstill, worker
-from elastic_ring.runtime.groups import translated
+from elastic_ring.runtime import standstill
 from elastic_ring.runtime.standstill import DeviceMarks, Standstill, StoodStill, look_at_device
 from elastic_ring.runtime.training_thread import TrainingThread
-from tests.unit.crew import Crew, connect, crew, leave
 
 LIMIT_S = 920.0
 CAST = (1, 3)
-PAIR = Mesh(1, 2)
 WAIT_S = 60.0
 
 # ------------------------------------------------------------ the judgement
@@ -250,152 +240,3 @@ def test_a_broken_link_that_the_groups_know_of_is_told_once_for_each_generation(
     assert [(word.generation, word.why) for word in told] == [
         (3, "NCCL reports COMM_ERROR"), (4, "NCCL reports COMM_ERROR"),
     ]  # fmt: skip
-
-
-# ------------------------------------------------------------ what follows, in a worker
-
-
-SHORT = Timeouts(
-    stopped_s=0.01, heart_floor_s=0.02, heart_cap_s=0.1, park_s=0.2, report_s=0.3, hello_s=0.5, build_s=0.5,
-    beat_s=0.05, node_silent_s=0.5, coordinator_silent_s=1.0, boundary_s=5.0, collective_s=0.8,
-)  # fmt: skip
-
-
-class Notices:
-    """The coordinator's handle, as the worker uses it."""
-
-    def __init__(self) -> None:
-        self.heard: queue.Queue[Any] = queue.Queue()
-        self.notify = SimpleNamespace(remote=lambda data, extra: self.heard.put(from_json(data)))
-
-
-class Part:
-    """A member whose groups are real and whose step is what a test gives it."""
-
-    def __init__(self, me: Any, step: Any) -> None:
-        self._me, self._step = me, step
-        self.device = torch.device("cpu")
-        self.applied, self.applying, self.device_failed, self.seated = 7, False, False, True
-        self.num_moves = 0
-
-    @property
-    def aborted(self) -> bool:
-        return bool(self._me.connector.aborted)
-
-    def moved(self) -> tuple[int, ...]:
-        return (self.num_moves,)
-
-    def abort(self, parked: threading.Event, timeout_s: float) -> bool:
-        return bool(self._me.connector.abort_until(parked, timeout_s))
-
-    def train(self) -> str:
-        with translated(self._me.connector):
-            self._step(self._me, self)
-        return "finished"
-
-    def records_after(self, step: int) -> list[Any]:
-        return []
-
-    unsent = list
-
-    def report(self, cause: str, term: int, generation: int, kind: str) -> Any:
-        return Stop(cause, "reported", term, generation, kind)
-
-
-def begin_step(me: Any, step: Any, folder: str) -> None:
-    """A worker with its own control thread and heart, in the middle of a generation."""
-    card = worker.WorkerCard(
-        "w", "n", "127.0.0.1", f"{folder}/stamps{me.rank}", None, ScalingConfig(), RunConfig(timeouts=SHORT),  # type: ignore[arg-type]
-    )  # fmt: skip
-    me.worker = worker.Worker(card)
-    me.worker._coordinator = me.notices = Notices()
-    me.worker._member = me.part = Part(me, step)
-    me.worker._stamps.open()
-    me.worker._stamps.stamp(7, Phase.REDUCE)
-    me.worker._seen = me.worker._built = CAST
-    me.worker._training.start()
-    for body in (me.worker._beat, me.worker._control):
-        threading.Thread(target=body, daemon=True).start()
-    order = Build("c", "w", *CAST, PAIR, ("w", "v"), 7, None, (), False)
-    me.worker._order("running", lambda: me.worker._run(order))
-
-
-def wait_for_a_peer_that_never_answers(me: Any, part: Part) -> None:
-    me.groups.world.recv([torch.zeros(4)], 1 - me.rank, 7).wait()
-
-
-def wait_for_what_is_no_exchange(me: Any, part: Part) -> None:
-    me.never = threading.Event()
-    me.never.wait(WAIT_S * 10)
-
-
-def step_slowly(me: Any, part: Part) -> None:
-    """Three times the limit, with a sign of life now and then and nothing computed between."""
-    for _ in range(10):
-        time.sleep(SHORT.standstill_s / 3)
-        part.num_moves += 1
-
-
-def read_nonsense_after_an_abort(me: Any, part: Part) -> None:
-    """As a device's: the abort ends the wait, raises nothing, and leaves nonsense that the user's code trips over."""
-    while not part.aborted:
-        time.sleep(0.01)
-    raise ValueError("the loss is not a number")
-
-
-def heard(me: Any) -> Any:
-    return me.notices.heard.get(timeout=WAIT_S)
-
-
-def heard_nothing_more(me: Any) -> bool:
-    return bool(me.notices.heard.empty())
-
-
-def told_to_stop(me: Any) -> Any:
-    me.worker.command(to_json(Stop("c", "w", CAST[0], CAST[1] + 1, "abort")), {})
-    return heard(me)
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Crew]:
-    with crew(2) as made:
-        yield made
-
-
-@pytest.fixture
-def joined(pair: Crew) -> Iterator[Crew]:
-    pair.all(connect, pair.meeting(), PAIR)
-    yield pair
-    pair.all(leave)
-
-
-@pytest.mark.parametrize("step", [wait_for_a_peer_that_never_answers, read_nonsense_after_an_abort])
-def test_a_step_that_waits_for_ever_is_given_up_and_told_as_a_peers_trouble(
-    joined: Crew, step: Any, tmp_path: Any
-) -> None:
-    joined.now(0, begin_step, step, str(tmp_path))
-    trouble = joined.now(0, heard)
-    assert isinstance(trouble, Trouble)
-    assert (trouble.kind, trouble.step, trouble.generation) == ("peer", 7, CAST[1])
-    report = joined.now(0, told_to_stop)
-    assert (report.worker, report.generation, report.mode) == ("reported", CAST[1] + 1, "aborted")
-
-
-def test_a_thread_that_no_abort_reaches_is_told_of_by_the_control_thread(joined: Crew, tmp_path: Any) -> None:
-    """What the coordinator hears then ends in a `Stop` that this worker cannot answer, and in its death."""
-    joined.now(0, begin_step, wait_for_what_is_no_exchange, str(tmp_path))
-    trouble = joined.now(0, heard)
-    assert (trouble.kind, trouble.step) == ("peer", 7)
-    assert "stands still in reduce" in trouble.detail
-    joined.now(0, let_it_go)
-
-
-def let_it_go(me: Any) -> None:
-    me.never.set()
-
-
-def test_a_step_that_is_slow_and_moves_runs_to_its_end(joined: Crew, tmp_path: Any) -> None:
-    joined.now(0, begin_step, step_slowly, str(tmp_path))
-    report = joined.now(0, heard)
-    assert (report.worker, report.mode) == ("reported", "finished")
-    assert joined.now(0, heard_nothing_more)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_ring.data.source import StdlibText
 from elastic_ring.errors import ShardLost
+from elastic_ring.monitor.metrics import CONFIG_NAME
+from elastic_ring.runtime import bits
 from elastic_ring.trainer import described
 from jobs import train_1t
 
@@ -58,3 +62,18 @@ def test_a_users_object_has_the_same_name_in_every_process() -> None:
     assert there.stdout.strip() == str(here)
     assert not any("0x" in name for name in here)
     assert len(set(here)) == len(here)
+
+
+def test_a_runs_record_names_its_versions_which_are_no_part_of_what_it_is_recognised_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = train_1t.build(train_1t.parse(["--run-dir", str(tmp_path)]))
+    before = trainer._digest
+    monkeypatch.setattr(bits.torch, "__version__", "0.1")
+    trainer._write_config()
+    recorded = json.loads((tmp_path / CONFIG_NAME).read_text())
+    assert recorded["versions"] == bits.versions("cpu")
+    assert recorded["versions"]["torch"] == "0.1"
+    assert recorded["digest"] == trainer._digest == before
+    monkeypatch.undo()
+    assert trainer._finished() is None, "the same run, whatever it was begun with"

@@ -16,8 +16,9 @@ from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import Build, BuildFailed, Finalize, Trouble, from_json
 from elastic_ring.errors import PeerFailed
 from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.card import WorkerCard
 from elastic_ring.runtime.member import Member
-from elastic_ring.runtime.worker import Worker, WorkerCard
+from elastic_ring.runtime.worker import Worker
 
 WAIT_S = 60.0
 NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.")
@@ -66,7 +67,8 @@ def told(
 
     worker = Worker(WorkerCard("w", "n", "127.0.0.1", str(folder / "stamps"), None, ScalingConfig(), RunConfig()))  # type: ignore[arg-type]
     heard: queue.Queue[Any] = queue.Queue()
-    worker._coordinator = SimpleNamespace(notify=SimpleNamespace(remote=lambda data, extra: heard.put(from_json(data))))
+    notify = SimpleNamespace(remote=lambda data, extra: heard.put(from_json(data)))
+    worker._mail.coordinator = SimpleNamespace(notify=notify)
     part = Part(work, aborted)
     worker._member = part  # type: ignore[assignment]
     worker._seen = worker._built = (1, 3)
@@ -151,6 +153,7 @@ import sys, time
 import ray  # which a start imports too, in its own time
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.runtime import worker
+from elastic_ring.runtime.card import WorkerCard
 
 class Slow:
     fingerprint, environment, chips = "", {}, []
@@ -165,7 +168,7 @@ worker.Member = Slow
 worker.Worker._look_at_device = worker.Worker._beat = worker.Worker._control = lambda self: None
 for name, seconds in (("slow", 6.0), ("quick", 0.0)):
     run = RunConfig()
-    card = worker.WorkerCard(name, "n", "127.0.0.1", f"{sys.argv[1]}/{name}", None, ScalingConfig(), run)
+    card = WorkerCard(name, "n", "127.0.0.1", f"{sys.argv[1]}/{name}", None, ScalingConfig(), run)
     worker.STACKS_SHARE = 3.0 / run.timeouts.start_s
     worker.Worker(card).start(None)
 """

@@ -25,7 +25,8 @@ from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.runtime.groups import Rendezvous, translated
+from elastic_ring.runtime.groups import Rendezvous
+from elastic_ring.runtime.transport import translated
 from elastic_ring.train.optim import OptimConfig, learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import Transaction
