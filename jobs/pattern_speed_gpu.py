@@ -6,6 +6,8 @@
 many blocks anew in every call, routing and tables included. "of 1/density" is the speed-up over the dense causal
 call of the same family, over its ideal. Device time between events, the median of `--repeats`, and the least.
 `--memory-tokens` adds one call of that length, dense and sparse, for the allocator's peak above inputs and outputs.
+`--profile` prints for each row the kernels that its time went to: what of it moves dQ's sums does not shrink with
+density.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ if __name__ == "__main__":  # run from a checkout, where the package may not be 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from elastic_ring.attention.block_sparse import KERNELS, BlockSparseAttention, SparseKernel, self_test
 from elastic_ring.attention.families import BigBird
@@ -31,6 +34,9 @@ from elastic_ring.attention.rules import Dense
 from elastic_ring.attention.sparse import SparsePattern
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+NUM_SHOWN = 8
+"""Kernels of a row: the rest together take less than a percent."""
 
 
 class _DenseFlash(torch.autograd.Function):
@@ -102,6 +108,15 @@ def peak_mib(attend: Attend, tensors: list[torch.Tensor]) -> float:
     return (torch.cuda.max_memory_allocated() - before - kept) / 2**20
 
 
+def kernel_times(attend: Attend, tensors: list[torch.Tensor]) -> list[tuple[float, int, str]]:
+    """(milliseconds, launches, name) of the device's kernels in one forward and backward, the longest first."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        once(attend, tensors)
+        torch.cuda.synchronize()
+    found = [(event.self_device_time_total / 1000, event.count, event.key) for event in seen.key_averages()]
+    return sorted((each for each in found if each[0] > 0), reverse=True)
+
+
 def measure(kernel: SparseKernel, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one kernel family, dense first."""
     tensors = inputs(options.tokens, options.heads, options.head_dim)
@@ -120,6 +135,10 @@ def measure(kernel: SparseKernel, options: argparse.Namespace) -> list[dict[str,
             f" {row['peak_mib']:>9.1f} {row['repeats_bits']!s:>6}",
             flush=True,
         )
+        if options.profile:
+            row["kernels"] = kernels = kernel_times(attend, tensors)
+            for milliseconds, count, name in kernels[:NUM_SHOWN]:
+                print(f"    {milliseconds:>9.3f} ms in {count}  {name[:90]}", flush=True)
 
     add("dense", 1.0, dense_of(kernel))
     for wanted in options.densities:
@@ -141,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=20, help="(20)")
     parser.add_argument("--kernels", help="comma-separated; default: all")
     parser.add_argument("--memory-tokens", type=int, default=0, help="one more length for the peak of memory (none)")
+    parser.add_argument("--profile", action="store_true", help="the kernels of each row and their times")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
     options = parser.parse_args(arguments)
     options.densities = [float(density) for density in options.densities.split(",")]
