@@ -6,7 +6,8 @@
 
 Causal, bf16, forward and backward. Repeats are interleaved in a new order each, so that a chip that warms up
 slows all systems alike; a time is the slowest rank's, and every figure the median over repeats. The ceiling is
-the ring's own kernel on one rank's tokens alone. A system that cannot run a problem is named with its reason.
+the ring's own kernel on one rank's tokens alone, without autograd, through which all others are driven, as by a model.
+A system that cannot run a problem is named with its reason.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 from elastic_ring.attention.kernels.table import BACKENDS, Backend, select
 from elastic_ring.attention.layout import make_layout
 from jobs.peers.attention_systems import Pass, Problem, System
-from jobs.ring_systems import CEILING, Ours, make_systems
+from jobs.ring_systems import CEILING, Ours, make_systems, one_backward_thread
 
 IN_A_ROW = "passes between two looks at the clock: 1 has GPUs wait for the host, more let it run ahead as in a step (1)"
 
@@ -221,6 +222,7 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 def _rank(cp_rank: int, cp: int, store: str, options: argparse.Namespace) -> None:
     torch.cuda.set_device(cp_rank)
+    one_backward_thread()
     device = torch.device("cuda", cp_rank)
     # Hops must get multiprocessors while a long kernel is running: its blocks end at different times.
     nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -45,6 +45,7 @@ from elastic_ring.attention.sparse_ring import STAGE_LIMIT_BYTES, Footprint, Spa
 from elastic_ring.attention.sparse_schedule import plan_sparse
 from jobs.bench_ring import IN_A_ROW
 from jobs.pattern_speed_gpu import pattern_of
+from jobs.ring_systems import one_backward_thread
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -259,6 +260,7 @@ def _both_passes(system: System) -> None:
 
 def _rank(cp_rank: int, cp: int, store: str, options: argparse.Namespace) -> None:
     torch.cuda.set_device(cp_rank)
+    one_backward_thread()
     # Hops must get multiprocessors while a long kernel is running: its blocks end at different times.
     nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     dist.init_process_group(

@@ -1,4 +1,7 @@
-"""Ulysses (Jacobs et al. 2023, arXiv:2309.14509): heads instead of tokens, by all-to-all, around one kernel call."""
+"""Ulysses (Jacobs et al. 2023, arXiv:2309.14509): heads instead of tokens, by all-to-all, around one kernel call.
+
+Through autograd, as a model would drive it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from elastic_ring.attention.kernels.backend import Backend
 from jobs.peers.attention_systems import Pass, Problem
@@ -28,17 +32,32 @@ class Ulysses:
     def prepare(self, problem: Problem, cp_rank: int, group: Any) -> Pass:
         backend, scale, cp = self._backend, problem.head_dim**-0.5, problem.cp
 
-        @torch.no_grad()
         def run(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            whole_q, whole_k, whole_v = (_to_heads(x, cp, group) for x in (q, k, v))
-            whole_out, lse = backend.forward(whole_q, whole_k, whole_v, causal=True, scale=scale)
-            out = _to_tokens(whole_out, cp, group)
-            whole_dout = _to_heads(dout, cp, group)
-            grads = backend.backward(whole_dout, whole_q, whole_k, whole_v, whole_out, lse, causal=True, scale=scale)
-            dq, dk, dv = (_to_tokens(grad, cp, group) for grad in grads)
-            return out, dq, dk, dv
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = _Ulysses.apply(*leaves, backend, scale, cp, group)
+            grads = torch.autograd.grad(out, leaves, dout)
+            return out.detach(), grads[0], grads[1], grads[2]
 
         return run
+
+
+class _Ulysses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, backend: Backend, scale: float, cp: int, group: Any
+    ) -> Tensor:
+        whole = [_to_heads(x, cp, group) for x in (q, k, v)]
+        out, lse = backend.forward(*whole, causal=True, scale=scale)
+        ctx.save_for_backward(*whole, out, lse)
+        ctx.backend, ctx.scale, ctx.cp, ctx.group = backend, scale, cp, group
+        return _to_tokens(out, cp, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        whole_dout = _to_heads(dout, ctx.cp, ctx.group)
+        grads = ctx.backend.backward(whole_dout, *ctx.saved_tensors, causal=True, scale=ctx.scale)
+        return (*(_to_tokens(grad, ctx.cp, ctx.group) for grad in grads), None, None, None, None)
 
 
 def _to_heads(x: Tensor, cp: int, group: Any) -> Tensor:
