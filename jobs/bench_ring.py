@@ -17,11 +17,15 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+if __name__ in ("__main__", "__mp_main__"):  # run from a checkout, where jobs is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
@@ -30,10 +34,8 @@ from torch import Tensor
 
 from elastic_ring.attention.kernels.table import BACKENDS, Backend, select
 from elastic_ring.attention.layout import make_layout
-from jobs.peers.attention_systems import Pass, Problem, System
-from jobs.ring_systems import CEILING, Ours, make_systems, one_backward_thread
-
-IN_A_ROW = "passes between two looks at the clock: 1 has GPUs wait for the host, more let it run ahead as in a step (1)"
+from jobs.peers.attention_systems import IN_A_ROW, Pass, Problem, System, at_least_one, one_backward_thread
+from jobs.ring_systems import CEILING, Ours, make_systems
 
 
 @dataclass
@@ -305,7 +307,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=lambda t: t.split(","),
     )  # fmt: skip
     parser.add_argument("--repeats", default=5, type=int)
-    parser.add_argument("--in-a-row", default=1, type=int, metavar="N", help=IN_A_ROW)
+    parser.add_argument("--in-a-row", default=1, type=at_least_one, metavar="N", help=IN_A_ROW)
     parser.add_argument("--warm-ups", default=2, type=int)
     parser.add_argument("--watched", default=3, type=int, help="more passes of ours in which hops are timed")
     parser.add_argument("--ranks", default=0, type=int, help="GPUs to use; 0: all of this host")

@@ -19,12 +19,16 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+if __name__ in ("__main__", "__mp_main__"):  # run from a checkout, where jobs is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
@@ -43,9 +47,8 @@ from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import STAGE_LIMIT_BYTES, Footprint, SparseRingAttention
 from elastic_ring.attention.sparse_schedule import plan_sparse
-from jobs.bench_ring import IN_A_ROW
 from jobs.pattern_speed_gpu import pattern_of
-from jobs.ring_systems import one_backward_thread
+from jobs.peers.attention_systems import IN_A_ROW, at_least_one, one_backward_thread
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -355,7 +358,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dense-repeats", default=2, type=int, help="of the dense ring, once a length; 0: without it")
     parser.add_argument("--warm-ups", default=2, type=int)
     parser.add_argument("--watched", default=2, type=int, help="more passes, in which bytes and waits are taken")
-    parser.add_argument("--in-a-row", default=1, type=int, metavar="N", help=IN_A_ROW)
+    parser.add_argument("--in-a-row", default=1, type=at_least_one, metavar="N", help=IN_A_ROW)
     parser.add_argument("--no-single", dest="single", action="store_false", help="without the same work on one GPU")
     parser.add_argument("--ranks", default=0, type=int, help="GPUs to use; 0: all of this host")
     parser.add_argument("--kernel", default=None, help="pin the sparse kernel")

@@ -24,12 +24,6 @@ from jobs.peers.attention_ulysses import Ulysses
 CEILING = "single-GPU kernel"
 
 
-def one_backward_thread() -> None:
-    """Passes of one layer hand over to a thread for backward each time, which takes the host as long as the layer does;
-    a training step does so once for all its layers. Of this thread's calls, whatever system they are of."""
-    torch.autograd.set_multithreading_enabled(False)
-
-
 class Ours:
     """The ring of this repository, driven through autograd as a model would."""
 

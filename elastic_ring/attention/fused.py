@@ -1,7 +1,7 @@
 """Triton kernels for a ring's sums and rows: merging (out, lse), adding gradient shares, picking what is sent.
 
-Each reads every operand once and writes the result once, forming sums in fp32 registers; the eager twins in `merge` and
-`packing` say what is computed. Imported only where tensors of a GPU meet them.
+Each reads what it needs of its operands once and writes the result once, forming sums in fp32 registers; the eager
+twins in `merge` and `packing` say what is computed. Imported only where tensors of a GPU meet them.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) -> None:
     """`merge.eager_add_placed_` on a GPU, for contiguous rows of `total` and of `inbox` with or without gaps between
-    them: every total is read and written once."""
+    them: each total that grows is read and written once, whatever hops it grows by, and no other."""
     if total.numel() == 0 or places.numel() == 0:
         return
     assert _is_whole_contiguous(total), "the running sum must have contiguous rows"
@@ -166,6 +166,9 @@ def gather_rows_(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: t
     is read and written once, K and V by one kernel."""
     if packed.numel() == 0:
         return
+    assert len(packed) == len(rows), (packed.shape, rows.shape)
+    assert packed.dtype == k.dtype == v.dtype, (packed.dtype, k.dtype, v.dtype)
+    assert k.shape == v.shape, (k.shape, v.shape)
     assert k.is_contiguous(), "rows are counted in contiguous keys"
     assert v.is_contiguous(), "rows are counted in contiguous values"
     assert packed.stride(3) == 1, "each row must be contiguous"

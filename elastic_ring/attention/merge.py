@@ -73,7 +73,7 @@ class Accumulator:
 
 class GradientSum:
     """Running dq (B, S, H, D) over tiles. The first share for all of it is taken over as it is, but with `by_rows`
-    laid row by row in memory; that for all rows of some heads is copied. Nothing is cleared that is written anyway."""
+    laid row by row in memory; that for all rows of some heads is copied, where nothing else came before."""
 
     def __init__(self, like: torch.Tensor, dtype: torch.dtype | None = None, *, by_rows: bool = False) -> None:
         self._like = like

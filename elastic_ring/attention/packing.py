@@ -1,7 +1,7 @@
 """What a rank sends of its keys and values, picked out row by row and packed as it travels.
 
-The eager form is the reference and the CPU's path; on a GPU `fused` copies at the speed of memory, where torch's
-`index_select` of rows this short reaches a fifth of it. Knows nothing of peers or messages.
+The eager form is the reference and the CPU's path; on a GPU, where torch's `index_select` of rows this short reaches a
+fifth of the speed of memory, `fused` takes K and V in one kernel. Knows nothing of peers or messages.
 """
 
 from __future__ import annotations
