@@ -43,7 +43,7 @@ class Timeouts:
     finalize_s: float = 600.0  # gathering and writing the weights
     collective_s: float = 900.0  # one exchange between workers
     lease_s: float = 60.0  # how long a run outlives its driver
-    clear_s: float = 30.0  # for actors and placement groups to be gone at the end
+    clear_s: float = 30.0  # for actors and placement groups to be gone at the end, and for stamps that are removed
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
