@@ -43,7 +43,7 @@ class Timeouts:
     finalize_s: float = 600.0  # gathering and writing the weights
     collective_s: float = 900.0  # one exchange between workers
     lease_s: float = 60.0  # how long a run outlives its driver
-    clear_s: float = 30.0  # for actors and placement groups to be gone at the end
+    clear_s: float = 30.0  # for actors and placement groups to be gone at the end, and for stamps that are removed
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
@@ -176,8 +176,8 @@ class RunConfig:
     """The run's name, its folder, its timeouts and, for drills, its planned faults.
 
     The name is the identity: submitting it again attaches to the live run. `run_dir` must be visible to
-    every node that may host the coordinator or global rank 0; a relative one is taken from the working directory, and
-    refused where that is Ray's temporary copy of a job's. `env`: variables for the workers' processes; they win
+    every node that may host the coordinator or global rank 0; a relative one is taken from the working directory
+    (`check_lasting` says where a run is not to be started). `env`: variables for the workers' processes; they win
     over those that elastic_ring sets by itself on GPUs (docs/operating.md lists these).
     """
 
@@ -197,13 +197,7 @@ class RunConfig:
                 f"name={self.name!r}: use up to 80 letters, digits, '.', '_' and '-', beginning with a letter or digit"
             )
         # Resolved where the user wrote it: other processes have other working directories.
-        folder = Path(self.run_dir).expanduser().absolute()
-        if _WORKING_COPY in f"{folder.as_posix()}/":
-            raise ValueError(
-                f"run_dir={str(self.run_dir)!r} lies in Ray's temporary copy of a job's working directory, {folder}, "
-                "which Ray deletes: give an absolute path that every node sees (--run-dir /shared/runs/NAME)"
-            )
-        object.__setattr__(self, "run_dir", str(folder))
+        object.__setattr__(self, "run_dir", str(Path(self.run_dir).expanduser().absolute()))
         if isinstance(self.faults, str):
             object.__setattr__(self, "faults", parse_faults(self.faults))
         _integer("crash_loop_limit", self.crash_loop_limit, 1)
@@ -217,6 +211,16 @@ class RunConfig:
     @property
     def folder(self) -> Path:
         return Path(self.run_dir)
+
+
+def check_lasting(folder: Path) -> None:
+    """Raises ValueError for a run folder that Ray would delete. Asked before a run starts, not when its settings are
+    made: that happens in a job's workers and for a plan, too, and records nothing there."""
+    if _WORKING_COPY in f"{folder.as_posix()}/":
+        raise ValueError(
+            f"run_dir={str(folder)!r} lies in Ray's temporary copy of a job's working directory, which Ray deletes: "
+            "give an absolute path that every node sees (--run-dir /shared/runs/NAME)"
+        )
 
 
 def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault, ...]) -> None:

@@ -27,7 +27,7 @@ from elastic_ring.attention.kernels.table import BACKENDS
 from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.machine import Machine
 from elastic_ring.attention.spec import parse_pattern
-from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_together, digest, environment
+from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_lasting, check_together, digest, environment
 from elastic_ring.data.order import Order
 from elastic_ring.data.source import SourceConfig, hold_out, open_source
 from elastic_ring.mesh import Mesh
@@ -125,6 +125,7 @@ class ElasticRingTrainer:
         Raises: ValueError for settings that the data or the cluster refuses; a class of `elastic_ring.errors`
         when the run fails; KeyboardInterrupt after Ctrl-C or SIGTERM, once everything is cleared (it says so).
         """
+        check_lasting(self.run.folder)
         done = self._finished()
         if done is not None:
             log.info("run %s is finished already; its summary is in %s", self.run.name, self.run.folder)
@@ -205,16 +206,21 @@ class ElasticRingTrainer:
 
         Raises ValueError when the cluster cannot hold the mesh.
         """
+        coordinator, is_own = self._settled(fingerprint, attempt)
+        if coordinator is not None:
+            attach.tell_other_versions(self.run, versions(self.scaling.device))  # than an earlier submission recorded
+            if is_own or not (self.run.folder / CONFIG_NAME).exists():  # or whoever made it did not come to it
+                self._write_config()
+        return coordinator
+
+    def _settled(self, fingerprint: str, attempt: str) -> tuple[Any | None, bool]:
+        """As `_coordinator`; and whether this submission made it."""
         found = attach.running_coordinator(self.run, self._digest)
         if found is not None:
-            if (self.run.folder / CONFIG_NAME).exists():
-                attach.tell_other_versions(self.run, versions(self.scaling.device))
-            else:  # whoever made it did not come to it
-                self._write_config()
-            return found
+            return found, False
         # A coordinator writes the summary before it goes, so whoever finds none here finds it gone for another reason.
         if (self.run.folder / SUMMARY_NAME).exists():
-            return None
+            return None, False
         attach.refuse_if_written_to(self.run)
         room(self.scaling)
         run = self._run_with_environment()
@@ -229,11 +235,8 @@ class ElasticRingTrainer:
             .remote(charter)
         )  # fmt: skip
         if attach.attempt_of(made, self.run, starts=True) == attempt:
-            attach.tell_other_versions(self.run, versions(self.scaling.device))
-            self._write_config()
-            return made
-        # Another submission was quicker: it is followed if it asks for the same.
-        return attach.running_coordinator(self.run, self._digest) or self._coordinator(fingerprint, attempt)
+            return made, True
+        return self._settled(fingerprint, attempt)  # another submission was quicker: followed if it asks for the same
 
     def _run_with_environment(self) -> RunConfig:
         """The run with all that its workers' processes are to find in their environment."""
@@ -246,7 +249,7 @@ class ElasticRingTrainer:
 
     def _write_config(self) -> None:
         self.run.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.run.folder / CONFIG_NAME, self._config())
+        write_json(self.run.folder / CONFIG_NAME, self._config(), durable=True)
 
     def _config(self) -> dict[str, Any]:
         """The settings as they are recorded."""

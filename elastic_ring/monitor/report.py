@@ -61,7 +61,7 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
     recoveries = list(status.get("recoveries") or summary.get("recoveries") or [])
     lines = [
         _state_line(folder, status, summary, now),
-        _versions_line(_load(folder / CONFIG_NAME)),
+        _versions_line(folder / CONFIG_NAME),
         _mesh_line(status, summary),
         _step_line(status, summary, steps),
         *_people_lines(status, now),
@@ -111,8 +111,13 @@ def _silent_s(status: Mapping[str, Any], now: float) -> float:
     return now - float(status.get("updated_unix_s", now))
 
 
-def _versions_line(config: Mapping[str, Any]) -> str:
-    told = ", ".join(f"{name} {version}" for name, version in config.get("versions", {}).items())
+def _versions_line(path: Path) -> str:
+    """Nothing else here needs the recorded settings: where they cannot be read, the status is told all the same."""
+    try:
+        found = _load(path).get("versions", {})
+    except (OSError, ValueError) as error:
+        return _row("versions", f"{CONFIG_NAME} cannot be read ({error})")
+    told = ", ".join(f"{name} {version}" for name, version in found.items()) if isinstance(found, Mapping) else ""
     return _row("versions", told) if told else ""
 
 

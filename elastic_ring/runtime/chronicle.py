@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class Chronicle:
         self._seen_change: tuple[int, int, bool] | None = None
         self._alive_at_s: float | None = None
         self._status_at = 0.0
+        self._end_told = False
         self.started_s = 0.0
 
     def open(self, started_s: float) -> None:
@@ -137,36 +139,35 @@ class Chronicle:
     # ------------------------------------------------------------ files
 
     def write_status(self, state: State, *, force: bool = False, end: Mapping[str, Any] | None = None) -> None:
-        """`end`: how the run ended, once it has."""
+        """`end`: how the run ended, once it has. Nothing that comes later, as workers publish on until they are killed,
+        takes that back."""
         now = time.monotonic()
-        if not force and now - self._status_at < STATUS_PERIOD_S:
+        if end is None and (self._end_told or (not force and now - self._status_at < STATUS_PERIOD_S)):
             return
-        self._status_at = now
-        try:
-            write_json(self.folder / STATUS_NAME, self._status(state, end))
-        except OSError as error_:
-            # Training does not need it; the journal and the metrics tell by themselves when a disk is full.
-            log.warning("status.json could not be written: %s", error_)
+        self._status_at, self._end_told = now, end is not None
+        _replace_status(self.folder, {**self._status(state), **(over(end) if end is not None else {})})
 
-    def _status(self, state: State, end: Mapping[str, Any] | None) -> dict[str, Any]:
-        told = {key: end[key] for key in ("error", "message", "facts", "attempt")} if end is not None else {}
+    def write_bare_end(self, end: Mapping[str, Any]) -> None:
+        """The end alone, where the rest of status.json could not be made."""
+        self._end_told = True
+        write_end(self._run, end)
+
+    def _status(self, state: State) -> dict[str, Any]:
         nodes = {w.worker: w.node for w in state.workers.values()}
-        # After the end nobody is a member, whatever phase it came in: everyone is being killed.
-        over = end is not None
-        mesh, seated, waiting = (None, (), ()) if over else (mesh_of(state), members(state), spares(state))
+        mesh = mesh_of(state)
 
         def person(worker: str) -> dict[str, Any]:
             return {"worker": worker, "node": nodes.get(worker, ""), "pid": self.recoveries.pids.get(worker, 0)}
 
         return {
-            "run": self._run.name, "phase": "ended" if over else phase_name(state),
+            "run": self._run.name, "phase": phase_name(state),
             "term": state.term, "generation": state.generation,
             "mesh": {"dp": mesh.dp, "cp": mesh.cp} if mesh else {"dp": 0, "cp": 0},
             "step": self.metrics.last_step + 1, "total_steps": state.options.total_steps,
-            "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(seated)],
-            "spares": [person(w) for w in waiting],
-            "recoveries": self.recoveries.records[-20:], "updated_unix_s": time.time(), "ended": over,
-            "error": told["message"] if told and told["error"] else "", "end": told, "story": describe(state)["story"],
+            "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(members(state))],
+            "spares": [person(w) for w in spares(state)],
+            "recoveries": self.recoveries.records[-20:], "updated_unix_s": time.time(), "ended": False,
+            "error": "", "end": {}, "story": describe(state)["story"],
         }  # fmt: skip
 
     def write_summary(self, weights_sha256: str, exact: bool) -> dict[str, Any]:
@@ -206,6 +207,35 @@ class Chronicle:
             self.generations.append({k: line[k] for k in ("term", "generation", "mesh", "reason")})
             self._seen_change = (line["term"], line["generation"], True)
         self.recoveries.recall(line)
+
+
+def over(end: Mapping[str, Any]) -> dict[str, Any]:
+    """Of status.json, what a run's end makes of it. Nobody is a member then, whatever phase it came in: everyone is
+    being killed."""
+    told = {key: end[key] for key in ("error", "message", "facts", "attempt")}
+    return {
+        "phase": "ended", "mesh": {"dp": 0, "cp": 0}, "members": [], "spares": [], "updated_unix_s": time.time(),
+        "ended": True, "error": told["message"] if told["error"] else "", "end": told,
+    }  # fmt: skip
+
+
+def write_end(run: RunConfig, end: Mapping[str, Any]) -> None:
+    """The end of a run whose coordinator could not open it, a damaged journal for example: what an earlier one left in
+    status.json stays, but for its members. An end of the same attempt that is there already stays as it is."""
+    known: Any = {}
+    with suppress(OSError, ValueError):  # none, or none that can be read: then the end is all that is known
+        known = json.loads((run.folder / STATUS_NAME).read_text())
+    known = known if isinstance(known, dict) else {}
+    if (known.get("end") or {}).get("attempt") != end["attempt"]:
+        _replace_status(run.folder, {**known, "run": run.name, **over(end)})
+
+
+def _replace_status(folder: Path, status: Mapping[str, Any]) -> None:
+    try:
+        write_json(folder / STATUS_NAME, status)
+    except OSError as error:
+        # Training does not need it; the journal and the metrics tell by themselves when a disk is full.
+        log.warning("status.json could not be written: %s", error)
 
 
 def samples_text(limbs: Sequence[float]) -> str:

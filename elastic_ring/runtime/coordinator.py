@@ -12,10 +12,10 @@ import math
 import os
 import queue
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -47,13 +47,14 @@ from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.runtime.audience import Audience
 from elastic_ring.runtime.bits import versions
 from elastic_ring.runtime.charter import Charter, Clock, control_options
-from elastic_ring.runtime.chronicle import Chronicle
+from elastic_ring.runtime.chronicle import Chronicle, write_end
 from elastic_ring.runtime.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
 from elastic_ring.runtime.dispatch import Dispatcher
 from elastic_ring.runtime.ending import aside, conclude
 from elastic_ring.runtime.injection import strike_coordinator
 from elastic_ring.runtime.lookout import Lookout
 from elastic_ring.runtime.opening import open_run
+from elastic_ring.runtime.stamp_folder import remove, stamp_folder
 
 log = logging.getLogger(__name__)
 
@@ -139,11 +140,15 @@ class Coordinator:
                 # Training goes on without a coordinator: a storage that is away for a while must not end it.
                 time.sleep(RESTART_PAUSE_S)
                 os._exit(1)
-            self._fail(f"{type(error).__name__}: {error}")
+            self._fail(error)
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, error: BaseException) -> None:
+        end = {"error": "RunFailed", "message": f"{type(error).__name__}: {error}", "facts": {}}
         try:
-            self._finish({"error": "RunFailed", "message": message, "facts": {}})
+            # Before it could open the run, RunFailed says that the folder is another submission's, or a finished run's.
+            if not self._ready.is_set() and not isinstance(error, RunFailed):
+                write_end(self.charter.run, {**end, "attempt": self.charter.attempt})
+            self._finish(end)
         except BaseException:
             # A driver would ask a process without a deciding thread for ever; a successor ends the run.
             log.exception("the end could not be told")
@@ -196,6 +201,8 @@ class Coordinator:
         if now >= due:
             self._ticked_at = now
             self._on_time()
+            if self._ended is not None:  # by that very turn: what waits in the queue is of a run that is over
+                return
         try:
             kind, body, extra = self._queue.get(timeout=max(0.0, due - now) + 1e-3)
         except queue.Empty:
@@ -335,11 +342,14 @@ class Coordinator:
                 self.lookout.close()
                 self.dispatch.kill_everyone()
                 self.dispatch.close()  # nothing that was queued may start after the clearing
-                shutil.rmtree(self.dispatch.stamp_dir, ignore_errors=True)  # on other hosts the next run's agents do
             return self._clear()
         except Exception as error:
             log.exception("the run could not be cleared")
             return [f"perhaps all of it: clearing failed with {type(error).__name__}: {error}"]
+        finally:
+            # Only now: a worker that still starts would make it anew. On other hosts the next run's agents remove it.
+            with suppress(OSError):
+                remove(stamp_folder(self.charter.run.name, self.charter.attempt))
 
     def _vanish(self) -> None:
         ray.kill(self.me, no_restart=True)

@@ -31,7 +31,9 @@ def conclude(end: End, chronicle: Chronicle, state: State, weights_sha256: str) 
     except Exception as error:
         log.exception("the last records could not be written")
         message = f"{end['message']}; then {type(error).__name__}: {error}"
-        return {**end, "error": "RunFailed", "message": message, "facts": {}}
+        end = {**end, "error": "RunFailed", "message": message, "facts": {}}
+        chronicle.write_bare_end(end)
+        return end
 
 
 def _last_records(end: End, chronicle: Chronicle, state: State, weights_sha256: str) -> End:

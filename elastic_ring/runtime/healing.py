@@ -22,7 +22,8 @@ def heal_over_link(
     """Send to or receive from the other workers of this heal; the bytes that went over the link.
 
     `strike(role)` gives planned faults their moment after each chunk; `timings` gets where the time went.
-    Raises GroupAborted, PeerFailed, DigestMismatch; after any of them a newcomer's shard counts as not whole.
+    Raises GroupAborted, PeerFailed, DigestMismatch; once bytes have come, a newcomer's shard counts as not whole after
+    any of them.
     """
     role, begun = "donor" if worker == heal.donor else "spare", time.monotonic()
     link = connector.link(f"{heal.cp_rank}/{heal.donor}", (heal.donor, *heal.newcomers), worker)

@@ -195,15 +195,18 @@ class NodeAgent:
         if worker in self._watched:
             return
         stamps = StampReader(message["stamp_path"])
-        self._hold(stamps.path.parent)
         self._watched[worker] = Watched(worker, message["pid"], stamps, message["log_path"])
         self._exits.watch(message["pid"], worker)
+        self._hold(stamps.path.parent)
 
     def _hold(self, folder: Path) -> None:
-        """Between two workers of a run nobody else may hold its folder."""
+        """Between two workers of a run nobody else may hold its folder.
+
+        A living worker holds it: whoever is removing it removes a dead one's, and need not be waited for.
+        """
         try:
             if folder not in self._held:
-                self._held[folder] = hold(folder)
+                self._held[folder] = hold(folder, 0.0, make=False)
         except OSError as error:  # watching matters more
             log.warning("%s is not held: %s", folder, error)
 

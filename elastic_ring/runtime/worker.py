@@ -90,7 +90,7 @@ class Worker:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._mail.coordinator = coordinator
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # every thread's stack into the log, on request
-        self._held = hold(self._stamps.path.parent)
+        self._held = hold(self._stamps.path.parent, self.card.run.timeouts.clear_s)
         self._stamps.open()
         member = Member(self.card, self._stamps, self._mail.injector(), self._mail.publish)
         member.warm_up()

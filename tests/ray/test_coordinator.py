@@ -144,8 +144,8 @@ def test_a_run_removes_the_stamps_of_a_run_that_is_gone_and_leaves_none_of_its_o
     local_ray: None, tmp_path: Path
 ) -> None:
     gone, used = (stamp_folder(name, secrets.token_hex(8)) for name in ("stamps-of-the-dead", "stamps-in-use"))
-    os.close(hold(gone))
-    held = hold(used)
+    os.close(hold(gone, 30.0))
+    held = hold(used, 30.0)
     try:
         tiny_trainer(tmp_path, "tidy", steps=2, **ALONE).fit()
         assert not gone.exists()

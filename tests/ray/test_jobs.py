@@ -106,7 +106,7 @@ def test_a_job_ends_well_says_so_when_submitted_again_and_refuses_other_settings
 def test_a_relative_run_dir_in_a_job_is_refused_before_anything_starts(head: None) -> None:
     said = submit("astray", Path("runs"))
     assert said.startswith("exit 1"), said[-2000:]
-    assert "run_dir='runs/astray' lies in Ray's temporary copy" in said
+    assert "runs/astray' lies in Ray's temporary copy" in said
     assert left_behind("astray") == []
 
 

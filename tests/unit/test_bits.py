@@ -11,15 +11,8 @@ from importlib import metadata
 import pytest
 import torch
 
-from elastic_ring.runtime.bits import (
-    Oddities,
-    driver_version,
-    environment_of_bits,
-    gpu_versions,
-    packages,
-    variables,
-    versions,
-)
+from elastic_ring.runtime import bits
+from elastic_ring.runtime.bits import Oddities, driver_version, environment_of_bits, packages, variables, versions
 
 
 @pytest.fixture
@@ -83,10 +76,23 @@ def test_two_machines_differ_where_their_gpus_do() -> None:
 
 
 def test_versions_are_those_of_what_is_installed_here() -> None:
-    found = versions("cpu")
-    assert {**found, "elastic_ring": ""} == {
+    assert {**versions("cpu"), "elastic_ring": ""} == {
         "elastic_ring": "", "python": ".".join(map(str, sys.version_info[:3])), "ray": metadata.version("ray"),
         "torch": torch.__version__,
     }  # fmt: skip
-    on_gpus = {name: version for name, version in gpu_versions().items() if version}
-    assert versions("cuda") == {**found, **on_gpus}
+
+
+def test_versions_leave_out_what_is_not_here_and_ask_for_the_gpus_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def installed(distribution: str) -> str:
+        if distribution == "elastic-ring":
+            raise metadata.PackageNotFoundError(distribution)
+        return f"{distribution} 9.9"
+
+    monkeypatch.setattr(bits.metadata, "version", installed)
+    monkeypatch.setattr(bits, "gpu_versions", lambda: {"driver": "580.1", "cuda": "13.0", "nccl": ""})
+    on_cpus = {"python": ".".join(map(str, sys.version_info[:3])), "ray": "ray 9.9", "torch": torch.__version__}
+    assert versions("cpu") == on_cpus
+    assert versions("cuda") == {**on_cpus, "driver": "580.1", "cuda": "13.0"}
+    assert list(versions("cuda")) == ["cuda", "driver", "python", "ray", "torch"]

@@ -12,7 +12,9 @@ from elastic_ring.config import RunConfig
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import Crew, Running, State, Worker
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.chronicle import Chronicle
+from elastic_ring.monitor.report import render_status
+from elastic_ring.runtime.attach import end_on_record
+from elastic_ring.runtime.chronicle import Chronicle, write_end
 
 
 @pytest.fixture
@@ -85,3 +87,36 @@ def test_after_the_end_nobody_is_a_member_whatever_phase_it_came_in(chronicle: C
     over = json.loads(status.read_text())
     assert (over["phase"], over["ended"], over["error"]) == ("ended", True, "stopped by the user")
     assert (over["members"], over["spares"], over["mesh"]) == ([], [], {"dp": 0, "cp": 0})
+    chronicle.write_status(state, force=True)  # a worker that is not killed yet has published
+    assert json.loads(status.read_text()) == over
+
+
+def test_the_end_of_a_run_that_could_not_be_opened_is_told_and_what_was_known_of_it_stays(chronicle: Chronicle) -> None:
+    run, status = RunConfig("records", str(chronicle.folder)), chronicle.folder / "status.json"
+    crew = Crew(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
+    workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1", "w-2")}
+    chronicle.write_status(State(ControlOptions("records", 2, 1, 4), Running(crew), 1, 1, workers), force=True)
+    live = json.loads(status.read_text())
+    end = {"error": "RunFailed", "message": "JournalDamaged: line 1", "facts": {}, "attempt": "a"}
+    write_end(run, end)
+    told = json.loads(status.read_text())
+    assert list(told) == list(live)
+    assert {name for name in told if told[name] != live[name]} == {
+        "phase", "mesh", "members", "spares", "updated_unix_s", "ended", "error", "end",
+    }  # fmt: skip
+    assert (told["phase"], told["members"], told["spares"], told["ended"]) == ("ended", [], [], True)
+    assert end_on_record(run, "a") == end
+    write_end(run, {**end, "message": "another word of the same attempt"})
+    assert json.loads(status.read_text()) == told
+    write_end(run, {**end, "attempt": "b"})
+    assert end_on_record(run, "b") == {**end, "attempt": "b"}
+
+
+@pytest.mark.parametrize("found", [None, "", "[]", "\x00"])
+def test_such_an_end_is_told_too_where_no_status_can_be_read(tmp_path: Path, found: str | None) -> None:
+    if found is not None:
+        (tmp_path / "status.json").write_text(found)
+    end = {"error": "RunFailed", "message": "OSError: x", "facts": {}, "attempt": "a"}
+    write_end(RunConfig("records", str(tmp_path)), end)
+    assert end_on_record(RunConfig("records", str(tmp_path)), "a") == end
+    assert render_status(tmp_path).startswith("run records: failed: OSError: x\n")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, Timeouts, check_together, digest
+from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, Timeouts, check_lasting, check_together, digest
 from elastic_ring.faults import Fault, parse_faults
 from elastic_ring.mesh import Mesh
 
@@ -184,18 +184,22 @@ def test_seats_and_ranks_of_a_mesh_are_one_to_one() -> None:
 
 
 @pytest.mark.parametrize("run_dir", ["runs/demo", ".", "COPY/runs/demo"])
-def test_a_run_folder_in_rays_copy_of_a_jobs_working_directory_is_refused(
+def test_a_run_folder_in_rays_copy_of_a_jobs_working_directory_is_refused_for_a_run_and_not_as_a_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_dir: str
 ) -> None:
-    """As in a job that was submitted with `--working-dir`: that is where its script runs."""
+    """As in a job that was submitted with `--working-dir`: that is where its script and its workers run, which import
+    a user's module with all settings that it makes."""
     copy = tmp_path / "session_2026" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123456789abcdef"
     copy.mkdir(parents=True)
     monkeypatch.chdir(copy)
     given = run_dir.replace("COPY", str(copy))
+    folder = RunConfig("demo", given).folder
+    assert folder == copy / given
     with pytest.raises(ValueError, match="temporary copy of a job's working directory") as refused:
-        RunConfig("demo", given)
-    assert str(refused.value).startswith(f"run_dir={given!r} lies in")
+        check_lasting(folder)
+    assert str(refused.value).startswith(f"run_dir={str(folder)!r} lies in")
     assert "give an absolute path that every node sees" in str(refused.value)
-    assert RunConfig("demo", str(tmp_path / "runs")).folder == tmp_path / "runs"
+    check_lasting(RunConfig("demo", str(tmp_path / "runs")).folder)
     monkeypatch.chdir(tmp_path)
     assert RunConfig("demo", "runs").folder == tmp_path / "runs", "without a copy a relative one is as good"
+    check_lasting(tmp_path / "runs")

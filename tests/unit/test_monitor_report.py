@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,46 @@ def test_the_versions_of_a_run_are_shown_where_they_are_recorded(run: Path) -> N
     assert render_status(run, now_unix_s=5000.0).splitlines()[1] == "  versions   elastic_ring 0.1.0, torch 2.13.0"
     write_json(run / "config.json", {"digest": "a"})
     assert "versions" not in render_status(run, now_unix_s=5000.0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda path: path.touch(), "config.json is not JSON: Expecting value"),
+        (lambda path: path.write_text("[]"), "config.json is not a JSON object"),
+        (lambda path: path.write_bytes(b"\xff"), "config.json is not JSON: 'utf-8' codec"),
+        (lambda path: path.mkdir(), "[Errno 21] Is a directory"),
+    ],
+    ids=["empty", "a list", "no text", "a folder"],
+)
+def test_a_record_of_the_settings_that_cannot_be_read_costs_the_line_of_the_versions_only(
+    run: Path, spoil: Callable[[Path], Any], why: str
+) -> None:
+    without = render_status(run, now_unix_s=5000.0).splitlines()
+    spoil(run / "config.json")
+    told = render_status(run, now_unix_s=5000.0).splitlines()
+    assert told[1].startswith("  versions   config.json cannot be read (")
+    assert why in told[1]
+    assert [told[0], *told[2:]] == without
+
+
+def test_so_does_one_that_may_not_be_read_or_whose_versions_are_none(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_json(run / "config.json", {"versions": {"torch": "2.13.0"}})
+    read_text = Path.read_text
+
+    def refuse(path: Path, *args: Any, **options: Any) -> str:
+        if path.name == "config.json":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert "  versions   config.json cannot be read ([Errno 13] Permission denied" in render_status(run)
+    (run / "config.json").unlink()
+    monkeypatch.undo()
+    write_json(run / "config.json", {"versions": ["torch"]})
+    assert "versions" not in render_status(run)
 
 
 def test_only_the_last_recoveries_are_shown_with_their_number(run: Path) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elastic_ring import trainer
 from elastic_ring.data.source import StdlibText
 from elastic_ring.errors import ShardLost
-from elastic_ring.monitor.metrics import CONFIG_NAME
+from elastic_ring.monitor import metrics
+from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME
 from elastic_ring.runtime import bits
 from elastic_ring.trainer import described
 from jobs import train_1t
@@ -67,13 +71,103 @@ def test_a_users_object_has_the_same_name_in_every_process() -> None:
 def test_a_runs_record_names_its_versions_which_are_no_part_of_what_it_is_recognised_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = train_1t.build(train_1t.parse(["--run-dir", str(tmp_path)]))
-    before = trainer._digest
+    submission = train_1t.build(train_1t.parse(["--run-dir", str(tmp_path)]))
+    before = submission._digest
     monkeypatch.setattr(bits.torch, "__version__", "0.1")
-    trainer._write_config()
+    submission._write_config()
     recorded = json.loads((tmp_path / CONFIG_NAME).read_text())
     assert recorded["versions"] == bits.versions("cpu")
     assert recorded["versions"]["torch"] == "0.1"
-    assert recorded["digest"] == trainer._digest == before
+    assert recorded["digest"] == submission._digest == before
     monkeypatch.undo()
-    assert trainer._finished() is None, "the same run, whatever it was begun with"
+    assert submission._finished() is None, "the same run, whatever it was begun with"
+
+
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the driver of a job runs that was submitted with a working directory."""
+    made = tmp_path / "session_2026" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123456789abcdef"
+    made.mkdir(parents=True)
+    monkeypatch.chdir(made)
+    monkeypatch.setattr(trainer, "ray_session", lambda scaling: pytest.fail("Ray is started"))
+    return made
+
+
+def test_a_run_in_rays_copy_of_a_jobs_working_directory_is_refused_before_anything_is_looked_at(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor is an earlier run's folder believed that was uploaded with the rest."""
+    (copy / "runs" / "astray").mkdir(parents=True)
+    (copy / "runs" / "astray" / SUMMARY_NAME).write_text(json.dumps({"losses": [(1.0).hex()]}))
+    before = sorted(copy.rglob("*"))
+    assert train_1t.main(["--run-name", "astray", "--faults", "none"]) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told.startswith(f"train_1t: run_dir='{copy}/runs/astray' lies in Ray's temporary copy of a job's working")
+    assert sorted(copy.rglob("*")) == before
+
+
+def test_a_plan_may_be_asked_for_in_such_a_copy(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_1t.main(["--plan"]) == 0
+    assert "GiB" in capsys.readouterr().out
+    assert list(copy.iterdir()) == []
+
+
+# ------------------------------------------------------------ the versions of a run
+
+
+class Found:
+    """What the cluster would say to a submission, and what it makes of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, coordinators: list[Any], attempt: str) -> None:
+        self.made: list[Any] = []
+        actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.make))
+        looks = iter(coordinators)
+        monkeypatch.setattr(trainer, "room", lambda scaling: None)
+        monkeypatch.setattr(trainer.ray, "remote", lambda cls: actor)
+        monkeypatch.setattr(trainer.attach, "running_coordinator", lambda run, digest: next(looks))
+        monkeypatch.setattr(trainer.attach, "attempt_of", lambda made, run, starts: attempt)
+        monkeypatch.setattr(trainer.ElasticRingTrainer, "_run_with_environment", lambda self: self.run)
+
+    def make(self, charter: Any) -> str:
+        self.made.append(charter)
+        return "made"
+
+
+@pytest.mark.parametrize(
+    ("coordinators", "attempt", "got", "num_made"),
+    [
+        (["theirs"], "", "theirs", 0), ([None, "theirs"], "another", "theirs", 1), ([None], "mine", "made", 1),
+    ],
+    ids=["one that runs", "one that was quicker", "its own"],
+)  # fmt: skip
+@pytest.mark.parametrize("recorded", [True, False])
+def test_whoever_has_its_coordinator_hears_of_other_versions_and_only_its_maker_replaces_the_record(
+    coordinators: list[Any], attempt: str, got: str, num_made: int, recorded: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    asked = train_1t.build(train_1t.parse(["--run-dir", str(tmp_path), "--run-name", "x"]))
+    path = tmp_path / CONFIG_NAME
+    there = {**asked._config(), "versions": {"torch": "0.1"}}
+    if recorded:
+        path.write_text(json.dumps(there))
+    found = Found(monkeypatch, coordinators, attempt)
+    assert asked._coordinator("fingerprint", "mine") == got
+    assert len(found.made) == num_made
+    told = [line for line in caplog.messages if "was recorded with other versions" in line]
+    assert [line.split(": ")[1].split(" ")[:3] for line in told] == [["torch", "0.1", "there,"]] * recorded
+    kept = recorded and got == "theirs"
+    assert json.loads(path.read_text())["versions"] == (there["versions"] if kept else bits.versions("cpu"))
+
+
+def test_the_record_of_a_run_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its journal does: what is not flushed before it gets its name may be an empty file afterwards."""
+    flushed, flush = list[str](), os.fsync
+
+    def fsync(fd: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{fd}").resolve().name)
+        flush(fd)
+
+    monkeypatch.setattr(metrics.os, "fsync", fsync)
+    train_1t.build(train_1t.parse(["--run-dir", str(tmp_path / "run")]))._write_config()
+    assert [name.startswith(f".{CONFIG_NAME}.") for name in flushed] == [True, False]
+    assert flushed[1] == "run"

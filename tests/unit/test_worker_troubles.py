@@ -18,6 +18,7 @@ from elastic_ring.errors import PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.card import WorkerCard
 from elastic_ring.runtime.member import Member
+from elastic_ring.runtime.stamp_folder import remove_stale
 from elastic_ring.runtime.worker import Worker
 
 WAIT_S = 60.0
@@ -171,4 +172,37 @@ for name, seconds in (("slow", 6.0), ("quick", 0.0)):
     card = WorkerCard(name, "n", "127.0.0.1", f"{sys.argv[1]}/{name}", None, ScalingConfig(), run)
     worker.STACKS_SHARE = 3.0 / run.timeouts.start_s
     worker.Worker(card).start(None)
+"""
+
+
+def test_a_worker_holds_the_folder_of_its_stamps_from_its_start_until_its_process_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "elastic_ring-run-11111111"
+    command = [sys.executable, "-c", WARM, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().strip() == "warm"
+            assert remove_stale(tmp_path) == []
+            assert (folder / "w").exists()
+        finally:
+            process.kill()
+    assert remove_stale(tmp_path) == [folder.name]
+
+
+WARM = """
+import sys, time
+from elastic_ring.config import RunConfig, ScalingConfig
+from elastic_ring.runtime import worker
+from elastic_ring.runtime.card import WorkerCard
+
+class Ready:
+    def __init__(self, *_): self.device = None
+    def warm_up(self): pass
+
+worker.Member = Ready
+worker.Worker._beat = worker.Worker._control = lambda self: None
+started = worker.Worker(WorkerCard("w", "n", "127.0.0.1", f"{sys.argv[1]}/w", None, ScalingConfig(), RunConfig()))
+started._warm_up(None)
+print("warm", flush=True)
+time.sleep(600)
 """
