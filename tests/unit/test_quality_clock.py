@@ -517,6 +517,27 @@ def test_a_run_is_made_in_a_process_of_its_own_and_its_failure_is_told(texts: Co
         run("killed")
 
 
+def waits(family: Family, *rest: Any, **options: Any) -> dict[str, Any]:
+    print(os.getpid(), flush=True)
+    threading.Event().wait()
+    raise AssertionError
+
+
+def test_a_run_whose_parent_is_killed_ends_too() -> None:
+    """It would hold the device, and nobody hears of its result."""
+    program = (
+        "from tests.unit.test_quality_clock import *\n"
+        "train_apart(DENSE, 0, SMALL, Corpus(None, 0, 0), CPU, train=waits)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout as said:
+        assert int(said.readline()) != parent.pid
+        parent.kill()
+        parent.wait()
+        assert said.read() == "", "ends when nobody is left who could write"
+
+
 def test_the_script_runs_from_a_checkout(tmp_path: Path, text: Path) -> None:
     """As the docstring has it, in processes that import the script again."""
     out = tmp_path / "clock.jsonl"
