@@ -19,7 +19,7 @@ from tune.quality.families import Family
 from tune.quality.text import Corpus
 
 END_S = 60.0
-"""What a process may take to end once it has answered."""
+"""What a process may take to end once nothing more will come from it."""
 
 
 class Train(Protocol):
@@ -50,7 +50,7 @@ def train_apart(
         kind, found = ours.recv()
         process.join(END_S)
     except EOFError:
-        process.join()
+        process.join(END_S)
         raise RuntimeError(f"{process.name}: its process died with exit code {process.exitcode}") from None
     finally:
         ours.close()
