@@ -8,20 +8,27 @@ the gap after as many steps as dense made in its time, which is the comparison w
 milliseconds of a step without its attention, "x text" how often the training text was gone through: where training
 loss falls and the tail's does not, the text is too short for the time (`--text`), whatever the pattern.
 
-The time is of training steps only, by the CPU time of this process (one thread) or a GPU's wall-clock; compiling,
-planning and evaluating are not in it. Every finished (part, family, seed) is one line of `--out`; run the same command
-again to go on where it broke off, with more seeds or families to add them. Processes with different seeds may share
-the file: give each GPU whole seeds, since gaps are to dense of the same seed. `--table` only prints what is there.
+Each run is a process of its own, so that none finds what an earlier one left behind; compiled kernels they share on
+disk. The time is of training steps only, by the CPU time of that process (one thread) or a GPU's wall-clock; compiling,
+planning and evaluating are not in it. "median" is the median step, "ms/step" the mean. A gap with a "!" is of a run
+whose steps without attention took over 15 % more or less than dense's of the same seed, which they should not:
+something besides the pattern was different.
+
+Every finished (part, family, seed) is one line of `--out`; run the same command again to go on where it broke off, with
+more seeds or families to add them. Processes with different seeds may share the file, one to a GPU (`--device cuda:1`).
+Give each GPU whole seeds: gaps are to dense of the same seed, and GPUs differ. `--table` only prints what is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -32,27 +39,29 @@ if __name__ == "__main__":  # run from a checkout, where the package may not be 
 import torch
 
 from elastic_ring.data.source import TextFiles
-from tune.quality.clock import Clock, ClockSettings, train_for
+from tune.quality.apart import Train, train_apart
+from tune.quality.clock import ClockSettings
 from tune.quality.families import Family, block_families
+from tune.quality.records import Records, append, finished, locked, write
 from tune.quality.text import Corpus, corpus, long_range_bits
-from tune.quality_table import append, finished
 
 PARTS = ("clock", "tokens")
 NUM_HELD = 32
 HOURS = 24 * 3600.0
-
-Records = dict[tuple[str, str, int], dict[str, Any]]
+REST_SHARE = 0.15
+PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "flash-attn")
+"""Whose kernels a run may take."""
 
 
 def run(
     options: argparse.Namespace, settings: ClockSettings, known: dict[str, Family], texts: Corpus,
-    clock: Clock | None = None,
+    train: Train = train_apart,
 ) -> None:  # fmt: skip
     """Whatever is missing, seed by seed, so that an early end leaves whole rounds. Raises `ValueError` for a file that
     was begun with other settings, and for what the device cannot run."""
     device = torch.device(options.device)
     value = {**asdict(settings), "device": device.type, "text": options.text, "text_digest": _digest(texts)}
-    check_settings(options.out, value)
+    check_settings(options.out, {**value, **_surroundings(device, known)})
     if ("signal", "", 0) not in finished(options.out):
         bits = long_range_bits(texts.held, settings.seq_len // 8, int(settings.seq_len * settings.tail_share))
         append(options.out, {"part": "signal", "family": "", "seed": 0, "value": bits,
@@ -68,7 +77,7 @@ def run(
                 if now - begun + longest > options.stop_after:
                     return
                 steps = None if part == "clock" else _dense(records, seed)["steps"]
-                value = train_for(known[name], seed, settings, texts, device, steps=steps, clock=clock)
+                value = train(known[name], seed, settings, texts, device, steps=steps)
                 append(options.out, {"part": part, "family": name, "seed": seed, "value": value,
                                      "pattern": known[name].text, "device": _name(device)})  # fmt: skip
                 longest = max(longest, time.monotonic() - now)
@@ -76,16 +85,28 @@ def run(
 
 
 def check_settings(path: Path, value: dict[str, Any]) -> None:
-    """Begin the file with these settings, or raise `ValueError` that names those it was begun with otherwise."""
-    begun = finished(path).get(("settings", "", 0))
-    if begun is None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        append(path, {"part": "settings", "family": "", "seed": 0, "value": value})
-        return
+    """Begin the file with these settings, or raise `ValueError` that names those it was begun with otherwise. Of
+    processes that come together one begins it, and all others find what that one wrote."""
+    with locked(path) as file:
+        begun = finished(path).get(("settings", "", 0))
+        if begun is None:
+            write(path, file, {"part": "settings", "family": "", "seed": 0, "value": value})
+            return
     other = [f"{name} {begun['value'].get(name)!r} (now {value[name]!r})" for name in value
              if begun["value"].get(name) != value[name]]  # fmt: skip
     if other:
         raise ValueError(f"--out {path} was begun with {', '.join(other)}; name another file, or give the same")
+
+
+def _surroundings(device: torch.device, known: dict[str, Family]) -> dict[str, Any]:
+    """What a time and a gap hang on besides the options: the device, whose kernels, and what families are here."""
+    found: dict[str, Any] = {"device_name": _name(device)}
+    for package in PACKAGES:
+        try:
+            found[f"{package} version"] = version(package)
+        except PackageNotFoundError:
+            found[f"{package} version"] = None
+    return {**found, **{f"pattern of {name!r}": family.text for name, family in known.items()}}
 
 
 def _dense(records: Records, seed: int) -> dict[str, Any]:
@@ -132,29 +153,36 @@ def table(records: Records) -> list[str]:
             continue
         lines.append("")
         lines.append(f"{what}; gap to dense of the same seed, nats a byte of the tail")
-        head = f"{'family':<16} {'density':>7} {'ms/step':>8} {'rest':>6} {'steps':>7} {'x text':>7}"
+        head = f"{'family':<16} {'density':>7} {'ms/step':>8} {'median':>8} {'rest':>6} {'steps':>7} {'x text':>7}"
         head += f" {'training':>8} {'tail':>7}"
-        lines.append(head + "".join(f"{f'seed {seed}':>9}" for seed in seeds) + f" {'mean':>8}")
-        lines += [_row(part, name, records, seeds) for name in names]
+        lines.append(head + "".join(f"{f'seed {seed}':>9} " for seed in seeds) + f"{'mean':>8}")
+        rows = [_row(part, name, records, seeds) for name in names]
+        lines += rows
+        if any("!" in row for row in rows):
+            lines.append(f"! steps without attention took over {REST_SHARE:.0%} more or less than dense's of that seed")
     return lines
 
 
 def _row(part: str, name: str, records: Records, seeds: list[int]) -> str:
     found = {seed: records[part, name, seed]["value"] for seed in seeds if (part, name, seed) in records}
-    gaps = {}
+    gaps, marks = {}, {}
     for seed, value in found.items():
         dense = records.get(("clock", "dense", seed))
         if dense is not None:
             gaps[seed] = value["tail_loss"] - dense["value"]["tail_loss"]
+            rest = dense["value"]["rest_ms"]
+            marks[seed] = "!" if abs(value["rest_ms"] - rest) > REST_SHARE * rest else " "
 
     def middle(key: str) -> float:
         return mean(value[key] for value in found.values())
 
+    # Files of before it was measured have none.
+    median = f"{middle('median_ms'):.2f}" if all("median_ms" in value for value in found.values()) else "-"
     return (
-        f"{name:<16} {middle('density'):>7.3f} {middle('ms_per_step'):>8.2f} {middle('rest_ms'):>6.2f}"
+        f"{name:<16} {middle('density'):>7.3f} {middle('ms_per_step'):>8.2f} {median:>8} {middle('rest_ms'):>6.2f}"
         f" {middle('steps'):>7.0f} {middle('epochs'):>7.1f} {middle('train_loss'):>8.4f} {middle('tail_loss'):>7.4f}"
-        + "".join(f"{gaps[seed]:>+9.4f}" if seed in gaps else f"{'-':>9}" for seed in seeds)
-        + (f" {mean(gaps.values()):>+8.4f}" if gaps else f" {'-':>8}")
+        + "".join(f"{gaps[seed]:>+9.4f}{marks[seed]}" if seed in gaps else f"{'-':>9} " for seed in seeds)
+        + (f"{mean(gaps.values()):>+8.4f}" if gaps else f"{'-':>8}")
     )
 
 
@@ -218,8 +246,8 @@ def _asked(given: str | None, known: Sequence[str], option: str) -> list[str]:
     return asked
 
 
-def main(arguments: Sequence[str] | None = None, clock: Clock | None = None) -> int:
-    """`clock` stands for the device's own."""
+def main(arguments: Sequence[str] | None = None, train: Train = train_apart) -> int:
+    """`train` makes each run."""
     options = _parser().parse_args(arguments)
     try:
         settings = _settings(options)
@@ -228,13 +256,10 @@ def main(arguments: Sequence[str] | None = None, clock: Clock | None = None) -> 
         options.parts = _asked(options.parts, PARTS, "--parts")
         options.seeds = [int(seed) for seed in options.seeds.split(",")]
         if not options.table:
-            torch.set_num_threads(1)
             device = torch.device(options.device)
-            if device.type == "cuda":
-                if (device.index or 0) >= torch.cuda.device_count():
-                    raise ValueError(f"--device {device}: {torch.cuda.device_count()} GPUs are here; name one, or cpu")
-                torch.cuda.set_device(device.index or 0)  # kernels compile for the current one
-            run(options, settings, known, _texts(options), clock)
+            if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+                raise ValueError(f"--device {device}: {torch.cuda.device_count()} GPUs are here; name one, or cpu")
+            run(options, settings, known, _texts(options), train)
         print("\n".join(table(finished(options.out))))
     except ValueError as error:
         print(f"quality_clock: {error}", file=sys.stderr)
@@ -243,4 +268,5 @@ def main(arguments: Sequence[str] | None = None, clock: Clock | None = None) -> 
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # a run loads what one before has compiled
     sys.exit(main())

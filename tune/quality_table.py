@@ -14,8 +14,6 @@ Tasks and text are trained with the same number of tokens for every family. Qual
 from __future__ import annotations
 
 import argparse
-import fcntl
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -31,6 +29,7 @@ import torch
 from tune.quality.cost import ring_bytes, step_s
 from tune.quality.families import families
 from tune.quality.fidelity import fidelity
+from tune.quality.records import Records, append, finished
 from tune.quality.tasks import CHANCE, TASKS
 from tune.quality.text import Corpus, corpus, long_range_bits
 from tune.quality.train import Settings, train_tasks, train_text
@@ -38,30 +37,11 @@ from tune.quality.train import Settings, train_tasks, train_text
 NUM_HEADS, CP = 4, 8
 
 
-def finished(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """The lines of an earlier run by (part, family, seed). Raises `ValueError` for a file that is none."""
-    found = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            record = json.loads(line)
-            found[record["part"], record["family"], record["seed"]] = record
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"--out {path}: not a file of this job ({error}); name another") from error
-    return found
-
-
-def append(path: Path, record: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(json.dumps(record) + "\n")
-
-
 def run(options: argparse.Namespace, tasks: Settings, text: Settings) -> None:
     """Whatever is missing, seed by seed, so that an early end leaves whole rounds."""
     settings = {"tasks": asdict(tasks), "text": asdict(text), "cost_len": options.cost_len}
     begun = finished(options.out).get(("settings", "", 0))
     if begun is None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         append(options.out, {"part": "settings", "family": "", "seed": 0, "value": settings})
     elif begun["value"] != settings:
         raise ValueError(f"--out {options.out} was begun with other settings; name another file, or give the same")
@@ -115,7 +95,7 @@ def _told(part: str, value: dict[str, Any]) -> str:
     return f"tail {value['tail_loss']:.4f} nats, {value['train_s']:.0f} CPU s"
 
 
-def table(records: dict[tuple[str, str, int], dict[str, Any]]) -> list[str]:
+def table(records: Records) -> list[str]:
     """The lines of the table: gaps to dense seed by seed, then mean and worst."""
     names = list(dict.fromkeys(name for part, name, _ in records if part in ("tasks", "text")))
     signal = records.get(("signal", "", 0))
@@ -137,9 +117,7 @@ def table(records: dict[tuple[str, str, int], dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _row(
-    name: str, records: dict[tuple[str, str, int], dict[str, Any]], seeds: list[int], kept: list[dict[str, Any]]
-) -> str:
+def _row(name: str, records: Records, seeds: list[int], kept: list[dict[str, Any]]) -> str:
     def of(part: str, seed: int, family: str = name) -> Any:
         record = records.get((part, family, seed))
         return None if record is None else record["value"]

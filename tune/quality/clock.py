@@ -1,16 +1,24 @@
 """Training the small model on the paths that really skip, for a time: who is faster gets more steps for it.
 
 What counts is the time of training steps: drawing the batch, forward, backward and the optimizer, and whatever the
-attention does in them, choosing by content included. Compiling, planning static patterns and evaluating do not. The
-same lines run on CPUs and on GPUs; device, type and the clock differ. No files and no tables in here.
+attention does in them, choosing by content included. Compiling, planning static patterns and evaluating do not: a run
+in whose time torch.compile makes a graph is an error, as is what it gives up compiling. What a library compiles for
+sizes that it has not met before does count; it shows as a mean far above the median. The same lines run on CPUs and on
+GPUs; device, type and the clock differ. No files and no tables in here.
 """
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -20,19 +28,25 @@ from torch import Tensor
 from elastic_ring.attention.exchange import HopBuffers
 from elastic_ring.attention.layers import Attention, PatternedAttention
 from elastic_ring.attention.layout import contiguous
-from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.rules import Dense
-from elastic_ring.attention.schedule import plan
 from tune.quality.families import Family
-from tune.quality.model import SmallConfig, SmallModel
-from tune.quality.text import Corpus, batch
+from tune.quality.model import AS_WRITTEN, Pieces, SmallConfig, SmallModel
+from tune.quality.text import Corpus, Tokens, batch
 
 Clock = Callable[[], float]
 """Seconds since some moment, of work that is done."""
 
 WARM_STEPS = 4
 """Taken and taken back before the clock starts: kernels are compiled and patterns planned in them."""
+
+LOOK_STEPS = 8
+"""Steps between two looks at the clock, each of which has the host wait for the GPU: at every step that would cost
+short steps, where the host is the slower one, the most."""
+
+REST_LOOKS = 5
+"""Looks' lengths over which a step without attention is measured."""
+
+Look = tuple[int, float]
+"""Steps done, and the clock then."""
 
 
 @dataclass(frozen=True)
@@ -77,44 +91,81 @@ def train_for(
 ) -> dict[str, Any]:  # fmt: skip
     """Train one family for `settings.seconds`, or for `steps` if given, then evaluate it on the held-out sequences.
 
-    A step that would begin at the end of the time or later is not begun, so the last one may end a step's length
-    after it; "seconds" says when it did. "tail_loss" and "loss", nats a token, are of held-out text as in
-    `train.train_text`, "train_loss" of the last tenth of the steps, "epochs" how often the text was gone through.
-    "rest_ms" is what of "ms_per_step" a step takes whose attention only hands on its values, measured afterwards.
-    Raises `ValueError` for what the device's kernels cannot run.
+    The clock is looked at as `_train` says. "seconds" says when the last step was done, "ms_per_step" is their mean,
+    "median_ms" the median over the times between two looks. "tail_loss" and "loss", nats a token, are of held-out text
+    as in `train.train_text`, "train_loss" of the last tenth of the steps, "epochs" how often the text was gone through.
+    "rest_ms" is the median likewise of steps whose attention only hands on its values, measured afterwards.
+
+    Raises `ValueError` for what the device's kernels cannot run, and `RuntimeError` or what Dynamo raises where
+    something is compiled while the clock runs, or in more forms than are kept. One call in a process: what earlier ones
+    left behind is not in the time, but what a library of kernels had met may be.
     """
     attentions = Attentions(family, settings, device)
     model = SmallModel(_config(settings, corpus), seed).to(device)
-    if settings.compiled:
-        _compile(model)
-    _warm_up(model, attentions, settings, corpus)
-    optimizer = _optimizer(model, settings)
-    losses: list[Tensor] = []
     read = clock_of(device) if clock is None else clock
-    start = read()
-    used = 0.0
-    while (used / settings.seconds if steps is None else len(losses) / steps) < 1:
-        share = used / settings.seconds if steps is None else len(losses) / steps
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(share, settings.peak_lr)
-        rows = torch.from_numpy(batch(corpus, seed, len(losses), settings.batch)).to(device)
-        losses.append(train_step(model, optimizer, attentions, rows))
-        used = read() - start
-    held = held_losses(model, attentions, corpus, settings)
-    rest_ms = 1000 * _rest_s(model, optimizer, attentions, rows, read, settings.num_layers)
-    num_tokens = len(losses) * settings.batch * settings.seq_len
+    optimizer = _optimizer(model, settings)
+
+    def step(number: int, layers: list[Attention] | None = None) -> Tensor:
+        rows = _on(device, batch(corpus, seed, number, settings.batch))
+        return train_step(model, optimizer, attentions, rows, layers)
+
+    with _compiling(model, settings.compiled):
+        _warm_up(model, attentions, settings, corpus)
+        with _undisturbed():
+            losses, looks = _train(step, optimizer, settings, steps, read)
+        held = held_losses(model, attentions, corpus, settings)
+        rest_ms = _rest_ms(step, len(losses), attentions, settings, read)
+    used = looks[-1][1] - looks[0][1]
     return {
         "tail_loss": float(held[:, -int(settings.seq_len * settings.tail_share) :].mean()),
         "loss": float(held.mean()),
         "train_loss": float(torch.stack(losses[-max(1, len(losses) // 10) :]).mean()),
         "steps": len(losses),
-        "tokens": num_tokens,
+        "tokens": len(losses) * settings.batch * settings.seq_len,
         "epochs": len(losses) * settings.batch / len(corpus.training),
         "seconds": used,
         "ms_per_step": 1000 * used / len(losses),
+        "median_ms": median_ms(looks),
         "rest_ms": rest_ms,
         "density": family.density(settings.seq_len, settings.num_layers, settings.num_heads),
     }
+
+
+def _train(
+    step: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, settings: ClockSettings, steps: int | None,
+    read: Clock,
+) -> tuple[list[Tensor], list[Look]]:  # fmt: skip
+    """The losses, and the looks at the clock from the one before the first step to the one after the last.
+
+    There is a look after each of the first `LOOK_STEPS` steps, then after every `LOOK_STEPS`-th. Between looks the
+    share of the time that is used, which sets the learning rate, is that of the last look times the steps done now over
+    those done then; where that comes to the whole there is a look too. A look at which the time is over ends the run,
+    so steps as long as those before them end it within one of theirs. With `steps` given the share is of these.
+    """
+    losses: list[Tensor] = []
+    looks: list[Look] = [(0, read())]
+    share = 0.0
+    while share < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(share, settings.peak_lr)
+        losses.append(step(len(losses)))
+        share = expected_share(looks, len(losses), settings.seconds) if steps is None else len(losses) / steps
+        if len(losses) <= LOOK_STEPS or len(losses) % LOOK_STEPS == 0 or share >= 1:
+            looks.append((len(losses), read()))
+            if steps is None:
+                share = expected_share(looks, len(losses), settings.seconds)
+    return losses, looks
+
+
+def expected_share(looks: Sequence[Look], done: int, seconds: float) -> float:
+    """Of the time, used after `done` steps, by the pace from the first look to the last; 0 before any step was seen."""
+    at, then = looks[-1]
+    return 0.0 if at == 0 else (then - looks[0][1]) / seconds * done / at
+
+
+def median_ms(looks: Sequence[Look]) -> float:
+    """Of a step, each time between two looks counting once."""
+    return 1000 * median((then - before) / (now - at) for (at, before), (now, then) in pairwise(looks))
 
 
 def learning_rate(share: float, peak: float) -> float:
@@ -129,7 +180,8 @@ def learning_rate(share: float, peak: float) -> float:
 class Attentions:
     """What the layers of a model call, on one device, each following its rules of `family` by a path that skips.
 
-    Dense layers run on the dense backend. Where content chooses it does so for one sequence, and each head for itself:
+    As in a training task, for every family alike: a new `PatternedAttention` in each step, which runs dense layers on
+    the dense backend. Where content chooses it does so for one sequence, and each head for itself:
     there the sequences of a batch are as many more heads of one. Raises `ValueError` for what GPUs cannot run.
     """
 
@@ -143,23 +195,15 @@ class Attentions:
         rules = [rule for group in pattern.groups for rule in group.rules]
         self._by_content = any(rule.awaits_content for rule in rules)
         self._buffers = HopBuffers()
-        self._dense = None
-        if set(rules) == {Dense()}:
-            self._dense = RingAttention(
-                plan(Pattern(), self._layout), 0, None, backend=settings.kernel, deterministic=False
-            )
         self.dtype = getattr(torch, settings.dtype)
 
     def of_step(self) -> list[Attention]:
         """One for each layer, to be called once each, in their order, and then dropped with the step's graph."""
-        num_layers = self._settings.num_layers
-        if self._dense is not None:
-            return [self._called(self._dense)] * num_layers
         attention = PatternedAttention(
             self._pattern, self._layout, 0, None, backend=self._settings.kernel, deterministic=False,
             buffers=self._buffers, sparse_kernel=self._settings.sparse_kernel,
         )  # fmt: skip
-        return [self._called(attention.layer(number)) for number in range(num_layers)]
+        return [self._called(attention.layer(number)) for number in range(self._settings.num_layers)]
 
     def mixed(self) -> torch.autocast:
         """Round a forward pass of the model: matrices in `dtype`, if that is not fp32."""
@@ -199,8 +243,8 @@ def held_losses(model: SmallModel, attentions: Attentions, corpus: Corpus, setti
     """(num_held, S): nats of every token of the held-out sequences."""
     model.eval()
     found = []
-    for rows in torch.from_numpy(corpus.held).split(settings.batch):
-        rows = rows.to(model.head.weight.device)
+    for first in range(0, corpus.num_held, settings.batch):
+        rows = _on(model.head.weight.device, corpus.held[first : first + settings.batch])
         with attentions.mixed():
             logits = model(rows[:, :-1], attentions.of_step())
         found.append(F.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:], reduction="none").cpu())
@@ -227,28 +271,89 @@ def _warm_up(model: SmallModel, attentions: Attentions, settings: ClockSettings,
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = _optimizer(model, settings)
     for step in range(WARM_STEPS):
-        rows = torch.from_numpy(batch(corpus, 0, step, settings.batch)).to(model.head.weight.device)
+        rows = _on(model.head.weight.device, batch(corpus, 0, step, settings.batch))
         train_step(model, optimizer, attentions, rows)
     model.load_state_dict(before)
 
 
-def _rest_s(
-    model: SmallModel, optimizer: torch.optim.Optimizer, attentions: Attentions, rows: Tensor, read: Clock,
-    num_layers: int,
+def _rest_ms(
+    step: Callable[[int, list[Attention]], Tensor], first: int, attentions: Attentions, settings: ClockSettings,
+    read: Clock,
 ) -> float:  # fmt: skip
-    """Seconds of a step without attention, the mean of a few; the model is of no use afterwards."""
+    """Of a step without attention, from step number `first` on, looked at every `LOOK_STEPS` as in training and after
+    as many that warm up; the model is of no use afterwards."""
 
     def values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return v.to(attentions.dtype)
 
-    for number in range(2 * WARM_STEPS):
-        if number == WARM_STEPS:
-            start = read()
-        train_step(model, optimizer, attentions, rows, [values] * num_layers)
-    return (read() - start) / WARM_STEPS
+    layers: list[Attention] = [values] * settings.num_layers
+    for number in range(LOOK_STEPS):
+        step(first + number, layers)
+    first += LOOK_STEPS
+    with _undisturbed():
+        looks = [(0, read())]
+        for number in range(LOOK_STEPS * REST_LOOKS):
+            step(first + number, layers)
+            if (number + 1) % LOOK_STEPS == 0:
+                looks.append((number + 1, read()))
+    return median_ms(looks)
 
 
-def _compile(model: SmallModel) -> None:
+def _on(device: torch.device, tokens: Tokens) -> Tensor:
+    rows = torch.from_numpy(tokens)
+    if device.type == "cpu":
+        return rows
+    return rows.pin_memory().to(device, non_blocking=True)  # from other memory the host waits for the GPU
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """What was there before is not gone through by the collector within, which itself runs as ever. Raises
+    `RuntimeError` at the end if torch.compile has made anything meanwhile."""
+    gc.collect()
+    gc.freeze()
+    before = num_compiled()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+    if num_compiled() != before:
+        raise RuntimeError(
+            f"torch.compile was called upon {num_compiled() - before} times while the clock ran, after {WARM_STEPS}"
+            " steps of warm-up: the time is not of steps alone (TORCH_LOGS=recompiles names the reasons)"
+        )
+
+
+def num_compiled() -> int:
+    """Graphs that torch.compile has made in this process, and pieces of code that it has looked at for them."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return 0
+    counters = dynamo.utils.counters
+    return int(counters["stats"]["unique_graphs"] + counters["frames"]["total"])
+
+
+@contextmanager
+def _compiling(model: SmallModel, compiled: bool) -> Iterator[None]:
+    """Within, all of `model` but its attention is compiled if `compiled`, and what cannot be is an error."""
+    if not compiled:
+        yield
+        return
+    import torch._dynamo  # takes a second, which is for those who compile
+
     for layer in cast(Any, model.layers):
-        layer.heads = torch.compile(layer.heads, dynamic=False)
-        layer.rest = torch.compile(layer.rest, dynamic=False)
+        layer.pieces = compiled_pieces()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+
+
+@lru_cache(maxsize=2)
+def compiled_pieces(backend: str = "inductor") -> Pieces:
+    """Made once for all layers and models: another wrapper of the same code would be compiled anew beside it. Inductor
+    compiles in this process, so that no others are left running beside the clock."""
+    options: dict[str, Any] | None = {"compile_threads": 1} if backend == "inductor" else None
+
+    def made(piece: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(piece, fullgraph=True, dynamic=False, backend=backend, options=options)
+
+    return Pieces(made(AS_WRITTEN.before), made(AS_WRITTEN.after))

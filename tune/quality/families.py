@@ -83,10 +83,10 @@ MOST_KEPT = 0.25
 
 
 def block_families(seq_len: int, block: int, num_layers: int = 8) -> dict[str, Family]:
-    """Families of whole blocks, as GPUs take them (there `block` is 128), each as dense as a quarter of the pairs
-    allows: "sinks" are the first block, and content is chosen by a block's first query, which knows no later token.
-
-    "one dense layer" has half the window in the others, so that it is within a quarter from 8 layers on.
+    """Families of whole blocks, as GPUs take them (there `block` is 128), all but two as dense as a quarter of the
+    pairs allows: "sinks" are the first block, and content is chosen by a block's first query, which knows no later
+    token. The two are "dense", and "one dense layer", with half the window of "sinks + window" in its other layers:
+    that is within a quarter from 8 layers on, and not brought up to it.
 
     Raises `ValueError` where there are fewer than 16 blocks, or where they do not fill the sequence.
     """

@@ -8,7 +8,7 @@ it takes batches. Time and bytes of patterns are measured elsewhere, never with 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,6 +98,38 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return out.transpose(1, 2)
 
 
+def before(
+    x: Tensor, cos: Tensor, sin: Tensor, norm: Tensor, qkv: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x (B, S, width) to q, k, v (B, S, H, D), read from each token and the one before it."""
+    x = F.rms_norm(x, [x.size(-1)], norm)
+    x = torch.cat([x, F.pad(x, (0, 0, 1, 0))[:, :-1]], dim=-1)
+    q, k, v = F.linear(x, qkv).unflatten(-1, (3, num_heads, -1)).unbind(2)
+    return _turned(q, cos, sin), _turned(k, cos, sin), v
+
+
+def after(x: Tensor, seen: Tensor, output: Tensor, norm: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """x (B, S, width) and what the heads saw (B, S, H, D) to the layer's result (B, S, width)."""
+    x = x + F.linear(seen.flatten(2), output)
+    gate, value = F.linear(F.rms_norm(x, [x.size(-1)], norm), up).chunk(2, dim=-1)
+    return x + F.linear(F.silu(gate) * value, down)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a layer computes before and after its attention: `before` and `after`, or what was made of them.
+
+    Weights are arguments: what compiles them ties them to no layer, so one compiled form serves all layers of all
+    models of a process, and holds none of them.
+    """
+
+    before: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    after: Callable[..., Tensor]
+
+
+AS_WRITTEN = Pieces(before, after)
+
+
 class Layer(nn.Module):
     """Attention and SwiGLU; queries, keys and values read a token and the one before it.
 
@@ -109,7 +141,7 @@ class Layer(nn.Module):
 
     def __init__(self, config: SmallConfig, gated: GatedSparseAttention | None) -> None:
         super().__init__()
-        self.num_heads, self.gated = config.num_heads, gated
+        self.num_heads, self.gated, self.pieces = config.num_heads, gated, AS_WRITTEN
         self.attention_norm, self.ffn_norm = nn.RMSNorm(config.width), nn.RMSNorm(config.width)
         self.qkv = nn.Linear(2 * config.width, 3 * config.width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
@@ -125,10 +157,7 @@ class Layer(nn.Module):
 
     def heads(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v (B, S, H, D) of x (B, S, width)."""
-        x = self.attention_norm(x)
-        x = torch.cat([x, F.pad(x, (0, 0, 1, 0))[:, :-1]], dim=-1)
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        return _turned(q, turn), _turned(k, turn), v
+        return self.pieces.before(x, *turn, self.attention_norm.weight, self.qkv.weight, self.num_heads)
 
     def forward(
         self, x: Tensor, turn: tuple[Tensor, Tensor], masks: Masks | Sequence[Attention], layer: int
@@ -144,10 +173,9 @@ class Layer(nn.Module):
 
     def rest(self, x: Tensor, seen: Tensor) -> Tensor:
         """What follows attention: x (B, S, width) and what the heads saw (B, S, H, D) to (B, S, width)."""
-        x = x + self.output(seen.flatten(2))
-        gate, up = self.up(self.ffn_norm(x)).chunk(2, dim=-1)
-        out: Tensor = x + self.down(F.silu(gate) * up)
-        return out
+        return self.pieces.after(
+            x, seen, self.output.weight, self.ffn_norm.weight, self.up.weight, self.down.weight
+        )
 
 
 class SmallModel(nn.Module):
@@ -166,8 +194,9 @@ class SmallModel(nn.Module):
     def turn(self, seq_len: int) -> tuple[Tensor, Tensor]:
         """cos and sin (S, 1, D/8), on the model's device."""
         half = self.config.head_dim // 8
-        angles = torch.arange(seq_len)[:, None] * self.config.rope_theta ** (-torch.arange(half) / half)
-        angles = angles.unsqueeze(1).to(self.head.weight.device)
+        device = self.head.weight.device  # made there: a copy would have the host wait for all that it gave a GPU
+        at, channel = torch.arange(seq_len, device=device), torch.arange(half, device=device)
+        angles = (at[:, None] * self.config.rope_theta ** (-channel / half)).unsqueeze(1)
         return angles.cos(), angles.sin()
 
     def forward(self, tokens: Tensor, masks: Masks | Sequence[Attention]) -> Tensor:
@@ -186,9 +215,8 @@ def _gates(config: SmallConfig, masks: Masks | None) -> GatedSparseAttention | N
     )
 
 
-def _turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary on a quarter of the channels, so that matching by content is free of distance."""
-    cos, sin = turn
     half = cos.size(-1)
     first, second, rest = x.split([half, half, x.size(-1) - 2 * half], dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos, rest], dim=-1)
