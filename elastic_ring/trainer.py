@@ -163,7 +163,7 @@ class ElasticRingTrainer:
         """The result of an earlier submission that ended well; refuses the same name with other settings."""
         recorded = self.run.folder / CONFIG_NAME
         if recorded.exists():
-            config = json.loads(recorded.read_text())
+            config = _recorded(recorded)
             if config["run"]["name"] != self.run.name:
                 raise ValueError(
                     f"run_dir={self.run.run_dir!r} holds run {config['run']['name']!r}, not {self.run.name!r}: choose "
@@ -381,3 +381,15 @@ def _shown(record: dict[str, Any]) -> StepMetrics:
         step_s=record["step_s"], skipped=record["skipped"], generation=record["generation"], mesh=mesh,
         num_members=mesh.size,
     )  # fmt: skip
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    """Raises ValueError for a config.json that says nothing."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    except ValueError as error:
+        raise ValueError(
+            f"run_dir={str(path.parent)!r}: its {path.name} cannot be read ({error}), so nobody can tell whether the"
+            " folder holds this run: choose another run_dir, or remove that file if you know that it does"
+        ) from error

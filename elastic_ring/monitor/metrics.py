@@ -7,6 +7,7 @@ Drawing and wording are in `report`; shipping metrics to a store must not enter 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import threading
@@ -19,6 +20,8 @@ from typing import Any
 from elastic_ring.errors import RunFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal, read, sync_directory
+
+log = logging.getLogger(__name__)
 
 METRICS_NAME = "metrics.jsonl"
 SUMMARY_NAME = "summary.json"
@@ -226,6 +229,23 @@ def write_summary(directory: str | os.PathLike[str], summary: Mapping[str, Any])
     path = Path(directory) / SUMMARY_NAME
     write_json(path, summary, durable=True)
     return path
+
+
+def read_status(folder: Path) -> dict[str, Any] | None:
+    """What a run's status.json says; None where there is none.
+
+    One that is no JSON is taken for none: it is written without waiting for the disk, so that a host which loses power
+    may leave it empty, and nothing that a run needs is in it alone.
+    """
+    path = folder / STATUS_NAME
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        log.warning("%s cannot be read and is taken for missing: %s", path, error)
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any], *, durable: bool = False) -> None:

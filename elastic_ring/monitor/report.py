@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.monitor.journal import read
-from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, read_metrics
+from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, read_metrics, read_status
 
 _PARTS = ("detect", "close", "heal", "rerun")
 _NUM_RECOVERIES_SHOWN = 5
@@ -51,7 +51,7 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
     folder = Path(run_folder)
     if not folder.is_dir():
         raise ValueError(f"run folder {folder}: there is no such folder; give the --run-dir of a run")
-    status = _load(folder / STATUS_NAME)
+    status = read_status(folder) or {}
     summary = _load(folder / SUMMARY_NAME)
     steps = read_metrics(folder)
     if not (status or summary or steps or (folder / JOURNAL_NAME).exists()):
@@ -98,7 +98,7 @@ def _state_line(folder: Path, status: Mapping[str, Any], summary: Mapping[str, A
     if status.get("ended") or (summary and not status):
         return f"run {name}: ended"
     if not status:
-        return f"run {name}: state unknown, its {STATUS_NAME} is missing"
+        return f"run {name}: state unknown, its {STATUS_NAME} is missing or cannot be read"
     state = f"run {name}: {status.get('phase', 'running')}"
     silent_s = _silent_s(status, now)
     if silent_s > _OLD_NEWS_S:

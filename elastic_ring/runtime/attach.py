@@ -11,8 +11,6 @@ import logging
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,7 +19,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from elastic_ring.config import RunConfig
 from elastic_ring.errors import CoordinatorLost
-from elastic_ring.monitor.metrics import CONFIG_NAME, STATUS_NAME, SUMMARY_NAME
+from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME, read_status
 from elastic_ring.runtime.cluster import NAMESPACE, actor_name
 
 log = logging.getLogger(__name__)
@@ -69,7 +67,7 @@ def end_on_record(run: RunConfig, attempt: str) -> dict[str, Any] | None:
     summary = run.folder / SUMMARY_NAME
     if summary.exists():
         return {"error": "", "message": "", "facts": {}, "summary": json.loads(summary.read_text())}
-    status = _status(run.folder)
+    status = read_status(run.folder)
     end: dict[str, Any] = (status or {}).get("end") or {}
     return end if end.get("attempt") == attempt else None
 
@@ -139,13 +137,13 @@ def refuse_if_written_to(run: RunConfig) -> None:
 
     A live one writes its status every second, whatever else it does.
     """
-    before = _status(run.folder)
+    before = read_status(run.folder)
     if before is None or before["ended"] or time.time() - before["updated_unix_s"] > STALE_S:
         return
     deadline = time.monotonic() + LOOK_S
     while time.monotonic() < deadline:
         time.sleep(ASK_AGAIN_S)
-        now = _status(run.folder)
+        now = read_status(run.folder)
         if now is not None and now["updated_unix_s"] != before["updated_unix_s"]:
             raise ValueError(
                 f"run_dir={run.run_dir!r} is being written to by run {now['run']!r} on another Ray cluster: choose "
@@ -189,8 +187,3 @@ def _remove(coordinator: Any, run: RunConfig) -> None:
         time.sleep(ASK_AGAIN_S)
 
 
-def _status(folder: Path) -> dict[str, Any] | None:
-    with suppress(FileNotFoundError):
-        found: dict[str, Any] = json.loads((folder / STATUS_NAME).read_text())
-        return found
-    return None

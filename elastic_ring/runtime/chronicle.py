@@ -26,6 +26,7 @@ from elastic_ring.monitor.metrics import (
     StepMetrics,
     build_summary,
     read_metrics,
+    read_status,
     write_json,
     write_summary,
 )
@@ -57,9 +58,9 @@ class Chronicle:
 
     def open(self, started_s: float) -> None:
         self.started_s = started_s
-        status = self.folder / STATUS_NAME
-        if status.exists():
-            self._alive_at_s = json.loads(status.read_text())["updated_unix_s"]
+        status = read_status(self.folder)
+        if status is not None:
+            self._alive_at_s = status["updated_unix_s"]
         self.metrics.open()
         self._goodput = Goodput(started_s, self.metrics.step_times_s())
 
@@ -222,10 +223,9 @@ def over(end: Mapping[str, Any]) -> dict[str, Any]:
 def write_end(run: RunConfig, end: Mapping[str, Any]) -> None:
     """The end of a run whose coordinator could not open it, a damaged journal for example: what an earlier one left in
     status.json stays, but for its members. An end of the same attempt that is there already stays as it is."""
-    known: Any = {}
-    with suppress(OSError, ValueError):  # none, or none that can be read: then the end is all that is known
-        known = json.loads((run.folder / STATUS_NAME).read_text())
-    known = known if isinstance(known, dict) else {}
+    known: dict[str, Any] = {}
+    with suppress(OSError):  # the end is then all that is known
+        known = read_status(run.folder) or {}
     if (known.get("end") or {}).get("attempt") != end["attempt"]:
         _replace_status(run.folder, {**known, "run": run.name, **over(end)})
 

@@ -13,7 +13,7 @@ from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import Crew, Running, State, Worker
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.report import render_status
-from elastic_ring.runtime.attach import end_on_record
+from elastic_ring.runtime.attach import end_on_record, refuse_if_written_to
 from elastic_ring.runtime.chronicle import Chronicle, write_end
 
 
@@ -110,6 +110,17 @@ def test_the_end_of_a_run_that_could_not_be_opened_is_told_and_what_was_known_of
     assert json.loads(status.read_text()) == told
     write_end(run, {**end, "attempt": "b"})
     assert end_on_record(run, "b") == {**end, "attempt": "b"}
+
+
+@pytest.mark.parametrize("left", ["", "\x00" * 8, '{"run": '])
+def test_a_status_that_a_power_cut_left_unreadable_is_none_and_the_run_goes_on(tmp_path: Path, left: str) -> None:
+    run = RunConfig("records", str(tmp_path))
+    (tmp_path / "status.json").write_text(left)
+    assert end_on_record(run, "a") is None
+    refuse_if_written_to(run)
+    (tmp_path / "journal.jsonl").touch()
+    assert "state unknown, its status.json is missing or cannot be read" in render_status(tmp_path)
+    Chronicle(run, lambda note: None, lambda: 100.0).open(0.0)
 
 
 @pytest.mark.parametrize("found", [None, "", "[]", "\x00"])

@@ -83,6 +83,16 @@ def test_a_runs_record_names_its_versions_which_are_no_part_of_what_it_is_recogn
     assert submission._finished() is None, "the same run, whatever it was begun with"
 
 
+@pytest.mark.parametrize("left", ["", '{"run": '])
+def test_a_record_that_a_power_cut_left_unreadable_is_refused_with_a_way_out(tmp_path: Path, left: str) -> None:
+    submission = train_1t.build(train_1t.parse(["--run-dir", str(tmp_path)]))
+    (tmp_path / CONFIG_NAME).write_text(left)
+    with pytest.raises(ValueError, match=r"its config.json cannot be read .* remove that file"):
+        submission._finished()
+    (tmp_path / CONFIG_NAME).unlink()
+    assert submission._finished() is None
+
+
 @pytest.fixture
 def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the driver of a job runs that was submitted with a working directory."""
