@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_ring.runtime.chips import Chip
+from tests.holding import holding
 
 FOUR = tuple(Chip(index, f"GPU-{letter}") for index, letter in enumerate("abcd"))
 
@@ -29,13 +30,8 @@ time.sleep(600)
 def holder(folder: Path, chip: Chip, place: int, *failure: str) -> Iterator[subprocess.Popen[str]]:
     """A process of its own that holds a GPU for a place."""
     command = [sys.executable, "-c", HOLD, str(folder), chip.name, str(place), *failure]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline().strip() == "held"
-            yield process
-        finally:
-            process.kill()
+    with holding(command) as process:
+        yield process
 
 
 def fail_elsewhere(folder: Path, chip: Chip, why: str) -> None:

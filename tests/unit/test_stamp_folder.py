@@ -20,6 +20,7 @@ from elastic_ring.config import Timeouts
 from elastic_ring.runtime import node_agent, stamp_folder
 from elastic_ring.runtime.node_agent import NodeAgent
 from elastic_ring.runtime.stamp_folder import GONE, LOCK_NAME, hold, remove_stale
+from tests.holding import holding
 
 LIVING = """
 import sys, time
@@ -40,13 +41,8 @@ IN_ANOTHER_NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork
 def living(folder: Path, *prefix: str) -> Iterator[subprocess.Popen[str]]:
     """A process that uses `folder` as a worker does."""
     command = [*prefix, sys.executable, "-c", LIVING, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline().strip() == "held"
-            yield process
-        finally:
-            process.kill()
+    with holding(command) as process:
+        yield process
 
 
 def names(parent: Path) -> list[str]:
