@@ -97,27 +97,43 @@ class BlockPass:
         self, rank: _Queries, k: torch.Tensor, v: torch.Tensor, dq: GradientSum, _: torch.Tensor | None
     ) -> KeySums:
         """Own keys behind the arrival of the first stage's, or a half of their heads where the other has the return
-        of the last stage's partials to hide."""
+        of the last stages' partials to hide."""
         stages, num_heads, half = self._blocks.stages, k.size(2), self._first_heads(rank.q)
-        sums = self._sums(k, halved=half < num_heads)
+        hiding = self._hiding_stage() if half < num_heads else len(stages)
+        sums = self._sums(k, num_early=max(0, hiding - 2) if half < num_heads else 0)
+
+        def own_rest() -> None:
+            if half < num_heads:
+                self._own(rank, k, v, (half, num_heads), self._blocks.own_parts[1], dq, sums)
+
         self._exchange.begin(k, v)
         self._observe(0)
         own = self._blocks.own if half == num_heads else self._blocks.own_parts[0]
         self._own(rank, k, v, (0, half), own, dq, sums)
         for index, stage in enumerate(stages):
+            if index == hiding:
+                own_rest()
+            # Two stages late, so that readers which are behind had time to compute and return it.
+            self._add_partials(sums, index - 2)
             keys = self._exchange.take_keys(index)
             self._observe_stage(stage)
             partials = self._exchange.partials_buffer(index)
             for share in self._fetched(rank, stage, keys, partials):
                 _add_share(dq, share)
-            # One stage late, so that the readers of the one before had time to compute and return it.
-            self._add_partials(sums, index - 1)
-            self._exchange.swap_partials(index, partials)
             self._exchange.free_keys(index)
-        if half < num_heads:
-            self._own(rank, k, v, (half, num_heads), self._blocks.own_parts[1], dq, sums)
-        self._add_partials(sums, len(stages) - 1)
+            self._exchange.swap_partials(index, partials)
+        if hiding == len(stages):
+            own_rest()
+        for index in range(len(stages) - 2, len(stages)):
+            self._add_partials(sums, index)
         return sums
+
+    def _hiding_stage(self) -> int:
+        """Before which stage the other half of the own heads runs: the first that would wait for partials and has
+        nothing of its own to compute, nor has any after it; their number if there is none."""
+        stages = self._blocks.stages
+        last = max((index for index, stage in enumerate(stages) if stage.plan.fetched), default=-1)
+        return min(max(last + 1, 2), len(stages))
 
     def _not_fetching(
         self, rank: _Queries, k: torch.Tensor, v: torch.Tensor, dq: GradientSum, keys: torch.Tensor | None
@@ -125,7 +141,7 @@ class BlockPass:
         """Fetched keys first, so that all own ones, in one call, have the way of the partials to hide. What the
         fetched ones gave to dq waits, to be added in the order in which it is when they are fetched again."""
         assert keys is not None
-        (stage,), sums = self._blocks.stages, self._sums(k, halved=False)
+        (stage,), sums = self._blocks.stages, self._sums(k, num_early=0)
         self._observe_stage(stage)
         partials = self._exchange.partials_buffer(0)
         shares = list(self._fetched(rank, stage, keys, partials))
@@ -203,10 +219,10 @@ class BlockPass:
             for kind, total in enumerate(sums.totals):
                 add_placed_(total.flatten(1, 2), inbox[:, :, kind].transpose(0, 1), stage.places)
 
-    def _sums(self, k: torch.Tensor, *, halved: bool) -> KeySums:
+    def _sums(self, k: torch.Tensor, *, num_early: int) -> KeySums:
+        """`num_early` stages' partials are added before the own share of the later heads."""
         served = [stage.plan.num_served_rows > 0 for stage in self._blocks.stages]
-        # Partials of the stages before the last are added before the own share of the later heads.
-        early = halved and any(served[:-1])
+        early = any(served[:num_early])
         dtype = accumulate_dtype(k.dtype) if early or sum(served) > 1 else k.dtype
         return KeySums(k, dtype, early=early, writes=self._kernel.writes_gradients)
 
@@ -215,7 +231,7 @@ class BlockPass:
         stages, num_heads = self._blocks.stages, len(self._blocks.plan.kv_head_order)
         if not stages or not self._blocks.half:
             return num_heads
-        num_rows = max(stages[-1].plan.num_fetched_rows, stages[-1].plan.num_served_rows)
+        num_rows = max(max(stage.plan.num_fetched_rows, stage.plan.num_served_rows) for stage in stages)
         row_bytes = 2 * q.size(0) * q.size(3) * self._exchange.partial_dtype.itemsize
         flops = 10.0 * q.size(0) * q.size(3) * self._blocks.plan.num_own_pairs
         hidden_s = min(num_rows * row_bytes / LINK_BYTES_PER_S, flops / 2 / KERNEL_FLOPS)

@@ -11,7 +11,7 @@ enter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,12 +51,13 @@ class _Operation:
 class PackedExchange:
     """Buffers are (rows, B, 2, D), of each row K and V, or dK and dV, side by side; a message is a run of rows.
 
-    Stages count from 0. Keys and partials have two buffers each, which the stages take in turn, and what is served
-    and the inbox one: after `begin`, for each stage `take_keys`, in backward `swap_partials` after what the
-    `take_partials` before it gave was read, `free_keys`. Everywhere the order of posts is K0 K1 P0 K2 P1 K3 ...: where
-    messages are coalesced, and so no post waits, K1 right behind K0, else behind the arrival of K0. No cycle of waits
-    can form, because whoever posts something waits only for what comes before it in this order, which all ranks have
-    posted by then or post without waiting for later ones.
+    Stages count from 0. Keys, partials and inboxes have two buffers each, which the stages take in turn, and what is
+    served one: after `begin`, for each stage `take_keys`, `free_keys` and in backward `swap_partials`, and before them,
+    in backward, what the `take_partials` of the stage two before gave must have been read. Everywhere the order of posts
+    is K0 K1 K2 P0 K3 P1 ... where messages are coalesced, and so no post waits: nobody's keys stand behind partials
+    that their owner waits for. Else it is K0 K1 P0 K2 P1 ..., K1 behind the arrival of K0. No cycle of waits can form,
+    because whoever posts something waits only for what comes before it in this order, which all ranks have posted by
+    then or post without waiting for later ones.
 
     `like` is k (B, S_local, Hkv, D). With `keep` keys get memory of their own, which outlives the pass. `coalesced`
     posts the messages of a direction as one operation, which NCCL needs and gloo does not know. After an error
@@ -108,8 +109,6 @@ class PackedExchange:
         self._first_keys = [self._keys_buffer(index) for index in range(min(2, len(stages)))]
         # All of it now: memory that is taken later may be in use by kernels which the stream beside does not wait for.
         self._served_buffer(0)
-        if self._direction == "backward":
-            self._inbox(0)
         self._wait_for_kernels()
         for index in range(2 if self._coalesced else 1):
             self._post_keys(index)
@@ -134,14 +133,8 @@ class PackedExchange:
 
     def swap_partials(self, index: int, partials: torch.Tensor) -> None:
         """Start returning dK and dV of the fetched keys to their owners, and receiving those of the served rows."""
-        stages, plan, inbox = self._blocks.stages, self._blocks.stages[index].plan, self._inbox(index)
-        # Who only receives has no kernels to wait for, and others' keys are posted behind this.
-        early = index == 0 and len(stages) > 2 and not plan.fetched and self._source is not None
-        with self._beside() if early else nullcontext():
-            self._post(_PARTIALS, index, inbox, plan.served, partials, plan.fetched)
-        events = self._posted[_PARTIALS, index].events
-        if events is not None:
-            events.free = _now()  # by the kernels' stream, also of what is posted early: else it would tell of peers
+        plan, inbox = self._blocks.stages[index].plan, self._inbox(index)
+        self._post(_PARTIALS, index, inbox, plan.served, partials, plan.fetched)
 
     def take_partials(self, index: int) -> torch.Tensor:
         """dK and dV of the served rows of stage `index`, (rows, B, 2, D). Blocks until they have arrived."""
@@ -186,7 +179,7 @@ class PackedExchange:
         return self._buffer("served", 0, 1, self._num_served_rows(index), _served, self._like.dtype)
 
     def _inbox(self, index: int) -> torch.Tensor:
-        return self._buffer("inbox", 0, 1, self._num_served_rows(index), _served, self.partial_dtype)
+        return self._buffer("inbox", index % 2, 2, self._num_served_rows(index), _served, self.partial_dtype)
 
     def _num_served_rows(self, index: int) -> int:
         return self._blocks.stages[index].plan.num_served_rows

@@ -97,15 +97,16 @@ class BlockPlan:
         return max((which(stage) for stage in self.stages[slot::num_slots]), default=0)
 
     def buffer_bytes(self, row_bytes: int, partial_row_bytes: int, *, kept: bool = False) -> int:
-        """What a forward and a backward pass hold in shared buffers: two of keys and two of partials, which take
-        turns, one of what is served and one inbox. A row is the K and V, or dK and dV, of all sequences; kept keys
-        need no buffer here."""
-        num_keys, num_partials = (
-            sum(self.most_rows(lambda stage: stage.num_fetched_rows, slot, 2) for slot in slots)
-            for slots in (() if kept else (0, 1), (0, 1))
+        """What a forward and a backward pass hold in shared buffers: two of keys, two of partials and two inboxes,
+        which stages take in turn, and one of what is served. A row is the K and V, or dK and dV, of all sequences;
+        kept keys need no buffer here."""
+        fetched, inboxes = (
+            sum(self.most_rows(rows, slot, 2) for slot in (0, 1))
+            for rows in (lambda stage: stage.num_fetched_rows, lambda stage: stage.num_served_rows)
         )
         served = self.most_rows(lambda stage: stage.num_served_rows)
-        return (num_keys + served) * row_bytes + (num_partials + served) * partial_row_bytes
+        num_keys = 0 if kept else fetched
+        return (num_keys + served) * row_bytes + (fetched + inboxes) * partial_row_bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,8 @@ import torch
 
 from elastic_ring.attention import block_pass, sparse_ring
 from elastic_ring.attention.block_kernels import REFERENCE
+from elastic_ring.attention.block_pass import BlockPass
+from elastic_ring.attention.own_sums import KeySums
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from tests.gpu.gpu_rings import CopyWork, ThreadGroup, Wires, run_sparse_on
 from tests.unit.block_cases import BlockCase, block_case, check_exact, grouped_case
@@ -84,10 +86,37 @@ def test_two_stages_are_posted_before_any_kernel_and_the_next_in_place_of_what_w
 ) -> None:
     (story, *_), _ = told(monkeypatch, block_case("bigbird", 4, "zigzag"), stage_bytes=1)
     backward = [
-        "post keys", "post keys", "backward own", "backward fetched", "post partials", "post keys", "backward fetched",
+        "post keys", "post keys", "backward own", "backward fetched", "post keys", "post partials", "backward fetched",
         "post partials", "backward fetched", "post partials",
     ]  # fmt: skip
     assert story == FORWARD + backward  # of a rank that fetches in every hop
+
+
+def test_who_fetches_nothing_more_computes_what_is_left_before_it_waits_for_partials(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And has sent all keys by then: those who fetch them would return their partials late."""
+    monkeypatch.setattr(block_pass, "LINK_BYTES_PER_S", 1.0)
+    monkeypatch.setattr(block_pass, "KERNEL_FLOPS", 1.0)
+    add = BlockPass._add_partials
+
+    def note(self: BlockPass, sums: KeySums, index: int) -> None:
+        if index >= 0:
+            stories = self._exchange._group.stories  # type: ignore[union-attr]
+            stories.setdefault(threading.get_ident(), []).append(f"add {index}")
+        add(self, sums, index)
+
+    monkeypatch.setattr(BlockPass, "_add_partials", note)
+    stories, _ = told(monkeypatch, block_case("bigbird", 4, "contiguous"), stage_bytes=1)
+    assert stories[0] == [
+        "post keys", "post keys", "forward own", "post keys",
+        "post keys", "post keys", "backward own", "post keys", "post partials", "post partials", "backward own",
+        "add 0", "post partials", "add 1", "add 2",
+    ]  # fmt: skip
+    assert stories[3] == [
+        *FORWARD, "post keys", "post keys", "backward own", "backward fetched", "post keys", "post partials", "backward fetched",
+        "post partials", "add 0", "backward fetched", "post partials", "backward own", "add 1", "add 2",
+    ]  # fmt: skip
 
 
 def test_half_of_the_own_heads_run_behind_the_last_partials_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
