@@ -53,11 +53,11 @@ class PackedExchange:
 
     Stages count from 0. Keys, partials and inboxes have two buffers each, which the stages take in turn, and what is
     served one: after `begin`, for each stage `take_keys`, `free_keys` and in backward `swap_partials`, and before them,
-    in backward, what the `take_partials` of the stage two before gave must have been read. Everywhere the order of posts
-    is K0 K1 K2 P0 K3 P1 ... where messages are coalesced, and so no post waits: nobody's keys stand behind partials
-    that their owner waits for. Else it is K0 K1 P0 K2 P1 ..., K1 behind the arrival of K0. No cycle of waits can form,
-    because whoever posts something waits only for what comes before it in this order, which all ranks have posted by
-    then or post without waiting for later ones.
+    in backward, what the `take_partials` of the stage two before gave must have been read. Everywhere the order of
+    posts is K0 K1 K2 P0 K3 P1 ... where messages are coalesced, and so no post waits: nobody's keys stand behind
+    partials that their owner waits for. Else it is K0 K1 P0 K2 P1 ..., K1 behind the arrival of K0. No cycle of waits
+    can form, because whoever posts something waits only for what comes before it in this order, which all ranks have
+    posted by then or post without waiting for later ones.
 
     `like` is k (B, S_local, Hkv, D). With `keep` keys get memory of their own, which outlives the pass. `coalesced`
     posts the messages of a direction as one operation, which NCCL needs and gloo does not know. After an error

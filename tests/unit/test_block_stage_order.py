@@ -114,7 +114,8 @@ def test_who_fetches_nothing_more_computes_what_is_left_before_it_waits_for_part
         "add 0", "post partials", "add 1", "add 2",
     ]  # fmt: skip
     assert stories[3] == [
-        *FORWARD, "post keys", "post keys", "backward own", "backward fetched", "post keys", "post partials", "backward fetched",
+        *FORWARD,
+        "post keys", "post keys", "backward own", "backward fetched", "post keys", "post partials", "backward fetched",
         "post partials", "add 0", "backward fetched", "post partials", "backward own", "add 1", "add 2",
     ]  # fmt: skip
 
