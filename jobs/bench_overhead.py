@@ -312,6 +312,9 @@ def main() -> int:
     drills.show("\n" + text)
     if arguments.save:
         name = "bench_overhead" if arguments.model == "laptop" else f"bench_overhead-{arguments.model}"
+        if arguments.model.startswith("gpu-"):
+            run = gpu_run(arguments)
+            name += f"-{run.dp}x{run.cp}"
         drills.save(name, text, {**figures, "missed": missed})
     return 1 if missed else 0
 

@@ -275,7 +275,8 @@ def main(argv: list[str]) -> int:
     for line in missed:
         drills.show(f"MISSED: {line}")
     if args.save:
-        drills.save(f"bench_recovery_gpu-{args.preset}", "\n".join([text, *(f"MISSED: {m}" for m in missed)]), figures)
+        name = f"bench_recovery_gpu-{args.preset}-2x{args.cp}"
+        drills.save(name, "\n".join([text, *(f"MISSED: {m}" for m in missed)]), figures)
     return 1 if missed else 0
 
 
