@@ -22,8 +22,7 @@ def heal_over_link(
     """Send to or receive from the other workers of this heal; the bytes that went over the link.
 
     `strike(role)` gives planned faults their moment after each chunk; `timings` gets where the time went.
-    Raises GroupAborted, PeerFailed, DigestMismatch; once bytes have come, a newcomer's shard counts as not whole after
-    any of them.
+    Raises GroupAborted, PeerFailed, DigestMismatch; a newcomer's shard is not valid after any of them.
     """
     role, begun = "donor" if worker == heal.donor else "spare", time.monotonic()
     link = connector.link(f"{heal.cp_rank}/{heal.donor}", (heal.donor, *heal.newcomers), worker)
@@ -38,9 +37,8 @@ def heal_over_link(
             assert state.valid
             num_bytes = send_shard(state.shard, link, after_chunk=after_chunk)
         else:
-            state.applying = True  # half healed is as lost as half applied
-            num_bytes = receive_shard(state.shard, link, after_chunk=after_chunk)
-            state.applying = False
+            with state.filling():
+                num_bytes = receive_shard(state.shard, link, after_chunk=after_chunk)
     connector.retire(link)
     timings.update(link.timings)
     return num_bytes
