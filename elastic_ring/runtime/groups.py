@@ -35,6 +35,9 @@ from elastic_ring.state.transfer import Link
 _ABORT_AGAIN_S = 0.02
 _STORE_TRY_S = 0.3
 
+LinkCall = tuple[str, Sequence[str], str]
+"""What `Connector.link` is called with."""
+
 
 @dataclass(frozen=True)
 class Rendezvous:
@@ -75,8 +78,8 @@ class Connector:
     """Builds the groups of one generation in the training thread; the control thread may cancel it.
 
     `open` begins and `join` ends it; a caller may do in between what needs no group but `world`. `timings`: where it
-    spent its time. Groups on a device connect side by side: `shard_s`, `ring_s`, `replica_s` each, `groups_s` until the
-    last of them stood, whatever the training thread did meanwhile.
+    spent its time. Groups on a device connect side by side: `shard_s`, `ring_s`, `replica_s` and a link's
+    `link_group_s` each, `groups_s` until the last of them stood, whatever the training thread did meanwhile.
     """
 
     where: Rendezvous
@@ -87,6 +90,7 @@ class Connector:
     _sockets: Sockets = field(init=False)
     _nccl: list[Any] = field(default_factory=list)
     _connecting: nccl.Builds | None = None
+    _ahead: dict[str, Link] = field(default_factory=dict)
     _aborter: nccl.Aborter = field(default_factory=nccl.Aborter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -100,9 +104,12 @@ class Connector:
         self.join(groups)
         return groups
 
-    def open(self, mesh: Mesh, global_rank: int) -> Groups:
-        """All groups of this rank, those on a device still connecting: until `join` only `world` may be used. Raises as
-        `connect`."""
+    def open(self, mesh: Mesh, global_rank: int, ahead: Sequence[LinkCall] = ()) -> Groups:
+        """All groups of this rank, those on a device still connecting: until `join` only `world` may be used.
+
+        `ahead`: calls of `link` that will come after. On a device these links connect beside the groups. All workers of
+        such a link give it here, and links that share workers in the same order. Raises as `connect`.
+        """
         with translated(self):
             begun = time.monotonic()
             store = self._open_store()
@@ -119,7 +126,7 @@ class Connector:
             hops: dist.ProcessGroup | JoinedGroup
             sums: dist.ProcessGroup | JoinedGroup
             if self.device.type == "cuda":
-                shard, *others = self._open_nccl(named, global_rank, voting)
+                shard, *others = self._open_nccl(named, ahead, global_rank, voting)
                 hops, sums = (JoinedGroup(each._get_backend(self.device), self.gate.launching) for each in others)
             else:
                 shard, hops, sums = (self._group(store, *name_ranks, global_rank) for name_ranks in named)
@@ -140,22 +147,12 @@ class Connector:
 
     def link(self, name: str, workers: Sequence[str], worker: str) -> Link:
         """The groups of a donor (first) and its newcomers, by worker id; the donor may have no seat."""
-        begun = time.monotonic()
         with translated(self):
-            store = self._open_store()
-            self._sockets.listen()
-            index = list(workers).index(worker)
-            prefixed = PrefixStore(f"{self.where.prefix}/link/{name}", store)
-            self._sockets.exchange_ports(prefixed, index, range(len(workers)))
-            host = self._gloo(prefixed, index, len(workers))
-            if self.device.type != "cuda":
-                return Link(host)
-            _, backend = self._nccl_backend(f"link/{name}/nccl", index, len(workers))
-            nccl.in_parallel([partial(self._connect, backend, "link_group", begun)], self.raise_if_aborted)
-            group = JoinedGroup(backend, self.gate.launching)
-            nccl.first_exchange(group, self.device)
-            self.raise_if_aborted()  # an abort ends the exchange and raises nothing
-            return Link(host, group)
+            link = self._ahead.pop(name, None) or self._make_link(name, workers, worker)
+            if link.device is not None:
+                nccl.first_exchange(link.device, self.device)
+                self.raise_if_aborted()  # an abort ends the exchange and raises nothing
+            return link
 
     def abort(self) -> None:
         """Fail every operation of this generation, blocked or to come; the peers see it once `close` is called."""
@@ -240,17 +237,42 @@ class Connector:
         return self._sockets.connect(store, rank, size, self.where.timeout_s, self.where.collective_s)
 
     def _open_nccl(
-        self, named: Sequence[tuple[str, Sequence[int]]], global_rank: int, since: float
+        self, named: Sequence[tuple[str, Sequence[int]]], ahead: Sequence[LinkCall], global_rank: int, since: float
     ) -> list[dist.ProcessGroup]:
-        """All NCCL groups, connecting at once from here on; `join` waits for them."""
+        """All NCCL groups, and the links beside them, connecting at once from here on; `join` waits for them."""
         groups, connects = [], []
         for name, ranks in named:
             store, backend = self._nccl_backend(name, list(ranks).index(global_rank), len(ranks))
             full_name = f"{self.where.prefix}/{name}"
             groups.append(register_group(full_name, store, backend, "nccl", "cuda", ranks, global_rank))
             connects.append(partial(self._connect, backend, name.rstrip("0123456789"), since))
+        wires = [self._link_wire(*call) for call in ahead]
+        connects += [partial(self._connect, wire.backend, "link_group", since) for wire in wires]
         self._connecting = nccl.Builds(connects)
+        for call, wire in zip(ahead, wires, strict=True):  # this waits for peers, and they for nobody's device
+            self._ahead[call[0]] = Link(self._link_host(*call), wire)
         return groups
+
+    def _make_link(self, name: str, workers: Sequence[str], worker: str) -> Link:
+        begun, host = time.monotonic(), self._link_host(name, workers, worker)
+        if self.device.type != "cuda":
+            return Link(host)
+        wire = self._link_wire(name, workers, worker)
+        nccl.in_parallel([partial(self._connect, wire.backend, "link_group", begun)], self.raise_if_aborted)
+        return Link(host, wire)
+
+    def _link_host(self, name: str, workers: Sequence[str], worker: str) -> Any:
+        """The link's group of host memory, connected."""
+        prefixed = PrefixStore(f"{self.where.prefix}/link/{name}", self._open_store())
+        self._sockets.listen()
+        index = list(workers).index(worker)
+        self._sockets.exchange_ports(prefixed, index, range(len(workers)))
+        return self._gloo(prefixed, index, len(workers))
+
+    def _link_wire(self, name: str, workers: Sequence[str], worker: str) -> JoinedGroup:
+        """The link's group on the device, not connected yet."""
+        _, backend = self._nccl_backend(f"link/{name}/nccl", list(workers).index(worker), len(workers))
+        return JoinedGroup(backend, self.gate.launching)
 
     def _nccl_backend(self, name: str, rank: int, size: int) -> tuple[PrefixStore, Any]:
         """One that is not connected, over a connection to the store of its own: a client that waits blocks."""

@@ -33,7 +33,7 @@ from elastic_ring.runtime.devices import (
     warm_devices,
 )
 from elastic_ring.runtime.groups import Connector, Groups, Rendezvous
-from elastic_ring.runtime.healing import heal_over_link
+from elastic_ring.runtime.healing import heal_over_link, links_ahead
 from elastic_ring.runtime.injection import Injector
 from elastic_ring.runtime.records import StepRecords, record_of
 from elastic_ring.runtime.registry import forget_groups
@@ -211,7 +211,7 @@ class Member:
         if self.seated:
             self._take_device(connector)
             self._timings["device_s"] = time.monotonic() - begun - self._timings["free_s"]
-            self._groups = connector.open(command.mesh, command.seats.index(worker))
+            self._groups = connector.open(command.mesh, command.seats.index(worker), links_ahead(command, worker))
         opened = time.monotonic()
         receives = [heal for heal in command.heals if worker in heal.newcomers]
         if self._groups is not None:

@@ -54,7 +54,8 @@ class Parts:
         self.take("settle", 2)
         return task
 
-    def open(self, mesh: Mesh, rank: int) -> Any:
+    def open(self, mesh: Mesh, rank: int, ahead: list[Any]) -> Any:
+        self.ahead = ahead
         self.take("open", 1)
         return self.groups
 
@@ -86,6 +87,7 @@ def test_so_does_a_newcomer_whose_shard_is_empty_and_a_member_of_a_fresh_run(mon
     newcomer = Parts(monkeypatch, NEWCOMER)
     newcomer.build()
     assert [what for what, _ in newcomer.notes] == ["open", "settle", "enter empty", "join", "heal"]
+    assert newcomer.ahead == [("0/w", (SURVIVOR, NEWCOMER), NEWCOMER)], "its link connects beside the groups"
     member = Parts(monkeypatch, SURVIVOR)
     member.build(fresh=True)
     assert [what for what, _ in member.notes] == ["open", "settle", "enter empty", "initialise", "join"]
