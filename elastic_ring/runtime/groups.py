@@ -35,6 +35,9 @@ from elastic_ring.state.transfer import Link
 _ABORT_AGAIN_S = 0.02
 _STORE_TRY_S = 0.3
 
+LinkCall = tuple[str, Sequence[str], str]
+"""What `Connector.link` is called with."""
+
 
 @dataclass(frozen=True)
 class Rendezvous:
@@ -74,7 +77,9 @@ class Groups:
 class Connector:
     """Builds the groups of one generation in the training thread; the control thread may cancel it.
 
-    `timings`: where `connect` spent its time.
+    `open` begins and `join` ends it; a caller may do in between what needs no group but `world`. `timings`: where it
+    spent its time. Groups on a device connect side by side: `shard_s`, `ring_s`, `replica_s` and a link's
+    `link_group_s` each, `groups_s` until the last of them stood, whatever the training thread did meanwhile.
     """
 
     where: Rendezvous
@@ -84,6 +89,8 @@ class Connector:
     gate: LaunchGate = field(init=False)
     _sockets: Sockets = field(init=False)
     _nccl: list[Any] = field(default_factory=list)
+    _connecting: nccl.Builds | None = None
+    _ahead: dict[str, Link] = field(default_factory=dict)
     _aborter: nccl.Aborter = field(default_factory=nccl.Aborter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -93,6 +100,16 @@ class Connector:
 
     def connect(self, mesh: Mesh, global_rank: int) -> Groups:
         """All groups of this rank. Raises GroupAborted, PeerFailed (a peer did not come in time)."""
+        groups = self.open(mesh, global_rank)
+        self.join(groups)
+        return groups
+
+    def open(self, mesh: Mesh, global_rank: int, ahead: Sequence[LinkCall] = ()) -> Groups:
+        """All groups of this rank, those on a device still connecting: until `join` only `world` may be used.
+
+        `ahead`: calls of `link` that will come after. On a device these links connect beside the groups. All workers of
+        such a link give it here, and links that share workers in the same order. Raises as `connect`.
+        """
         with translated(self):
             begun = time.monotonic()
             store = self._open_store()
@@ -109,37 +126,33 @@ class Connector:
             hops: dist.ProcessGroup | JoinedGroup
             sums: dist.ProcessGroup | JoinedGroup
             if self.device.type == "cuda":
-                shard, *others = self._nccl_groups(named, global_rank)
+                shard, *others = self._open_nccl(named, ahead, global_rank, voting)
                 hops, sums = (JoinedGroup(each._get_backend(self.device), self.gate.launching) for each in others)
             else:
                 shard, hops, sums = (self._group(store, *name_ranks, global_rank) for name_ranks in named)
+                self.timings["groups_s"] = time.monotonic() - voting
+            self.timings |= {"meet_s": met - begun, "world_s": voting - met}
             device_mesh = DeviceMesh.from_group(shard, self.device.type)
-            built = time.monotonic()
-            groups = Groups(mesh, global_rank, world, shard, hops, sums, device_mesh, self)
+            return Groups(mesh, global_rank, world, shard, hops, sums, device_mesh, self)
+
+    def join(self, groups: Groups) -> None:
+        """Wait until what `open` began is connected, and test it: every rank has to. Raises as `connect`."""
+        with translated(self):
+            if self._connecting is not None:
+                self.timings["groups_s"] = max(self._connecting.results(self.raise_if_aborted))
+                self._connecting = None
+            connected = time.monotonic()
             self_test(groups)
-            self.timings |= {
-                "meet_s": met - begun, "world_s": voting - met, "groups_s": built - voting,
-                "test_s": time.monotonic() - built,
-            }  # fmt: skip
-            return groups
+            self.timings["test_s"] = time.monotonic() - connected
 
     def link(self, name: str, workers: Sequence[str], worker: str) -> Link:
         """The groups of a donor (first) and its newcomers, by worker id; the donor may have no seat."""
         with translated(self):
-            store = self._open_store()
-            self._sockets.listen()
-            index = list(workers).index(worker)
-            prefixed = PrefixStore(f"{self.where.prefix}/link/{name}", store)
-            self._sockets.exchange_ports(prefixed, index, range(len(workers)))
-            host = self._gloo(prefixed, index, len(workers))
-            if self.device.type != "cuda":
-                return Link(host)
-            own_store = PrefixStore(f"{self.where.prefix}/link/{name}/nccl", self._open_store())
-            build = partial(self._nccl_backend, own_store, index, len(workers))
-            group = JoinedGroup(nccl.in_parallel([build], self.raise_if_aborted)[0], self.gate.launching)
-            nccl.first_exchange(group, self.device)
-            self.raise_if_aborted()  # an abort ends the exchange and raises nothing
-            return Link(host, group)
+            link = self._ahead.pop(name, None) or self._make_link(name, workers, worker)
+            if link.device is not None:
+                nccl.first_exchange(link.device, self.device)
+                self.raise_if_aborted()  # an abort ends the exchange and raises nothing
+            return link
 
     def abort(self) -> None:
         """Fail every operation of this generation, blocked or to come; the peers see it once `close` is called."""
@@ -223,33 +236,59 @@ class Connector:
     def _gloo(self, store: PrefixStore, rank: int, size: int) -> Any:
         return self._sockets.connect(store, rank, size, self.where.timeout_s, self.where.collective_s)
 
-    def _nccl_groups(
-        self, named: Sequence[tuple[str, Sequence[int]]], global_rank: int
+    def _open_nccl(
+        self, named: Sequence[tuple[str, Sequence[int]]], ahead: Sequence[LinkCall], global_rank: int, since: float
     ) -> list[dist.ProcessGroup]:
-        """All NCCL groups at once, each over a connection to the store of its own: a client that waits blocks."""
-        stores = [PrefixStore(f"{self.where.prefix}/{name}", self._open_store()) for name, _ in named]
-        builds = [
-            partial(self._timed_backend, name.rstrip("0123456789"), store, list(ranks).index(global_rank), len(ranks))
-            for store, (name, ranks) in zip(stores, named, strict=True)
-        ]
-        backends = nccl.in_parallel(builds, self.raise_if_aborted)
-        return [
-            register_group(f"{self.where.prefix}/{name}", store, backend, "nccl", "cuda", ranks, global_rank)
-            for store, backend, (name, ranks) in zip(stores, backends, named, strict=True)
-        ]
+        """All NCCL groups, and the links beside them, connecting at once from here on; `join` waits for them."""
+        groups, connects = [], []
+        for name, ranks in named:
+            store, backend = self._nccl_backend(name, list(ranks).index(global_rank), len(ranks))
+            full_name = f"{self.where.prefix}/{name}"
+            groups.append(register_group(full_name, store, backend, "nccl", "cuda", ranks, global_rank))
+            connects.append(partial(self._connect, backend, name.rstrip("0123456789"), since))
+        wires = [self._link_wire(*call) for call in ahead]
+        connects += [partial(self._connect, wire.backend, "link_group", since) for wire in wires]
+        self._connecting = nccl.Builds(connects)
+        for call, wire in zip(ahead, wires, strict=True):  # this waits for peers, and they for nobody's device
+            self._ahead[call[0]] = Link(self._link_host(*call), wire)
+        return groups
 
-    def _timed_backend(self, kind: str, store: PrefixStore, rank: int, size: int) -> Any:
-        begun = time.monotonic()
-        backend = self._nccl_backend(store, rank, size)
-        self.timings[f"{kind}_s"] = time.monotonic() - begun
-        return backend
+    def _make_link(self, name: str, workers: Sequence[str], worker: str) -> Link:
+        begun, host = time.monotonic(), self._link_host(name, workers, worker)
+        if self.device.type != "cuda":
+            return Link(host)
+        wire = self._link_wire(name, workers, worker)
+        nccl.in_parallel([partial(self._connect, wire.backend, "link_group", begun)], self.raise_if_aborted)
+        return Link(host, wire)
 
-    def _nccl_backend(self, store: PrefixStore, rank: int, size: int) -> Any:
-        backend = nccl.make_backend(
-            store, rank, size, self.device, self.where.collective_s, self._keep, lambda: self.aborted
-        )
+    def _link_host(self, name: str, workers: Sequence[str], worker: str) -> Any:
+        """The link's group of host memory, connected."""
+        prefixed = PrefixStore(f"{self.where.prefix}/link/{name}", self._open_store())
+        self._sockets.listen()
+        index = list(workers).index(worker)
+        self._sockets.exchange_ports(prefixed, index, range(len(workers)))
+        return self._gloo(prefixed, index, len(workers))
+
+    def _link_wire(self, name: str, workers: Sequence[str], worker: str) -> JoinedGroup:
+        """The link's group on the device, not connected yet."""
+        _, backend = self._nccl_backend(f"link/{name}/nccl", list(workers).index(worker), len(workers))
+        return JoinedGroup(backend, self.gate.launching)
+
+    def _nccl_backend(self, name: str, rank: int, size: int) -> tuple[PrefixStore, Any]:
+        """One that is not connected, over a connection to the store of its own: a client that waits blocks."""
+        store = PrefixStore(f"{self.where.prefix}/{name}", self._open_store())
+        backend = nccl.create_backend(store, rank, size, self.device, self.where.collective_s)
+        self._keep(backend)
+        self.raise_if_aborted()  # by an abort that did not know of this one yet
+        return store, backend
+
+    def _connect(self, backend: Any, kind: str, since: float) -> float:
+        """In a thread of its own; the seconds since then. Raises GroupAborted."""
+        torch.cuda.set_device(self.device)  # the current device belongs to a thread
+        nccl.connect_now(backend, self.device, lambda: self.aborted)
         self.raise_if_aborted()
-        return backend
+        self.timings[f"{kind}_s"] = time.monotonic() - since
+        return self.timings[f"{kind}_s"]
 
     def _keep(self, backend: Any) -> None:
         with self._lock:

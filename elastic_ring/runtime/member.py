@@ -33,7 +33,7 @@ from elastic_ring.runtime.devices import (
     warm_devices,
 )
 from elastic_ring.runtime.groups import Connector, Groups, Rendezvous
-from elastic_ring.runtime.healing import heal_over_link
+from elastic_ring.runtime.healing import heal_over_link, links_ahead
 from elastic_ring.runtime.injection import Injector
 from elastic_ring.runtime.records import StepRecords, record_of
 from elastic_ring.runtime.registry import forget_groups
@@ -79,6 +79,7 @@ class Member:
         self.environment: dict[str, Any] = {}  # what its bits depend on, beside what every worker tells
         self._oddities = Oddities()
         self._timings: dict[str, float] = {}  # of the build under way
+        self._entering = False
         self._kernels = KernelChoice(card.task, card.scaling.device, KERNEL_CACHE)
 
     def warm_up(self) -> None:
@@ -134,9 +135,10 @@ class Member:
         return self._connector is not None and self._connector.aborted
 
     @property
-    def applying(self) -> bool:
-        """Whether an apply or a heal is under way: the shard is not whole."""
-        return self._transaction.applying
+    def writing(self) -> bool:
+        """Whether the shard is being written or moved: the thread that does it is not to be left behind in a wait, for
+        it would go on where it was."""
+        return self._entering or self._transaction.applying
 
     def prepare(self, command: Build, extra: dict[str, Any]) -> Connector:
         """A connector for this build, known before the training thread starts so that it can be cancelled."""
@@ -194,7 +196,10 @@ class Member:
         return self._command is not None and self._card.worker in self._command.seats
 
     def build(self, command: Build, connector: Connector, cause: str) -> tuple[Resumed, dict[str, Any]]:
-        """Connect, roll forward, heal; returns the answer and the durations. Raises what breaks on the way."""
+        """Connect, roll forward, heal; returns the answer and the durations. Raises what breaks on the way.
+
+        `connect_s`, `roll_s` and `heal_s` add up to all of it: what is done while groups connect counts as `roll_s`.
+        """
         begun = time.monotonic()
         worker, state = self._card.worker, self._transaction
         self._timings, self._command, self.boundary_requested, self._groups = {}, command, False, None
@@ -206,16 +211,15 @@ class Member:
         if self.seated:
             self._take_device(connector)
             self._timings["device_s"] = time.monotonic() - begun - self._timings["free_s"]
-            self._groups = connector.connect(command.mesh, command.seats.index(worker))
-        connected = time.monotonic()
+            self._groups = connector.open(command.mesh, command.seats.index(worker), links_ahead(command, worker))
+        opened = time.monotonic()
         receives = [heal for heal in command.heals if worker in heal.newcomers]
         if self._groups is not None:
-            holds = not command.fresh and not receives
-            with translated(connector):  # a mixed ring would add in other ways, or hang over messages of other sizes
-                state.task = self._kernels.settle(state.task, self._groups.world, holds)
-            state.enter(self._groups, (command.term, command.generation), keep=holds)
-            if command.fresh:
-                state.initialise()
+            self._enter(command, self._groups, connector, holds=not command.fresh and not receives)
+        entered = time.monotonic()
+        if self._groups is not None:
+            connector.join(self._groups)
+        joined = time.monotonic()
         if command.roll_forward is not None and not receives and state.valid:
             state.roll_forward(command.roll_forward)
         rolled = time.monotonic()
@@ -229,7 +233,8 @@ class Member:
                 check_model(state.task, self._groups, state)
         self._stamps.stamp(command.step, Phase.IDLE)
         timings = {
-            "connect_s": connected - begun, "roll_s": rolled - connected, "heal_s": healed - rolled,
+            "connect_s": opened - begun + joined - entered, "roll_s": entered - opened + rolled - joined,
+            "heal_s": healed - rolled,
             "heal_bytes": num_bytes, "healed": bool(receives), "pid": os.getpid(), "chip": self._claim.chip,
             **connector.timings, **self._timings,
         }  # fmt: skip
@@ -246,6 +251,20 @@ class Member:
         self._transaction.use(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+
+    def _enter(self, command: Build, groups: Groups, connector: Connector, *, holds: bool) -> None:
+        """The module, wrapped, with this worker's values in it, while the groups connect: only `world` is used. An
+        abort meanwhile is noticed after, and what was held is still held then."""
+        state = self._transaction
+        with translated(connector):  # a mixed ring would add in other ways, or hang over messages of other sizes
+            state.task = self._kernels.settle(state.task, groups.world, holds)
+        self._entering = True  # a GPU whose last process is just ending may keep this thread waiting
+        try:
+            state.enter(groups, (command.term, command.generation), keep=holds)
+            if command.fresh:
+                state.initialise()
+        finally:
+            self._entering = False
 
     def _heal(self, heal: Heal, connector: Connector) -> int:
         """This worker's part in a heal; planned faults have their moment in it."""

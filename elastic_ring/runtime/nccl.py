@@ -48,21 +48,28 @@ def make_backend(
     given_up: Callable[[], bool],
 ) -> Any:
     """A connected `ProcessGroupNCCL`. Blocks until all ranks have come; `made` has it before that."""
+    backend = create_backend(store, rank, size, device, collective_s)
+    made(backend)
+    connect_now(backend, device, given_up)
+    return backend
+
+
+def create_backend(store: PrefixStore, rank: int, size: int, device: torch.device, collective_s: float) -> Any:
+    """A `ProcessGroupNCCL` that knows nobody yet. Waits for nothing."""
     options = torch.distributed.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=collective_s)
     # Hops must not wait for the blocks of a kernel that is running: 0.967 -> 0.989 of Ulysses at 512K tokens
     # (benchmarks/2026-11-21-ring-4xH200.md).
     options.is_high_priority_stream = True
     torch.cuda.set_device(device)
-    backend = torch.distributed.ProcessGroupNCCL(store, rank, size, options)
-    made(backend)
-    connect_now(backend, device, given_up)
-    return backend
+    return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
 
 
 def connect_now(backend: Any, device: torch.device, given_up: Callable[[], bool]) -> None:
     """Connect, and abort at once what was given up meanwhile: that abort found no communicator to end, and whoever
-    aborts each backend once does not come again."""
+    aborts each backend once does not come again. What was given up before does not connect."""
+    if given_up():
+        return
     backend.eager_connect_single_device(device)
     if given_up():
         end(backend)
@@ -93,33 +100,47 @@ def first_exchange(group: Any, device: torch.device) -> None:
     torch.cuda.current_stream(device).synchronize()
 
 
-def in_parallel(builds: Sequence[Callable[[], Any]], check: Callable[[], None]) -> list[Any]:
-    """The results of several builds in order, each made by a thread of its own; raises the first error there is.
+class Builds:
+    """Several builds under way, each in a thread of its own; whoever started them may do something else meanwhile.
 
-    `check` is called every LOOK_S, and what it raises ends the wait: a communicator whose peers never come cannot be
-    aborted before it is made. Its thread stays behind then, does no harm, and has its own end with the process.
+    One that is never waited for, or whose wait was broken off, stays behind, does no harm, and has its own end with the
+    process.
     """
-    ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
 
-    def run(index: int) -> None:
+    def __init__(self, builds: Sequence[Callable[[], Any]]) -> None:
+        self._builds = builds
+        self._ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+        for index in range(len(builds)):
+            threading.Thread(target=self._run, args=(index,), name=f"nccl-{index}", daemon=True).start()
+
+    def results(self, check: Callable[[], None]) -> list[Any]:
+        """What they gave, in order, once all have ended; raises the first error there is. To be asked once.
+
+        `check` is called every LOOK_S, and what it raises ends the wait: a communicator whose peers never come cannot
+        be aborted before it is made.
+        """
+        results: dict[int, Any] = {}
+        while len(results) < len(self._builds):
+            check()
+            try:
+                index, result, error = self._ended.get(timeout=LOOK_S)
+            except queue.Empty:
+                continue
+            if error is not None:
+                raise error
+            results[index] = result
+        return [results[index] for index in range(len(self._builds))]
+
+    def _run(self, index: int) -> None:
         try:
-            ended.put((index, builds[index](), None))
+            self._ended.put((index, self._builds[index](), None))
         except BaseException as error:
-            ended.put((index, None, error))
+            self._ended.put((index, None, error))
 
-    for index in range(len(builds)):
-        threading.Thread(target=run, args=(index,), name=f"nccl-{index}", daemon=True).start()
-    results: dict[int, Any] = {}
-    while len(results) < len(builds):
-        check()
-        try:
-            index, result, error = ended.get(timeout=LOOK_S)
-        except queue.Empty:
-            continue
-        if error is not None:
-            raise error
-        results[index] = result
-    return [results[index] for index in range(len(builds))]
+
+def in_parallel(builds: Sequence[Callable[[], Any]], check: Callable[[], None]) -> list[Any]:
+    """The results of several builds in order, as `Builds` gives them."""
+    return Builds(builds).results(check)
 
 
 class Aborter:

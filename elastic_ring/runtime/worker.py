@@ -219,7 +219,7 @@ class Worker:
         """Have the training thread return; one that is stuck for good is left behind. False: it is busy."""
         assert self._member is not None
         member = self._member
-        outcome = self._training.release(member.abort, lambda: not member.applying, self.card.run.timeouts.park_s)
+        outcome = self._training.release(member.abort, lambda: not member.writing, self.card.run.timeouts.park_s)
         if outcome == "stuck":
             log.error("the training thread waits for a message that died with its peer: it is left behind")
             self._training.leave()

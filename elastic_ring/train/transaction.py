@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -113,6 +113,7 @@ class Transaction:
         self.held: Outcome | None = None  # the result of step `applied`, not applied yet
         self.last: Vote | None = None  # the result of step `applied` - 1
         self.applying = False
+        self.filled = False  # values have come into the shard, from the seed or from a donor
         self._maker = ModuleMaker(task)
         self._layouts = Layouts(task)
         self.loader = loader
@@ -132,8 +133,8 @@ class Transaction:
 
     @property
     def valid(self) -> bool:
-        """Whether the shard may be used: there is one, and no apply was left half done."""
-        return self.shard is not None and not self.applying
+        """Whether the shard may be used: there is one, it has values, and no apply was left half done."""
+        return self.shard is not None and self.filled and not self.applying
 
     @property
     def has_gradient(self) -> bool:
@@ -162,7 +163,7 @@ class Transaction:
     def enter(self, wires: Wires, cast: tuple[int, int], *, keep: bool) -> None:
         """Begin generation `cast` (term, generation) with a fresh module, wrapped in the new groups.
 
-        `keep` moves the shard's values into it; otherwise it starts with empty ones.
+        `keep` moves the shard's values into it; otherwise the shard is a new one, not valid before it is filled.
         """
         self._wires, self._cast = wires, cast
         seat = self._seat
@@ -174,6 +175,7 @@ class Transaction:
             self.shard.rebind(params)
         else:
             optimizer = self._make_optimizer(model, params)
+            self.filled = False
             self.shard = Shard(seat.cp_rank, params, optimizer)
             self.held, self.last, self.applying = None, None, False
             self._gradient = Gradient.like(params)
@@ -183,9 +185,16 @@ class Transaction:
         """First values from the seed, the same on every mesh."""
         assert self.model is not None
         assert self.shard is not None
-        with torch.no_grad():
+        with self.filling(), torch.no_grad():
             self._maker.first_values(self.model, self._seat.cp_rank, self._mesh.cp)
-        self.shard.counters = Counters()
+            self.shard.counters = Counters()
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Round what gives a new shard its values. It is valid once that has ended, and not if that breaks off."""
+        self.applying = True  # half filled is as lost as half applied
+        yield
+        self.applying, self.filled = False, True
 
     def leave(self) -> None:
         """Forget the groups and the module that was wrapped in them; keep values and gradient."""
@@ -195,7 +204,8 @@ class Transaction:
     def drop(self) -> None:
         """Become stateless, as a spare is."""
         self.leave()
-        self.shard, self._gradient, self.held, self.last, self.applying = None, None, None, None, False
+        self.shard, self._gradient, self.held, self.last = None, None, None, None
+        self.applying = self.filled = False
 
     # ------------------------------------------------------------ the step
 
