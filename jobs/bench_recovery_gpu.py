@@ -80,7 +80,8 @@ def kill_once(run: drills.Watcher, number: int, num_spares: int, paced: int) -> 
         "rerun_s": step["committed_monotonic_s"] + offset_s - resumed_s,
         "next_step_s": step["committed_monotonic_s"] - struck_s, "wire_GB_s": wire_GB_s,
         **{name: phases.get(name, 0.0) for name in ("free_s", "device_s", "connect_s", "meet_s", "world_s", "groups_s",
-                                                    "test_s", "roll_s", "link_s", "wire_s", "verify_s")},
+                                                    "link_group_s", "test_s", "roll_s", "link_s", "wire_s",
+                                                    "verify_s")},
         "exact": recovery["exact"],
     }  # fmt: skip
     row = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}

@@ -181,7 +181,8 @@ def heal(me: Any, donor: bool) -> None:
     if donor:
         send_shard(me.state.shard, link)
     else:
-        receive_shard(me.state.shard, link)
+        with me.state.filling():
+            receive_shard(me.state.shard, link)
 
 
 @pytest.mark.parametrize("swap", [0, 1])

@@ -131,7 +131,8 @@ def give(me: Any, workers: list[int]) -> int:
 
 
 def take(me: Any, workers: list[int]) -> int:
-    return receive_shard(me.state.shard, me.connector.link("heal", [str(w) for w in workers], str(me.rank)))
+    with me.state.filling():
+        return receive_shard(me.state.shard, me.connector.link("heal", [str(w) for w in workers], str(me.rank)))
 
 
 def after_a_break(four: Crew, bug: Any, folder: Path) -> tuple[list[tuple[int, int]], str]:
