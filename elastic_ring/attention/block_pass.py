@@ -15,6 +15,7 @@ from elastic_ring.attention.block_kernels import SparseKernel
 from elastic_ring.attention.device_blocks import DeviceBlocks, DeviceStage
 from elastic_ring.attention.kernels.block_tables import BlockTables
 from elastic_ring.attention.merge import (
+    MOST_AT_ONCE,
     Accumulator,
     GradientSum,
     accumulate_dtype,
@@ -26,6 +27,7 @@ from elastic_ring.attention.merge import (
 from elastic_ring.attention.own_sums import KeySums
 from elastic_ring.attention.packed_exchange import PackedExchange
 from elastic_ring.attention.readers import OneGroup, Readers
+from elastic_ring.attention.sparse_blocks import NUM_TURNS
 
 LINK_BYTES_PER_S = 3e11
 """One way between two H200s through NCCL, for messages of this size."""
@@ -88,7 +90,9 @@ class BlockPass:
         """dq, dk, dv as q, k, v. `keys` are the fetched ones if forward kept them; the bits are the same without."""
         k, v = self._inner_keys(k), self._inner_keys(v)
         rank = _Queries(*(self._inner(x) for x in (dout, q, out, lse)))
-        dq = GradientSum(rank.q, self._running_dtype(rank.q), by_rows=self._blocks.by_rows)
+        at_once = self._adds_at_once(rank.q)
+        dtype = rank.q.dtype if at_once else self._running_dtype(rank.q)
+        dq = GradientSum(rank.q, dtype, by_rows=self._blocks.by_rows, at_once=at_once)
         sums = (self._fetching if keys is None else self._not_fetching)(rank, k, v, dq, keys)
         dk, dv = (self._outer_keys(x.to(k.dtype)) for x in sums.totals)
         return self._outer(dq.total.to(q.dtype)), dk, dv
@@ -99,8 +103,7 @@ class BlockPass:
         """Own keys behind the arrival of the first stage's, or a half of their heads where the other has the return
         of the last stages' partials to hide."""
         stages, num_heads, half = self._blocks.stages, k.size(2), self._first_heads(rank.q)
-        hiding = self._hiding_stage() if half < num_heads else len(stages)
-        sums = self._sums(k, num_early=max(0, hiding - 2) if half < num_heads else 0)
+        sums, hiding = self._sums(k, halved=half < num_heads), self._hiding_stage()
 
         def own_rest() -> None:
             if half < num_heads:
@@ -113,19 +116,18 @@ class BlockPass:
         for index, stage in enumerate(stages):
             if index == hiding:
                 own_rest()
-            # Two stages late, so that readers which are behind had time to compute and return it.
-            self._add_partials(sums, index - 2)
+            # As late as can be, so that readers which are behind had time to compute and return it.
+            self._add_partials(sums, index - NUM_TURNS)
             keys = self._exchange.take_keys(index)
             self._observe_stage(stage)
             partials = self._exchange.partials_buffer(index)
             for share in self._fetched(rank, stage, keys, partials):
-                _add_share(dq, share)
+                self._add_share(dq, share)
             self._exchange.free_keys(index)
             self._exchange.swap_partials(index, partials)
         if hiding == len(stages):
             own_rest()
-        for index in range(len(stages) - 2, len(stages)):
-            self._add_partials(sums, index)
+        self._add_last_partials(sums)
         return sums
 
     def _hiding_stage(self) -> int:
@@ -133,7 +135,7 @@ class BlockPass:
         nothing of its own to compute, nor has any after it; their number if there is none."""
         stages = self._blocks.stages
         last = max((index for index, stage in enumerate(stages) if stage.plan.fetched), default=-1)
-        return min(max(last + 1, 2), len(stages))
+        return min(max(last + 1, NUM_TURNS), len(stages))
 
     def _not_fetching(
         self, rank: _Queries, k: torch.Tensor, v: torch.Tensor, dq: GradientSum, keys: torch.Tensor | None
@@ -141,7 +143,7 @@ class BlockPass:
         """Fetched keys first, so that all own ones, in one call, have the way of the partials to hide. What the
         fetched ones gave to dq waits, to be added in the order in which it is when they are fetched again."""
         assert keys is not None
-        (stage,), sums = self._blocks.stages, self._sums(k, num_early=0)
+        (stage,), sums = self._blocks.stages, self._sums(k, halved=False)
         self._observe_stage(stage)
         partials = self._exchange.partials_buffer(0)
         shares = list(self._fetched(rank, stage, keys, partials))
@@ -149,8 +151,8 @@ class BlockPass:
         self._observe(0)
         self._own(rank, k, v, (0, k.size(2)), self._blocks.own, dq, sums)
         for share in shares:
-            _add_share(dq, share)
-        self._add_partials(sums, 0)
+            self._add_share(dq, share)
+        self._add_last_partials(sums)
         return sums
 
     def _fetched(
@@ -210,21 +212,46 @@ class BlockPass:
         dout, q, out, lse = (readers.take(x) for x in (rank.dout, rank.q, rank.out, rank.lse))
         return self._kernel.backward(dout, q, k, v, out, lse, tables, self._scale, **places)
 
+    def _add_share(self, dq: GradientSum, share: _Share) -> None:
+        readers, found = share
+        run = readers.run(dq.num_heads)
+        if dq.at_once and run is not None:
+            dq.defer(run, found)
+            return
+        grown = readers.take(dq.total)
+        if grown[0].is_contiguous():
+            add_(grown, [found])
+        else:
+            grown.add_(found)
+        readers.put_back(dq.total, grown)
+
+    def _adds_at_once(self, q: torch.Tensor) -> bool:
+        """Whether all shares of dq are of neighbours and few enough for one pass over memory."""
+        return len(self._blocks.stages) <= MOST_AT_ONCE and self._blocks.readers_are_runs(q.size(2))
+
     def _add_partials(self, sums: KeySums, index: int) -> None:
         """Add what the readers of stage `index` computed for own keys. Called in stage order, the order of sums."""
         if index < 0:
             return
-        inbox, stage = self._exchange.take_partials(index), self._blocks.stages[index]
-        if stage.plan.num_served_rows:
-            for kind, total in enumerate(sums.totals):
-                add_placed_(total.flatten(1, 2), inbox[:, :, kind].transpose(0, 1), stage.places)
+        inbox, places = self._exchange.take_partials(index), self._blocks.places_apart[index]
+        if len(inbox):
+            self._add_placed(sums, inbox, places)
 
-    def _sums(self, k: torch.Tensor, *, num_early: int) -> KeySums:
-        """`num_early` stages' partials are added before the own share of the later heads."""
+    def _add_last_partials(self, sums: KeySums) -> None:
+        """The same of the last stages, in one pass over memory."""
+        last = range(self._blocks.plan.num_added_apart, len(self._blocks.stages))
+        if sum(len(self._exchange.take_partials(index)) for index in last):
+            self._add_placed(sums, self._exchange.inbox, self._blocks.last_places)
+
+    def _add_placed(self, sums: KeySums, inbox: torch.Tensor, places: torch.Tensor) -> None:
+        for kind, total in enumerate(sums.totals):
+            add_placed_(total.flatten(1, 2), inbox[:, :, kind].transpose(0, 1), places)
+
+    def _sums(self, k: torch.Tensor, *, halved: bool) -> KeySums:
         served = [stage.plan.num_served_rows > 0 for stage in self._blocks.stages]
-        early = any(served[:num_early])
-        dtype = accumulate_dtype(k.dtype) if early or sum(served) > 1 else k.dtype
-        return KeySums(k, dtype, early=early, writes=self._kernel.writes_gradients)
+        apart = any(served[: self._blocks.plan.num_added_apart])  # some of it before the own share of the later heads
+        dtype = accumulate_dtype(k.dtype) if apart else k.dtype
+        return KeySums(k, dtype, early=halved and apart, writes=self._kernel.writes_gradients)
 
     def _first_heads(self, q: torch.Tensor) -> int:
         """How many own K/V heads run before the fetched ones."""
@@ -263,13 +290,3 @@ class _Queries:
 
     def __init__(self, dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         self.dout, self.q, self.out, self.lse = dout, q, out, lse
-
-
-def _add_share(dq: GradientSum, share: _Share) -> None:
-    readers, found = share
-    grown = readers.take(dq.total)
-    if grown[0].is_contiguous():
-        add_(grown, [found])
-    else:
-        grown.add_(found)
-    readers.put_back(dq.total, grown)

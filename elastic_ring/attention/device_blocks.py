@@ -20,7 +20,7 @@ from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apar
 from elastic_ring.attention.layout import Range
 from elastic_ring.attention.plan_cache import kept_within
 from elastic_ring.attention.readers import OneGroup, SeveralGroups, readers_of
-from elastic_ring.attention.sparse_blocks import BlockPlan, BlockStage, StageTables, plan_blocks
+from elastic_ring.attention.sparse_blocks import BlockPlan, BlockStage, HostTables, StageTables, plan_blocks
 from elastic_ring.attention.sparse_schedule import SparseSchedule
 
 KEPT_BYTES = 1 << 29
@@ -50,19 +50,25 @@ class DeviceStage:
     plan: BlockStage
     calls: tuple[StageCall, ...]
     served_rows: torch.Tensor
-    places: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceBlocks:
     """A plan's tables and indices on one device. `own_parts` are the tables of the heads before and from K/V head
-    `half` on, for a backward pass in two parts; orders are None where the heads already lie so."""
+    `half` on, for a backward pass in two parts; orders are None where the heads already lie so.
+
+    `last_places` (hops, own rows) int32 says where in the inbox each of the hops that read from this rank in the last
+    stages has what it returned for a row, or -1; `places_apart` the same of each stage that is added before, counted in
+    its part of the inbox.
+    """
 
     plan: BlockPlan
     own: BlockTables
     own_parts: tuple[BlockTables, BlockTables]
     half: int
     stages: tuple[DeviceStage, ...]
+    places_apart: tuple[torch.Tensor, ...]
+    last_places: torch.Tensor
     head_order: torch.Tensor | None
     kv_head_order: torch.Tensor | None
     back_order: torch.Tensor | None
@@ -72,6 +78,10 @@ class DeviceBlocks:
     def by_rows(self) -> bool:
         """Whether some call needs what queries add up row by row in memory."""
         return any(isinstance(call.readers, SeveralGroups) for stage in self.stages for call in stage.calls)
+
+    def readers_are_runs(self, num_heads: int) -> bool:
+        """Whether in every call the queries that meet fetched keys are neighbours, with all of their heads."""
+        return all(call.readers.run(num_heads) is not None for stage in self.stages for call in stage.calls)
 
     @property
     def num_bytes(self) -> int:
@@ -83,8 +93,8 @@ class DeviceBlocks:
         calls = [call for stage in self.stages for call in stage.calls]
         for tables in (self.own, *self.own_parts, *(call.tables for call in calls)):
             yield from tables.tensors()
-        for stage in self.stages:
-            yield from (stage.served_rows, stage.places)
+        yield from (stage.served_rows for stage in self.stages)
+        yield from (*self.places_apart, self.last_places)
         for call in calls:
             yield from (x for x in vars(call.readers).values() if isinstance(x, torch.Tensor))
 
@@ -107,7 +117,10 @@ def on_device(
     stages = tuple(_stage(*each, *size, device) for each in zip(plan.stages, host.stages, strict=True))
     orders = [_order(order, device) for order in (plan.head_order, plan.kv_head_order)]
     back = [_order(tuple(np.argsort(order).tolist()), device) for order in (plan.head_order, plan.kv_head_order)]
-    return DeviceBlocks(plan, own, parts, half, stages, orders[0], orders[1], back[0], back[1])
+    places = [torch.from_numpy(each).to(device) for each in _places(plan, host)]
+    return DeviceBlocks(
+        plan, own, parts, half, stages, tuple(places[:-1]), places[-1], orders[0], orders[1], back[0], back[1]
+    )
 
 
 def forget_plans() -> None:
@@ -115,12 +128,22 @@ def forget_plans() -> None:
     on_device.cache_clear()
 
 
+def _places(plan: BlockPlan, host: HostTables) -> list[np.ndarray]:
+    """Of each stage that is added apart, and of all others together."""
+    of_stages = [stage.places for stage in host.stages]
+    last: list[np.ndarray] = [np.empty((0, 0), dtype=np.int32)] if not of_stages else []
+    for index in range(plan.num_added_apart, len(of_stages)):
+        start, places = plan.inbox_rows(index)[0], of_stages[index]
+        last.append(np.where(places < 0, places, places + np.int32(start)))
+    return [*of_stages[: plan.num_added_apart], np.concatenate(last)]
+
+
 def _stage(
     plan: BlockStage, host: StageTables, num_own_blocks: int, num_heads: int, device: torch.device
 ) -> DeviceStage:
     return DeviceStage(
         plan, tuple(_calls(plan, host, num_own_blocks, num_heads, device)),
-        torch.from_numpy(host.served_rows).to(device), torch.from_numpy(host.places).to(device),
+        torch.from_numpy(host.served_rows).to(device),
     )  # fmt: skip
 
 

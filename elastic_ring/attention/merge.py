@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -19,6 +20,10 @@ import torch
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which partial results of inputs of `dtype` are added up."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+MOST_AT_ONCE = 3
+"""So many shares are added to a total in one pass over memory."""
 
 
 class Accumulator:
@@ -73,14 +78,29 @@ class Accumulator:
 
 class GradientSum:
     """Running dq (B, S, H, D) over tiles. The first share for all of it is taken over as it is, but with `by_rows`
-    laid row by row in memory; that for all rows of some heads is copied, where nothing else came before."""
+    laid row by row in memory; that for all rows of some heads is copied, where nothing else came before. `at_once` is
+    for its owner: whether all other shares are deferred."""
 
-    def __init__(self, like: torch.Tensor, dtype: torch.dtype | None = None, *, by_rows: bool = False) -> None:
+    def __init__(
+        self, like: torch.Tensor, dtype: torch.dtype | None = None, *, by_rows: bool = False, at_once: bool = False
+    ) -> None:
+        self.at_once = at_once
         self._like = like
         self._by_rows = by_rows
         self._dtype = accumulate_dtype(like.dtype) if dtype is None else dtype
         self._total: torch.Tensor | None = None
         self._unwritten = [range(like.size(2))]  # heads whose rows hold nothing yet
+        self._deferred: list[tuple[tuple[int, int], torch.Tensor]] = []
+
+    @property
+    def num_heads(self) -> int:
+        return self._like.size(2)
+
+    def defer(self, rows: tuple[int, int], share: torch.Tensor) -> None:
+        """Add the share (B, n, H, D) of the query range `rows` later, together with up to `MOST_AT_ONCE` in all: in one
+        pass over memory, rounded once."""
+        assert len(self._deferred) < MOST_AT_ONCE
+        self._deferred.append((rows, share))
 
     def add(self, rows: tuple[int, int], share: torch.Tensor, heads: slice = slice(None)) -> None:
         """Add the share (B, n, some heads, D) of the local query range `rows`."""
@@ -102,7 +122,20 @@ class GradientSum:
         for heads in self._unwritten:
             total[:, :, heads.start : heads.stop].zero_()
         self._unwritten = []
+        if self._deferred:
+            self._add_deferred(total)
         return total
+
+    def _add_deferred(self, total: torch.Tensor) -> None:
+        """Strip by strip of queries that get the same shares, in the order in which they came."""
+        for start, stop in pairwise(sorted({edge for rows, _ in self._deferred for edge in rows})):
+            parts = [
+                share.narrow(1, start - first, stop - start)
+                for (first, last), share in self._deferred if first <= start and stop <= last
+            ]  # fmt: skip
+            if parts:
+                add_(total.narrow(1, start, stop - start), parts)
+        self._deferred = []
 
     def _made(self) -> torch.Tensor:
         if self._total is None:

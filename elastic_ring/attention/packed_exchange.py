@@ -4,7 +4,7 @@ All that a rank receives in a stage lands where one kernel call reads it; all th
 go and, on a GPU, beside the kernels. There the messages of a direction are one coalesced operation and a wait is a
 wait of the stream, as in `exchange`; the keys that a rank serves wait for its own kernels only where what it fetches
 with them takes the place of what these read, so that one with much to compute on its own keys serves those that have
-little. Returned partials do wait: from the second stage on one inbox serves them all. No kernel and no merging may
+little. What is returned comes into an inbox of three parts, which stages take in turn. No kernel and no merging may
 enter.
 """
 
@@ -31,7 +31,7 @@ from elastic_ring.attention.exchange import (
 from elastic_ring.attention.ledger import HopEvents
 from elastic_ring.attention.packing import gather_rows_
 from elastic_ring.attention.schedule import Direction
-from elastic_ring.attention.sparse_blocks import BlockStage, Message
+from elastic_ring.attention.sparse_blocks import NUM_TURNS, BlockStage, Message
 
 _KEYS, _PARTIALS = 0, 1
 
@@ -51,9 +51,10 @@ class _Operation:
 class PackedExchange:
     """Buffers are (rows, B, 2, D), of each row K and V, or dK and dV, side by side; a message is a run of rows.
 
-    Stages count from 0. Keys, partials and inboxes have two buffers each, which the stages take in turn, and what is
-    served one: after `begin`, for each stage `take_keys`, `free_keys` and in backward `swap_partials`, and before them,
-    in backward, what the `take_partials` of the stage two before gave must have been read. Everywhere the order of
+    Stages count from 0. Keys have two buffers, partials three and the inbox as many parts, which the stages take in
+    turn, and what is served has one: after `begin`, for each stage `take_keys`, `free_keys` and in backward
+    `swap_partials`, and before them, in backward, what the `take_partials` of the stage NUM_TURNS before gave must have
+    been read. Everywhere the order of
     posts is K0 K1 K2 P0 K3 P1 ... where messages are coalesced, and so no post waits: nobody's keys stand behind
     partials that their owner waits for. Else it is K0 K1 P0 K2 P1 ..., K1 behind the arrival of K0. No cycle of waits
     can form, because whoever posts something waits only for what comes before it in this order, which all ranks have
@@ -127,14 +128,20 @@ class PackedExchange:
 
     def partials_buffer(self, index: int) -> torch.Tensor:
         """Where dK and dV of the fetched keys of stage `index` go, in the order of these. Not initialized."""
-        self._settle(_PARTIALS, index - 2)
+        self._settle(_PARTIALS, index - NUM_TURNS)
         num_rows = self._blocks.stages[index].plan.num_fetched_rows
-        return self._buffer("partials", index % 2, 2, num_rows, _fetched, self.partial_dtype)
+        return self._buffer("partials", index % NUM_TURNS, NUM_TURNS, num_rows, _fetched, self.partial_dtype)
 
     def swap_partials(self, index: int, partials: torch.Tensor) -> None:
         """Start returning dK and dV of the fetched keys to their owners, and receiving those of the served rows."""
-        plan, inbox = self._blocks.stages[index].plan, self._inbox(index)
+        plan, inbox = self._blocks.stages[index].plan, self.inbox[slice(*self._blocks.plan.inbox_rows(index))]
         self._post(_PARTIALS, index, inbox, plan.served, partials, plan.fetched)
+
+    @property
+    def inbox(self) -> torch.Tensor:
+        """(rows, B, 2, D): what was taken of the last stages, each at its `inbox_rows`."""
+        shape = (self._blocks.plan.num_inbox_rows, *self._row)
+        return self._buffers.get("inbox", 0, shape, self.partial_dtype, self._like.device)
 
     def take_partials(self, index: int) -> torch.Tensor:
         """dK and dV of the served rows of stage `index`, (rows, B, 2, D). Blocks until they have arrived."""
@@ -177,9 +184,6 @@ class PackedExchange:
 
     def _served_buffer(self, index: int) -> torch.Tensor:
         return self._buffer("served", 0, 1, self._num_served_rows(index), _served, self._like.dtype)
-
-    def _inbox(self, index: int) -> torch.Tensor:
-        return self._buffer("inbox", index % 2, 2, self._num_served_rows(index), _served, self.partial_dtype)
 
     def _num_served_rows(self, index: int) -> int:
         return self._blocks.stages[index].plan.num_served_rows

@@ -26,6 +26,10 @@ class Readers(Protocol):
 
     def put_back(self, x: torch.Tensor, part: torch.Tensor) -> None: ...
 
+    def run(self, num_heads: int) -> Range | None:
+        """The tokens, if they are neighbours and `take` gives all of so many heads of each, as they lie."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class OneGroup:
@@ -41,6 +45,11 @@ class OneGroup:
     def put_back(self, x: torch.Tensor, part: torch.Tensor) -> None:
         if not isinstance(self.tokens, slice):
             x[:, :, self.heads].index_copy_(1, self.tokens, part)
+
+    def run(self, num_heads: int) -> Range | None:
+        if not isinstance(self.tokens, slice) or self.heads != slice(0, num_heads):
+            return None
+        return self.tokens.start, self.tokens.stop
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +71,9 @@ class SeveralGroups:
 
     def put_back(self, x: torch.Tensor, part: torch.Tensor) -> None:
         x.view(self._by_unit(x)).index_copy_(1, self.index, part.view(self._by_unit(part)))
+
+    def run(self, num_heads: int) -> Range | None:
+        return None
 
     def _by_unit(self, x: torch.Tensor) -> tuple[int, ...]:
         return (x.size(0), x.size(1) * x.size(2) // self.unit, self.unit, *x.shape[3:])

@@ -29,6 +29,10 @@ from elastic_ring.attention.sparse_schedule import HeadGroup, SparseSchedule
 WORTH_COPYING = 0.75
 """Queries are gathered for the fetched keys only where at most so many of a rank's blocks see any of them."""
 
+NUM_TURNS = 3
+"""Of so many stages partials may be on their way at once, out of as many buffers and into as many parts of the inbox:
+what came back for the last so many is added in one pass over memory, once the rank has nothing else to do."""
+
 KEPT_SHARE = 0.25
 """Fetched keys wait for the backward pass where they are at most so much of the own ones, which wait there anyway."""
 
@@ -92,21 +96,38 @@ class BlockPlan:
     def num_fetched_rows(self) -> int:
         return sum(stage.num_fetched_rows for stage in self.stages)
 
+    @property
+    def num_added_apart(self) -> int:
+        """Of how many stages, from the first on, what came back is added before the end: another's takes its place."""
+        return max(0, len(self.stages) - NUM_TURNS)
+
+    def inbox_rows(self, index: int) -> Range:
+        """Where in the inbox what comes back of stage `index` lies."""
+        start = sum(self._inbox_sizes[: index % NUM_TURNS])
+        return start, start + self.stages[index].num_served_rows
+
+    @property
+    def num_inbox_rows(self) -> int:
+        return sum(self._inbox_sizes)
+
+    @property
+    def _inbox_sizes(self) -> list[int]:
+        return [self.most_rows(lambda stage: stage.num_served_rows, turn, NUM_TURNS) for turn in range(NUM_TURNS)]
+
     def most_rows(self, which: Callable[[BlockStage], int], slot: int = 0, num_slots: int = 1) -> int:
         """Of the stages that take turns in one of so many buffers, the most rows."""
         return max((which(stage) for stage in self.stages[slot::num_slots]), default=0)
 
     def buffer_bytes(self, row_bytes: int, partial_row_bytes: int, *, kept: bool = False) -> int:
-        """What a forward and a backward pass hold in shared buffers: two of keys, two of partials and two inboxes,
-        which stages take in turn, and one of what is served. A row is the K and V, or dK and dV, of all sequences;
-        kept keys need no buffer here."""
-        fetched, inboxes = (
-            sum(self.most_rows(rows, slot, 2) for slot in (0, 1))
-            for rows in (lambda stage: stage.num_fetched_rows, lambda stage: stage.num_served_rows)
+        """What a forward and a backward pass hold in shared buffers: two of keys, three of partials and an inbox of
+        three parts, which stages take in turn, and one of what is served. A row is the K and V, or dK and dV, of all
+        sequences; kept keys need no buffer here."""
+        num_keys, num_partials = (
+            sum(self.most_rows(lambda stage: stage.num_fetched_rows, turn, num_turns) for turn in range(num_turns))
+            for num_turns in (0 if kept else 2, NUM_TURNS)
         )
         served = self.most_rows(lambda stage: stage.num_served_rows)
-        num_keys = 0 if kept else fetched
-        return (num_keys + served) * row_bytes + (fetched + inboxes) * partial_row_bytes
+        return (num_keys + served) * row_bytes + (num_partials + self.num_inbox_rows) * partial_row_bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,32 +92,44 @@ def test_two_stages_are_posted_before_any_kernel_and_the_next_in_place_of_what_w
     assert story == FORWARD + backward  # of a rank that fetches in every hop
 
 
-def test_who_fetches_nothing_more_computes_what_is_left_before_it_waits_for_partials(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And has sent all keys by then: those who fetch them would return their partials late."""
-    monkeypatch.setattr(block_pass, "LINK_BYTES_PER_S", 1.0)
-    monkeypatch.setattr(block_pass, "KERNEL_FLOPS", 1.0)
-    add = BlockPass._add_partials
-
-    def note(self: BlockPass, sums: KeySums, index: int) -> None:
-        if index >= 0:
-            stories = self._exchange._group.stories  # type: ignore[union-attr]
-            stories.setdefault(threading.get_ident(), []).append(f"add {index}")
-        add(self, sums, index)
-
-    monkeypatch.setattr(BlockPass, "_add_partials", note)
-    stories, _ = told(monkeypatch, block_case("bigbird", 4, "contiguous"), stage_bytes=1)
-    assert stories[0] == [
+def test_what_came_back_is_added_last_and_own_heads_are_left_to_hide_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it in one pass over memory. Keys that others wait for have been posted before any partials are."""
+    stories = halved(monkeypatch, block_case("bigbird", 4, "contiguous"))
+    assert stories[0] == [  # fetches nothing
         "post keys", "post keys", "forward own", "post keys",
-        "post keys", "post keys", "backward own", "post keys", "post partials", "post partials", "backward own",
-        "add 0", "post partials", "add 1", "add 2",
+        "post keys", "post keys", "backward own", "post keys", "post partials", "post partials", "post partials",
+        "backward own", "add 3",
     ]  # fmt: skip
-    assert stories[3] == [
+    assert stories[3] == [  # serves nobody
         *FORWARD,
         "post keys", "post keys", "backward own", "backward fetched", "post keys", "post partials", "backward fetched",
-        "post partials", "add 0", "backward fetched", "post partials", "backward own", "add 1", "add 2",
+        "post partials", "backward fetched", "post partials", "backward own",
     ]  # fmt: skip
+
+
+def test_with_many_stages_who_fetches_nothing_more_computes_what_is_left_before_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stories = halved(monkeypatch, block_case("bigbird", 8, "contiguous"))
+    backward = ["post keys", "post keys", "backward own", *["post keys", "post partials"] * 3]
+    assert stories[0][-len(backward) - 12 :] == [
+        *backward, "backward own", *["add 1", "post keys", "post partials"] * 2, "add 1", "post partials", "add 1",
+        "post partials", "add 3",
+    ]  # fmt: skip
+
+
+def halved(monkeypatch: pytest.MonkeyPatch, case: BlockCase) -> list[list[str]]:
+    """As `told`, a hop a stage, where running own keys in two halves pays; and of how many hops what came is added."""
+    monkeypatch.setattr(block_pass, "LINK_BYTES_PER_S", 1.0)
+    monkeypatch.setattr(block_pass, "KERNEL_FLOPS", 1.0)
+    add = BlockPass._add_placed
+
+    def note(self: BlockPass, sums: KeySums, inbox: torch.Tensor, places: torch.Tensor) -> None:
+        self._exchange._group.stories.setdefault(threading.get_ident(), []).append(f"add {len(places)}")  # type: ignore[union-attr]
+        add(self, sums, inbox, places)
+
+    monkeypatch.setattr(BlockPass, "_add_placed", note)
+    return told(monkeypatch, case, stage_bytes=1)[0]
 
 
 def test_half_of_the_own_heads_run_behind_the_last_partials_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:

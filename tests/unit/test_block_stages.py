@@ -117,10 +117,10 @@ def test_buffers_are_bounded_by_the_limit_and_the_largest_hop(rings: ThreadRings
         rings.groups(8)
         found = in_threads(8, work)
         assert len({num_stages for num_stages, _ in found}) == 1
-        num_buffers = 4 if found[0][0] == 1 else 7
+        num_buffers = 4 if found[0][0] == 1 else 9
         held[limit_rows] = max(num_bytes for _, num_bytes in found)
         assert held[limit_rows] <= num_buffers * max(limit_rows, hop) * row_bytes(case)
-    assert held[1] < held[2**40] / 2
+    assert held[1] < 0.6 * held[2**40]  # nine buffers of a hop, and four of all seven
 
 
 # ------------------------------------------------------------ kept keys

@@ -60,3 +60,29 @@ def test_halves_of_the_heads_are_copied_and_clear_nothing(monkeypatch: pytest.Mo
     other.add((0, 3), share_of((0, 3), ALL, 1).bfloat16())
     assert torch.isfinite(other.total).all()
     assert cleared == [torch.Size((2, 6, 2, 3))]
+
+
+ROWS = [(0, 6), (2, 6), (3, 6)]
+
+
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS[:2], ROWS, [(0, 3), (3, 6)], [(0, 6)] * 3], ids=str)
+@pytest.mark.parametrize("batch", [2, 5])
+def test_what_is_deferred_is_added_in_one_pass_and_rounded_once(rows: list[tuple[int, int]], batch: int) -> None:
+    """A short total of halves of the heads, the second behind the deferred shares, as a ring's backward makes it."""
+    own, *shares = (
+        torch.randn(batch, stop - start, *SHAPE[2:], generator=torch.Generator().manual_seed(seed)).bfloat16()
+        for seed, (start, stop) in enumerate([(0, 6), *rows])
+    )
+    total = GradientSum(torch.zeros(own.shape, dtype=torch.bfloat16), torch.bfloat16, at_once=True)
+    total.add((0, 6), own[:, :, :2], slice(0, 2))
+    for run, share in zip(rows, shares, strict=True):
+        total.defer(run, share)
+    total.add((0, 6), own[:, :, 2:], slice(2, 4))
+    wanted, rounded_each_time = own.float(), own.clone()
+    for (start, stop), share in zip(rows, shares, strict=True):
+        wanted[:, start:stop] += share.float()
+        rounded_each_time[:, start:stop] += share
+    assert torch.equal(total.total, wanted.bfloat16())
+    assert torch.equal(total.total, wanted.bfloat16())  # and not added again
+    most = max(sum(start <= row < stop for start, stop in rows) for row in range(6))
+    assert torch.equal(rounded_each_time, wanted.bfloat16()) == (most == 1)
