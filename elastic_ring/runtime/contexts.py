@@ -10,7 +10,7 @@ later the more contexts it has, and each takes memory.
   use keeps all GPUs, since nobody can tell whose it is. Later it is made where the calling thread computes.
 - Handles (streams, cuBLAS, cuDNN, modules of Triton and CuTe) lie in tables by device. The rows of the others stay as
   they are and are never looked up again. Events are freed on their own device, which would make its context anew: those
-  that are garbage are collected before.
+  that are garbage are collected before. Those that NCCL's groups used go with the thread that warmed, at the very end.
 - autograd, `empty_cache`, the seeding of all generators, `memory_stats` and `get_device_properties` ask first whether a
   GPU has a context, or need none. `mem_get_info` of another GPU would make one.
 - A thread that has chosen no GPU means the first: what calls CUDA beside the training thread chooses one (`nccl.probe`,
@@ -71,7 +71,7 @@ class CudaContexts:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
-        return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+        return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
 
     def reserved(self, index: int) -> int:
         return torch.cuda.memory_reserved(index)
@@ -113,7 +113,7 @@ def let_go_of_others(device: torch.device, contexts: Contexts | None = None) -> 
                 log.warning("GPU %d is not let go of: cudaDeviceReset answers %d", index, code)
             else:
                 num_ended += 1
-    except (RuntimeError, OSError, AttributeError) as error:  # also a torch that has none of the private calls
+    except (RuntimeError, OSError, AttributeError, KeyError) as error:  # also a torch that has other private calls
         log.warning("other GPUs are not let go of: %s: %s", type(error).__name__, error)
     return num_ended
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ring.config import ScalingConfig
 from elastic_ring.control.messages import Build
 from elastic_ring.errors import PeerFailed
 from elastic_ring.mesh import Mesh
@@ -87,7 +90,7 @@ def test_a_gpu_that_is_not_let_go_of_is_told_and_the_next_one_is(caplog: pytest.
     assert "GPU 0 is not let go of: cudaDeviceReset answers 46" in caplog.text
 
 
-@pytest.mark.parametrize("error", [OSError("libcudart.so.13: not loaded"), RuntimeError("CUDA error: unknown")])
+@pytest.mark.parametrize("error", [OSError("not loaded"), RuntimeError("CUDA error"), KeyError("bytes")])
 def test_what_is_raised_ends_no_training(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     told = Told()
     told.codes[0] = error
@@ -101,6 +104,23 @@ def test_where_torch_has_loaded_no_runtime_none_is_loaded_for_this(monkeypatch: 
     monkeypatch.setattr(torch.version, "cuda", "99.1")
     with pytest.raises(OSError, match=r"libcudart\.so\.99"):
         loaded_runtime()
+
+
+def test_a_cache_is_emptied_with_its_own_gpu_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control thread has chosen none, and would make a context on the first one again."""
+    order: list[str] = []
+
+    @contextmanager
+    def chosen(device: torch.device) -> Iterator[None]:
+        order.append(f"{device} chosen")
+        yield
+        order.append("as before")
+
+    monkeypatch.setattr(torch.cuda, "device", chosen)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("emptied"))
+    devices.let_go_of_cache(OWN)
+    devices.let_go_of_cache(torch.device("cpu"))
+    assert order == ["cuda:1 chosen", "emptied", "as before"]
 
 
 # ------------------------------------------------------------ when
@@ -132,6 +152,19 @@ def test_after_the_second_step_in_a_seat_and_once(
     assert [line.partition(" in ")[0] for line in lines] == [
         "generation 2, step 8, rank 2: let go of 3 other GPUs" for _ in released
     ]
+
+
+@pytest.mark.parametrize(("device", "asked"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_only_members_on_gpus_that_are_asked_to_let_go_do(
+    device: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool] = []
+    monkeypatch.setattr(member, "Settling", made.append)
+    scaling, run = ScalingConfig(device=device, release_contexts=asked), SimpleNamespace(name="run")
+    card: Any = SimpleNamespace(scaling=scaling, run=run, task=None)
+    nothing: Any = None
+    Member(card, nothing, nothing, lambda records: None)
+    assert made == [asked and device == "cuda"]
 
 
 def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
