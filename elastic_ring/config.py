@@ -87,6 +87,7 @@ class ScalingConfig:
     `spares` warm workers wait beside it. `resources_per_worker` is what Ray reserves for each. With
     `device="cuda"` every worker sees all GPUs of its node and takes one that no other holds when it gets a place
     in the mesh; a spare holds none, and takes that of a process that died: on several nodes give at least one for each.
+    `release_contexts`: a member on GPUs lets go of those that it does not compute on, once it has settled.
     """
 
     dp: int = 2
@@ -97,12 +98,15 @@ class ScalingConfig:
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     num_threads: int = 1
     device: str = "cpu"
+    release_contexts: bool = False
     wait_for_resources_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least in (("dp", 1), ("cp", 1), ("spares", 0), ("min_dp", 1), ("num_threads", 1)):
             _integer(name, getattr(self, name), least)
         _choice("device", self.device, ("cpu", "cuda"))
+        if not isinstance(self.release_contexts, bool):
+            raise ValueError(f"release_contexts={self.release_contexts!r}: must be True or False")
         if self.min_dp > self.dp:
             raise ValueError(f"min_dp={self.min_dp} is more than dp={self.dp}: lower min_dp or raise dp")
         if self.max_dp is not None:

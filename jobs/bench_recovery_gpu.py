@@ -173,7 +173,10 @@ def memory_gib(pid: int) -> tuple[float, ...]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    run = GpuRun(args.preset, args.context, args.batch, args.cp, spares=args.spares, kernel=args.kernel)
+    run = GpuRun(
+        args.preset, args.context, args.batch, args.cp, spares=args.spares, kernel=args.kernel,
+        release_contexts=args.release_contexts,
+    )  # fmt: skip
     figures: dict[str, Any] = {"run": gpu_tasks.described(run), "parameters": num_parameters(run.model)}
     figures["paced"] = args.paced
     figures["link_GB_s"] = gpu_tasks.link_rate()
@@ -260,6 +263,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--limit-s", type=float, default=1e9, help="kill no more after this time")
     parser.add_argument("--spares", type=int, default=1)
     parser.add_argument("--kernel", default="", help="pin one attention kernel")
+    parser.add_argument("--release-contexts", action="store_true", help="members let go of the other GPUs")
     parser.add_argument("--short-steps", type=int, default=12, help="of the two runs that are compared; 0: leave out")
     parser.add_argument("--faults", type=phases, default="backward", help=f"planned kills: {','.join(FAULTS)}")
     parser.add_argument("--in-building", type=int, default=0, help="pairs of kills, the second while the ring closes")

@@ -86,6 +86,7 @@ class GpuRun:
     offload: bool = False
     pattern: str = ""
     compile: bool = False
+    release_contexts: bool = False
 
     @property
     def model(self) -> ModelConfig:
@@ -103,7 +104,8 @@ class GpuRun:
             partial(Transformer, self.model), RandomTokens(self.context, self.model.vocab_size), step=step,
             optim=OptimConfig(peak_lr=3e-4, min_lr=3e-5, warmup_steps=min(10, steps), total_steps=steps),
             scaling=ScalingConfig(
-                dp=self.dp, cp=self.cp, spares=self.spares, device="cuda", resources_per_worker={"CPU": 1.0}
+                dp=self.dp, cp=self.cp, spares=self.spares, device="cuda", resources_per_worker={"CPU": 1.0},
+                release_contexts=self.release_contexts,
             ),
             run=RunConfig(name, str(folder / name), faults=faults, progress=False, timeouts=TIMEOUTS),  # type: ignore[arg-type]
             initial=QuickInitial(self.model.num_layers), pattern=self.pattern or None,

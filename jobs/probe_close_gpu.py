@@ -4,10 +4,11 @@
 
 Bare processes and the product's `Connector`, no Ray and no training: mesh 2 x 2 on four GPUs (1 x 2 on two) and a
 standby process that takes the place of the last rank, which is killed in the middle of an exchange with `--hold-gib` of
-its GPU's memory in hand. With `--all-contexts` members have a context on every GPU, as workers of the product that were
-standbys have: how long a process takes to end, and whoever builds groups meanwhile, may depend on it; with `--at-once`
-groups are built while it ends, as the product does. A variant is a setting of NCCL's environment. Prints one JSON line
-for each measurement.
+its GPU's memory in hand. How long a process takes to end, and whoever builds groups meanwhile, depends on where it has
+contexts. `--contexts`: members have one on their `own` GPU, on `all`, as workers of the product that were standbys, or
+had them on all and have `released` the others once the first generation was connected, as the product does with
+`ScalingConfig(release_contexts=True)`. With `--at-once` groups are built while the killed process ends, as the product
+does. A variant is a setting of NCCL's environment. Prints one JSON line for each measurement.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime import nccl
+from elastic_ring.runtime.contexts import CudaContexts, let_go_of_others
 from elastic_ring.runtime.groups import Connector, Groups, Rendezvous
 from elastic_ring.runtime.registry import forget_groups
 
@@ -49,7 +53,9 @@ VARIANTS: dict[str, dict[str, str]] = {
     "no-cumem-connect": {"NCCL_CUMEM_ENABLE": "0", "NCCL_RUNTIME_CONNECT": "0"},
     "few-channels": {"NCCL_CUMEM_ENABLE": "0", "NCCL_RUNTIME_CONNECT": "0", "NCCL_MAX_NCHANNELS": "8"},
 }
+CONTEXTS = ("own", "all", "released")
 PF_EXITING = 0x4
+DEATH_S, LOOK_S = 20.0, 0.0005
 HELD_BYTES = 1 << 30
 REHEARSAL_S = 60.0
 
@@ -57,11 +63,12 @@ REHEARSAL_S = 60.0
 class Process:
     """One process: its main thread trains, a thread of its own aborts. Runs in the child."""
 
-    def __init__(self, index: int, end: Connection, lock: str, all_contexts: bool, mesh: Mesh, warm: str) -> None:
+    def __init__(self, index: int, end: Connection, lock: str, contexts: str, mesh: Mesh, warm: str) -> None:
         self.index, self.end, self.lock, self.mesh = index, end, lock, mesh
         standby = index == mesh.size
-        self.warm = warm if standby else "none"
-        self.all_contexts = all_contexts or standby
+        # A member of the product was a standby once; what never was rehearses nothing.
+        self.warm = warm if standby else "none" if contexts == "own" or warm == "none" else "one"
+        self.all_contexts = contexts != "own" or standby
         self.connector: Connector | None = None
         self.groups: Groups | None = None
         self.held: Any = None
@@ -102,6 +109,12 @@ class Process:
         self.groups = self.connector.connect(self.mesh, rank)
         return {"what": "connect", "rank": rank, "free_s": freed - begun, **self.connector.timings,
                 "total_s": time.monotonic() - begun}  # fmt: skip
+
+    def release(self) -> dict[str, Any]:
+        before, begun = CudaContexts().having(), time.monotonic()
+        num_released = let_go_of_others(self.device)
+        return {"what": "release", "process": self.index, "s": time.monotonic() - begun, "num_released": num_released,
+                "contexts_before": before, "contexts_after": CudaContexts().having()}  # fmt: skip
 
     def hold(self, gib: int) -> dict[str, Any]:
         fd = os.open(self.lock, os.O_RDWR | os.O_CREAT)
@@ -181,11 +194,11 @@ def rehearse_between(devices: Sequence[torch.device]) -> None:
     nccl.in_parallel([partial(nccl.end, backend) for backend in backends], lambda: None)
 
 
-def child(index: int, end: Connection, lock: str, all_contexts: bool, mesh: Mesh, warm: str) -> None:
+def child(index: int, end: Connection, lock: str, contexts: str, mesh: Mesh, warm: str) -> None:
     import logging
 
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s [{index}] %(message)s")
-    Process(index, end, lock, all_contexts, mesh, warm).serve()
+    Process(index, end, lock, contexts, mesh, warm).serve()
 
 
 def tell(ends: dict[int, Connection], calls: dict[int, tuple[Any, ...]], timeout_s: float = 90.0) -> dict[int, Any]:
@@ -194,86 +207,154 @@ def tell(ends: dict[int, Connection], calls: dict[int, tuple[Any, ...]], timeout
     return {index: ends[index].recv() if ends[index].poll(timeout_s) else {"error": "no answer"} for index in calls}
 
 
-def watch_death(pid: int, lock: str, *, briefly: bool = False) -> dict[str, float]:
-    """SIGKILL, then when each sign of death is to be seen, in seconds; `briefly`: the first alone is waited for."""
-    seen: dict[str, float] = {}
-    pidfd = os.pidfd_open(pid)
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    begun = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    while len(seen) < (1 if briefly else 3) and time.monotonic() - begun < 20:
-        now = time.monotonic() - begun
-        if "exiting_s" not in seen:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if int(fields[6]) & PF_EXITING:
-                seen["exiting_s"] = now
-        if "lock_free_s" not in seen:
-            fd = os.open(lock, os.O_RDWR)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                seen["lock_free_s"] = now
-            except BlockingIOError:
-                pass
+class Death:
+    """A process that is killed, and when each sign of its end is to be seen, in seconds from the SIGKILL on."""
+
+    def __init__(self, pid: int, lock: str) -> None:
+        self._pid, self._lock = pid, lock
+        self._pidfd = os.pidfd_open(pid)
+        self.first_sign = threading.Event()
+        self._seen: dict[str, float] = {}
+        self._begun = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def signs(self) -> dict[str, float]:
+        """All that were seen, once the process has ended."""
+        self._thread.join()
+        return self._seen
+
+    def _watch(self) -> None:
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        while len(self._seen) < 3 and time.monotonic() - self._begun < DEATH_S:
+            now = time.monotonic() - self._begun
+            if "exiting_s" not in self._seen and self._is_exiting():
+                self._seen["exiting_s"] = now
+            if "lock_free_s" not in self._seen and self._lock_is_free():
+                self._seen["lock_free_s"] = now
+            if "pidfd_s" not in self._seen and poller.poll(0):
+                self._seen["pidfd_s"] = now
+            if self._seen:
+                self.first_sign.set()
+                time.sleep(LOOK_S)  # groups are built meanwhile, by other processes
+        self.first_sign.set()
+
+    def _is_exiting(self) -> bool:
+        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        return bool(int(fields[6]) & PF_EXITING)
+
+    def _lock_is_free(self) -> bool:
+        fd = os.open(self._lock, os.O_RDWR)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
             os.close(fd)
-        if "pidfd_s" not in seen and poller.poll(0):
-            seen["pidfd_s"] = now
-    return seen
+        return True
 
 
-def measure(variant: str, mesh: Mesh, hold_gib: int, all_contexts: bool, at_once: bool, warm: str) -> None:
-    standby, victim, donor = mesh.size, mesh.size - 1, mesh.size // 2 - 1
+@dataclass(frozen=True)
+class Asked:
+    """One measurement: a mesh, a setting of NCCL's environment, and where members have contexts."""
 
-    def show(row: Any) -> None:
-        print(json.dumps({"variant": variant, **row}, default=str), flush=True)
+    variant: str
+    contexts: str
+    mesh: Mesh
+    hold_gib: int
+    at_once: bool
+    warm: str
 
-    os.environ.update({**nccl.ENVIRONMENT, **VARIANTS[variant]})
-    context = multiprocessing.get_context("spawn")
+    def show(self, row: Any) -> None:
+        print(json.dumps({"variant": self.variant, "contexts": self.contexts, **row}, default=str), flush=True)
+
+
+def measure(asked: Asked) -> None:
+    os.environ.update({**nccl.ENVIRONMENT, **VARIANTS[asked.variant]})
+    context, mesh = multiprocessing.get_context("spawn"), asked.mesh
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         lock, ends, processes = f"{folder}/lock", {}, {}
         for index in range(mesh.size + 1):
             ends[index], theirs = context.Pipe()
-            arguments = (index, theirs, lock, all_contexts, mesh, warm)
+            arguments = (index, theirs, lock, asked.contexts, mesh, asked.warm)
             processes[index] = context.Process(target=child, args=arguments, daemon=True)
             processes[index].start()
         for index, end in ends.items():
-            show({"process": index, **(end.recv() if end.poll(120) else {"error": "no start"})})
-        members = range(mesh.size)
-        for answer in tell(ends, {i: ("connect", store.port, "1/1", i) for i in members}).values():
-            show({"generation": 1, **answer})
-        show({"generation": 1, **tell(ends, {0: ("memory",)})[0]})
-        show(tell(ends, {victim: ("hold", hold_gib)})[victim])
-        for index in members:
-            ends[index].send(("exchange", ()))
-        time.sleep(1.0)
-        show({"what": "death", **watch_death(int(processes[victim].pid or 0), lock, briefly=at_once)})
-        Path(lock + ".abort").touch()
-        survivors = [i for i in members if i != victim]
-        for index in survivors:
-            show({"survivor": index, **(ends[index].recv() if ends[index].poll(60) else {"error": "not parked"})})
-        seats = {**{i: i for i in survivors}, standby: victim}
-        for generation in (2, 3, 4):
-            begun = time.monotonic()
-            calls = {i: ("connect", store.port, f"1/{generation}", rank) for i, rank in seats.items()}
-            answers = tell(ends, calls)
-            for answer in answers.values():
-                show({"generation": generation, **answer})
-            totals = [answer.get("total_s", 0.0) for answer in answers.values()]
-            show({"generation": generation, "what": "built", "wall_s": time.monotonic() - begun,
-                  "median_s": statistics.median(totals)})  # fmt: skip
-            show({"generation": generation, **tell(ends, {0: ("memory",)})[0]})
-        for answer in tell(ends, {donor: ("heal", 0, 4), standby: ("heal", 1, 4)}).values():
-            show(answer)
+            asked.show({"process": index, **(end.recv() if end.poll(120) else {"error": "no start"})})
+        close_and_build(asked, ends, {index: int(each.pid or 0) for index, each in processes.items()}, store.port, lock)
         for process in processes.values():
             process.kill()
+
+
+def close_and_build(asked: Asked, ends: dict[int, Connection], pids: dict[int, int], port: int, lock: str) -> None:
+    """The first generation, the death of its last rank, and three generations with the standby in its place."""
+    mesh, show = asked.mesh, asked.show
+    standby, victim, donor, members = mesh.size, mesh.size - 1, mesh.size // 2 - 1, range(mesh.size)
+    for answer in tell(ends, {i: ("connect", port, "1/1", i) for i in members}).values():
+        show({"generation": 1, **answer})
+    show({"generation": 1, **tell(ends, {0: ("memory",)})[0]})
+    if asked.contexts == "released":
+        release(asked, ends, 1, list(members))
+    show(tell(ends, {victim: ("hold", asked.hold_gib)})[victim])
+    for index in members:
+        ends[index].send(("exchange", ()))
+    time.sleep(1.0)
+    death = Death(pids[victim], lock)
+    death.first_sign.wait()
+    if not asked.at_once:
+        show({"what": "death", **death.signs()})
+    Path(lock + ".abort").touch()
+    survivors = [i for i in members if i != victim]
+    for index in survivors:
+        show({"survivor": index, **(ends[index].recv() if ends[index].poll(60) else {"error": "not parked"})})
+    seats = {**{i: i for i in survivors}, standby: victim}
+    for generation in (2, 3, 4):
+        build(asked, ends, generation, {i: ("connect", port, f"1/{generation}", rank) for i, rank in seats.items()})
+        if generation == 2 and asked.at_once:
+            show({"what": "death", **death.signs()})
+        if generation == 2 and asked.contexts == "released":
+            release(asked, ends, 2, [standby])
+    for answer in tell(ends, {donor: ("heal", 0, 4), standby: ("heal", 1, 4)}).values():
+        show(answer)
+
+
+def build(asked: Asked, ends: dict[int, Connection], generation: int, calls: dict[int, tuple[Any, ...]]) -> None:
+    begun = time.monotonic()
+    answers = tell(ends, calls)
+    wall_s = time.monotonic() - begun
+    for answer in answers.values():
+        asked.show({"generation": generation, **answer})
+    totals = [answer.get("total_s", 0.0) for answer in answers.values()]
+    asked.show({"generation": generation, "what": "built", "wall_s": wall_s, "median_s": statistics.median(totals)})
+    asked.show({"generation": generation, **tell(ends, {0: ("memory",)})[0]})
+
+
+def release(asked: Asked, ends: dict[int, Connection], generation: int, indices: list[int]) -> None:
+    """These processes let go of the others' GPUs at once; memory in use on the first one before and after."""
+    before = tell(ends, {0: ("memory",)})[0]
+    for answer in tell(ends, {index: ("release",) for index in indices}).values():
+        asked.show({"generation": generation, **answer})
+    after = tell(ends, {0: ("memory",)})[0]
+    asked.show({"generation": generation, "what": "released", "used_gib_before": before.get("used_gib"),
+                "used_gib_after": after.get("used_gib")})  # fmt: skip
+
+
+def contexts(text: str) -> str:
+    unknown = [name for name in text.split(",") if name not in CONTEXTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: choose of {','.join(CONTEXTS)}")
+    return text
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--hold-gib", type=int, default=20)
-    parser.add_argument("--all-contexts", action="store_true", help="members have a context on every GPU")
+    parser.add_argument("--contexts", type=contexts, default="own", help=f"several of {','.join(CONTEXTS)}: where"
+                        " members have them")  # fmt: skip
     parser.add_argument("--at-once", action="store_true", help="build groups while the killed process still ends")
     parser.add_argument("--warm", choices=["none", "one", "all"], default="one", help="groups that the standby"
                         " has had before: one on each GPU, as the product has too, or one of all GPUs")
@@ -281,14 +362,14 @@ def main(argv: list[str]) -> int:
     if torch.cuda.device_count() not in MESHES:
         parser.error(f"{torch.cuda.device_count()} GPUs: this needs 2 or 4, choose them by CUDA_VISIBLE_DEVICES")
     mesh = MESHES[torch.cuda.device_count()]
-    for variant in args.variants.split(","):
+    for variant, where in product(args.variants.split(","), args.contexts.split(",")):
         # A process of its own for each: NCCL reads its environment once.
-        asked = (variant, mesh, args.hold_gib, args.all_contexts, args.at_once, args.warm)
-        process = multiprocessing.get_context("spawn").Process(target=measure, args=asked)
+        asked = Asked(variant, where, mesh, args.hold_gib, args.at_once, args.warm)
+        process = multiprocessing.get_context("spawn").Process(target=measure, args=(asked,))
         process.start()
         process.join(120)
         if process.is_alive():
-            print(json.dumps({"variant": variant, "error": "not done within 120 s"}), flush=True)
+            asked.show({"error": "not done within 120 s"})
             process.kill()
     return 0
 

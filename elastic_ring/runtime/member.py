@@ -24,6 +24,7 @@ from elastic_ring.errors import GroupAborted
 from elastic_ring.monitor.stamps import Phase, StampWriter
 from elastic_ring.runtime.bits import Oddities, gpu_environment
 from elastic_ring.runtime.card import WorkerCard
+from elastic_ring.runtime.contexts import Settling
 from elastic_ring.runtime.devices import (
     KERNEL_CACHE,
     DeviceClaim,
@@ -75,6 +76,7 @@ class Member:
         self.records = StepRecords(publish)
         self._left_behind: list[tuple[Any, ...]] = []
         self._claim = DeviceClaim(card.scaling.device, card.run.name)
+        self._settling = Settling(card.scaling.release_contexts and card.scaling.device == "cuda")
         self.chips: list[str] = []  # names of the GPUs that this process sees
         self.environment: dict[str, Any] = {}  # what its bits depend on, beside what every worker tells
         self._oddities = Oddities()
@@ -281,6 +283,7 @@ class Member:
         """Become a spare without state, and give the GPU back with its memory: the next process there may need all."""
         connector = self._connector
         self._command, self._groups = None, None
+        self._settling.stood()
         self._transaction.drop()
         forget_groups()
         self._let_go()
@@ -316,6 +319,7 @@ class Member:
                 report_compiled(compiled, step)
                 if outcome.boundary and state.applied < step_config.steps:
                     return "boundary"
+                self._settling.committed(self._claim, self._command.generation, step, self._groups.global_rank)
             self._validate_if_due(state.applied)
         return "finished"
 

@@ -113,6 +113,12 @@ class DeviceMarks:
     def move_to(self, device: torch.device) -> None:
         """Before anything is queued on another device: an event belongs to the one where it was first recorded."""
         self._device = device
+        self._free = [own for own in self._free if own[0] == device]
+
+    def come_along(self) -> None:
+        """Choose that device in the calling thread: one that has chosen none makes a context on the first."""
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def leave(self) -> None:
         """Mark this place in the current stream."""
@@ -130,8 +136,10 @@ class DeviceMarks:
         """Count what has been passed. A device that has failed passes nothing; the training thread learns of it."""
         try:
             while self._ahead and self._ahead[0][1].query():
-                self._free.append(self._ahead.popleft())
+                passed = self._ahead.popleft()
                 self.num_passed += 1
+                if passed[0] == self._device:
+                    self._free.append(passed)
         except RuntimeError as error:
             log.warning("a mark on the device: %s", error)
             self._ahead.clear()
@@ -145,6 +153,7 @@ def look_at_device(
     told: Cast | None = None
     while True:
         try:
+            marks.come_along()
             marks.look()
             cast = standstill.under_way
             if cast is not None and cast != told and (error := exchange_error()):

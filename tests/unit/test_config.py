@@ -27,6 +27,7 @@ REFUSED = [
     (ScalingConfig, "max_dp", 1, "raise max_dp or leave it out"),
     (ScalingConfig, "max_dp", 2.5, "a whole number"),
     (ScalingConfig, "num_threads", 0, "at least 1"),
+    (ScalingConfig, "release_contexts", "yes", "must be True or False"),
     (ScalingConfig, "resources_per_worker", {}, "name at least one resource"),
     (ScalingConfig, "resources_per_worker", {"CPU": -1.0}, "not negative"),
     (ScalingConfig, "resources_per_worker", {"CPU": math.nan}, "not negative"),

@@ -176,6 +176,7 @@ def test_who_stands_by_waits_for_its_groups_before_it_empties_the_cache() -> Non
 
     standing: Any = Member.__new__(Member)
     standing._connector = Connector()
+    standing._settling = SimpleNamespace(stood=lambda: None)
     standing._transaction = SimpleNamespace(drop=lambda: order.append("dropped"))
     standing._claim = SimpleNamespace(give_back=lambda: order.append("given back"))
     standing.stand()

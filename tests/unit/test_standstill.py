@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -151,6 +152,34 @@ def test_on_another_device_no_event_of_the_one_before_is_used(stream: type[Strea
         marks.look()
     assert marks.num_passed == 5
     assert Event.made - made == 3  # the first of each stay, and that of the first device is new again: it was let go
+
+
+def test_events_of_a_device_that_was_left_are_let_go_of(stream: type[Stream]) -> None:
+    """One that lived on would make a context there when it is freed."""
+    marks = DeviceMarks(Event)
+    marks.move_to(torch.device("cuda", 0))
+    for _ in range(2):  # one is passed and waits to be used again, one is passed later
+        stream.queued += 1
+        marks.leave()
+    stream.done = 1
+    marks.look()
+    events = [weakref.ref(event) for _, event in (*marks._free, *marks._ahead)]
+    marks.move_to(torch.device("cuda", 1))
+    stream.done = 2
+    marks.look()
+    assert (len(events), marks.num_passed) == (2, 2)
+    assert [event() for event in events] == [None, None]
+
+
+def test_the_thread_that_asks_a_device_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    marks = DeviceMarks(Event)
+    for device in (None, torch.device("cpu"), torch.device("cuda", 1)):
+        if device is not None:
+            marks.move_to(device)
+        marks.come_along()
+    assert chosen == [torch.device("cuda", 1)]
 
 
 def test_a_device_that_has_failed_passes_nothing_and_breaks_nothing(stream: type[Stream]) -> None:

@@ -1,0 +1,131 @@
+"""A process that had contexts on all GPUs lets go of all but one, and goes on there as if nothing had been."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from elastic_ring.runtime import nccl
+from elastic_ring.runtime.contexts import CudaContexts, let_go_of_others
+from elastic_ring.runtime.devices import let_go_of_cache, visible_chips
+from elastic_ring.runtime.standstill import DeviceMarks
+from elastic_ring.state.device_squares import eager_squared_norm, squared_norm
+from elastic_ring.train.warm import _one_step
+
+pytestmark = pytest.mark.gpu
+
+PATIENCE_S = 120.0
+CONTEXT_BYTES = 100 << 20  # at least: on an H200 it is some 0.5 GiB
+
+
+def use(device: torch.device) -> None:
+    """What a standby and a member do on a GPU, in small."""
+    torch.cuda.set_device(device)
+    x = torch.ones(256, 256, device=device, requires_grad=True)
+    (x @ x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.eq(512.0).all().item()
+    sent = torch.arange(1 << 20).pin_memory()
+    back = torch.empty(1 << 20, dtype=torch.int64, pin_memory=True).copy_(sent.to(device, non_blocking=True))
+    assert torch.equal(sent, back)
+    flat = torch.randn(100_000, device=device)
+    assert float(squared_norm(flat)) == pytest.approx(float(eager_squared_norm(flat.cpu())), rel=1e-9)
+    dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
+    try:
+        _one_step(DeviceMesh("cuda", [0]), device)
+        torch.cuda.synchronize(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def use_beside(device: torch.device) -> None:
+    """What threads that have chosen no GPU do for a member, each call in one of its own."""
+    backend = nccl.create_backend(PrefixStore("after", HashStore()), 0, 1, device, 60.0)
+    nccl.connect_now(backend, device, lambda: False)
+    backend.allreduce([torch.ones(8, device=device)]).wait()
+    marks = DeviceMarks()
+    marks.move_to(device)
+    marks.leave()
+    torch.cuda.synchronize(device)
+    failed: list[BaseException] = []
+
+    def look() -> None:
+        marks.come_along()
+        marks.look()
+
+    def alone(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            failed.append(error)
+
+    for call in (look, partial(nccl.link_error, backend), partial(nccl.end, backend), partial(let_go_of_cache, device),
+                 partial(nccl.probe, device)):  # fmt: skip
+        thread = threading.Thread(target=alone, args=(call,))
+        thread.start()
+        thread.join()
+        assert CudaContexts().having() == [device.index], call
+    assert failed == []
+    assert marks.num_passed == 1
+
+
+def child(end: Connection, own: int) -> None:
+    device, contexts = torch.device("cuda", own), CudaContexts()
+    for index in range(torch.cuda.device_count()):
+        use(torch.device("cuda", index))
+    use(device)
+    end.send(contexts.having())
+    end.recv()
+    end.send((let_go_of_others(device), contexts.having()))
+    end.recv()
+    for _ in range(3):
+        use(device)
+    use_beside(device)
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    visible_chips()
+    stats = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
+    reserved = [index for index, told in enumerate(stats) if told.get("reserved_bytes.all.current", 0)]
+    end.send((contexts.having(), reserved))
+
+
+def answer(end: Connection) -> Any:
+    assert end.poll(PATIENCE_S), "no answer"
+    return end.recv()
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_process_lets_go_of_every_gpu_but_its_own_and_goes_on_there(own: int) -> None:
+    """Also where the other is the first, which threads without a choice mean."""
+    num_gpus, other = torch.cuda.device_count(), 1 - own
+    if num_gpus < 2:
+        pytest.skip("needs two GPUs")
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=child, args=(there, own), daemon=True)
+    torch.cuda.mem_get_info(other)  # this process's own context
+    process.start()
+    there.close()
+    try:
+        assert answer(here) == list(range(num_gpus))
+        free_before = torch.cuda.mem_get_info(other)[0]
+        here.send("let go")
+        assert answer(here) == (num_gpus - 1, [own])
+        assert torch.cuda.mem_get_info(other)[0] - free_before > CONTEXT_BYTES
+        here.send("go on")
+        having, reserved = answer(here)
+        assert (having, [index for index in reserved if index != own]) == ([own], [])
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0, "its end goes through what the others had"
+    finally:
+        process.kill()
