@@ -26,8 +26,10 @@ import ctypes
 import gc
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -47,7 +49,7 @@ class Contexts(Protocol):
         """The GPUs on which this process has a context."""
 
     def empty(self, others: list[int]) -> int:
-        """Wait for these GPUs and empty all of torch's caches; the bytes of pinned memory that are still in use."""
+        """Wait for all GPUs and empty torch's caches of these; the bytes of pinned memory that are still in use."""
 
     def reserved(self, index: int) -> int:
         """Bytes that torch still has on a GPU."""
@@ -68,8 +70,9 @@ class CudaContexts:
         torch.cuda.synchronize()  # what the own GPU still copies from pinned memory has it in use
         for index in others:
             torch.cuda.synchronize(index)
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
+        if any(self.reserved(index) for index in others):  # else the own GPU's cache is of use in the next step
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
         torch._C._host_emptyCache()
         return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
 
@@ -99,30 +102,54 @@ def let_go_of_others(device: torch.device, contexts: Contexts | None = None) -> 
     process must not touch the others again.
     """
     contexts = CudaContexts() if contexts is None else contexts
-    num_ended = 0
-    try:
+    return end_contexts(unused_others(device, contexts), contexts)
+
+
+def unused_others(device: torch.device, contexts: Contexts) -> list[int]:
+    """The other GPUs on which this process has a context and nothing else. What may touch those is called here, by the
+    thread that computes: milliseconds."""
+    unused = []
+    with _told_only():
         others = [index for index in contexts.having() if index != device.index]
         pinned_bytes = contexts.empty(others) if others else 0
         if pinned_bytes:
             log.warning("no other GPU is let go of: %d bytes of pinned memory in use may be its", pinned_bytes)
-            return 0
+            return []
         for index in others:
             if in_use := contexts.reserved(index):
                 log.warning("GPU %d is not let go of: %d bytes of this process are in use there", index, in_use)
-            elif code := contexts.reset(index):
+            else:
+                unused.append(index)
+    return unused
+
+
+def end_contexts(unused: list[int], contexts: Contexts) -> int:
+    """End this process's contexts on these GPUs, a few tenths of a second each, in any thread; how many were ended."""
+    num_ended = 0
+    with _told_only():
+        for index in unused:
+            if code := contexts.reset(index):
                 log.warning("GPU %d is not let go of: cudaDeviceReset answers %d", index, code)
             else:
                 num_ended += 1
-    except (RuntimeError, OSError, AttributeError, KeyError) as error:  # also a torch that has other private calls
-        log.warning("other GPUs are not let go of: %s: %s", type(error).__name__, error)
     return num_ended
 
 
-class Settling:
-    """Lets go of the other GPUs once in a process's life: after the second step since it took its seat."""
+@contextmanager
+def _told_only() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError, AttributeError, KeyError) as error:  # also a torch that has other private calls
+        log.warning("other GPUs are not let go of: %s: %s", type(error).__name__, error)
 
-    def __init__(self, wanted: bool, let_go: Callable[[torch.device], int] = let_go_of_others) -> None:
-        self._wanted, self._let_go = wanted, let_go
+
+class Settling:
+    """Lets go of the other GPUs once in a process's life, after the second step since it took its seat and beside those
+    that follow."""
+
+    def __init__(self, wanted: bool, contexts: Contexts | None = None) -> None:
+        self._wanted = wanted
+        self._contexts = CudaContexts() if contexts is None else contexts
         self._num_steps = 0
 
     def stood(self) -> None:
@@ -135,8 +162,15 @@ class Settling:
         if not self._wanted or self._num_steps < SETTLED_STEPS:
             return
         self._wanted = False
-        begun = time.monotonic()
         claim.bind()  # first: whatever comes of it, the others may be half ended
-        num_ended = self._let_go(claim.device)
-        log.info("generation %d, step %d, rank %d: let go of %d other GPUs in %.3f s",
-                 generation, step, rank, num_ended, time.monotonic() - begun)  # fmt: skip
+        begun = time.monotonic()
+        unused = unused_others(claim.device, self._contexts)
+        where = f"generation {generation}, step {step}, rank {rank}"
+        kept_s = time.monotonic() - begun
+        threading.Thread(target=self._end, args=(unused, where, kept_s), name="other contexts", daemon=True).start()
+
+    def _end(self, unused: list[int], where: str, kept_s: float) -> None:
+        begun = time.monotonic()
+        num_ended = end_contexts(unused, self._contexts)
+        log.info("%s: let go of %d other GPUs in %.3f s, which kept the next step waiting for %.3f s first",
+                 where, num_ended, time.monotonic() - begun, kept_s)  # fmt: skip

@@ -91,6 +91,7 @@ def warm_up_device(
             log.info("%s: no length is rehearsed beside who computes there; what was compiled is found on disk", device)
     finally:
         forget_plans()
+        torch._C._cuda_clearCublasWorkspaces()  # else each GPU's stays, whichever is taken
         torch.cuda.empty_cache()
     return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,32 +127,39 @@ def test_a_cache_is_emptied_with_its_own_gpu_chosen(monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------ when
 
 
-@pytest.mark.parametrize(("wanted", "released"), [(True, [OWN]), (False, [])])
-def test_after_the_second_step_in_a_seat_and_once(
-    wanted: bool, released: list[torch.device], caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("wanted", [True, False])
+def test_after_the_second_step_in_a_seat_and_once(wanted: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """What may touch the other GPUs by the training thread, between its steps; their end beside the next ones."""
     caplog.set_level(logging.INFO, LOG)
-    let_go, order = list[torch.device](), list[str]()
+    told, order, may_end = Told(), list[Any](), threading.Event()
 
-    def release(device: torch.device) -> int:
-        order.append("released")
-        let_go.append(device)
-        return 3
+    def empty(others: list[int]) -> int:
+        order.append(("emptied", threading.current_thread()))
+        return 0
 
+    def reset(index: int) -> int:
+        assert may_end.wait(10)
+        order.append((index, threading.current_thread().name))
+        return 0
+
+    told.empty, told.reset = empty, reset  # type: ignore[method-assign]
     claim: Any = SimpleNamespace(device=OWN, bind=lambda: order.append("bound"))
-    settling = Settling(wanted, release)
+    settling = Settling(wanted, told)
     settling.committed(claim, 1, 4, 2)
     settling.stood()
     settling.committed(claim, 2, 7, 2)
-    assert let_go == [], "the first step since it took its seat anew"
+    assert order == [], "the first step since it took its seat anew"
     for step in range(8, 20):
         settling.committed(claim, 2, step, 2)
-    assert let_go == released
-    assert order == ["bound", "released"][: 2 * len(released)]
-    lines = [record.message for record in caplog.records]
-    assert [line.partition(" in ")[0] for line in lines] == [
-        "generation 2, step 8, rank 2: let go of 3 other GPUs" for _ in released
-    ]
+    emptied = ["bound", ("emptied", threading.current_thread())]
+    assert order == (emptied if wanted else []), "no step waits for the end of a context"
+    may_end.set()
+    for thread in threading.enumerate():
+        if thread.name == "other contexts":
+            thread.join(10)
+    assert order == ([*emptied, (0, "other contexts"), (2, "other contexts")] if wanted else [])
+    lines = [record.message.partition(" in ")[0] for record in caplog.records]
+    assert lines == ["generation 2, step 8, rank 2: let go of 2 other GPUs"] * wanted
 
 
 @pytest.mark.parametrize(("device", "asked"), [("cuda", True), ("cuda", False), ("cpu", True)])
