@@ -87,7 +87,8 @@ class ScalingConfig:
     `spares` warm workers wait beside it. `resources_per_worker` is what Ray reserves for each. With
     `device="cuda"` every worker sees all GPUs of its node and takes one that no other holds when it gets a place
     in the mesh; a spare holds none, and takes that of a process that died: on several nodes give at least one for each.
-    `release_contexts`: a member on GPUs lets go of those that it does not compute on, once it has settled.
+    `release_contexts`: a member on GPUs lets go of those that it does not compute on, once it has settled, and ends
+    when it would stand by again.
     """
 
     dp: int = 2
@@ -98,7 +99,7 @@ class ScalingConfig:
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     num_threads: int = 1
     device: str = "cpu"
-    release_contexts: bool = False
+    release_contexts: bool = True
     wait_for_resources_s: float = 0.0
 
     def __post_init__(self) -> None:

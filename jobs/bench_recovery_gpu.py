@@ -263,7 +263,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--limit-s", type=float, default=1e9, help="kill no more after this time")
     parser.add_argument("--spares", type=int, default=1)
     parser.add_argument("--kernel", default="", help="pin one attention kernel")
-    parser.add_argument("--release-contexts", action="store_true", help="members let go of the other GPUs")
+    parser.add_argument("--release-contexts", action=argparse.BooleanOptionalAction, default=True, help="members let go"
+                        " of the other GPUs")  # fmt: skip
     parser.add_argument("--short-steps", type=int, default=12, help="of the two runs that are compared; 0: leave out")
     parser.add_argument("--faults", type=phases, default="backward", help=f"planned kills: {','.join(FAULTS)}")
     parser.add_argument("--in-building", type=int, default=0, help="pairs of kills, the second while the ring closes")

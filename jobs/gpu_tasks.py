@@ -86,7 +86,7 @@ class GpuRun:
     offload: bool = False
     pattern: str = ""
     compile: bool = False
-    release_contexts: bool = False
+    release_contexts: bool = True
 
     @property
     def model(self) -> ModelConfig:

@@ -29,7 +29,6 @@ LOOK_S = 0.005
 PATIENCE_S = 1.0
 """So long a newcomer waits for the GPU of its place before it takes one that was another place's."""
 QUIET_S = 0.1
-PF_EXITING = 0x4  # linux/sched.h
 NUM_STRIKES, STRIKE_S = 2, 3600.0
 """A GPU is bad when so many processes have failed on it within this time; then it gets another chance."""
 
@@ -210,14 +209,6 @@ def process_started(pid: int) -> int | None:
         return None
 
 
-def is_ending(pid: int) -> bool:
-    """Whether a process has begun to end, or is gone."""
-    try:
-        return bool(int(_stat(Path(f"/proc/{pid}/stat"))[6]) & PF_EXITING)
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 def _stat(path: Path) -> list[str]:
     """The fields from the process's state on; its name before them may hold anything."""
     return path.read_text(errors="replace").rpartition(")")[2].split()
@@ -345,15 +336,6 @@ def is_free(folder: Path, chip: Chip) -> bool:
         return False
     claim.release()
     return True
-
-
-def is_lost(folder: Path, chip: Chip) -> bool:
-    """Whether waiting for it is in vain: it is bad, or held by a process that is not just ending."""
-    if bad_ones(folder, [chip.name]):
-        return True
-    holder = last_holder(folder, chip.name)
-    lives = process_started(holder.pid) == holder.started and not is_ending(holder.pid)
-    return lives and not is_free(folder, chip)
 
 
 def strike_if_free(folder: Path, chip: Chip, why: str) -> bool:

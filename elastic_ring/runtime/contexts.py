@@ -17,7 +17,7 @@ later the more contexts it has, and each takes memory.
   `devices.let_go_of_cache`, `standstill`), else it would make that context again.
 - NCCL maps the memory of peers into the own context.
 
-So the process is bound to its own GPU from then on (`DeviceClaim.bind`).
+So the process can take no other GPU from then on, and is of no use as a spare: told to stand by, it ends (`Worker`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from typing import Protocol
 
 import torch
 
-from elastic_ring.runtime.devices import DeviceClaim
-
 log = logging.getLogger(__name__)
 
 SETTLED_STEPS = 2
 """A newcomer's first step is what everyone waits for; it has other things to do before the second one is done."""
+REPINNED_BYTES = 1 << 28
+"""So much pinned memory is soon made anew; more, as of activations that wait on the host, keeps all GPUs."""
 
 
 class Contexts(Protocol):
@@ -49,7 +49,7 @@ class Contexts(Protocol):
         """The GPUs on which this process has a context."""
 
     def empty(self, others: list[int]) -> int:
-        """Wait for all GPUs and empty torch's caches of these; the bytes of pinned memory that are still in use."""
+        """Wait for all GPUs and empty torch's caches of these; the bytes of pinned memory that there still are."""
 
     def reserved(self, index: int) -> int:
         """Bytes that torch still has on a GPU."""
@@ -73,8 +73,9 @@ class CudaContexts:
         if any(self.reserved(index) for index in others):  # else the own GPU's cache is of use in the next step
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
-        torch._C._host_emptyCache()
-        return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+        if _pinned_bytes() <= REPINNED_BYTES:
+            torch._C._host_emptyCache()
+        return _pinned_bytes()
 
     def reserved(self, index: int) -> int:
         return torch.cuda.memory_reserved(index)
@@ -82,10 +83,17 @@ class CudaContexts:
     def reset(self, index: int) -> int:
         runtime = loaded_runtime()
         with torch.cuda.device(index):
-            code = int(runtime.cudaDeviceReset())
+            # Bound to the thread in so many words: one that has chosen nothing means the first GPU, which torch then
+            # does not choose again, and the reset of what is not bound ends nothing, without an error.
+            code = int(runtime.cudaSetDevice(index)) or int(runtime.cudaDeviceReset())
         if code:
             runtime.cudaGetLastError()  # else torch takes it for the error of the next kernel
         return code
+
+
+def _pinned_bytes() -> int:
+    """In use and in torch's cache of it."""
+    return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
 
 
 def loaded_runtime() -> ctypes.CDLL:
@@ -113,7 +121,8 @@ def unused_others(device: torch.device, contexts: Contexts) -> list[int]:
         others = [index for index in contexts.having() if index != device.index]
         pinned_bytes = contexts.empty(others) if others else 0
         if pinned_bytes:
-            log.warning("no other GPU is let go of: %d bytes of pinned memory in use may be its", pinned_bytes)
+            log.info("no other GPU is let go of: %d bytes of pinned memory, in use or much to make anew, may be its",
+                     pinned_bytes)  # fmt: skip
             return []
         for index in others:
             if in_use := contexts.reserved(index):
@@ -130,6 +139,8 @@ def end_contexts(unused: list[int], contexts: Contexts) -> int:
         for index in unused:
             if code := contexts.reset(index):
                 log.warning("GPU %d is not let go of: cudaDeviceReset answers %d", index, code)
+            elif index in contexts.having():
+                log.warning("GPU %d is not let go of: its context is there after cudaDeviceReset", index)
             else:
                 num_ended += 1
     return num_ended
@@ -151,20 +162,20 @@ class Settling:
         self._wanted = wanted
         self._contexts = CudaContexts() if contexts is None else contexts
         self._num_steps = 0
+        self.settled = False  # it can compute on no other GPU than its own any more
 
     def stood(self) -> None:
         """It has no seat any more."""
         self._num_steps = 0
 
-    def committed(self, claim: DeviceClaim, generation: int, step: int, rank: int) -> None:
-        """`rank` has committed `step`, and nothing is under way. The training thread's."""
+    def committed(self, device: torch.device, generation: int, step: int, rank: int) -> None:
+        """`rank` on `device` has committed `step`, and nothing is under way. The training thread's."""
         self._num_steps += 1
         if not self._wanted or self._num_steps < SETTLED_STEPS:
             return
-        self._wanted = False
-        claim.bind()  # first: whatever comes of it, the others may be half ended
+        self._wanted, self.settled = False, True  # whatever comes of it: the others may be half ended
         begun = time.monotonic()
-        unused = unused_others(claim.device, self._contexts)
+        unused = unused_others(device, self._contexts)
         where = f"generation {generation}, step {step}, rank {rank}"
         kept_s = time.monotonic() - begun
         threading.Thread(target=self._end, args=(unused, where, kept_s), name="other contexts", daemon=True).start()

@@ -18,16 +18,7 @@ import torch
 from elastic_ring.attention.device_blocks import forget_plans
 from elastic_ring.errors import PeerFailed, RunFailed
 from elastic_ring.runtime import chips
-from elastic_ring.runtime.chips import (
-    Chip,
-    Claim,
-    bad_ones,
-    is_lost,
-    shared_folder,
-    strike,
-    strike_if_free,
-    wait_for_memory,
-)
+from elastic_ring.runtime.chips import Chip, Claim, bad_ones, shared_folder, strike, strike_if_free, wait_for_memory
 from elastic_ring.runtime.nccl import probe
 from elastic_ring.train.kernels import KernelMismatch
 from elastic_ring.train.memory import is_out_of_memory
@@ -52,8 +43,7 @@ class DeviceClaim:
         self._claim = Claim(run, folder)
         self.device = torch.device("cpu")
         self.avoided: frozenset[str] = frozenset()  # GPUs that failed in this process before it took one
-        self.broken = False  # no GPU is of use to this process any more: it is to be replaced
-        self._bound: Chip | None = None  # the only GPU that this process may still touch
+        self.broken = False  # the GPU that it took has failed: this process is to be replaced
 
     @property
     def chip(self) -> str:
@@ -63,8 +53,8 @@ class DeviceClaim:
     def take(self, place: int, num_parameters: int, timeout_s: float, check: Callable[[], None]) -> torch.device:
         """The device held, or a free one, for global rank `place` and a shard of so many parameters.
 
-        Raises PeerFailed when none gets free in time or the one that did fails, at once where this process is bound to
-        one that is not to be had, and whatever `check` raises between two looks.
+        Raises PeerFailed when none gets free in time or the one that did fails, and whatever `check` raises between
+        two looks.
         """
         if self._kind == "cpu":
             return self.device
@@ -73,11 +63,7 @@ class DeviceClaim:
         if self._claim.chip is not None:
             self._claim.seize((), place, timeout_s, check)  # it may sit elsewhere now
             return self.device
-        seen = [chip for chip in visible_chips() if chip.name not in self.avoided and self._bound in (None, chip)]
-        if self._bound is not None and is_lost(self._claim.folder, self._bound):
-            self.broken = True
-            told = chips.describe(self._claim.folder, [self._bound])
-            raise PeerFailed(f"this process has let go of every other GPU: {told}")
+        seen = [chip for chip in visible_chips() if chip.name not in self.avoided]
         chip = self._claim.seize(seen, place, timeout_s, check)
         self.device = torch.device("cuda", chip.index)
         if not probe(self.device):
@@ -91,10 +77,6 @@ class DeviceClaim:
             gib = (free / 2**30, need_bytes / 2**30)
             log.warning("GPU %d has %.1f GiB free, and a shard may need %.1f: others use it", chip.index, *gib)
         return self.device
-
-    def bind(self) -> None:
-        """No other GPU than the one held is touched from now on, nor taken once this one has been given back."""
-        self._bound = self._claim.chip
 
     def healthy(self) -> bool:
         """Whether the GPU held still computes; one that does not gets a strike, and this process is done for."""

@@ -119,6 +119,11 @@ class Member:
         return self._transaction.applied
 
     @property
+    def settled(self) -> bool:
+        """Whether this process has let go of all GPUs but its own."""
+        return self._settling.settled
+
+    @property
     def device(self) -> torch.device:
         return self._claim.device
 
@@ -319,7 +324,7 @@ class Member:
                 report_compiled(compiled, step)
                 if outcome.boundary and state.applied < step_config.steps:
                     return "boundary"
-                self._settling.committed(self._claim, self._command.generation, step, self._groups.global_rank)
+                self._settling.committed(self.device, self._command.generation, step, self._groups.global_rank)
             self._validate_if_due(state.applied)
         return "finished"
 

@@ -208,6 +208,9 @@ class Worker:
         if self._release_training():
             self._member.stand()
             self._activity = "spare"
+            if self._member.settled:
+                log.info("this process has let go of all GPUs but one: it ends, and one that can take any stands by")
+                os._exit(0)
 
     # ------------------------------------------------------------ training thread
 

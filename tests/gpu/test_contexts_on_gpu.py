@@ -16,7 +16,7 @@ from torch.distributed import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_ring.runtime import nccl
-from elastic_ring.runtime.contexts import CudaContexts, let_go_of_others
+from elastic_ring.runtime.contexts import CudaContexts, end_contexts, let_go_of_others, unused_others
 from elastic_ring.runtime.devices import let_go_of_cache, visible_chips
 from elastic_ring.runtime.standstill import DeviceMarks
 from elastic_ring.state.device_squares import eager_squared_norm, squared_norm
@@ -79,14 +79,27 @@ def use_beside(device: torch.device) -> None:
     assert marks.num_passed == 1
 
 
-def child(end: Connection, own: int) -> None:
+def let_go(device: torch.device, beside: bool) -> int:
+    """`beside`: the contexts end in a thread that has chosen no GPU, as a member's do."""
+    if not beside:
+        return let_go_of_others(device)
+    contexts, ended = CudaContexts(), list[int]()
+    unused = unused_others(device, contexts)
+    thread = threading.Thread(target=lambda: ended.append(end_contexts(unused, contexts)))
+    thread.start()
+    use(device)  # steps go on meanwhile
+    thread.join()
+    return ended[0]
+
+
+def child(end: Connection, own: int, beside: bool) -> None:
     device, contexts = torch.device("cuda", own), CudaContexts()
     for index in range(torch.cuda.device_count()):
         use(torch.device("cuda", index))
     use(device)
     end.send(contexts.having())
     end.recv()
-    end.send((let_go_of_others(device), contexts.having()))
+    end.send((let_go(device, beside), contexts.having()))
     end.recv()
     for _ in range(3):
         use(device)
@@ -105,14 +118,15 @@ def answer(end: Connection) -> Any:
 
 
 @pytest.mark.parametrize("own", [0, 1])
-def test_a_process_lets_go_of_every_gpu_but_its_own_and_goes_on_there(own: int) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_process_lets_go_of_every_gpu_but_its_own_and_goes_on_there(own: int, beside: bool) -> None:
     """Also where the other is the first, which threads without a choice mean."""
     num_gpus, other = torch.cuda.device_count(), 1 - own
     if num_gpus < 2:
         pytest.skip("needs two GPUs")
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=child, args=(there, own), daemon=True)
+    process = context.Process(target=child, args=(there, own, beside), daemon=True)
     torch.cuda.mem_get_info(other)  # this process's own context
     process.start()
     there.close()

@@ -1,12 +1,12 @@
-"""Which GPUs a member lets go of, when, and what it may take afterwards. The answers are given; no GPU is asked."""
+"""Which GPUs a member lets go of, when, and what it does if it is to stand by then. No GPU is asked."""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,17 +15,13 @@ import torch
 
 from elastic_ring.config import ScalingConfig
 from elastic_ring.control.messages import Build
-from elastic_ring.errors import PeerFailed
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime import chips, devices, member
-from elastic_ring.runtime.chips import Chip, Claim, is_lost
-from elastic_ring.runtime.contexts import Settling, let_go_of_others, loaded_runtime
-from elastic_ring.runtime.devices import DeviceClaim
+from elastic_ring.runtime import devices, member
+from elastic_ring.runtime.contexts import CudaContexts, Settling, let_go_of_others, loaded_runtime
 from elastic_ring.runtime.member import Member
-from tests.unit.chip_holders import fail_elsewhere, go_on, holder
+from elastic_ring.runtime.worker import Worker
 
 OWN = torch.device("cuda", 1)
-THREE = tuple(Chip(index, f"GPU-{index}") for index in range(3))
 LOG = "elastic_ring.runtime.contexts"
 
 
@@ -37,9 +33,11 @@ class Told:
         self.in_use = dict.fromkeys(range(4), 0)
         self.codes: dict[int, int | Exception] = dict.fromkeys(range(4), 0)
         self.calls: list[Any] = []
+        self.contexts = [0, 1, 2]
+        self.staying: list[int] = []
 
     def having(self) -> list[int]:
-        return [0, 1, 2]
+        return list(self.contexts)
 
     def empty(self, others: list[int]) -> int:
         self.calls.append(("empty", *others))
@@ -53,6 +51,8 @@ class Told:
         code = self.codes[index]
         if isinstance(code, Exception):
             raise code
+        if code == 0 and index not in self.staying:
+            self.contexts.remove(index)
         return code
 
 
@@ -78,7 +78,8 @@ def test_a_gpu_with_memory_in_use_is_left_alone(caplog: pytest.LogCaptureFixture
     assert "GPU 0 is not let go of: 512 bytes of this process" in caplog.text
 
 
-def test_pinned_memory_in_use_keeps_all_since_nobody_can_tell_whose_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_pinned_memory_keeps_all_since_nobody_can_tell_whose_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOG)
     told = Told(pinned_bytes=4096)
     assert (let_go_of_others(OWN, told), told.calls) == (0, [("empty", 0, 2)])
     assert "4096 bytes of pinned memory" in caplog.text
@@ -89,6 +90,13 @@ def test_a_gpu_that_is_not_let_go_of_is_told_and_the_next_one_is(caplog: pytest.
     told.codes[0] = 46
     assert (let_go_of_others(OWN, told), told.calls[1:]) == (1, [0, 2])
     assert "GPU 0 is not let go of: cudaDeviceReset answers 46" in caplog.text
+
+
+def test_what_is_told_is_what_is_gone_not_what_cuda_answers(caplog: pytest.LogCaptureFixture) -> None:
+    told = Told()
+    told.staying = [0]
+    assert (let_go_of_others(OWN, told), told.calls[1:]) == (1, [0, 2])
+    assert "GPU 0 is not let go of: its context is there after cudaDeviceReset" in caplog.text
 
 
 @pytest.mark.parametrize("error", [OSError("not loaded"), RuntimeError("CUDA error"), KeyError("bytes")])
@@ -124,6 +132,19 @@ def test_a_cache_is_emptied_with_its_own_gpu_chosen(monkeypatch: pytest.MonkeyPa
     assert order == ["cuda:1 chosen", "emptied", "as before"]
 
 
+@pytest.mark.parametrize(("held", "emptied"), [(0, True), (1 << 28, True), ((1 << 28) + 1, False)])
+def test_activations_that_wait_in_pinned_memory_are_not_pinned_anew(
+    held: int, emptied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned = [held]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.current": pinned[-1]})
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: pinned.append(0), raising=False)
+    assert CudaContexts().empty([0, 2]) == (0 if emptied else held)
+    assert (pinned[-1] == 0) == emptied
+
+
 # ------------------------------------------------------------ when
 
 
@@ -140,18 +161,19 @@ def test_after_the_second_step_in_a_seat_and_once(wanted: bool, caplog: pytest.L
     def reset(index: int) -> int:
         assert may_end.wait(10)
         order.append((index, threading.current_thread().name))
+        told.contexts.remove(index)
         return 0
 
     told.empty, told.reset = empty, reset  # type: ignore[method-assign]
-    claim: Any = SimpleNamespace(device=OWN, bind=lambda: order.append("bound"))
     settling = Settling(wanted, told)
-    settling.committed(claim, 1, 4, 2)
+    settling.committed(OWN, 1, 4, 2)
     settling.stood()
-    settling.committed(claim, 2, 7, 2)
-    assert order == [], "the first step since it took its seat anew"
+    settling.committed(OWN, 2, 7, 2)
+    assert (order, settling.settled) == ([], False), "the first step since it took its seat anew"
     for step in range(8, 20):
-        settling.committed(claim, 2, step, 2)
-    emptied = ["bound", ("emptied", threading.current_thread())]
+        settling.committed(OWN, 2, step, 2)
+        assert settling.settled is wanted
+    emptied = [("emptied", threading.current_thread())]
     assert order == (emptied if wanted else []), "no step waits for the end of a context"
     may_end.set()
     for thread in threading.enumerate():
@@ -191,7 +213,7 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     training._groups, training._connector = SimpleNamespace(global_rank=1), SimpleNamespace(aborted=False)
     training._transaction, training.boundary_requested = state, False
     training._card = SimpleNamespace(task=SimpleNamespace(step=SimpleNamespace(steps=9, val_every_steps=0)))
-    training._claim = "the claim"
+    training._claim = SimpleNamespace(device=OWN)
     for name in ("_watch", "_validate_if_due", "_send", "_tell_oddities"):
         setattr(training, name, lambda *given, **named: None)
     training._record = lambda outcome, local, seconds: order.append("recorded")
@@ -199,56 +221,22 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     monkeypatch.setattr(member, "report_compiled", lambda *given: None)
     assert training.train() == "boundary"
     assert order == [
-        "run 0", "recorded", "told ('the claim', 5, 0, 1)", "run 1", "recorded", "told ('the claim', 5, 1, 1)",
+        "run 0", "recorded", f"told {(OWN, 5, 0, 1)}", "run 1", "recorded", f"told {(OWN, 5, 1, 1)}",
         "run 2", "recorded",
     ]  # fmt: skip
 
 
-# ------------------------------------------------------------ what it may take then
+# ------------------------------------------------------------ what it may do then
 
 
-@pytest.fixture
-def bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> DeviceClaim:
-    """A claim that held GPU 1 when its process let go of the others, and has given it back."""
-    monkeypatch.setattr(devices, "visible_chips", lambda: THREE)
-    monkeypatch.setattr(devices, "probe", lambda device: True)
-    monkeypatch.setattr(devices, "_free_bytes", lambda index: 1 << 40)
-    monkeypatch.setattr(devices, "let_go_of_cache", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    claim = DeviceClaim("cuda", "run", tmp_path)
-    claim.avoided = frozenset(["GPU-0"])
-    assert claim.take(1, 1, 0.0, go_on).index == 1
-    claim.avoided = frozenset()
-    claim.bind()
-    claim.give_back()
-    return claim
-
-
-def test_who_has_let_go_of_the_others_takes_its_own_again_though_another_comes_first(bound: DeviceClaim) -> None:
-    """For another place, which would begin with GPU 0, and leaves that of a place for a while."""
-    assert bound.take(0, 1, 60.0, go_on).index == 1
-
-
-def test_held_by_a_live_process_it_fails_at_once_and_asks_to_be_replaced(bound: DeviceClaim, tmp_path: Path) -> None:
-    with holder(tmp_path, THREE[1], 0) as process:
-        with pytest.raises(PeerFailed, match=rf"let go of every other GPU: GPU 1 is held by pid {process.pid}"):
-            bound.take(1, 1, 600.0, pytest.fail)
-        assert not bound.healthy(), "its report says so: it is killed, and another process stands by"
-    assert chips.strikes_of(tmp_path, "GPU-1") == [], "nothing is wrong with that GPU"
-
-
-def test_bad_it_fails_at_once(bound: DeviceClaim, tmp_path: Path) -> None:
-    for _ in range(2):
-        fail_elsewhere(tmp_path, THREE[1], "dead")
-    with pytest.raises(PeerFailed, match=r"let go of every other GPU: GPU 1 failed \(dead"):
-        bound.take(1, 1, 600.0, pytest.fail)
-
-
-def test_a_gpu_is_not_lost_to_who_is_just_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with holder(tmp_path, THREE[0], 0) as process:
-        assert is_lost(tmp_path, THREE[0])
-        monkeypatch.setattr(chips, "is_ending", lambda pid: pid == process.pid)
-        assert not is_lost(tmp_path, THREE[0])
-    assert not is_lost(tmp_path, THREE[0])
-    assert not is_lost(tmp_path, THREE[1]), "never held"
-    assert Claim("run", tmp_path).lock(THREE[0])
+@pytest.mark.parametrize("settled", [True, False])
+def test_told_to_stand_by_it_ends_once_its_gpu_is_free(settled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process stands by in its place, one that can take any GPU."""
+    order: list[Any] = []
+    monkeypatch.setattr(os, "_exit", lambda code: order.append(f"ends with {code}"))
+    worker: Any = Worker.__new__(Worker)
+    worker._release_training = lambda: True
+    worker._member = SimpleNamespace(stand=lambda: order.append("gave its GPU back"), settled=settled)
+    worker._stand()
+    assert order == ["gave its GPU back", "ends with 0"][: 1 + settled]
+    assert worker._activity == "spare"
