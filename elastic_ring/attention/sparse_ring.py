@@ -47,7 +47,7 @@ served; a stage more is a round of kernels and a merge more, behind which the ex
 class Footprint:
     """What calls hold on their device: `buffer_bytes` in buffers that all rings share, `kept_bytes` each from forward
     to backward, `table_bytes` the tables of a plan with what kernels have made of them so far. Not what a pass takes
-    and gives back: of several stages its sums are of fp32."""
+    and gives back: of more than three stages its sums are of fp32."""
 
     num_stages: int
     buffer_bytes: int

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 BATCH = 12
 """Sequences in the simulated global batch."""
+SETTLED_STEPS = 2
+"""As `runtime.contexts` has it."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class SimWorker:
         self.report_kind = "aborted"
         self.inbox: list[Command] = []
         self.holds_gpu, self.joins_until = False, 0.0
+        self.seated_at: int | None = None  # the steps applied when it got its place
 
     # ------------------------------------------------------------ commands
 
@@ -131,13 +134,21 @@ class SimWorker:
                 self.group = group
                 self.joins_until = self.world.now + self.world.options.report_s
                 self._soon()
+        elif isinstance(command, Stand) and self._settled:
+            self.world.die(self, "exited")
         elif isinstance(command, Stand):
-            self.holds_gpu = False
+            self.holds_gpu, self.seated_at = False, None
             if self.doing != "spare":
                 self._abort("spare")
                 self._forget()
         elif self.group is not None and self.doing == "parked" and known:
             self._finalize(self.group)
+
+    @property
+    def _settled(self) -> bool:
+        """Whether it has let go of its node's other GPUs: it can stand by for one alone, and ends."""
+        on_gpus = self.world.seats.get(self.node) is not None
+        return on_gpus and self.seated_at is not None and self.applied >= self.seated_at + SETTLED_STEPS
 
     def _abort(self, doing: str) -> None:
         if self.group is not None:
@@ -308,6 +319,7 @@ class SimWorker:
         if group.base is None:
             group.base = self.shard.history
         require(self.shard.history == group.base, 5, f"{self.name} resumes with other state than its peers")
+        self.seated_at = self.applied if self.seated_at is None else self.seated_at
         self.world.tell(Resumed("w", self.name, self.term, self.generation, self.applied))
         self._next_step(boundary=False)
 

@@ -173,9 +173,11 @@ class Settling:
         self._num_steps += 1
         if not self._wanted or self._num_steps < SETTLED_STEPS:
             return
-        self._wanted, self.settled = False, True  # whatever comes of it: the others may be half ended
-        begun = time.monotonic()
+        self._wanted, begun = False, time.monotonic()
         unused = unused_others(device, self._contexts)
+        self.settled = bool(unused)  # whatever comes of it then: they may be half ended
+        if not unused:
+            return
         where = f"generation {generation}, step {step}, rank {rank}"
         kept_s = time.monotonic() - begun
         threading.Thread(target=self._end, args=(unused, where, kept_s), name="other contexts", daemon=True).start()

@@ -205,12 +205,12 @@ class Worker:
 
     def _stand(self) -> None:
         assert self._member is not None
+        if self._member.settled:
+            log.info("this process has let go of all GPUs but one: it ends, and one that can take any stands by")
+            os._exit(0)  # at once: until then it counts as a spare
         if self._release_training():
             self._member.stand()
             self._activity = "spare"
-            if self._member.settled:
-                log.info("this process has let go of all GPUs but one: it ends, and one that can take any stands by")
-                os._exit(0)
 
     # ------------------------------------------------------------ training thread
 

@@ -11,10 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from elastic_ring.control.coordination import Decision
 from elastic_ring.control.invariants import InvariantBroken
-from elastic_ring.control.messages import Event, Trouble
+from elastic_ring.control.messages import Build, Event, Finalize, Stand, Stop, Trouble
 from elastic_ring.control.state import phase_name
 from elastic_ring.errors import IllegalTransition
 from elastic_ring.forecast.faults import FAULTS, OWN, random_schedule
+from elastic_ring.forecast.sim_worker import SimWorker
 from elastic_ring.forecast.simulate import NotFinished, World, simulate
 from tests.sim.planted import PLANTED
 
@@ -93,3 +94,21 @@ def test_random_schedules_have_devices_that_err_in_steps_and_in_builds() -> None
 
         simulate(seed, listen=listen)
     assert {"running", "building"} <= struck
+
+
+def test_random_schedules_have_processes_that_end_when_they_would_stand_by_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those do that have let go of their node's other GPUs; the runs end as they should all the same."""
+    ended: list[str] = []
+    ordered = SimWorker._ordered
+
+    def listen(self: SimWorker, command: Stop | Build | Stand | Finalize) -> None:
+        ordered(self, command)
+        if isinstance(command, Stand) and not self.alive:
+            ended.append(self.name)
+
+    monkeypatch.setattr(SimWorker, "_ordered", listen)
+    ends = [simulate(seed).end for seed in range(300)]
+    assert len(ended) >= 4
+    assert sum(end.message == "all steps committed" for end in ends) >= 180

@@ -184,6 +184,18 @@ def test_after_the_second_step_in_a_seat_and_once(wanted: bool, caplog: pytest.L
     assert lines == ["generation 2, step 8, rank 2: let go of 2 other GPUs"] * wanted
 
 
+@pytest.mark.parametrize("kept", ["alone", "pinned", "in use"])
+def test_who_has_let_go_of_nothing_can_stand_by(kept: str) -> None:
+    told = Told(pinned_bytes=1 if kept == "pinned" else 0)
+    told.contexts = [1] if kept == "alone" else [0, 1]
+    told.in_use[0] = 1 if kept == "in use" else 0
+    settling = Settling(True, told)
+    for step in range(5):
+        settling.committed(OWN, 1, step, 0)
+    assert not settling.settled
+    assert told.calls == ([] if kept == "alone" else [("empty", 0)]), "and it is not tried again"
+
+
 @pytest.mark.parametrize(("device", "asked"), [("cuda", True), ("cuda", False), ("cpu", True)])
 def test_only_members_on_gpus_that_are_asked_to_let_go_do(
     device: str, asked: bool, monkeypatch: pytest.MonkeyPatch
@@ -229,14 +241,23 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
 # ------------------------------------------------------------ what it may do then
 
 
-@pytest.mark.parametrize("settled", [True, False])
-def test_told_to_stand_by_it_ends_once_its_gpu_is_free(settled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process stands by in its place, one that can take any GPU."""
-    order: list[Any] = []
-    monkeypatch.setattr(os, "_exit", lambda code: order.append(f"ends with {code}"))
+def test_told_to_stand_by_it_ends_and_another_stands_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: who stands by may be sent for at once. One that has kept the other GPUs stays."""
+
+    class Ended(BaseException):
+        pass
+
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    order: list[str] = []
     worker: Any = Worker.__new__(Worker)
     worker._release_training = lambda: True
-    worker._member = SimpleNamespace(stand=lambda: order.append("gave its GPU back"), settled=settled)
+    worker._member = SimpleNamespace(stand=lambda: order.append("gave its GPU back"), settled=True)
+    with pytest.raises(Ended, match="0"):
+        worker._stand()
+    assert order == []
+    worker._member.settled = False
     worker._stand()
-    assert order == ["gave its GPU back", "ends with 0"][: 1 + settled]
-    assert worker._activity == "spare"
+    assert (order, worker._activity) == (["gave its GPU back"], "spare")
