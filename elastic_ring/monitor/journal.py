@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from elastic_ring.errors import JournalDamaged, RunFailed
 
+LOOK_S, QUIET_S = 0.01, 0.2
+"""How often a half line is looked at, and how long it stays one before its writer counts as dead."""
 _TERM_NAME = re.compile(r"[0-9]{6,}")
 
 
@@ -36,7 +39,7 @@ class Journal:
         created = not self.path.exists()
         whole_bytes = 0 if created else _whole_bytes(self.path)
         fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not created and os.fstat(fd).st_size > whole_bytes:
+        if not created and _is_torn(fd, whole_bytes):
             os.ftruncate(fd, whole_bytes)
             os.fdatasync(fd)
         if created:
@@ -125,6 +128,26 @@ def sync_directory(folder: str | os.PathLike[str]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _is_torn(fd: int, whole_bytes: int) -> bool:
+    """Whether what follows the last whole line will never be one.
+
+    A live writer, an old coordinator that does not know yet of its successor, may have appended since that line was
+    read, and be at the next one: its lines end, sooner or later, and a crashed writer's stays as it is.
+    """
+    seen, since = b"", time.monotonic()
+    while True:
+        rest = os.pread(fd, os.fstat(fd).st_size - whole_bytes, whole_bytes)
+        if not rest or b"\0" in rest:
+            return bool(rest)
+        if b"\n" in rest:
+            return False
+        if rest != seen:
+            seen, since = rest, time.monotonic()
+        elif time.monotonic() - since > QUIET_S:
+            return True
+        time.sleep(LOOK_S)
 
 
 def _whole_bytes(path: Path) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ring.errors import JournalDamaged, RunFailed
+from elastic_ring.monitor import journal as journal_module
 from elastic_ring.monitor.journal import Journal, claim_term, read
 
 RECORDS = [{"now": 0.5, "event": {"type": "Tick", "text": "a\nb\u00e9"}}, {"commands": []}, {"n": 3}]
@@ -137,24 +138,88 @@ def test_a_write_error_is_of_the_one_tree(tmp_path: Path) -> None:
         journal.append({"n": 1})
 
 
-def test_lines_of_two_writers_never_mix(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    script = (
-        "import sys\nfrom elastic_ring.monitor.journal import Journal\n"
-        "with Journal(sys.argv[1], durable=False) as journal:\n"
-        "    sys.stdin.readline()\n"
-        "    for n in range(500):\n        journal.append({'who': sys.argv[2], 'n': n, 'pad': 'x' * 300})\n"
-    )
+WRITER = (
+    "import sys\nfrom elastic_ring.monitor.journal import Journal\n"
+    "with Journal(sys.argv[1], durable=False) as journal:\n"
+    "    print('open', flush=True)\n    sys.stdin.readline()\n"
+    "    for n in range(1000):\n        journal.append({'who': sys.argv[2], 'n': n, 'pad': 'x' * 300})\n"
+)
+
+
+def begin_writing(path: Path, names: str) -> list[subprocess.Popen[str]]:
+    """Processes that have the journal open, and then write at once."""
+    command = [sys.executable, "-c", WRITER, str(path)]
     writers = [
-        subprocess.Popen([sys.executable, "-c", script, path, who], stdin=subprocess.PIPE, text=True)
-        for who in "ab"
+        subprocess.Popen([*command, who], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for who in names
     ]
     for writer in writers:
-        writer.communicate("go\n")
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "open\n"
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    return writers
+
+
+def numbers(path: Path, who: str) -> list[int]:
+    return [record["n"] for record in read(path) if record["who"] == who]
+
+
+def test_lines_of_two_writers_never_mix(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    for writer in begin_writing(path, "ab"):
+        writer.communicate(timeout=60)
         assert writer.returncode == 0
-    records = list(read(path))
-    assert [r["n"] for r in records if r["who"] == "a"] == list(range(500))
-    assert [r["n"] for r in records if r["who"] == "b"] == list(range(500))
+    assert numbers(path, "a") == numbers(path, "b") == list(range(1000))
+
+
+def test_whoever_opens_it_cuts_nothing_off_that_another_is_just_writing(tmp_path: Path) -> None:
+    """As the successor of a coordinator that has not heard of it."""
+    path = tmp_path / "journal.jsonl"
+    (writer,) = begin_writing(path, "a")
+    num_openings = 0
+    while writer.poll() is None:
+        Journal(path, durable=False).open().close()
+        num_openings += 1
+    writer.communicate()
+    assert writer.returncode == 0
+    assert num_openings > 3
+    assert numbers(path, "a") == list(range(1000))
+
+
+def test_what_comes_between_the_last_look_and_the_cut_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    write(path, RECORDS[:1])
+    whole_bytes = journal_module._whole_bytes
+
+    def look(of: Path) -> int:
+        found = whole_bytes(of)
+        with path.open("ab") as other:
+            other.write(b'{"n": 1}\n{"n":')
+        return found
+
+    monkeypatch.setattr(journal_module, "_whole_bytes", look)
+    Journal(path).open().close()
+    with path.open("ab") as other:
+        other.write(b" 2}\n")
+    assert list(read(path)) == [RECORDS[0], {"n": 1}, {"n": 2}]
+
+
+def test_a_half_line_whose_other_half_comes_is_not_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    write(path, RECORDS[:1])
+    with path.open("ab") as other:
+        other.write(b'{"n":')
+    pauses = iter([b" 4", b"2", b"}\n"])
+
+    def pause(seconds: float) -> None:
+        with path.open("ab") as other:
+            other.write(next(pauses))
+
+    monkeypatch.setattr(journal_module.time, "sleep", pause)
+    write(path, [{"n": 5}])
+    assert list(read(path)) == [RECORDS[0], {"n": 42}, {"n": 5}]
 
 
 def test_terms_count_up_from_one_past_gaps_and_strangers(tmp_path: Path) -> None:
