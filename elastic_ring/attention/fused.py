@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-_NUM_PARTS = 3
+from elastic_ring.attention.merge import MOST_AT_ONCE
 
 
 @triton.jit
@@ -136,13 +136,13 @@ def add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """`merge.eager_add_` for tensors (B, n, H, D) on a GPU; up to three parts are read in one pass."""
     if total.numel() == 0:
         return
-    if len(parts) > _NUM_PARTS and total.dtype != torch.float32:
+    if len(parts) > MOST_AT_ONCE and total.dtype != torch.float32:
         exact = total.float()
         add_(exact, parts)
         total.copy_(exact)
         return
-    for first in range(0, len(parts), _NUM_PARTS):
-        _add_few(total, [_whole_contiguous(part) for part in parts[first : first + _NUM_PARTS]])
+    for first in range(0, len(parts), MOST_AT_ONCE):
+        _add_few(total, [_whole_contiguous(part) for part in parts[first : first + MOST_AT_ONCE]])
 
 
 def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) -> None:
@@ -184,7 +184,7 @@ def gather_rows_(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: t
 def _add_few(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     assert _is_whole_contiguous(total), "the running sum must have contiguous sequences"
     size, block = total[0].numel(), 4096
-    padded = [*parts, *[parts[0]] * (_NUM_PARTS - len(parts))]
+    padded = [*parts, *[parts[0]] * (MOST_AT_ONCE - len(parts))]
     _add_kernel[(triton.cdiv(size, block), total.size(0))](
         total, *padded, size, total.stride(0), *(part.stride(0) for part in padded), num_parts=len(parts), block=block
     )

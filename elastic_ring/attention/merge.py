@@ -23,7 +23,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 MOST_AT_ONCE = 3
-"""So many shares are added to a total in one pass over memory."""
+"""So many shares are added to a total in one pass over memory: as many as the fused kernel takes."""
 
 
 class Accumulator:

@@ -14,9 +14,11 @@ from elastic_ring.control.invariants import InvariantBroken
 from elastic_ring.control.messages import Build, Event, Finalize, Stand, Stop, Trouble
 from elastic_ring.control.state import phase_name
 from elastic_ring.errors import IllegalTransition
+from elastic_ring.forecast import sim_worker
 from elastic_ring.forecast.faults import FAULTS, OWN, random_schedule
 from elastic_ring.forecast.sim_worker import SimWorker
 from elastic_ring.forecast.simulate import NotFinished, World, simulate
+from elastic_ring.runtime import contexts
 from tests.sim.planted import PLANTED
 
 
@@ -109,6 +111,7 @@ def test_random_schedules_have_processes_that_end_when_they_would_stand_by_again
             ended.append(self.name)
 
     monkeypatch.setattr(SimWorker, "_ordered", listen)
+    assert sim_worker.SETTLED_STEPS == contexts.SETTLED_STEPS
     ends = [simulate(seed).end for seed in range(300)]
     assert len(ended) >= 4
     assert sum(end.message == "all steps committed" for end in ends) >= 180

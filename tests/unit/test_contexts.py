@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
+import multiprocessing
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -241,23 +242,19 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
 # ------------------------------------------------------------ what it may do then
 
 
-def test_told_to_stand_by_it_ends_and_another_stands_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once: who stands by may be sent for at once. One that has kept the other GPUs stays."""
-
-    class Ended(BaseException):
-        pass
-
-    def end(code: int) -> None:
-        raise Ended(code)
-
-    monkeypatch.setattr(os, "_exit", end)
-    order: list[str] = []
+def _stand(settled: bool) -> None:
+    """In a process of its own: the code that it ends with says how far it came."""
     worker: Any = Worker.__new__(Worker)
     worker._release_training = lambda: True
-    worker._member = SimpleNamespace(stand=lambda: order.append("gave its GPU back"), settled=True)
-    with pytest.raises(Ended, match="0"):
-        worker._stand()
-    assert order == []
-    worker._member.settled = False
+    worker._member = SimpleNamespace(stand=lambda: None, settled=settled)
     worker._stand()
-    assert (order, worker._activity) == (["gave its GPU back"], "spare")
+    sys.exit(7 if worker._activity == "spare" else 8)
+
+
+@pytest.mark.parametrize(("settled", "code"), [(True, 0), (False, 7)])
+def test_told_to_stand_by_a_process_with_one_gpu_left_ends(settled: bool, code: int) -> None:
+    """At once, since until then it counts as a spare. One that has kept the other GPUs stays."""
+    process = multiprocessing.get_context("spawn").Process(target=_stand, args=(settled,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == code
