@@ -62,17 +62,15 @@ class BlockPass:
         q, k, v = self._inner(q), self._inner_keys(k), self._inner_keys(v)
         self._exchange.begin(k, v)
         self._observe(0)
-        total = Accumulator(q, self._running_dtype(q), by_rows=blocks.by_rows)
+        at_once = self._adds_at_once(q)
+        total = Accumulator(q, self._running_dtype(q, at_once), by_rows=blocks.by_rows, at_once=at_once)
         total.add((0, q.size(1)), *self._kernel.forward(q, k, v, blocks.own, self._scale))
         for index, stage in enumerate(blocks.stages):
             keys = self._exchange.take_keys(index)
             self._observe_stage(stage)
             for call in stage.calls:
-                part = self._kernel.forward(call.readers.take(q), *call.of(keys), call.tables, self._scale)
-                out, lse = call.readers.take(total.out), call.readers.take(total.lse)
-                merge_(out, lse, *part)
-                call.readers.put_back(total.out, out)
-                call.readers.put_back(total.lse, lse)
+                self._merge(total, call.readers, *self._kernel.forward(
+                    call.readers.take(q), *call.of(keys), call.tables, self._scale))  # fmt: skip
             self._exchange.free_keys(index)
         out, lse = self._outer(total.out.to(q.dtype)), self._outer(lse_for_backward(total.lse))
         return out, lse, keys if self._exchange.keeps else None
@@ -91,8 +89,7 @@ class BlockPass:
         k, v = self._inner_keys(k), self._inner_keys(v)
         rank = _Queries(*(self._inner(x) for x in (dout, q, out, lse)))
         at_once = self._adds_at_once(rank.q)
-        dtype = rank.q.dtype if at_once else self._running_dtype(rank.q)
-        dq = GradientSum(rank.q, dtype, by_rows=self._blocks.by_rows, at_once=at_once)
+        dq = GradientSum(rank.q, self._running_dtype(rank.q, at_once), by_rows=self._blocks.by_rows, at_once=at_once)
         sums = (self._fetching if keys is None else self._not_fetching)(rank, k, v, dq, keys)
         dk, dv = (self._outer_keys(x.to(k.dtype)) for x in sums.totals)
         return self._outer(dq.total.to(q.dtype)), dk, dv
@@ -212,6 +209,16 @@ class BlockPass:
         dout, q, out, lse = (readers.take(x) for x in (rank.dout, rank.q, rank.out, rank.lse))
         return self._kernel.backward(dout, q, k, v, out, lse, tables, self._scale, **places)
 
+    def _merge(self, total: Accumulator, readers: Readers, out: torch.Tensor, lse: torch.Tensor) -> None:
+        run = readers.run(total.num_heads)
+        if total.at_once and run is not None:
+            total.defer(run, out, lse)
+            return
+        grown, grown_lse = readers.take(total.out), readers.take(total.lse)
+        merge_(grown, grown_lse, out, lse)
+        readers.put_back(total.out, grown)
+        readers.put_back(total.lse, grown_lse)
+
     def _add_share(self, dq: GradientSum, share: _Share) -> None:
         readers, found = share
         run = readers.run(dq.num_heads)
@@ -226,7 +233,8 @@ class BlockPass:
         readers.put_back(dq.total, grown)
 
     def _adds_at_once(self, q: torch.Tensor) -> bool:
-        """Whether all shares of dq are of neighbours and few enough for one pass over memory."""
+        """Whether all that fetched keys give to out, or to dq, is of neighbours and little enough for one pass over
+        memory."""
         return len(self._blocks.stages) <= MOST_AT_ONCE and self._blocks.readers_are_runs(q.size(2))
 
     def _add_partials(self, sums: KeySums, index: int) -> None:
@@ -264,9 +272,10 @@ class BlockPass:
         hidden_s = min(num_rows * row_bytes / LINK_BYTES_PER_S, flops / 2 / KERNEL_FLOPS)
         return self._blocks.half if hidden_s > HALVING_S else num_heads
 
-    def _running_dtype(self, q: torch.Tensor) -> torch.dtype:
-        """Two parts, already rounded, are summed in registers and rounded once: no wider sum would say more."""
-        return q.dtype if self._blocks.plan.num_row_visits <= 2 else accumulate_dtype(q.dtype)
+    def _running_dtype(self, q: torch.Tensor, at_once: bool) -> torch.dtype:
+        """Two parts, already rounded, are summed in registers and rounded once: no wider sum would say more. So are
+        all parts where they are added at once."""
+        return q.dtype if at_once or self._blocks.plan.num_row_visits <= 2 else accumulate_dtype(q.dtype)
 
     def _observe_stage(self, stage: DeviceStage) -> None:
         for hop in stage.plan.hops:

@@ -17,39 +17,52 @@ from elastic_ring.attention.merge import MOST_AT_ONCE
 
 @triton.jit
 def _merge_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, lse_ptr, part_out_ptr, part_lse_ptr,
+    out_ptr, lse_ptr, one_ptr, one_lse_ptr, two_ptr, two_lse_ptr, three_ptr, three_lse_ptr,
     num_rows, num_heads,
-    out_b, out_s, part_out_b, part_out_s,
-    lse_b, lse_s, lse_h, part_lse_b, part_lse_s, part_lse_h,
-    head_dim: tl.constexpr, padded_dim: tl.constexpr, block: tl.constexpr,
+    out_b, out_s, one_b, one_s, two_b, two_s, three_b, three_s,
+    lse_b, lse_s, lse_h, one_lse_b, one_lse_s, one_lse_h,
+    two_lse_b, two_lse_s, two_lse_h, three_lse_b, three_lse_s, three_lse_h,
+    num_parts: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(1).to(tl.int64)
     lanes = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = lanes < num_rows * num_heads
     row = lanes // num_heads
     head = lanes % num_heads
+    dim = tl.arange(0, padded_dim)
+    mask = inside[:, None] & (dim < head_dim)[None, :]
+    column = head[:, None] * head_dim + dim[None, :]
     lse_at = lse_ptr + batch * lse_b + row * lse_s + head * lse_h
+    out_at = out_ptr + batch * out_b + row[:, None] * out_s + column
     lse = tl.load(lse_at, mask=inside, other=0.0)
-    part_lse_at = part_lse_ptr + batch * part_lse_b + row * part_lse_s + head * part_lse_h
+    out = tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
+    part_lse_at = one_lse_ptr + batch * one_lse_b + row * one_lse_s + head * one_lse_h
+    out, lse = _merged(out, lse, one_ptr + batch * one_b + row[:, None] * one_s + column, part_lse_at, mask, inside)
+    if num_parts > 1:
+        part_lse_at = two_lse_ptr + batch * two_lse_b + row * two_lse_s + head * two_lse_h
+        out, lse = _merged(out, lse, two_ptr + batch * two_b + row[:, None] * two_s + column, part_lse_at, mask, inside)
+    if num_parts > 2:
+        part_lse_at = three_lse_ptr + batch * three_lse_b + row * three_lse_s + head * three_lse_h
+        part_at = three_ptr + batch * three_b + row[:, None] * three_s + column
+        out, lse = _merged(out, lse, part_at, part_lse_at, mask, inside)
+    # Several warps load the same lse, one of them stores it: without a barrier a late warp reads the new one, and
+    # now and then 32 rows are merged with wrong weights.
+    tl.debug_barrier()
+    tl.store(lse_at, lse, mask=inside)
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _merged(out, lse, part_at, part_lse_at, mask, inside):  # type: ignore[no-untyped-def]
     part_lse = tl.load(part_lse_at, mask=inside, other=0.0).to(tl.float32)
+    part = tl.load(part_at, mask=mask, other=0.0).to(tl.float32)
     nothing = part_lse == float("-inf")
     weight = tl.where(nothing, 0.0, 1.0 / (1.0 + tl.exp(lse - part_lse)))
     high = tl.maximum(lse, part_lse)
     low = tl.minimum(lse, part_lse)
     merged = tl.where(high == float("-inf"), high, high + tl.log(1.0 + tl.exp(low - high)))
-    # Several warps load the same lse, one of them stores it: without a barrier a late warp reads the new one, and
-    # now and then 32 rows are merged with wrong weights.
-    tl.debug_barrier()
-    tl.store(lse_at, merged, mask=inside)
-    dim = tl.arange(0, padded_dim)
-    mask = inside[:, None] & (dim < head_dim)[None, :]
-    out_at = out_ptr + batch * out_b + (row * out_s + head * head_dim)[:, None] + dim[None, :]
-    part_at = part_out_ptr + batch * part_out_b + (row * part_out_s + head * head_dim)[:, None] + dim[None, :]
-    out = tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
-    part = tl.load(part_at, mask=mask, other=0.0).to(tl.float32)
     # A part that weighs nothing must change no bit, whatever it holds.
-    total = tl.where(nothing[:, None], out, out + weight[:, None] * (part - out))
-    tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=mask)
+    return tl.where(nothing[:, None], out, out + weight[:, None] * (part - out)), merged
 
 
 @triton.jit
@@ -115,20 +128,23 @@ def _gather_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(target + packed_kind, v, mask=mask)
 
 
-def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """`merge.eager_merge_` for `out`, `part_out` (B, n, H, D) and `lse`, `part_lse` (B, n, H) on a GPU."""
+def merge_all_(out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """`merge.eager_merge_all_` for `out` (B, n, H, D), `lse` (B, n, H) and up to three such parts on a GPU."""
     batch, num_rows, num_heads, head_dim = out.shape
     if out.numel() == 0:
         return
-    part_out = _rows_contiguous(part_out)
     assert _is_rows_contiguous(out), "the running out must have contiguous rows"
+    assert len(parts) <= MOST_AT_ONCE, f"{len(parts)} parts at once"
+    found = [(_rows_contiguous(part), part_lse) for part, part_lse in parts]
+    found += found[:1] * (MOST_AT_ONCE - len(parts))
     padded_dim = triton.next_power_of_2(head_dim)
     block = max(1, 2048 // padded_dim)
     grid = (triton.cdiv(num_rows * num_heads, block), batch)
     _merge_kernel[grid](
-        out, lse, part_out, part_lse, num_rows, num_heads,
-        out.stride(0), out.stride(1), part_out.stride(0), part_out.stride(1),
-        *lse.stride(), *part_lse.stride(), head_dim=head_dim, padded_dim=padded_dim, block=block,
+        out, lse, *(tensor for pair in found for tensor in pair), num_rows, num_heads,
+        out.stride(0), out.stride(1), *(stride for part, _ in found for stride in part.stride()[:2]),
+        *lse.stride(), *(stride for _, part_lse in found for stride in part_lse.stride()),
+        num_parts=len(parts), head_dim=head_dim, padded_dim=padded_dim, block=block,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ going into a backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
@@ -31,27 +31,37 @@ class Accumulator:
 
     Rows that no key has reached yet have lse = -inf and out = 0. `dtype` is the type of the running `out`,
     by default the accumulation type; the running lse always is of that. With `by_rows` both lie in memory row by row,
-    heads inside, whatever parts come in.
+    heads inside, whatever parts come in. `at_once` is for its owner: whether all parts but the first are deferred.
     """
 
-    def __init__(self, like: torch.Tensor, dtype: torch.dtype | None = None, *, by_rows: bool = False) -> None:
+    def __init__(
+        self, like: torch.Tensor, dtype: torch.dtype | None = None, *, by_rows: bool = False, at_once: bool = False
+    ) -> None:
+        self.at_once = at_once
         self._like = like
         self._by_rows = by_rows
         self._dtype = accumulate_dtype(like.dtype) if dtype is None else dtype
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
+        self._deferred: list[tuple[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]] = []
 
     @property
     def out(self) -> torch.Tensor:
-        self._fill()
-        assert self._out is not None
-        return self._out
+        return self._merged()[0]
 
     @property
     def lse(self) -> torch.Tensor:
-        self._fill()
-        assert self._lse is not None
-        return self._lse
+        return self._merged()[1]
+
+    @property
+    def num_heads(self) -> int:
+        return self._like.size(2)
+
+    def defer(self, rows: tuple[int, int], out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge a partial result later, together with up to MOST_AT_ONCE in all: in one pass over memory, rounded
+        once."""
+        assert len(self._deferred) < MOST_AT_ONCE
+        self._deferred.append((rows, (out, lse)))
 
     def add(self, rows: tuple[int, int], out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge a partial result for the local query range `rows`: `out` (B, n, H, D), `lse` (B, n, H).
@@ -64,6 +74,18 @@ class Accumulator:
             return
         start, length = rows[0], rows[1] - rows[0]
         merge_(self.out.narrow(1, start, length), self.lse.narrow(1, start, length), out, lse)
+
+    def _merged(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self._fill()
+        assert self._out is not None
+        assert self._lse is not None
+        deferred, self._deferred = self._deferred, []
+        for start, length, parts in _strips(deferred):
+            merge_all_(
+                self._out.narrow(1, start, length), self._lse.narrow(1, start, length),
+                [(out, lse) for out, lse in parts],
+            )  # fmt: skip
+        return self._out, self._lse
 
     def _fill(self) -> None:
         if self._out is not None:
@@ -90,7 +112,7 @@ class GradientSum:
         self._dtype = accumulate_dtype(like.dtype) if dtype is None else dtype
         self._total: torch.Tensor | None = None
         self._unwritten = [range(like.size(2))]  # heads whose rows hold nothing yet
-        self._deferred: list[tuple[tuple[int, int], torch.Tensor]] = []
+        self._deferred: list[tuple[tuple[int, int], tuple[torch.Tensor]]] = []
 
     @property
     def num_heads(self) -> int:
@@ -100,7 +122,7 @@ class GradientSum:
         """Add the share (B, n, H, D) of the query range `rows` later, together with up to `MOST_AT_ONCE` in all: in one
         pass over memory, rounded once."""
         assert len(self._deferred) < MOST_AT_ONCE
-        self._deferred.append((rows, share))
+        self._deferred.append((rows, (share,)))
 
     def add(self, rows: tuple[int, int], share: torch.Tensor, heads: slice = slice(None)) -> None:
         """Add the share (B, n, some heads, D) of the local query range `rows`."""
@@ -122,20 +144,10 @@ class GradientSum:
         for heads in self._unwritten:
             total[:, :, heads.start : heads.stop].zero_()
         self._unwritten = []
-        if self._deferred:
-            self._add_deferred(total)
+        deferred, self._deferred = self._deferred, []
+        for start, length, shares in _strips(deferred):
+            add_(total.narrow(1, start, length), [share for (share,) in shares])
         return total
-
-    def _add_deferred(self, total: torch.Tensor) -> None:
-        """Strip by strip of queries that get the same shares, in the order in which they came."""
-        for start, stop in pairwise(sorted({edge for rows, _ in self._deferred for edge in rows})):
-            parts = [
-                share.narrow(1, start - first, stop - start)
-                for (first, last), share in self._deferred if first <= start and stop <= last
-            ]  # fmt: skip
-            if parts:
-                add_(total.narrow(1, start, stop - start), parts)
-        self._deferred = []
 
     def _made(self) -> torch.Tensor:
         if self._total is None:
@@ -152,13 +164,32 @@ class GradientSum:
         return False
 
 
+def _strips(
+    deferred: Sequence[tuple[tuple[int, int], tuple[torch.Tensor, ...]]],
+) -> Iterator[tuple[int, int, list[tuple[torch.Tensor, ...]]]]:
+    """Start and length of each strip of queries to which the same parts (B, n, ...) come, and what of them falls into
+    it, in the order in which they came."""
+    for start, stop in pairwise(sorted({edge for rows, _ in deferred for edge in rows})):
+        parts = [
+            tuple(tensor.narrow(1, start - first, stop - start) for tensor in tensors)
+            for (first, last), tensors in deferred if first <= start and stop <= last
+        ]  # fmt: skip
+        if parts:
+            yield start, stop - start, parts
+
+
 def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
     """In place: `out`, `lse` become those of both key sets. Shapes (B, n, H, D) and (B, n, H).
 
     The softmax rescaling of FlashAttention's split keys (Dao 2022, arXiv:2205.14135), applied across hops.
     """
+    merge_all_(out, lse, [(part_out, part_lse)])
+
+
+def merge_all_(out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """The same with up to MOST_AT_ONCE parts, in their order: in one pass over memory, rounded once to `out`'s type."""
     fused = fused_for(out)
-    (eager_merge_ if fused is None else fused.merge_)(out, lse, part_out, part_lse)
+    (eager_merge_all_ if fused is None else fused.merge_all_)(out, lse, parts)
 
 
 def add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
@@ -193,6 +224,16 @@ def eager_merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, p
     else:
         out.copy_(torch.lerp(out.to(lse.dtype), part_out.to(lse.dtype), weight.unsqueeze(-1)))
     lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+def eager_merge_all_(
+    out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    exact = out if len(parts) == 1 else out.to(lse.dtype)
+    for part_out, part_lse in parts:
+        eager_merge_(exact, lse, part_out, part_lse)
+    if exact is not out:
+        out.copy_(exact)
 
 
 def eager_add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -95,7 +95,7 @@ def test_fused_merge_is_its_eager_twin(dtype: torch.dtype) -> None:
     lse, part_lse = (3 * torch.randn(2, 5, 301, device="cuda").transpose(1, 2) for _ in range(2))
     lse[0, :7], part_lse[0, 3:11] = -torch.inf, -torch.inf
     twin = out.clone(), lse.clone()
-    fused.merge_(out[:, 3:], lse[:, 3:], part[:, 3:], part_lse[:, 3:])
+    fused.merge_all_(out[:, 3:], lse[:, 3:], [(part[:, 3:], part_lse[:, 3:])])
     eager_merge_(twin[0][:, 3:], twin[1][:, 3:], part[:, 3:], part_lse[:, 3:])
     torch.testing.assert_close(lse, twin[1], rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(out, twin[0], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_ring.attention.merge import eager_merge_, merge_
+from elastic_ring.attention.merge import eager_merge_all_, merge_all_
 from elastic_ring.state import device_digest
 from elastic_ring.state.device_squares import eager_squared_norm, squared_norm
 
@@ -14,25 +14,58 @@ pytestmark = pytest.mark.gpu
 NUM_REPEATS = 300
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_merge_has_the_same_bits_every_time(head_dim: int) -> None:
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_a_merge_has_the_same_bits_every_time(head_dim: int, num_parts: int) -> None:
     """Several warps read the lse that one of them overwrites: without a barrier a late one reads the new value."""
     generator = torch.Generator(device="cuda").manual_seed(0)
-    shape = (1, 2048, 12, head_dim)
-    out, part = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(2))
-    lse, part_lse = (torch.randn(1, 12, 2048, device="cuda", generator=generator).transpose(1, 2) for _ in range(2))
+
+    def drawn() -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.randn(1, 2048, 12, head_dim, device="cuda", generator=generator).bfloat16()
+        return out, torch.randn(1, 12, 2048, device="cuda", generator=generator).transpose(1, 2)
+
+    (out, lse), *parts = (drawn() for _ in range(1 + num_parts))
+    parts[-1][1][:, ::5] = float("-inf")
     wanted, wanted_lse = out.clone(), lse.clone()
-    eager_merge_(wanted, wanted_lse, part, part_lse)
+    eager_merge_all_(wanted, wanted_lse, parts)
     first: tuple[torch.Tensor, torch.Tensor] | None = None
     for _ in range(NUM_REPEATS):
         merged, merged_lse = out.clone(), lse.clone()
-        merge_(merged, merged_lse, part, part_lse)
+        merge_all_(merged, merged_lse, parts)
         first = first or (merged, merged_lse)
         assert torch.equal(merged, first[0])
         assert torch.equal(merged_lse, first[1])
     assert first is not None
     torch.testing.assert_close(first[0].float(), wanted.float(), rtol=2**-7, atol=1e-6)
     torch.testing.assert_close(first[1], wanted_lse, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_that_lie_each_in_their_own_way_are_merged_as_by_their_eager_twin(dtype: torch.dtype) -> None:
+    """Cut from runs of different lengths, of two sequences, heads or rows first, onto rows that saw nothing before."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def drawn(start: int, length: int, heads_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (2, 5, length) if heads_first else (2, length, 5)
+        out = torch.randn(2, length, 5, 96, device="cuda", generator=generator).bfloat16()
+        lse = torch.randn(shape, device="cuda", generator=generator)
+        return out[:, start : start + 300], (lse.transpose(1, 2) if heads_first else lse)[:, start : start + 300]
+
+    out, lse = drawn(100, 700, heads_first=True)
+    whole = torch.zeros(2, 700, 5, 96, device="cuda", dtype=dtype)
+    whole[:, 100:400] = out
+    lse[:, ::7] = float("-inf")
+    whole[:, 100:400:7] = 0.0
+    parts = [drawn(0, 300, True), drawn(13, 900, False), drawn(40, 341, True)]
+    parts[1][1][:, ::5] = float("-inf")
+    for num_parts in (1, 2, 3):
+        found, wanted = whole.clone(), whole.clone()
+        found_lse, wanted_lse = lse.clone(), lse.clone()
+        merge_all_(found[:, 100:400], found_lse, parts[:num_parts])
+        eager_merge_all_(wanted[:, 100:400], wanted_lse, parts[:num_parts])
+        allowed = 2**-7 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=allowed, atol=1e-6)
+        torch.testing.assert_close(found_lse, wanted_lse, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_words", [1, 7, 4096, 5_000_003, 2 * device_digest.PIECE_WORDS + 3])
