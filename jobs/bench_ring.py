@@ -82,8 +82,11 @@ def measure(problem: Problem, systems: list[System], options: argparse.Namespace
                 own = torch.cuda.max_memory_allocated() - before + sum(x.nbytes for x in (q, k, v, dout))
                 result.peak_bytes = max(result.peak_bytes, own + kept)
     for system, result in zip(systems, results, strict=True):
-        if isinstance(system, Ours) and result.refusal is None and problem.cp > 1 and options.watched:
-            _watch_hops(system, passes[result.system], (q, k, v, dout), result, options.watched)
+        if isinstance(system, Ours):
+            # No replay leaves events.
+            if result.refusal is None and problem.cp > 1 and options.watched and not system.graphed:
+                _watch_hops(system, passes[result.system], (q, k, v, dout), result, options.watched)
+            system.close()
     _finish(problem, results)
     return results
 
@@ -202,6 +205,9 @@ def check(problem: Problem, systems: list[System], cp_rank: int) -> list[str]:
             except Exception as caught:
                 lines.append(f"{problem.name:24s} {system.name:34s} {type(caught).__name__}: {caught}"[:400])
                 continue
+            finally:
+                if isinstance(system, Ours):
+                    system.close()
             ratios = []
             for ours, single, exact in zip(found, alone, want, strict=True):
                 parts = [torch.empty_like(ours.contiguous()) for _ in range(problem.cp)]

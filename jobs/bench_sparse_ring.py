@@ -38,6 +38,7 @@ from torch import Tensor
 from elastic_ring.attention.block_sparse import BlockSparseAttention, select_sparse
 from elastic_ring.attention.exchange import HopBuffers, HopLedger
 from elastic_ring.attention.families import BigBird, longnet
+from elastic_ring.attention.graphed import GraphedRing, make_graphed
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.pattern import Pattern
@@ -53,6 +54,8 @@ from jobs.peers.attention_systems import IN_A_ROW, at_least_one, one_backward_th
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 SINGLE, DENSE = "one GPU", "dense ring"
+GRAPHED = """the rings' passes as CUDA graphs: with arguments and gradients copied, or where the graphs have them; bytes
+and waits are those of passes without, and peaks leave the graphs' memory out"""
 
 
 @dataclass
@@ -90,6 +93,20 @@ class System:
     tensors: Tensors
     ledger: HopLedger | None = None
     buffers: HopBuffers = field(default_factory=HopBuffers)
+    graphs: GraphedRing | None = None
+
+    def both_passes(self, attend: Attend) -> None:
+        leaves = [x.detach().requires_grad_() for x in self.tensors[:3]]
+        out = attend(leaves[0], leaves[1], leaves[2])
+        torch.autograd.grad(out, leaves, self.tensors[3])
+
+    def capture(self, *, in_place: bool) -> None:
+        """The ring's passes as CUDA graphs. `in_place`: as of a model whose projections write q, k and v where the
+        graphs read them, and take gradients up where these leave them."""
+        if isinstance(self.attend, SparseRingAttention):
+            self.graphs = make_graphed(self.attend, *self.tensors[:3], copy_grads=not in_place)
+            if in_place:
+                self.tensors = (*self.graphs.inputs, self.tensors[3])
 
 
 def patterns(options: argparse.Namespace, tokens: int) -> dict[str, SparsePattern]:
@@ -171,6 +188,8 @@ class Bench:
             systems.append(System(row, ring, tensors, ledger, buffers))
         self.measure(systems, self.options.repeats)
         for system in systems:
+            if system.graphs is not None:
+                system.graphs.close()
             if isinstance(system.attend, SparseRingAttention) and system.row.refusal is None:
                 self._held(system.row, system.attend.footprint(system.tensors[0]))
         rows = [system.row for system in systems]
@@ -187,11 +206,14 @@ class Bench:
         for system in systems:
             system.row.refusal = self._warm(system)
         able = [system for system in systems if system.row.refusal is None]
+        for system in able:
+            if system.graphs is not None:  # captured on every rank
+                system.both_passes(system.graphs)
         for repeat in range(repeats):
             for system in random.Random(repeat).sample(able, len(able)):
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-                system.row.times_s.append(self._timed(system, self.options.in_a_row))
+                system.row.times_s.append(self._timed(system, system.graphs or system.attend, self.options.in_a_row))
                 own = torch.cuda.max_memory_allocated() - before + sum(x.nbytes for x in system.tensors)
                 system.row.peak_bytes = max(system.row.peak_bytes, own + system.buffers.num_bytes)
                 free, total = torch.cuda.mem_get_info()
@@ -209,20 +231,22 @@ class Bench:
         error = None
         try:
             for _ in range(self.options.warm_ups):
-                _both_passes(system)
+                system.both_passes(system.attend)
+            if self.options.graphed:
+                system.capture(in_place=self.options.graphed == "in-place")
             torch.cuda.synchronize()
         except (RuntimeError, ImportError, TypeError, ValueError, AssertionError) as caught:
             error = f"{type(caught).__name__}: {caught}"[:300]
         return "another rank failed" if self._most(float(error is not None)) and error is None else error
 
-    def _timed(self, system: System, num_passes: int = 1) -> float:
+    def _timed(self, system: System, attend: Attend, num_passes: int = 1) -> float:
         """A forward and backward, of so many in a row that are started together; the slowest rank's seconds."""
         self._most(0.0)
         torch.cuda.synchronize()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(num_passes):
-            _both_passes(system)
+            system.both_passes(attend)
         end.record()
         torch.cuda.synchronize()
         return self._most(begin.elapsed_time(end) / 1e3 / num_passes)
@@ -234,7 +258,7 @@ class Bench:
         system.ledger.clear()
         system.ledger.keep_events = True
         for _ in range(self.options.watched):
-            self._timed(system)
+            self._timed(system, system.attend)
         system.ledger.keep_events = False
         if self.options.watched:
             exposed = sum(event.exposed_s() for event in system.ledger.events) / self.options.watched
@@ -253,12 +277,6 @@ class Bench:
         most = torch.tensor([value], device=self.device, dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return float(most.item())
-
-
-def _both_passes(system: System) -> None:
-    leaves = [x.detach().requires_grad_() for x in system.tensors[:3]]
-    out = system.attend(leaves[0], leaves[1], leaves[2])
-    torch.autograd.grad(out, leaves, system.tensors[3])
 
 
 def _rank(cp_rank: int, cp: int, store: str, options: argparse.Namespace) -> None:
@@ -324,7 +342,7 @@ def _write(rows: list[Row], options: argparse.Namespace, cp: int) -> None:
         "date": time.strftime("%Y-%m-%d"), "host": f"{cp} x {torch.cuda.get_device_name()}",
         "torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "heads": options.heads, "head_dim": options.head_dim, "kernel": options.kernel,
-        "in_a_row": options.in_a_row, "deterministic": options.deterministic,
+        "in_a_row": options.in_a_row, "graphed": options.graphed, "deterministic": options.deterministic,
         "partials": str(options.partials or "the kernel's type"),
         "stage_bytes": options.stage_bytes, "keep_keys": options.keep_keys,
         "rows": [asdict(row) for row in rows],
@@ -359,6 +377,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm-ups", default=2, type=int)
     parser.add_argument("--watched", default=2, type=int, help="more passes, in which bytes and waits are taken")
     parser.add_argument("--in-a-row", default=1, type=at_least_one, metavar="N", help=IN_A_ROW)
+    parser.add_argument("--graphed", choices=["copied", "in-place"], help=GRAPHED)
     parser.add_argument("--no-single", dest="single", action="store_false", help="without the same work on one GPU")
     parser.add_argument("--ranks", default=0, type=int, help="GPUs to use; 0: all of this host")
     parser.add_argument("--kernel", default=None, help="pin the sparse kernel")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_ring.attention.exchange import HopBuffers, HopLedger
+from elastic_ring.attention.graphed import GraphedRing, make_graphed
 from elastic_ring.attention.kernels.table import BACKENDS, Backend
 from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.pattern import Pattern
@@ -30,9 +31,13 @@ class Ours:
     layout = "zigzag"
 
     def __init__(
-        self, name: str, backend: str | None, deterministic: bool, hops_per_stage: int | None, copy_engines: bool
-    ) -> None:
+        self, name: str, backend: str | None, deterministic: bool, hops_per_stage: int | None, copy_engines: bool,
+        *, graphed: bool = False,
+    ) -> None:  # fmt: skip
         self.name = name
+        self.graphed = graphed
+        self._graphs: GraphedRing | None = None
+        self._graph_bytes = 0
         self._copy_engines = copy_engines
         self._memory: PeerMemory | None = None
         self._backend = backend
@@ -54,18 +59,35 @@ class Ours:
         )  # fmt: skip
 
         self._memory = memory
+        self.close()
+        if self.graphed:
+            shape = (1, problem.num_tokens // problem.cp, problem.num_heads, problem.head_dim)
+            q = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
+            k = q[:, :, : problem.num_kv_heads].contiguous()
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
+            self._graphs = make_graphed(ring, q, k, k.clone())
+            torch.cuda.empty_cache()
+            self._graph_bytes = torch.cuda.memory_reserved() - before
+        attend = self._graphs or ring
 
         def run(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            out = ring(*leaves)
+            out = attend(*leaves)
             grads = torch.autograd.grad(out, leaves, dout)
             return out.detach(), grads[0], grads[1], grads[2]
 
         return run
 
+    def close(self) -> None:
+        """After a problem: the end of the group would wait for its graphs."""
+        if self._graphs is not None:
+            self._graphs.close()
+        self._graphs, self._graph_bytes = None, 0
+
     def kept_bytes(self) -> int:
         """Buffers that stay between passes."""
-        return self._buffers.num_bytes + (self._memory.num_bytes if self._memory is not None else 0)
+        return self._buffers.num_bytes + self._graph_bytes + (self._memory.num_bytes if self._memory is not None else 0)
 
 
 @cache
@@ -106,6 +128,7 @@ def make_systems(wanted: list[str], backend: Backend, pin: str | None, determini
         "ours-hops": [Ours("ours, hop by hop", pin, deterministic, 1, True)],
         "ours-gather": [Ours("ours, gathered", pin, deterministic, 10**6, True)],
         "ours-nccl": [Ours("ours, NCCL", pin, deterministic, None, False)],
+        "ours-graphed": [Ours("ours, NCCL, graphed", pin, deterministic, None, False, graphed=True)],
         "ours-nccl-hops": [Ours("ours, NCCL, hop by hop", pin, deterministic, 1, False)],
         "ceiling": [Ceiling(backend)],
         "ulysses-fa4": [Ulysses(next(b for b in BACKENDS if b.name == "flash-attn-4"))],

@@ -9,6 +9,7 @@ import torch
 
 from elastic_ring.attention.exchange import Group
 from elastic_ring.attention.layout import Layout
+from elastic_ring.attention.ledger import HopLedger
 from elastic_ring.attention.schedule import Schedule
 from elastic_ring.attention.sparse_schedule import SparseSchedule
 
@@ -52,3 +53,11 @@ def check_local_length(q: torch.Tensor, layout: Layout, cp_rank: int) -> None:
             f" cp_rank {cp_rank} {layout.num_tokens(cp_rank)} tokens; slice with layout.scatter, or pass the"
             " seq_len of the whole sequence"
         )
+
+
+def check_unwatched(observer: object, ledger: HopLedger) -> None:
+    """For a graph, whose replays pass through no Python."""
+    if observer is not None:
+        raise ValueError("the ring has an observer, which no replay would call; leave observer out")
+    if ledger.keep_events:
+        raise ValueError("keep_events=True: the events of a graph tell no times; set it False")

@@ -103,9 +103,13 @@ class HopBuffers:
     def num_bytes(self) -> int:
         return sum(storage.nbytes for storage in self._storages.values())
 
+    def held(self) -> list[torch.Tensor]:
+        """All that is there now; a later and larger request has another in its place."""
+        return list(self._storages.values())
+
     def drop(self) -> list[torch.Tensor]:
         """Forget all, after an error: the group may still write to them."""
-        dropped = list(self._storages.values())
+        dropped = self.held()
         self._storages.clear()
         return dropped
 

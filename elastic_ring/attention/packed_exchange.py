@@ -151,7 +151,10 @@ class PackedExchange:
         """Wait until the last buffer has left; the pass is over."""
         for kind, index in list(self._posted):
             self._settle(kind, index)
-        self._source = None
+        begun, self._source = self._source is not None, None
+        if begun and self._like.is_cuda and torch.cuda.is_current_stream_capturing():
+            # All that ran there has been waited for; a graph wants to see the stream itself come back.
+            torch.cuda.current_stream(self._like.device).wait_stream(self._buffers.stream(self._like.device))
 
     def abandon(self) -> list[torch.Tensor]:
         """Give up after an error: let go of the group and its works, return the buffers of those under way. On a GPU
@@ -160,7 +163,8 @@ class PackedExchange:
         buffers = [operation.buffer for operation in self._posted.values()]
         self._posted.clear()
         self._group = None
-        if self._like.is_cuda:  # what was gathered there must not outlive what it was gathered from
+        # What was gathered there must not outlive what it was gathered from.
+        if self._source is not None and self._like.is_cuda:
             torch.cuda.current_stream(self._like.device).wait_stream(self._buffers.stream(self._like.device))
         self._source = None
         self._first_keys.clear()

@@ -35,7 +35,7 @@ class Kept(NamedTuple):
 
 
 class KeepsResults:
-    """The base of rings: `_forward` runs `_run_forward`, or gives what an earlier run of the same call gave."""
+    """The base of rings: `_forward` runs `run_forward`, or gives what an earlier run of the same call gave."""
 
     _record: list[Kept] | None = None
     _replay: Iterator[Kept] | None = None
@@ -74,11 +74,11 @@ class KeepsResults:
             kept = next(self._replay)
             keys = None if kept.keys is None else kept.keys.tensor()
             return Result(kept.out.tensor().detach(), kept.lse.tensor(), kept.call_index, keys)
-        result = self._run_forward(q, k, v, scale)
+        result = self.run_forward(q, k, v, scale)
         if self._record is not None:
             fetched = None if result.keys is None else Parked(result.keys)
             self._record.append(Kept(Parked(result.out.detach()), Parked(result.lse), result.call_index, fetched))
         return result
 
-    def _run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+    def run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
         raise NotImplementedError

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from elastic_ring.attention.checks import check_group, check_local_length, check_tensors
+from elastic_ring.attention.checks import check_group, check_local_length, check_tensors, check_unwatched
 from elastic_ring.attention.exchange import Group, HopBuffers, HopExchange, HopLedger
 from elastic_ring.attention.gradients import Gradients, OwnGradients, part, partial_dtype, running_dtype
 from elastic_ring.attention.kernels.table import Backend, select
@@ -110,8 +110,7 @@ class RingAttention(KeepsResults):
         `scale` multiplies the scores and is 1/sqrt(D) by default. Raises `ValueError` for tensors that do
         not fit each other or the layout, and whatever the group raises when a peer is lost.
         """
-        check_tensors(q, k, v)
-        check_local_length(q, self.schedule.layout, self.cp_rank)
+        self.check_call(q, k, v)
         scale = q.size(-1) ** -0.5 if scale is None else scale
         if q.is_cuda:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -122,12 +121,33 @@ class RingAttention(KeepsResults):
         """Start counting calls from 0 again; all ranks do so at the same place (once a step)."""
         self._next_call_index = 0
 
+    def check_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raises `ValueError` as a call does."""
+        check_tensors(q, k, v)
+        check_local_length(q, self.schedule.layout, self.cp_rank)
+
+    def check_graphable(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """Raises `ValueError` where a CUDA graph of calls with such tensors would not do what they do."""
+        check_unwatched(self._observer, self.ledger)
+        if self._memory is not None:
+            raise ValueError("the ring has a memory, whose flags count messages and so fit one pass; leave memory out")
+        backend = self._backend_for(q, k)
+        if not backend.graphable:
+            raise ValueError(
+                f"kernel {backend.name} keeps tensors of its own that it forgets, while a graph would still read them;"
+                " take another kernel, or tensors of another type"
+            )
+
+    def held(self) -> list[torch.Tensor]:
+        """The memory that calls share, as long as none asks for more."""
+        return self._buffers.held()
+
     def shapes(self, k: torch.Tensor) -> frozenset[tuple[int, int, bool]]:
         """(queries, keys, causal) of the kernel calls of a pass over keys like `k` (B, S_local, Hkv, D)."""
         tiles = (tile for stage in self._course(k).plan.stages for tile in (*stage.by_rows, *stage.by_keys))
         return frozenset((tile.q[1] - tile.q[0], tile.k[1] - tile.k[0], tile.causal) for tile in tiles)
 
-    def _run_forward(
+    def run_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> Result:
         backend, course = self._backend_for(q, k), self._course(k)
@@ -152,9 +172,15 @@ class RingAttention(KeepsResults):
         lse = total.lse if course.plan.every_row_sees else lse_for_backward(total.lse)
         return Result(total.out.to(q.dtype), lse, call_index)
 
-    def _run_backward(
-        self, dout: torch.Tensor, saved: tuple[torch.Tensor, ...], scale: float, call_index: int
+    def run_backward(
+        self,
+        dout: torch.Tensor,
+        saved: tuple[torch.Tensor, ...],
+        scale: float,
+        call_index: int,
+        fetched: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert fetched is None, "every pass of a dense ring fetches its keys"
         q, k, v, out, lse = saved
         backend, course = self._backend_for(q, k), self._course(k)
         plan_ = course.plan.stages
@@ -264,7 +290,7 @@ class _RingFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # A loss such as out.sum() hands over a broadcast scalar, which kernels do not take.
         saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
-        grads = ctx.ring._run_backward(dout.contiguous(), saved, ctx.scale, ctx.call_index)
+        grads = ctx.ring.run_backward(dout.contiguous(), saved, ctx.scale, ctx.call_index)
         return (*grads, None, None)
 
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from elastic_ring.attention.block_kernels import SparseKernel, select_sparse
 from elastic_ring.attention.block_pass import BlockPass
-from elastic_ring.attention.checks import check_group, check_local_length, check_tensors
+from elastic_ring.attention.checks import check_group, check_local_length, check_tensors, check_unwatched
 from elastic_ring.attention.device_blocks import DeviceBlocks, on_device
 from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger
 from elastic_ring.attention.kernels import masked_cpu
@@ -36,7 +36,6 @@ _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 Observer = Callable[[Direction, int, int], None]
 """Called as observer(direction, call_index, hop) just before a hop's tiles run."""
-
 
 STAGE_LIMIT_BYTES = 1 << 29
 """Where fetched keys meet the queries in blocks, at most so much K and V at a time, of what is fetched and of what is
@@ -66,13 +65,13 @@ class SparseRingAttention(KeepsResults):
 
     On a GPU, or where `kernel` names one of `block_kernels`, hops are fetched by stages, two of them ahead of their
     kernels, and `ahead` says nothing; the pattern must keep whole blocks of 128 tokens of one document, and the layout
-    cut at their boundaries.
-    `deterministic` takes a kernel whose gradients repeat bit for bit. `partials` is the type that dK and dV travel
-    in: None for the kernel's own, which those of GPUs have rounded to already. `buffers` may be shared by rings that
-    are used one after another. `stage_bytes` bounds what is fetched, and what is served, at a time: hops share a stage
-    while both fit on every rank, and a hop alone may be more. `keep_keys` has fetched keys wait for backward, which
-    then need not fetch them again; None: where they are one stage and at most a quarter of any rank's own. Both must
-    be the same on all ranks. `coalesced` posts the messages of a direction as one operation; None: on a GPU.
+    cut at their boundaries. `deterministic` takes a kernel whose gradients repeat bit for bit. `partials` is the type
+    that dK and dV travel in: None for the kernel's own, which those of GPUs have rounded to already. `buffers` may be
+    shared by rings that are used one after another. `stage_bytes` bounds what is fetched, and what is served, at a
+    time: hops share a stage while both fit on every rank, and a hop alone may be more. `keep_keys` has fetched keys
+    wait for backward, which then need not fetch them again; None: where they are one stage and at most a quarter of any
+    rank's own. Both must be the same on all ranks. `coalesced` posts the messages of a direction as one operation;
+    None: on a GPU.
 
     Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
     the buffers which the group may still write to are kept until this object is dropped.
@@ -127,21 +126,9 @@ class SparseRingAttention(KeepsResults):
         not fit each other or the schedule, `RunFailed` when the kernel fails its self-test, and whatever the
         group raises when a peer is lost.
         """
-        check_tensors(q, k, v)
-        check_local_length(q, self.schedule.layout, self.cp_rank)
-        if (q.size(2), k.size(2)) != (self.schedule.num_heads, self.schedule.num_kv_heads):
-            raise ValueError(
-                f"q has {q.size(2)} heads and k {k.size(2)}, the schedule is for {self.schedule.num_heads} and"
-                f" {self.schedule.num_kv_heads}; plan for these"
-            )
+        self.check_call(q, k, v)
         if self._in_blocks(q):
-            # Chosen, and proven, before anything is sent.
-            self._keeps(self._blocks_for(q))
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        else:
-            failure = masked_cpu.self_test(q.dtype, q.size(-1))
-            if failure is not None:
-                raise RunFailed(f"the sparse CPU kernel fails its self-test: {failure}")
         out: torch.Tensor = _SparseFunction.apply(q, k, v, self, q.size(-1) ** -0.5 if scale is None else scale)
         return out
 
@@ -157,10 +144,35 @@ class SparseRingAttention(KeepsResults):
         )  # fmt: skip
 
     def reset_calls(self) -> None:
-        """Start counting calls from 0 again; all ranks do so at the same place (once a step)."""
+        """Count calls from 0 again; all ranks do so at the same place (once a step)."""
         self._next_call_index = 0
 
-    def _run_forward(
+    def check_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raises as a call does, before anything is sent; the kernel is proven by then."""
+        check_tensors(q, k, v)
+        check_local_length(q, self.schedule.layout, self.cp_rank)
+        if (q.size(2), k.size(2)) != (self.schedule.num_heads, self.schedule.num_kv_heads):
+            raise ValueError(
+                f"q has {q.size(2)} heads and k {k.size(2)}, the schedule is for {self.schedule.num_heads} and"
+                f" {self.schedule.num_kv_heads}; plan for these"
+            )
+        if self._in_blocks(q):
+            self._keeps(self._blocks_for(q))
+        else:
+            if (failure := masked_cpu.self_test(q.dtype, q.size(-1))) is not None:
+                raise RunFailed(f"the sparse CPU kernel fails its self-test: {failure}")
+
+    def check_graphable(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """Raises `ValueError` where a CUDA graph of calls would not do what they do."""
+        check_unwatched(self._observer, self.ledger)
+        if self.schedule.for_one_call:
+            raise ValueError("the schedule is of blocks that content chose for one call; plan a static pattern")
+
+    def held(self) -> list[torch.Tensor]:
+        """The memory that calls share just now."""
+        return self._buffers.held()
+
+    def run_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> Result:
         call_index = self._next_call_index
@@ -188,7 +200,7 @@ class SparseRingAttention(KeepsResults):
                     _put(lse, rows, tile.heads, of_heads_lse)
         return Result(out.to(q.dtype), lse_for_backward(lse), call_index)
 
-    def _run_backward(
+    def run_backward(
         self,
         dout: torch.Tensor,
         saved: tuple[torch.Tensor, ...],
@@ -356,7 +368,7 @@ class _SparseFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
-        grads = ctx.ring._run_backward(dout.contiguous(), saved[:5], ctx.scale, ctx.call_index, *saved[5:])
+        grads = ctx.ring.run_backward(dout.contiguous(), saved[:5], ctx.scale, ctx.call_index, *saved[5:])
         return (*grads, None, None)
 
 

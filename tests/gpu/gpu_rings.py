@@ -127,8 +127,8 @@ def run_sparse_on(
         with wires.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
             ring = SparseRingAttention(case.schedule, cp_rank, groups[cp_rank], coalesced=True, **options)
-            out, lse, call, keys = ring._run_forward(q, k, v, scale)
-            return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call, keys)], ring.ledger
+            out, lse, call, keys = ring.run_forward(q, k, v, scale)
+            return [out, *ring.run_backward(dout, (q, k, v, out, lse), scale, call, keys)], ring.ledger
 
     results = in_threads(cp, work)
     gathered = [layout.gather([locals_[i] for locals_, _ in results], 1).cpu() for i in range(4)]
@@ -153,8 +153,8 @@ def run_content_on(
             pattern = SparsePattern(route(case.heads, q, k, 0), case.block)
             schedule = plan_sparse(pattern, layout, case.num_heads, case.num_kv_heads)
             ring = SparseRingAttention(schedule, cp_rank, groups[cp_rank], coalesced=True, ledger=ledger, **options)
-            out, lse, call, keys = ring._run_forward(q, k, v, scale)
-            return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call, keys)], ring
+            out, lse, call, keys = ring.run_forward(q, k, v, scale)
+            return [out, *ring.run_backward(dout, (q, k, v, out, lse), scale, call, keys)], ring
 
     results = in_threads(cp, work)
     gathered = [layout.gather([locals_[i] for locals_, _ in results], 1).cpu() for i in range(4)]
@@ -178,8 +178,8 @@ def run_dense_on(device: str, case: Case, wires: Wires | None = None, **options:
         with wires.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
             ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], coalesced=True, **options)
-            out, lse, call, _ = ring._run_forward(q, k, v, scale)
-            return [out, *ring._run_backward(dout, (q, k, v, out, lse), scale, call)], ring.ledger
+            out, lse, call, _ = ring.run_forward(q, k, v, scale)
+            return [out, *ring.run_backward(dout, (q, k, v, out, lse), scale, call)], ring.ledger
 
     results = in_threads(case.cp, work)
     if device == "cuda":

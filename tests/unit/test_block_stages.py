@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from elastic_ring.attention import block_pass, device_blocks, sparse_ring
+from elastic_ring.attention import block_pass, device_blocks, merge, sparse_ring
 from elastic_ring.attention.block_kernels import REFERENCE
 from elastic_ring.attention.device_blocks import on_device
 from elastic_ring.attention.exchange import HopBuffers
@@ -75,6 +77,42 @@ def test_stages_of_a_longer_ring_and_several_documents_agree(rings: ThreadRings)
     found, ledgers = run_sparse(case, rings.groups(8), kernel=KERNEL, stage_bytes=300 * row_bytes(case))
     check_exact(case, found)
     check_bytes(case, ledgers)
+
+
+def test_what_up_to_three_stages_find_is_merged_in_one_pass_over_memory(
+    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row once, with all that its stages found, where those that read fetched keys are neighbours."""
+    merged: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    plain, at_once = merge.eager_merge_all_, {}
+
+    def watched(out: torch.Tensor, lse: torch.Tensor, parts: Any) -> None:
+        merged[threading.current_thread().name].append((out.size(1), len(parts)))
+        plain(out, lse, parts)
+
+    monkeypatch.setattr(merge, "eager_merge_all_", watched)
+    case = block_case("bigbird", 4, "zigzag")
+
+    def work(cp_rank: int) -> None:
+        threading.current_thread().name = f"rank {cp_rank}"
+        q, k, v, _ = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
+        ring = SparseRingAttention(
+            case.schedule, cp_rank, rings.groups(4)[cp_rank], kernel=KERNEL, stage_bytes=1, keep_keys=False
+        )
+        assert ring.footprint(q).num_stages == 3
+        at_once[f"rank {cp_rank}"] = ring._blocks_for(q).readers_are_runs(q.size(2))
+        ring.run_forward(q, k, v, 1.0)
+
+    rings.groups(4)
+    in_threads(4, work)
+    num_rows = case.layout.num_tokens(0)
+    assert set(at_once.values()) == {True, False}
+    assert max(parts for rank, found in merged.items() if at_once[rank] for _, parts in found) == 3
+    for rank, found in merged.items():
+        if at_once[rank]:
+            assert sum(rows for rows, _ in found) <= num_rows
+        else:
+            assert all(parts == 1 for _, parts in found)
 
 
 def test_stages_are_the_same_on_all_ranks_and_hold_what_fits() -> None:
@@ -149,7 +187,7 @@ def test_small_fetches_are_kept_and_freed_after_backward(rings: ThreadRings) -> 
         ring = SparseRingAttention(
             case.schedule, cp_rank, rings.groups(4)[cp_rank], kernel=KERNEL, buffers=buffers, keep_keys=True
         )
-        run = ring._run_forward
+        run = ring.run_forward
 
         def watched(*arguments: Any) -> Any:
             result = run(*arguments)
@@ -158,7 +196,7 @@ def test_small_fetches_are_kept_and_freed_after_backward(rings: ThreadRings) -> 
             assert result.keys.nbytes == ring.footprint(q).kept_bytes
             return result
 
-        ring._run_forward = watched  # type: ignore[method-assign]
+        ring.run_forward = watched  # type: ignore[method-assign]
         out = ring(q.requires_grad_(), k, v)
         out.backward(dout)
         assert buffers.num_bytes == ring.footprint(q).buffer_bytes

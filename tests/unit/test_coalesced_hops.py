@@ -106,9 +106,9 @@ def test_a_lost_operation_keeps_what_it_fills_and_lets_go_of_its_works(good_wait
 
     @torch.no_grad()
     def both_passes() -> None:
-        out, lse, call, _ = ring._run_forward(q, k, v, 1.0)
+        out, lse, call, _ = ring.run_forward(q, k, v, 1.0)
         assert good_waits > 0, "forward waits for keys"
-        ring._run_backward(dout, (q, k, v, out, lse), 1.0, call)
+        ring.run_backward(dout, (q, k, v, out, lse), 1.0, call)
 
     with pytest.raises(GroupAborted) as caught:
         both_passes()

@@ -81,8 +81,8 @@ def ring_and_tensors(
 def both_passes(ring: RingAttention, tensors: list[torch.Tensor]) -> None:
     q, k, v, dout = tensors
     with torch.no_grad():
-        out, lse, call, _ = ring._run_forward(q, k, v, 1.0)
-        ring._run_backward(dout, (q, k, v, out, lse), 1.0, call)
+        out, lse, call, _ = ring.run_forward(q, k, v, 1.0)
+        ring.run_backward(dout, (q, k, v, out, lse), 1.0, call)
 
 
 @pytest.mark.parametrize("hops_per_stage", [1, 3])
@@ -154,7 +154,7 @@ def test_own_heads_in_two_halves_give_the_gradients_of_one_run(num_stages: int) 
     plan = rank_plan(case.schedule, 0, 1)
     with torch.no_grad():
         backend = ring._backend_for(q, k)
-        out, lse, *_ = ring._run_forward(q, k, v, 1.0)
+        out, lse, *_ = ring.run_forward(q, k, v, 1.0)
         found = []
         for num_heads in (2, 1):
             tiles = gradients.Gradients(backend, 1.0, dout, q, out, lse, 2)
@@ -214,8 +214,8 @@ def test_where_rows_see_nothing_backward_still_gets_their_lse_as_plus_infinity(
     holes = replace(own, by_rows=own.by_rows[1:], by_keys=own.by_keys[1:])
     monkeypatch.setattr(ring, "_course", lambda _: replace(course, plan=replace(course.plan, stages=(holes,))))
     with torch.no_grad():
-        out, lse, call, _ = ring._run_forward(q, k, v, 1.0)
-        grads = ring._run_backward(dout, (q, k, v, out, lse), 1.0, call)
+        out, lse, call, _ = ring.run_forward(q, k, v, 1.0)
+        grads = ring.run_backward(dout, (q, k, v, out, lse), 1.0, call)
     assert lse[:, :10].eq(float("inf")).all()
     assert lse[:, 10:].isfinite().all()
     assert all(x[:, :10].eq(0).all() for x in (out, *grads))

@@ -47,8 +47,8 @@ def run_by_copies(host: ModelledHost, cases: list[Case], **options: Any) -> list
         for case in cases:
             q, k, v, dout = (case.layout.scatter(x, cp_rank, 1).contiguous() for x in case.tensors())
             ring = RingAttention(case.schedule, cp_rank, group, memory=memory, **options)
-            out, lse, call, _ = ring._run_forward(q, k, v, case.head_dim**-0.5)
-            grads = ring._run_backward(dout, (q, k, v, out, lse), case.head_dim**-0.5, call)
+            out, lse, call, _ = ring.run_forward(q, k, v, case.head_dim**-0.5)
+            grads = ring.run_backward(dout, (q, k, v, out, lse), case.head_dim**-0.5, call)
             results.append(([out, *grads], ring.ledger))
         return results
 

@@ -134,8 +134,8 @@ def both_passes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> tuple[Gra
                 stage_bytes=call.stage_bytes, keep_keys=call.keep_keys,
             )  # fmt: skip
             with slices(call.case, streams) as (q, k, v, dout):
-                out, lse, index, keys = ring._run_forward(q, k, v, 1.0)
-                ring._run_backward(dout, (q, k, v, out, lse), 1.0, index, keys)
+                out, lse, index, keys = ring.run_forward(q, k, v, 1.0)
+                ring.run_backward(dout, (q, k, v, out, lse), 1.0, index, keys)
             streams.run("another's use of kept keys", writes=[] if keys is None else [keys])
         posted.append(group.labels)
     return graph, posted
@@ -264,8 +264,8 @@ def dense_passes(calls: list[DenseCall], monkeypatch: pytest.MonkeyPatch) -> Gra
                 buffers=buffers, hops_per_stage=call.hops_per_stage,
             )  # fmt: skip
             with slices(call.case, streams) as (q, k, v, dout):
-                out, lse, index, _ = ring._run_forward(q, k, v, 1.0)
-                ring._run_backward(dout, (q, k, v, out, lse), 1.0, index)
+                out, lse, index, _ = ring.run_forward(q, k, v, 1.0)
+                ring.run_backward(dout, (q, k, v, out, lse), 1.0, index)
     return graph
 
 

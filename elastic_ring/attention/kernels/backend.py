@@ -25,8 +25,9 @@ class Backend:
     `min_capability` is the least compute capability of a CUDA device. `keeps_type` says that results come
     in the inputs' type, already rounded (else in the accumulation type); `writes_gradients`, that `backward`
     also takes `dk` and `dv` to write to; `grouped_heads`, that K/V heads are not repeated in memory.
-    `by_length` says that it is compiled anew for each length of queries and of keys. `package` is what must be
-    installed beside torch.
+    `by_length` says that it is compiled anew for each length of queries and of keys; `graphable`, that its calls use
+    no device memory but what they are given or take, so that a CUDA graph of them stays true. `package` is what must
+    be installed beside torch.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Backend:
     keeps_type: bool = False
     writes_gradients: bool = False
     by_length: bool = False
+    graphable: bool = True
     package: str | None = None
 
     def refusal(self, device: torch.device | str, dtype: torch.dtype, head_dim: int, deterministic: bool) -> str | None:

@@ -99,6 +99,7 @@ BACKENDS: tuple[Backend, ...] = (
         head_dim_multiple=16,
         keeps_type=True,
         by_length=True,
+        graphable=False,
     ),
     Backend(
         name="aten-cpu",

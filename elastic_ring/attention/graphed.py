@@ -1,0 +1,253 @@
+"""A ring's passes as CUDA graphs: each is one launch of the host, hops included, and a few copies.
+
+Where slices are short, or few blocks are seen, kernels end sooner than Python launches the next ones, and the GPUs wait
+for their hosts. What is captured is what the ring itself runs: same kernels, same order; the same bits where kernels
+repeat theirs. For training loops of one's own whose groups end with their processes. A replay leaves no work that a
+group's timeout or its watchdog could see: a rank that is gone is waited for without end. And NCCL's abort waits until
+all graphs that hold one of its operations are gone (`commDestroySync`; also vllm-project/vllm#39846), so a group that
+must close within a second, as the trainer's do, is not to be captured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+
+from elastic_ring.attention.recomputation import Result
+from elastic_ring.errors import PeerFailed
+
+_Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+NUM_WARM_UPS = 2
+"""Passes before the capture, in which kernels are compiled, connections made and memory taken."""
+
+
+class Graphable(Protocol):
+    """What is asked of a ring: `RingAttention` and `SparseRingAttention` have it."""
+
+    def check_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raises what a call with such tensors would, before anything is sent."""
+
+    def check_graphable(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """Raises `ValueError` where replays would not do what calls with such tensors do."""
+
+    def held(self) -> list[torch.Tensor]:
+        """The memory that calls share, which graphs of them read and write as long as they are there."""
+
+    def run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result: ...
+
+    def run_backward(
+        self,
+        dout: torch.Tensor,
+        saved: tuple[torch.Tensor, ...],
+        scale: float,
+        call_index: int,
+        fetched: torch.Tensor | None = None,
+    ) -> _Three: ...
+
+
+def make_graphed(
+    ring: Graphable,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    copy_grads: bool = True,
+) -> GraphedRing:
+    """`ring`, a `RingAttention` or `SparseRingAttention`, captured for tensors like q (B, S_local, H, D), k and v
+    (B, S_local, Hkv, D). With `copy_grads` False gradients are handed over where the graph wrote them, until its next
+    replay: for projections that take them up at once. A parameter that is reached through views alone, or through
+    sums, would have its `.grad` there, and lose it unseen.
+
+    Collective: every rank captures at the same place, and replays in the same order as the others. One whose capture
+    failed must tell the others, which would wait for it in their first replay. What is run for it, and the capture,
+    count in the ring's ledger; replays do not. Raises what a call would, and `ValueError` for tensors that are not on a
+    GPU, for a ring whose calls are watched, go by copy engines or see blocks that content chose, and for a kernel that
+    forgets memory of its own.
+    """
+    ring.check_call(q, k, v)
+    ring.check_graphable(q, k)
+    if not q.is_cuda:
+        raise ValueError(f"device {q.device}: CUDA graphs are of GPUs; elsewhere call the ring itself")
+    return GraphedRing(_capture(ring, (q, k, v), q.size(-1) ** -0.5 if scale is None else scale), copy_grads)
+
+
+class _Passes:
+    """The two graphs of a ring, and the memory that they read and write wherever the ring has gone on to."""
+
+    def __init__(self, inputs: _Three, out: torch.Tensor, dout: torch.Tensor, grads: _Three) -> None:
+        self.inputs, self.out, self.dout, self.grads = inputs, out, dout, grads
+        self.forward: Any = None
+        self.backward: Any = None
+        self.held: list[Any] = []
+
+
+@torch.no_grad()
+def _capture(ring: Graphable, like: _Three, scale: float) -> _Passes:
+    q, k, v = (x.detach().clone(memory_format=torch.contiguous_format) for x in like)
+    dout = torch.zeros_like(q)
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+
+    def run_backward(result: Result) -> _Three:
+        saved = (q, k, v, result.out, result.lse)
+        return ring.run_backward(dout, saved, scale, result.call_index, result.keys)
+
+    stream = torch.cuda.Stream(q.device)
+    stream.wait_stream(torch.cuda.current_stream(q.device))
+    # Whatever other threads of the process do meanwhile is theirs to do: heartbeats, a group's watchdog.
+    options: Any = {"stream": stream, "capture_error_mode": "thread_local"}
+    with torch.cuda.stream(stream):  # left again also where a capture's own end fails
+        for _ in range(NUM_WARM_UPS):
+            run_backward(ring.run_forward(q, k, v, scale))
+        with torch.cuda.graph(forward, **options):
+            result = ring.run_forward(q, k, v, scale)
+        with torch.cuda.graph(backward, pool=forward.pool(), **options):
+            grads = run_backward(result)
+    passes = _Passes((q, k, v), result.out, dout, grads)
+    passes.forward, passes.backward = forward, backward
+    passes.held = [ring, ring.held(), result]
+    return passes
+
+
+class GraphedRing:
+    """A captured ring, to be called as the ring itself is, with tensors of the shapes and type of its capture.
+
+    `out` lies in the graphs' own memory and holds until the next call; autograd notices where it is still wanted. One
+    serves one layer, whose backward runs before its next forward, and not inside activation checkpointing; each holds
+    its layer's q, k, v, out and their gradients, and what its passes take. Arguments are copied to `inputs`, but for
+    those that lie there already. To be closed before its group is destroyed; `with` does it.
+    """
+
+    def __init__(self, passes: _Passes, copy_grads: bool = True) -> None:
+        self._passes: _Passes | None = passes
+        self._copy_grads = copy_grads
+        self._num_calls = 0
+        self._versions: list[int] = []
+
+    def __enter__(self) -> GraphedRing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D). Raises `ValueError` for other
+        tensors than were captured and once closed; backward raises it where another call came between, or what it reads
+        was changed."""
+        own = self._open().inputs
+        for name, given, kept in zip("qkv", (q, k, v), own, strict=True):
+            if (given.shape, given.dtype, given.device) != (kept.shape, kept.dtype, kept.device):
+                raise ValueError(
+                    f"{name} {tuple(given.shape)} {given.dtype} on {given.device}, captured was"
+                    f" {tuple(kept.shape)} {kept.dtype} on {kept.device}: make another for these"
+                )
+            if any(_share(given, other) for other in own if other is not kept):
+                raise ValueError(f"{name} lies where another argument is copied to: clone it")
+        out: torch.Tensor = _Replay.apply(q, k, v, self)
+        return out
+
+    @property
+    def inputs(self) -> _Three:
+        """q, k and v as the graphs read them."""
+        q, k, v = self._open().inputs
+        return q.detach(), k.detach(), v.detach()
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Let go of the graphs, once their last replay is over. More than once is fine.
+
+        Raises `PeerFailed` where a replay is still under way then, and can be closed again: it waits for a rank that
+        did not replay. Have another thread abort the group meanwhile: that lets the replay end, and waits for this.
+        """
+        passes = self._passes
+        if passes is None:
+            return
+        _wait_for_device(passes.out.device, timeout_s)
+        self._passes = None
+        try:
+            passes.forward.reset()
+        finally:
+            passes.backward.reset()
+
+    def run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """(out, the number of this call)."""
+        passes = self._open()
+        for own, given in zip(passes.inputs, (q, k, v), strict=True):
+            _put(own, given)
+        self._num_calls += 1
+        increment_version(passes.out)  # what a replay writes torch does not see
+        passes.forward.replay()
+        self._versions = _versions((*passes.inputs, passes.out))
+        return passes.out, self._num_calls
+
+    def run_backward(self, dout: torch.Tensor, number: int) -> tuple[torch.Tensor, ...]:
+        """dq, dk, dv of the call `number`."""
+        passes, later = self._open(), self._num_calls - number
+        if later:
+            raise ValueError(
+                f"the graphed ring's call {number} has lost its results to {later} later one(s), made before its"
+                " backward: make one for each layer, one for evaluation, and none inside activation checkpointing"
+            )
+        now = zip(("q", "k", "v", "out"), self._versions, _versions((*passes.inputs, passes.out)), strict=True)
+        changed = [name for name, before, after in now if before != after]
+        if changed:
+            raise ValueError(f"{', '.join(changed)} of a graphed ring changed before its backward, which reads it")
+        _put(passes.dout, dout)
+        passes.backward.replay()
+        # Whoever accumulates gradients takes one over as it is, if nobody else has it.
+        return tuple(x.clone() for x in passes.grads) if self._copy_grads else passes.grads
+
+    def _open(self) -> _Passes:
+        if self._passes is None:
+            raise ValueError("this graphed ring is closed: make another, on a group that is there")
+        return self._passes
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: GraphedRing) -> torch.Tensor:
+        out, ctx.number = ring.run_forward(q, k, v)
+        ctx.ring = ring
+        return out.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (*ctx.ring.run_backward(dout, ctx.number), None)
+
+
+def _put(own: torch.Tensor, given: torch.Tensor) -> None:
+    if own.data_ptr() != given.data_ptr() or not given.is_contiguous():
+        own.copy_(given)
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
+
+
+def _wait_for_device(device: torch.device, timeout_s: float) -> None:
+    """Until all that was launched on the current stream is over. Raises `PeerFailed` if that takes longer."""
+    if device.type != "cuda":
+        return
+    end, deadline = torch.cuda.Event(), time.monotonic() + timeout_s
+    end.record(torch.cuda.current_stream(device))
+    while not end.query():
+        if time.monotonic() > deadline:
+            raise PeerFailed(
+                f"a replay of a graphed ring is not over after {timeout_s} s: a rank did not replay with this one;"
+                " abort the group from another thread and close again",
+                timeout_s=timeout_s,
+            )
+        time.sleep(0.001)
