@@ -54,8 +54,8 @@ from jobs.peers.attention_systems import IN_A_ROW, at_least_one, one_backward_th
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 SINGLE, DENSE = "one GPU", "dense ring"
-GRAPHED = """the rings' passes as CUDA graphs: with arguments and gradients copied, or where the graphs have them; bytes
-and waits are those of passes without, and peaks leave the graphs' memory out"""
+GRAPHED = """sparse rings' passes as CUDA graphs: arguments and gradients copied, or where the graphs have them; bytes
+and waits are of passes without, and peaks leave the graphs' memory out"""
 
 
 @dataclass

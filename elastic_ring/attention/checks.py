@@ -6,6 +6,7 @@ Only checks that one rank can make alone; no communication may enter.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from elastic_ring.attention.exchange import Group
 from elastic_ring.attention.layout import Layout
@@ -55,9 +56,14 @@ def check_local_length(q: torch.Tensor, layout: Layout, cp_rank: int) -> None:
         )
 
 
-def check_unwatched(observer: object, ledger: HopLedger) -> None:
-    """For a graph, whose replays pass through no Python."""
+def check_captured(observer: object, ledger: HopLedger, group: Group | None, device: torch.device) -> None:
+    """For a CUDA graph, whose replays pass through no Python: it holds what NCCL put on the device, no more."""
     if observer is not None:
         raise ValueError("the ring has an observer, which no replay would call; leave observer out")
     if ledger.keep_events:
         raise ValueError("keep_events=True: the events of a graph tell no times; set it False")
+    if group is None:
+        return
+    backend: object = group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group
+    if not isinstance(backend, getattr(dist, "ProcessGroupNCCL", ())):
+        raise ValueError(f"the ring's group works through {type(backend).__name__}; a CUDA graph holds NCCL's alone")

@@ -11,7 +11,8 @@ must close within a second, as the trainer's do, is not to be captured.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -63,14 +64,14 @@ def make_graphed(
 ) -> GraphedRing:
     """`ring`, a `RingAttention` or `SparseRingAttention`, captured for tensors like q (B, S_local, H, D), k and v
     (B, S_local, Hkv, D). With `copy_grads` False gradients are handed over where the graph wrote them, until its next
-    replay: for projections that take them up at once. A parameter that is reached through views alone, or through
-    sums, would have its `.grad` there, and lose it unseen.
+    replay: for projections that take them up at once. A parameter that is reached through views alone would have its
+    `.grad` there, and lose it unseen.
 
     Collective: every rank captures at the same place, and replays in the same order as the others. One whose capture
     failed must tell the others, which would wait for it in their first replay. What is run for it, and the capture,
     count in the ring's ledger; replays do not. Raises what a call would, and `ValueError` for tensors that are not on a
-    GPU, for a ring whose calls are watched, go by copy engines or see blocks that content chose, and for a kernel that
-    forgets memory of its own.
+    GPU, for a ring whose calls are watched, go by another way than NCCL or see blocks that content chose, and for a
+    kernel that forgets memory of its own.
     """
     ring.check_call(q, k, v)
     ring.check_graphable(q, k)
@@ -86,9 +87,16 @@ class _Passes:
         self.inputs, self.out, self.dout, self.grads = inputs, out, dout, grads
         self.forward: Any = None
         self.backward: Any = None
+        self.over: Any = None  # the event behind the last replay
         self.held: list[Any] = []
 
+    def mark(self) -> None:
+        """Behind a replay, on its stream."""
+        if self.over is not None:
+            self.over.record(torch.cuda.current_stream(self.out.device))
 
+
+@torch.inference_mode(False)
 @torch.no_grad()
 def _capture(ring: Graphable, like: _Three, scale: float) -> _Passes:
     q, k, v = (x.detach().clone(memory_format=torch.contiguous_format) for x in like)
@@ -103,26 +111,48 @@ def _capture(ring: Graphable, like: _Three, scale: float) -> _Passes:
     stream.wait_stream(torch.cuda.current_stream(q.device))
     # Whatever other threads of the process do meanwhile is theirs to do: heartbeats, a group's watchdog.
     options: Any = {"stream": stream, "capture_error_mode": "thread_local"}
-    with torch.cuda.stream(stream):  # left again also where a capture's own end fails
-        for _ in range(NUM_WARM_UPS):
-            run_backward(ring.run_forward(q, k, v, scale))
-        with torch.cuda.graph(forward, **options):
-            result = ring.run_forward(q, k, v, scale)
-        with torch.cuda.graph(backward, pool=forward.pool(), **options):
-            grads = run_backward(result)
+    try:
+        with torch.cuda.stream(stream):  # left again also where a capture's own end fails
+            for _ in range(NUM_WARM_UPS):
+                run_backward(ring.run_forward(q, k, v, scale))
+            with capturing(forward, **options):
+                result = ring.run_forward(q, k, v, scale)
+            with capturing(backward, pool=forward.pool(), **options):
+                grads = run_backward(result)
+    except BaseException:
+        forward.reset()  # else it would live as long as the error, and the group's end wait for it
+        raise
     passes = _Passes((q, k, v), result.out, dout, grads)
-    passes.forward, passes.backward = forward, backward
+    passes.forward, passes.backward, passes.over = forward, backward, torch.cuda.Event()
     passes.held = [ring, ring.held(), result]
     return passes
+
+
+@contextmanager
+def capturing(graph: Any, **options: Any) -> Iterator[None]:
+    """`torch.cuda.graph`, but what went wrong inside is what is raised: a broken capture's end has its own error."""
+    first: BaseException | None = None
+    try:
+        with torch.cuda.graph(graph, **options):
+            try:
+                yield
+            except BaseException as error:
+                first = error
+                raise
+    except BaseException as last:
+        if first is None or last is first:
+            raise
+        raise first from None
 
 
 class GraphedRing:
     """A captured ring, to be called as the ring itself is, with tensors of the shapes and type of its capture.
 
     `out` lies in the graphs' own memory and holds until the next call; autograd notices where it is still wanted. One
-    serves one layer, whose backward runs before its next forward, and not inside activation checkpointing; each holds
-    its layer's q, k, v, out and their gradients, and what its passes take. Arguments are copied to `inputs`, but for
-    those that lie there already. To be closed before its group is destroyed; `with` does it.
+    serves one layer, whose backward runs before its next forward, on one stream, and not inside activation
+    checkpointing; each holds its layer's q, k, v, out and their gradients, and what its passes take. Arguments are
+    copied to `inputs`, but for those that lie there already. To be closed before its group is destroyed; `with` does
+    it, unless an error comes through it while a replay is still under way.
     """
 
     def __init__(self, passes: _Passes, copy_grads: bool = True) -> None:
@@ -137,12 +167,18 @@ class GraphedRing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close(timeout_s=1.0)
+        except Exception as failed:  # the error that ends the block is the one to be told
+            error.add_note(f"a graphed ring was not closed: {failed}")
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D). Raises `ValueError` for other
         tensors than were captured and once closed; backward raises it where another call came between, or what it reads
-        was changed."""
+        was changed by torch's operations (other kernels it does not see)."""
         own = self._open().inputs
         for name, given, kept in zip("qkv", (q, k, v), own, strict=True):
             if (given.shape, given.dtype, given.device) != (kept.shape, kept.dtype, kept.device):
@@ -170,7 +206,8 @@ class GraphedRing:
         passes = self._passes
         if passes is None:
             return
-        _wait_for_device(passes.out.device, timeout_s)
+        if passes.over is not None:
+            _wait_for(passes.over, timeout_s)
         self._passes = None
         try:
             passes.forward.reset()
@@ -185,6 +222,7 @@ class GraphedRing:
         self._num_calls += 1
         increment_version(passes.out)  # what a replay writes torch does not see
         passes.forward.replay()
+        passes.mark()
         self._versions = _versions((*passes.inputs, passes.out))
         return passes.out, self._num_calls
 
@@ -202,6 +240,7 @@ class GraphedRing:
             raise ValueError(f"{', '.join(changed)} of a graphed ring changed before its backward, which reads it")
         _put(passes.dout, dout)
         passes.backward.replay()
+        passes.mark()
         # Whoever accumulates gradients takes one over as it is, if nobody else has it.
         return tuple(x.clone() for x in passes.grads) if self._copy_grads else passes.grads
 
@@ -237,13 +276,10 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
-def _wait_for_device(device: torch.device, timeout_s: float) -> None:
-    """Until all that was launched on the current stream is over. Raises `PeerFailed` if that takes longer."""
-    if device.type != "cuda":
-        return
-    end, deadline = torch.cuda.Event(), time.monotonic() + timeout_s
-    end.record(torch.cuda.current_stream(device))
-    while not end.query():
+def _wait_for(over: Any, timeout_s: float) -> None:
+    """Until the last replay is over. Raises `PeerFailed` if that takes longer."""
+    deadline = time.monotonic() + timeout_s
+    while not over.query():
         if time.monotonic() > deadline:
             raise PeerFailed(
                 f"a replay of a graphed ring is not over after {timeout_s} s: a rank did not replay with this one;"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from elastic_ring.attention.checks import check_group, check_local_length, check_tensors, check_unwatched
+from elastic_ring.attention.checks import check_captured, check_group, check_local_length, check_tensors
 from elastic_ring.attention.exchange import Group, HopBuffers, HopExchange, HopLedger
 from elastic_ring.attention.gradients import Gradients, OwnGradients, part, partial_dtype, running_dtype
 from elastic_ring.attention.kernels.table import Backend, select
@@ -128,7 +128,7 @@ class RingAttention(KeepsResults):
 
     def check_graphable(self, q: torch.Tensor, k: torch.Tensor) -> None:
         """Raises `ValueError` where a CUDA graph of calls with such tensors would not do what they do."""
-        check_unwatched(self._observer, self.ledger)
+        check_captured(self._observer, self.ledger, self._group, q.device)
         if self._memory is not None:
             raise ValueError("the ring has a memory, whose flags count messages and so fit one pass; leave memory out")
         backend = self._backend_for(q, k)

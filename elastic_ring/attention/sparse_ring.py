@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from elastic_ring.attention.block_kernels import SparseKernel, select_sparse
 from elastic_ring.attention.block_pass import BlockPass
-from elastic_ring.attention.checks import check_group, check_local_length, check_tensors, check_unwatched
+from elastic_ring.attention.checks import check_captured, check_group, check_local_length, check_tensors
 from elastic_ring.attention.device_blocks import DeviceBlocks, on_device
 from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger
 from elastic_ring.attention.kernels import masked_cpu
@@ -148,7 +148,7 @@ class SparseRingAttention(KeepsResults):
         self._next_call_index = 0
 
     def check_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raises as a call does, before anything is sent; the kernel is proven by then."""
+        """Raises as a call does, before anything is sent."""
         check_tensors(q, k, v)
         check_local_length(q, self.schedule.layout, self.cp_rank)
         if (q.size(2), k.size(2)) != (self.schedule.num_heads, self.schedule.num_kv_heads):
@@ -158,13 +158,13 @@ class SparseRingAttention(KeepsResults):
             )
         if self._in_blocks(q):
             self._keeps(self._blocks_for(q))
-        else:
-            if (failure := masked_cpu.self_test(q.dtype, q.size(-1))) is not None:
-                raise RunFailed(f"the sparse CPU kernel fails its self-test: {failure}")
+            self._sparse_kernel(q)
+        elif (failure := masked_cpu.self_test(q.dtype, q.size(-1))) is not None:
+            raise RunFailed(f"the sparse CPU kernel fails its self-test: {failure}")
 
     def check_graphable(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Raises `ValueError` where a CUDA graph of calls would not do what they do."""
-        check_unwatched(self._observer, self.ledger)
+        """Raises `ValueError` where a graph of calls would not do what they do."""
+        check_captured(self._observer, self.ledger, self._group, q.device)
         if self.schedule.for_one_call:
             raise ValueError("the schedule is of blocks that content chose for one call; plan a static pattern")
 

@@ -112,6 +112,24 @@ def layers_in_turn(cp_rank: int, cp: int) -> None:
                 assert torch.equal(got, want)
 
 
+def in_place(cp_rank: int, cp: int) -> None:
+    """Arguments written where graphs read them, gradients taken up where they leave them, on a stream of its own."""
+    case = block_case("bigbird", cp, "zigzag", head_dim=128, dtype=torch.bfloat16)
+    ring = SparseRingAttention(case.schedule, cp_rank, dist.group.WORLD, deterministic=False)
+    inputs = [_draw(case, cp_rank, seed) for seed in range(3)]
+    with make_graphed(ring, *inputs[0][:3], copy_grads=False) as graphed, torch.cuda.stream(torch.cuda.Stream()):
+        for each in inputs:
+            want = _both(ring, each)
+            for own, given in zip(graphed.inputs, each[:3], strict=True):
+                own.copy_(given)
+            leaves = [x.requires_grad_() for x in graphed.inputs]
+            out = graphed(*leaves)
+            found = [out.detach(), *torch.autograd.grad(out, leaves, each[3])]
+            assert torch.equal(found[0], want[0])
+            for got, exact in zip(found[1:], want[1:], strict=True):
+                assert (got.double() - exact.double()).norm() <= 3e-3 * exact.double().norm()
+
+
 def larger_ones_between(cp_rank: int, cp: int) -> None:
     """Another ring of the same buffers asks for larger ones: the graphs go on in theirs."""
     buffers = HopBuffers()
@@ -165,7 +183,7 @@ def aborted_while_a_replay_waits(cp_rank: int, cp: int) -> None:
 
 
 WORKS = (
-    dense_rings, sparse_rings, layers_in_turn, larger_ones_between, aborted_while_a_replay_waits,
+    dense_rings, sparse_rings, layers_in_turn, in_place, larger_ones_between, aborted_while_a_replay_waits,
     deterministic_sparse_ring,
 )  # fmt: skip
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from elastic_ring.attention.content import Chosen
 from elastic_ring.attention.exchange import HopBuffers, HopLedger
 from elastic_ring.attention.families import BigBird
-from elastic_ring.attention.graphed import GraphedRing, make_graphed
+from elastic_ring.attention.graphed import GraphedRing, _Passes, capturing, make_graphed
 from elastic_ring.attention.kernels.table import BACKENDS
 from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.pattern import Pattern
@@ -24,6 +26,7 @@ from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.attention.sparse_schedule import plan_sparse
+from elastic_ring.errors import PeerFailed
 
 
 def _ring(**options: Any) -> RingAttention:
@@ -81,23 +84,61 @@ def test_what_a_call_refuses_a_capture_refuses(make: Any) -> None:
             make_graphed(make(), q, k[:, :, :1], v[:, :, :1])
 
 
-def test_what_a_ring_holds_outlives_its_replacement() -> None:
+def test_what_is_held_is_what_the_buffers_are_just_now() -> None:
     buffers = HopBuffers()
-    small = buffers.get("keys", 0, (2, 4), torch.float32, torch.device("cpu"))
-    held = _sparse_ring(buffers=buffers).held()
-    buffers.get("keys", 0, (2, 8), torch.float32, torch.device("cpu"))
-    assert [x.data_ptr() for x in held] == [small.data_ptr()]
-    assert [x.data_ptr() for x in _ring(buffers=buffers).held()] != [small.data_ptr()]
+    rings = [_ring(buffers=buffers), _sparse_ring(buffers=buffers)]
+    for size in (4, 8):
+        made = buffers.get("keys", 0, (2, size), torch.float32, torch.device("cpu"))
+        assert all([x.data_ptr() for x in ring.held()] == [made.data_ptr()] for ring in rings)
 
 
-class _Eager:
+def test_a_group_that_works_on_the_host_is_refused() -> None:
+    class Gloo:
+        def rank(self) -> int:
+            return 0
+
+        def size(self) -> int:
+            return 1
+
+    schedule = plan(Pattern(), make_layout("contiguous", 64, 1))
+    with pytest.raises(ValueError, match="works through Gloo; a CUDA graph holds NCCL"):
+        make_graphed(RingAttention(schedule, 0, cast(Any, Gloo())), *_tensors())
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"works through .*Gloo"):
+            make_graphed(RingAttention(schedule, 0, dist.group.WORLD), *_tensors())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_what_went_wrong_in_a_capture_is_what_is_raised(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def graph(_: Any, **options: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if broken:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with pytest.raises(KeyError, match="the first") as found, capturing(None):
+        raise KeyError("the first")
+    assert found.value.__cause__ is None
+    if broken:
+        with pytest.raises(RuntimeError, match="previous error"), capturing(None):
+            pass
+
+
+class _Eager(_Passes):
     """Passes without graphs, into memory of their own, of which torch notices nothing, as of a graph's: what is tested
     is what surrounds them."""
 
     def __init__(self) -> None:
-        self.inputs = tuple(_tensors())
-        self.dout, self.out = torch.zeros(1, 64, 2, 16), torch.zeros(1, 64, 2, 16)
-        self.grads = tuple(torch.zeros(1, 64, 2, 16) for _ in range(3))
+        q, k, v = _tensors()
+        out, dout, *grads = (torch.zeros(1, 64, 2, 16) for _ in range(5))
+        super().__init__((q, k, v), out, dout, (grads[0], grads[1], grads[2]))
         self.ring, self.result = _ring(), Result(self.out, self.out, 0)
         self.forward, self.backward = _Replayed(self._run_forward), _Replayed(self._run_backward)
 
@@ -128,7 +169,7 @@ class _Replayed:
 
 
 def _graphed() -> GraphedRing:
-    return GraphedRing(cast(Any, _Eager()))
+    return GraphedRing(_Eager())
 
 
 def test_a_call_copies_its_arguments_and_its_gradients_are_those_of_the_ring() -> None:
@@ -161,7 +202,7 @@ def test_gradients_of_leaves_and_their_views_accumulate_as_the_rings_do() -> Non
 
 def test_gradients_that_are_not_copied_are_still_no_leafs_own() -> None:
     passes, dout = _Eager(), torch.randn(1, 64, 2, 16)
-    graphed, leaves = GraphedRing(cast(Any, passes), copy_grads=False), [x.requires_grad_() for x in _tensors()]
+    graphed, leaves = GraphedRing(passes, copy_grads=False), [x.requires_grad_() for x in _tensors()]
     out = graphed(*leaves)
     handed = torch.autograd.grad(out, leaves, dout, retain_graph=True)
     assert [x.data_ptr() for x in handed] == [x.data_ptr() for x in passes.grads]
@@ -243,7 +284,7 @@ def test_what_backward_reads_and_somebody_changed_gives_no_gradients(name: str) 
 def test_closing_lets_go_of_both_graphs_whatever_one_says_and_of_each_once() -> None:
     passes = _Eager()
     passes.forward.broken = True
-    graphed = GraphedRing(cast(Any, passes))
+    graphed = GraphedRing(passes)
     with pytest.raises(RuntimeError, match="broken"):
         graphed.close()
     graphed.close()
@@ -253,8 +294,51 @@ def test_closing_lets_go_of_both_graphs_whatever_one_says_and_of_each_once() -> 
             ask()
 
 
+@dataclass
+class _Event:
+    """Of a device: over after so many questions. What is behind it, on which stream, is for a GPU to show."""
+
+    num_questions: int
+    num_records: int = 0
+
+    def record(self, _: Any) -> None:
+        self.num_records += 1
+
+    def query(self) -> bool:
+        self.num_questions -= 1
+        return self.num_questions < 0
+
+
+def test_a_replay_under_way_is_waited_for_and_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    passes = _Eager()
+    passes.over = event = _Event(10**9)
+    graphed = GraphedRing(passes)
+    graphed(*(x.requires_grad_() for x in _tensors())).sum().backward()
+    assert event.num_records == 2  # behind each replay
+    with pytest.raises(PeerFailed, match="a rank did not replay with this one"):
+        graphed.close(timeout_s=0.01)
+    assert passes.forward.num_resets == 0
+    event.num_questions = 3
+    graphed.close()
+    assert (passes.forward.num_resets, passes.backward.num_resets) == (1, 1)
+
+
+def test_an_error_that_ends_a_with_is_told_with_what_was_not_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = _Eager()
+    passes.forward.broken = True
+
+    def block() -> None:
+        with GraphedRing(passes):
+            raise KeyError("the first")
+
+    with pytest.raises(KeyError, match="the first") as found:
+        block()
+    assert found.value.__notes__ == ["a graphed ring was not closed: broken"]
+
+
 def test_with_closes() -> None:
     passes = _Eager()
-    with GraphedRing(cast(Any, passes)) as graphed:
+    with GraphedRing(passes) as graphed:
         graphed(*_tensors())
     assert (passes.forward.num_resets, passes.backward.num_resets) == (1, 1)
