@@ -50,6 +50,7 @@ BOTH_STRUCK = (3, 2)  # first and second of a pair: whatever each of them held, 
 STEPS_BETWEEN_KILLS = 2
 MOMENT_S = 0.4
 SETTLED_KILLS = 5
+STEPS_AFTER = 6
 
 
 def kill_once(run: drills.Watcher, number: int, num_spares: int, paced: int) -> dict[str, Any]:
@@ -89,10 +90,12 @@ def kill_once(run: drills.Watcher, number: int, num_spares: int, paced: int) -> 
     return {**row, "memory": memory, "spares": num_there, "action": recovery["action"]}
 
 
-def all_kills(args: argparse.Namespace, run: drills.Watcher) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows of `--kills`, then those of `--in-building`."""
+def all_kills(args: argparse.Namespace, run: drills.Watcher) -> dict[str, Any]:
+    """The rows of `--kills`, how long the steps after them took, then the rows of `--in-building`."""
     rows = kill_again_and_again(run, args.kills, args.spares, args.paced, args.limit_s) if args.kills else []
-    return rows, [kill_two(run, number, args.spares) for number in range(args.in_building)]
+    after = [round(seconds, 3) for seconds in steps_after(run.steps())]
+    pairs = [kill_two(run, number, args.spares) for number in range(args.in_building)]
+    return {"kills": rows, "steps_after_s": after, "pairs": pairs}
 
 
 def kill_again_and_again(
@@ -108,6 +111,16 @@ def kill_again_and_again(
     pid = next(member["pid"] for member in run.status()["members"] if member["global_rank"] == 0)
     rows[-1]["memory_after"] = [round(gib, 2) for gib in memory_gib(pid)]
     return rows
+
+
+def steps_after(steps: list[dict[str, Any]]) -> list[float]:
+    """Seconds from commit to commit up to the second, third, ... step of a generation, medians over all generations
+    but the first that had so many: what a step costs in which members settle, beside its neighbours."""
+    committed: dict[int, list[float]] = {}
+    for step in steps:
+        committed.setdefault(step["generation"], []).append(step["committed_monotonic_s"])
+    long = [times for times in list(committed.values())[1:] if len(times) >= STEPS_AFTER]
+    return [median(times[n] - times[n - 1] for times in long) for n in range(1, STEPS_AFTER)] if long else []
 
 
 def kill_two(run: drills.Watcher, number: int, num_spares: int) -> dict[str, Any]:
@@ -196,7 +209,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     drills.show(f"  equal to the run without faults: {figures['same'][name]}")
             if args.kills or args.in_building:
                 trainer = run.trainer(folder, "killed", NEVER)
-                figures["kills"], figures["pairs"] = drills.train_while(trainer, partial(all_kills, args))
+                figures |= drills.train_while(trainer, partial(all_kills, args))
         finally:
             if args.keep_logs:
                 drills.keep_logs(folder, Path(args.keep_logs))
@@ -222,6 +235,8 @@ def report(figures: dict[str, Any]) -> tuple[str, list[str]]:
             f"median of detect + close + heal {still:.3f} s in the first {figures['paced']} (limit {LIMIT_S} s), "
             f"{median(stills):.3f} s in all {len(rows)}; of the rerun "
             f"{median(row['rerun_s'] for row in rows):.3f} s; transfer at {100 * share:.0f} % of the plain copy\n"
+            f"seconds of the 2nd, 3rd, ... step of a generation that had {STEPS_AFTER}, without the first: "
+            f"{', '.join(map(str, figures.get('steps_after_s', []))) or 'not known'}\n"
             "GiB of rank 0's process, and in use on each GPU:"
         )
         for row in rows:

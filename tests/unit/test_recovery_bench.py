@@ -39,6 +39,18 @@ def test_growth_is_the_slope_over_kills_with_the_standbys_contexts_taken_off() -
     assert bench.slope([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)]) == pytest.approx(2.0)
 
 
+def test_steps_after_a_recovery_are_medians_by_their_place_in_a_generation() -> None:
+    """The first generation is no recovery's, and one that was cut short says nothing."""
+    lengths = {0: [9.0] * 8, 1: [0.5, 0.7, 0.5, 0.4, 0.5], 2: [0.5, 0.9, 0.3, 0.4, 0.5, 0.1], 3: [7.0]}
+    steps, now = [], 0.0
+    for generation, seconds in lengths.items():
+        for each in [3.0, *seconds]:
+            now += each
+            steps.append({"generation": generation, "committed_monotonic_s": now})
+    assert bench.steps_after(steps) == pytest.approx([0.5, 0.8, 0.4, 0.4, 0.5])
+    assert bench.steps_after(steps[:9]) == []
+
+
 @pytest.mark.parametrize("name", bench.FAULTS)
 def test_every_planned_kill_is_a_schedule_that_ends_within_the_short_run(name: str) -> None:
     faults = parse_faults(bench.FAULTS[name].format(step=6, last=3))
