@@ -119,8 +119,11 @@ def _capture(ring: Graphable, like: _Three, scale: float) -> _Passes:
                 result = ring.run_forward(q, k, v, scale)
             with capturing(backward, pool=forward.pool(), **options):
                 grads = run_backward(result)
-    except BaseException:
-        forward.reset()  # else it would live as long as the error, and the group's end wait for it
+    except BaseException as error:
+        try:
+            forward.reset()  # else it would live as long as the error, and the group's end wait for it
+        except RuntimeError as failed:
+            error.add_note(f"the graph of forward was not let go of: {failed}")
         raise
     passes = _Passes((q, k, v), result.out, dout, grads)
     passes.forward, passes.backward, passes.over = forward, backward, torch.cuda.Event()

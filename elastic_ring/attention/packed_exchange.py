@@ -154,7 +154,7 @@ class PackedExchange:
         begun, self._source = self._source is not None, None
         if begun and self._like.is_cuda and torch.cuda.is_current_stream_capturing():
             # All that ran there has been waited for; a graph wants to see the stream itself come back.
-            torch.cuda.current_stream(self._like.device).wait_stream(self._buffers.stream(self._like.device))
+            self._wait_for_gathering()
 
     def abandon(self) -> list[torch.Tensor]:
         """Give up after an error: let go of the group and its works, return the buffers of those under way. On a GPU
@@ -165,7 +165,7 @@ class PackedExchange:
         self._group = None
         # What was gathered there must not outlive what it was gathered from.
         if self._source is not None and self._like.is_cuda:
-            torch.cuda.current_stream(self._like.device).wait_stream(self._buffers.stream(self._like.device))
+            self._wait_for_gathering()
         self._source = None
         self._first_keys.clear()
         return buffers + self._buffers.drop()
@@ -225,6 +225,10 @@ class PackedExchange:
             yield
         finally:
             torch.cuda.set_stream(kernels)
+
+    def _wait_for_gathering(self) -> None:
+        """The kernels launched from now on run after what is on the stream beside."""
+        torch.cuda.current_stream(self._like.device).wait_stream(self._buffers.stream(self._like.device))
 
     def _wait_for_kernels(self) -> None:
         """What is put on the stream beside from now on runs after the kernels launched so far."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from elastic_ring.attention.content import Chosen
 from elastic_ring.attention.exchange import HopBuffers, HopLedger
 from elastic_ring.attention.families import BigBird
-from elastic_ring.attention.graphed import GraphedRing, _Passes, capturing, make_graphed
+from elastic_ring.attention.graphed import NUM_WARM_UPS, GraphedRing, _capture, _Passes, capturing, make_graphed
 from elastic_ring.attention.kernels.table import BACKENDS
 from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.pattern import Pattern
@@ -129,6 +130,49 @@ def test_what_went_wrong_in_a_capture_is_what_is_raised(broken: bool, monkeypatc
     if broken:
         with pytest.raises(RuntimeError, match="previous error"), capturing(None):
             pass
+
+
+@dataclass
+class _Graph:
+    num_resets: int = 0
+
+    def pool(self) -> int:
+        return 0
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+
+@pytest.mark.parametrize("fails_at", [1, NUM_WARM_UPS + 1], ids=["a warm-up", "the capture of backward"])
+def test_a_capture_that_fails_tells_why_and_leaves_no_graph_of_forward(
+    fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device's part is left out: what is shown is what Python does round it."""
+    graphs: list[_Graph] = []
+
+    @contextmanager
+    def nothing(*_: Any, **options: Any) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graphs.append(_Graph()) or graphs[-1])
+    for name in ("graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, nothing)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: SimpleNamespace(wait_stream=lambda other: None))
+    ring, calls = _ring(), []
+
+    def run_backward(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == fails_at:
+            raise PeerFailed("rank 1 is gone")
+        return RingAttention.run_backward(ring, *arguments)
+
+    monkeypatch.setattr(ring, "run_backward", run_backward)
+    q, k, v = _tensors()
+    with pytest.raises(PeerFailed, match="rank 1 is gone"):
+        _capture(ring, (q, k, v), 0.25)
+    assert len(calls) == fails_at
+    assert [graph.num_resets for graph in graphs] == [1, 0]
 
 
 class _Eager(_Passes):
