@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockTables
+from elastic_ring.attention.kernels.flex import masked
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 _Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -94,17 +95,6 @@ def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables
 
 
 # ------------------------------------------------------------ FlexAttention
-
-NUM_VARIANTS = 256
-"""More shapes than torch.compile takes by default before it gives up, which here would write all scores down."""
-
-
-@lru_cache(maxsize=1)
-def _flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
-
 
 def _causal(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     return row >= column
@@ -191,12 +181,8 @@ def _padded(x: torch.Tensor, num_blocks: int) -> torch.Tensor:
 def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
     """As `flash`; lse is differentiable too."""
     num_q, num_k = padded_blocks(tables)
-    wide = (_padded(x, num).transpose(1, 2) for x, num in ((q, num_q), (k, num_k), (v, num_k)))
-    with torch._dynamo.config.patch(recompile_limit=NUM_VARIANTS):
-        out, lse = _flex()(
-            *wide, block_mask=flex_mask(tables), scale=scale, enable_gqa=q.size(2) != k.size(2), return_lse=True
-        )
-    return out.transpose(1, 2)[:, : q.size(1)], lse.transpose(1, 2)[:, : q.size(1)]
+    out, lse = masked(_padded(q, num_q), _padded(k, num_k), _padded(v, num_k), flex_mask(tables), scale)
+    return out[:, : q.size(1)], lse[:, : q.size(1)]
 
 
 def flex_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:

@@ -11,15 +11,36 @@ from typing import Any
 import torch
 
 NUM_VARIANTS = 256
-"""As in `block_sparse`, whose variants count as those of the same function: a ring of two alone takes six, and a
-call beyond the limit would write all scores down."""
+"""More shapes than torch.compile takes by default before it gives up, which here would write all scores down: dense
+tiles and block-sparse ones count together, a ring of two alone takes six, each plan of blocks a few."""
 
 
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    def by_token(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any, scale: float, enable_gqa: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Head by head in here, not outside: what leaves a compiled function in any other than its plain order may have
+        # its gradient copied into that one before backward begins.
+        out, lse = flex_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+            block_mask=block_mask, scale=scale, enable_gqa=enable_gqa, return_lse=True,
+        )  # fmt: skip
+        return out.transpose(1, 2), lse
+
+    return torch.compile(by_token, dynamic=False, fullgraph=True)
+
+
+def masked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, Sq, H, D), k and v (B, Sk, Hkv, D), a BlockMask or None to out (B, Sq, H, D) and natural-log lse
+    (B, Sq, H), fp32, both differentiable."""
+    with torch._dynamo.config.patch(recompile_limit=NUM_VARIANTS):
+        out, lse = _compiled()(q, k, v, mask, scale, q.size(2) != k.size(2))
+    return out, lse.transpose(1, 2)
 
 
 @lru_cache(maxsize=64)
@@ -35,11 +56,7 @@ def _causal_mask(num_rows: int, device: torch.device) -> Any:
 def _run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = _causal_mask(q.size(1), q.device) if causal else None
-    wide = (x.transpose(1, 2) for x in (q, k, v))
-    with torch._dynamo.config.patch(recompile_limit=NUM_VARIANTS):
-        out, lse = _compiled()(*wide, block_mask=mask, scale=scale, enable_gqa=q.size(2) != k.size(2), return_lse=True)
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    return masked(q, k, v, _causal_mask(q.size(1), q.device) if causal else None, scale)
 
 
 def forward(
