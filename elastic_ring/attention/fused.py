@@ -1,4 +1,5 @@
-"""Triton kernels for a ring's sums and rows: merging (out, lse), adding gradient shares, picking what is sent.
+"""Triton kernels for a ring's sums and rows: merging (out, lse), weighing gradients, adding their shares, picking what
+is sent.
 
 Each reads what it needs of its operands once and writes the result once, forming sums in fp32 registers; the eager
 twins in `merge` and `packing` say what is computed. Imported only where tensors of a GPU meet them.
@@ -128,6 +129,34 @@ def _gather_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(target + packed_kind, v, mask=mask)
 
 
+@triton.jit
+def _own_gradients_kernel(  # type: ignore[no-untyped-def]
+    weighted_ptr, dlse_ptr, dout_ptr, own_ptr, own_lse_ptr, out_ptr, lse_ptr,
+    num_rows, num_heads,
+    weighted_b, weighted_s, dout_b, dout_s, own_b, own_s, out_b, out_s,
+    dlse_b, dlse_s, dlse_h, own_lse_b, own_lse_s, own_lse_h, lse_b, lse_s, lse_h,
+    head_dim: tl.constexpr, padded_dim: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(1).to(tl.int64)
+    lanes = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = lanes < num_rows * num_heads
+    row = lanes // num_heads
+    head = lanes % num_heads
+    dim = tl.arange(0, padded_dim)
+    mask = inside[:, None] & (dim < head_dim)[None, :]
+    column = head[:, None] * head_dim + dim[None, :]
+    own_lse = tl.load(own_lse_ptr + batch * own_lse_b + row * own_lse_s + head * own_lse_h, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + batch * lse_b + row * lse_s + head * lse_h, mask=inside, other=0.0)
+    dout = tl.load(dout_ptr + batch * dout_b + row[:, None] * dout_s + column, mask=mask, other=0.0).to(tl.float32)
+    own = tl.load(own_ptr + batch * own_b + row[:, None] * own_s + column, mask=mask, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + batch * out_b + row[:, None] * out_s + column, mask=mask, other=0.0).to(tl.float32)
+    weighted = dout * tl.exp(own_lse - lse)[:, None]
+    weighted_at = weighted_ptr + batch * weighted_b + row[:, None] * weighted_s + column
+    tl.store(weighted_at, weighted.to(weighted_ptr.dtype.element_ty), mask=mask)
+    dlse_at = dlse_ptr + batch * dlse_b + row * dlse_s + head * dlse_h
+    tl.store(dlse_at, tl.sum(weighted * (own - out), 1), mask=inside)
+
+
 def merge_all_(out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """`merge.eager_merge_all_` for `out` (B, n, H, D), `lse` (B, n, H) and up to three such parts on a GPU."""
     batch, num_rows, num_heads, head_dim = out.shape
@@ -195,6 +224,25 @@ def gather_rows_(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: t
         packed, k, v, rows, rows.numel(), packed.stride(0), packed.stride(1), packed.stride(2), k.stride(0),
         v.stride(0), head_dim=head_dim, padded_dim=padded_dim, block=block,
     )  # fmt: skip
+
+
+def own_gradients(
+    dout: torch.Tensor, own_out: torch.Tensor, own_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge.eager_own_gradients` for tensors of a GPU; every operand is read once and nothing is kept between."""
+    batch, num_rows, num_heads, head_dim = dout.shape
+    wide = dout, own, whole = [_rows_contiguous(x) for x in (dout, own_out, out)]
+    weighted, dlse = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device), torch.empty_like(own_lse)
+    if dout.numel() == 0:
+        return weighted, dlse
+    padded_dim = triton.next_power_of_2(head_dim)
+    block = max(1, 2048 // padded_dim)
+    _own_gradients_kernel[(triton.cdiv(num_rows * num_heads, block), batch)](
+        weighted, dlse, dout, own, own_lse, whole, lse, num_rows, num_heads,
+        *(stride for x in (weighted, *wide) for stride in x.stride()[:2]), *dlse.stride(), *own_lse.stride(),
+        *lse.stride(), head_dim=head_dim, padded_dim=padded_dim, block=block,
+    )  # fmt: skip
+    return weighted, dlse
 
 
 def _add_few(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -210,6 +210,20 @@ def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) 
     (eager_add_placed_ if fused is None else fused.add_placed_)(total, inbox, places)
 
 
+def own_gradients(
+    dout: torch.Tensor, own_out: torch.Tensor, own_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a kernel that normalises by its own keys' lse must be given so that it returns its share of the whole's
+    gradients: those of `own_out` (B, n, H, D) and `own_lse` (B, n, H), in their types and the latter in its order.
+
+    `dout` and `out` (B, n, H, D) and `lse` (B, n, H), +inf where nothing is seen, are those of all keys. With
+    w = exp(own_lse - lse) this part's P is w times its own, and dS = w * P_own * (dP - rowsum(dout * out)): d own_out =
+    w * dout, and the row sums' difference goes by way of the other, d own_lse = rowsum(w * dout * (own_out - out)).
+    """
+    fused = fused_for(dout)
+    return (eager_own_gradients if fused is None else fused.own_gradients)(dout, own_out, own_lse, out, lse)
+
+
 _FEW_SEQUENCES = 4
 """So many launches of a plain sum cost the host no more than one of a Triton kernel; dK and dV count as one each."""
 
@@ -253,6 +267,16 @@ def eager_add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Te
         found = inbox.index_select(1, place.clamp(min=0))
         exact = torch.where((place >= 0)[None, :, None], exact + found, exact)
     total.copy_(exact)
+
+
+def eager_own_gradients(
+    dout: torch.Tensor, own_out: torch.Tensor, own_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # The whole's lse is never -inf: of a query that sees none of these keys the weight is exp(-inf), not NaN.
+    exact = accumulate_dtype(dout.dtype)
+    weighted = dout.to(exact) * torch.exp(own_lse - lse).to(exact).unsqueeze(-1)
+    down_lse = (weighted * (own_out.to(exact) - out.to(exact))).sum(-1)
+    return weighted.to(dout.dtype), torch.empty_like(own_lse).copy_(down_lse)
 
 
 def lse_for_backward(lse: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_ring.attention.merge import eager_merge_all_, merge_all_
+from elastic_ring.attention.merge import eager_merge_all_, eager_own_gradients, merge_all_, own_gradients
 from elastic_ring.state import device_digest
 from elastic_ring.state.device_squares import eager_squared_norm, squared_norm
 
@@ -66,6 +66,29 @@ def test_parts_that_lie_each_in_their_own_way_are_merged_as_by_their_eager_twin(
         allowed = 2**-7 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(found.float(), wanted.float(), rtol=allowed, atol=1e-6)
         torch.testing.assert_close(found_lse, wanted_lse, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_gradients_are_weighed_as_by_their_eager_twin_with_the_same_bits_every_time(head_dim: int) -> None:
+    """Of tensors cut from others, heads or rows first, with queries that see none of the part or nothing at all."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    dout, own, out = (
+        torch.randn(2, 700, 5, head_dim, device="cuda", generator=generator).bfloat16()[:, first : first + 301]
+        for first in (0, 13, 300)
+    )
+    lse = torch.randn(2, 700, 5, device="cuda", generator=generator)[:, 7:308]
+    own_lse = torch.randn(2, 5, 301, device="cuda", generator=generator).transpose(1, 2) - 1.0
+    own[:, ::7], own_lse[:, ::7], lse[:, ::35] = 0.0, float("-inf"), float("inf")
+    weighted, dlse = own_gradients(dout, own, own_lse, out, lse)
+    assert (weighted.dtype, dlse.stride()) == (torch.bfloat16, own_lse.stride())
+    assert not weighted[:, ::7].any()
+    for _ in range(20):
+        again, again_dlse = own_gradients(dout, own, own_lse, out, lse)
+        assert torch.equal(again, weighted)
+        assert torch.equal(again_dlse, dlse)
+    wanted, wanted_dlse = eager_own_gradients(dout, own, own_lse, out, lse)
+    torch.testing.assert_close(weighted.float(), wanted.float(), rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(dlse, wanted_dlse, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_words", [1, 7, 4096, 5_000_003, 2 * device_digest.PIECE_WORDS + 3])

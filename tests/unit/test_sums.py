@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ring.attention.merge import Accumulator, GradientSum, eager_merge_
+from elastic_ring.attention.merge import Accumulator, GradientSum, eager_merge_, lse_for_backward, own_gradients
 
 SHAPE = (2, 6, 4, 3)
 ALL = slice(None)
@@ -116,3 +116,40 @@ def test_deferred_results_are_merged_as_one_by_one_and_rounded_once(
         # A CPU's exp differs in the last bit by where in a vector a value lies, and so by strips.
         torch.testing.assert_close(total.out, out.to(dtype), rtol=4 * torch.finfo(exact).eps, atol=1e-7)
         torch.testing.assert_close(total.lse, lse, rtol=4 * torch.finfo(exact).eps, atol=1e-7)
+
+
+def attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (B, n, H, D) and lse (B, n, H) of plain softmax over the keys that `seen` (n, m) leaves."""
+    scores = torch.einsum("bnhd,bmhd->bnhm", q, k).masked_fill(~seen[None, :, None], -math.inf)
+    high = scores.detach().amax(-1, keepdim=True).clamp(min=-1e9)
+    weights = torch.exp(scores - high)
+    total = weights.sum(-1, keepdim=True)
+    out = torch.einsum("bnhm,bmhd->bnhd", weights / total.clamp(min=1e-30), v)
+    some = total[..., 0] > 0
+    # Not as log(0): its gradient times nothing would be NaN, which no kernel gives.
+    lse = torch.where(some, high[..., 0] + torch.log(torch.where(some, total[..., 0], 1.0)), -math.inf)
+    return out, lse
+
+
+def test_shares_of_kernels_that_know_only_their_own_keys_add_up_to_the_gradients_of_all() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 6, 4, 3, generator=generator, dtype=torch.float64) for _ in range(4))
+    seen = torch.rand(6, 6, generator=generator) < 0.6
+    seen[1, :2], seen[2, 2:], seen[3] = False, False, False  # nothing of one part, of the others, of any
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = attended(*leaves, seen)
+    wanted = torch.autograd.grad(out, leaves, dout)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for keys in (slice(0, 2), slice(2, 5), slice(5, 6)):
+        own_leaves = [x.clone().requires_grad_() for x in (q, k[:, keys], v[:, keys])]
+        own = attended(*own_leaves, seen[:, keys])
+        detached = (x.detach() for x in (*own, out))
+        given = own_gradients(dout, *detached, lse_for_backward(lse.detach()))
+        shares = torch.autograd.grad(own, own_leaves, given)
+        dq += shares[0]
+        dk[:, keys] = shares[1]
+        dv[:, keys] = shares[2]
+    for found, want in zip((dq, dk, dv), wanted, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-13)

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockTables
-from elastic_ring.attention.kernels.flex import masked
+from elastic_ring.attention.kernels.flex import gradients_of, masked
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 _Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -195,13 +195,8 @@ def flex_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     tables: BlockTables, scale: float,
 ) -> _Grads:  # fmt: skip
-    """As `flash_backward`. The keys run again and are weighed by exp(own lse - merged lse), as in `kernels.flex`."""
+    """As `flash_backward`. The keys run again, as in `kernels.flex`."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        own_out, own_lse = flex(leaves[0], leaves[1], leaves[2], tables, scale)
-    # The merged lse is never -inf: of a query that sees nothing the weight is exp(-inf), not NaN.
-    weight = torch.exp(own_lse.detach() - lse)
-    weighted = dout.float() * weight.unsqueeze(-1)
-    dlse = (weighted * (own_out.detach().float() - out.float())).sum(-1)
-    grads = torch.autograd.grad((own_out, own_lse), leaves, (weighted.to(dout.dtype), dlse.to(own_lse.dtype)))
-    return grads[0], grads[1], grads[2]
+        own = flex(leaves[0], leaves[1], leaves[2], tables, scale)
+    return gradients_of(own, leaves, dout, out, lse)

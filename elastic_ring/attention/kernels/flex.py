@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from elastic_ring.attention.merge import own_gradients
+
 NUM_VARIANTS = 256
 """More shapes than torch.compile takes by default before it gives up, which here would write all scores down: dense
 tiles and block-sparse ones count together, a ring of two alone takes six, each plan of blocks a few."""
@@ -80,16 +82,19 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This tile's share of dq, dk, dv in the inputs' type, from the merged `out` and `lse`.
 
-    FlexAttention's backward normalises by its own forward's lse, so the tile runs again and its share is
-    brought to the merged one: with w = exp(lse_tile - LSE) the tile's P is w times its own, and
-    dS = w * P_tile * (dP - rowsum(dout * OUT)). The gradient with respect to lse carries that row sum's
-    difference: d lse = rowsum(w * dout * (OUT_tile - OUT)).
+    FlexAttention's backward normalises by its own forward's lse, so the tile runs again.
     """
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        own_out, own_lse = _run(leaves[0], leaves[1], leaves[2], causal, scale)
-    weight = torch.exp(own_lse.detach() - lse)
-    weighted = dout.float() * weight.unsqueeze(-1)
-    dlse = (weighted * (own_out.detach().float() - out.float())).sum(-1)
-    grads = torch.autograd.grad((own_out, own_lse), leaves, (weighted.to(dout.dtype), dlse.to(own_lse.dtype)))
+        own = _run(leaves[0], leaves[1], leaves[2], causal, scale)
+    return gradients_of(own, leaves, dout, out, lse)
+
+
+def gradients_of(
+    own: tuple[torch.Tensor, torch.Tensor], leaves: list[torch.Tensor], dout: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The share of dq, dk, dv of the keys that gave `own` out and lse, from those of all keys."""
+    given = own_gradients(dout, own[0].detach(), own[1].detach(), out, lse)
+    grads = torch.autograd.grad(own, leaves, given)
     return grads[0], grads[1], grads[2]
