@@ -214,7 +214,7 @@ def own_gradients(
     dout: torch.Tensor, own_out: torch.Tensor, own_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a kernel that normalises by its own keys' lse must be given so that it returns its share of the whole's
-    gradients: those of `own_out` (B, n, H, D) and `own_lse` (B, n, H), in their types and the latter in its order.
+    gradients: that of `own_out` (B, n, H, D), in `dout`'s type, and that of `own_lse` (B, n, H), in its type and order.
 
     `dout` and `out` (B, n, H, D) and `lse` (B, n, H), +inf where nothing is seen, are those of all keys. With
     w = exp(own_lse - lse) this part's P is w times its own, and dS = w * P_own * (dP - rowsum(dout * out)): d own_out =

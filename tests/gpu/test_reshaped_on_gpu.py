@@ -25,7 +25,8 @@ STEPS = 80
 """Slow ones for as long as a worker takes to start, with time to spare."""
 RUN = GpuRun("100m", context=1024, batch=4, cp=1, dp=2, spares=0, kernel="aten-flash")
 ROUNDING = 1e-3
-"""Of a loss, after steps whose gradients were added up in another order and rounded to bf16."""
+"""Of a loss, after steps whose gradients were added up in another order and rounded to bf16. Random tokens teach
+little, so that this catches gross errors only; whether a newcomer's shard is right is told by the digests of its heal."""
 
 
 def rings_in_turn(lines: list[dict[str, Any]]) -> list[int]:

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from elastic_ring.attention.device_blocks import on_device
 from elastic_ring.attention.families import BigBird
-from elastic_ring.attention.kernels import block_reference
+from elastic_ring.attention.kernels import block_reference, flex, reference
 from elastic_ring.attention.kernels.block_sparse import compiled_shape, flex_mask, padded_blocks
 from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart, tables_for
 from elastic_ring.attention.layout import zigzag
@@ -96,6 +96,19 @@ def test_a_compiled_kernel_reads_narrow_lists() -> None:
     want, _ = block_reference.forward(q, k, v, tables, 0.125)
     assert (found.transpose(1, 2)[:, : q.size(1)] - want).abs().max() < 1e-6
     assert not found[:, :, 128:256].any()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_is_compiled_takes_and_gives_tokens_first(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped function, traced whole; its kernels are a GPU's, so here it runs as it is written."""
+    traced = torch.compile(flex._by_token(), backend="eager", fullgraph=True)
+    monkeypatch.setattr(flex, "_compiled", lambda fullgraph: traced)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 300, heads, 16, generator=generator) for heads in (4, 2, 2))
+    out, lse = flex.forward(q, k, v, causal=causal, scale=0.25)
+    want, want_lse = (x.float() for x in reference.forward(q, k, v, causal=causal, scale=0.25))
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-5)
 
 
 def num_ints(tables: BlockTables) -> int:

@@ -96,6 +96,7 @@ def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables
 
 # ------------------------------------------------------------ FlexAttention
 
+
 def _causal(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     return row >= column
 
@@ -181,7 +182,8 @@ def _padded(x: torch.Tensor, num_blocks: int) -> torch.Tensor:
 def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
     """As `flash`; lse is differentiable too."""
     num_q, num_k = padded_blocks(tables)
-    out, lse = masked(_padded(q, num_q), _padded(k, num_k), _padded(v, num_k), flex_mask(tables), scale)
+    wide_q, wide_k, wide_v = (_padded(x, num) for x, num in ((q, num_q), (k, num_k), (v, num_k)))
+    out, lse = masked(wide_q, wide_k, wide_v, flex_mask(tables), scale, or_fail=True)
     return out[:, : q.size(1)], lse[:, : q.size(1)]
 
 

@@ -1,6 +1,7 @@
-"""The backend over FlexAttention's Triton kernels, compiled at the first call of each length. Tiles of one rank only.
+"""FlexAttention's Triton kernels, compiled at the first call of each length: the backend over tiles of one rank, and
+what block-sparse tables share of it.
 
-Slower than the hand-written kernels; its use is on devices that these do not know.
+Slower than the hand-written kernels; its use is on devices that these do not know, and where bits must repeat.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import torch
 from elastic_ring.attention.merge import own_gradients
 
 NUM_VARIANTS = 256
-"""More shapes than torch.compile takes by default before it gives up, which here would write all scores down: dense
-tiles and block-sparse ones count together, a ring of two alone takes six, each plan of blocks a few."""
+"""More shapes than torch.compile takes by default before it gives up: dense tiles and block-sparse ones count together,
+a ring of two alone takes six, each plan of blocks a few."""
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> Any:
+def _by_token() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    def by_token(
+    def flex_attention_by_token(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any, scale: float, enable_gqa: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Head by head in here, not outside: what leaves a compiled function in any other than its plain order may have
@@ -32,16 +33,25 @@ def _compiled() -> Any:
         )  # fmt: skip
         return out.transpose(1, 2), lse
 
-    return torch.compile(by_token, dynamic=False, fullgraph=True)
+    return flex_attention_by_token
+
+
+@lru_cache(maxsize=2)
+def _compiled(fullgraph: bool) -> Any:
+    return torch.compile(_by_token(), dynamic=False, fullgraph=fullgraph)
 
 
 def masked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: float, *, or_fail: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q (B, Sq, H, D), k and v (B, Sk, Hkv, D), a BlockMask or None to out (B, Sq, H, D) and natural-log lse
-    (B, Sq, H), fp32, both differentiable."""
+    (B, Sq, H), fp32, both differentiable.
+
+    One shape more than NUM_VARIANTS is an error of torch's with `or_fail`. Without, it runs as it is written: with all
+    scores in memory at once, which short tiles can bear, and by the mask's function alone, wrong where lists keep less.
+    """
     with torch._dynamo.config.patch(recompile_limit=NUM_VARIANTS):
-        out, lse = _compiled()(q, k, v, mask, scale, q.size(2) != k.size(2))
+        out, lse = _compiled(or_fail)(q, k, v, mask, scale, q.size(2) != k.size(2))
     return out, lse.transpose(1, 2)
 
 
@@ -58,7 +68,7 @@ def _causal_mask(num_rows: int, device: torch.device) -> Any:
 def _run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return masked(q, k, v, _causal_mask(q.size(1), q.device) if causal else None, scale)
+    return masked(q, k, v, _causal_mask(q.size(1), q.device) if causal else None, scale, or_fail=False)
 
 
 def forward(
