@@ -26,7 +26,7 @@ STEPS = 80
 RUN = GpuRun("100m", context=1024, batch=4, cp=1, dp=2, spares=0, kernel="aten-flash")
 ROUNDING = 1e-3
 """Of a loss, after steps whose gradients were added up in another order and rounded to bf16. Random tokens teach
-little, so that this catches gross errors only; whether a newcomer's shard is right is told by the digests of its heal."""
+little, so that this catches gross errors only; that a newcomer has the right shard is told by its digests."""
 
 
 def rings_in_turn(lines: list[dict[str, Any]]) -> list[int]:
