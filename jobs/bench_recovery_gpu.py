@@ -45,6 +45,8 @@ FAULTS = {
     "heal": "kill@step={step},phase=backward,rank={last}; kill@step={step},phase=heal,role=spare",
 }
 HOST_SLOPE_MIB, GPU_SLOPE_MIB = 5.0, 64.0
+HOST, OWN = "rank 0's process", "rank 0's process on its GPU"
+UNTABLED = ("memory", "memory_after", "own_gib", "own_after_gib", "spares", "action")
 LEAST_SAMPLES = 4  # of memory, for a slope that means something
 BOTH_STRUCK = (3, 2)  # first and second of a pair: whatever each of them held, another rank holds too
 STEPS_BETWEEN_KILLS = 2
@@ -64,7 +66,8 @@ def kill_once(run: drills.Watcher, number: int, num_spares: int, paced: int) -> 
     status = run.whole(num_spares if number < max(1, paced) else 1)
     pids = {member["global_rank"]: member["pid"] for member in status["members"]}
     rank = 1 + number % (len(pids) - 1)
-    memory = [round(gib, 2) for gib in memory_gib(pids[0])] if number % SETTLED_KILLS == 0 else None
+    memory = memory_gib(pids[0]) if number % SETTLED_KILLS == 0 else None
+    own = own_gib(pids[0]) if memory else None
     num_there = len(status["spares"])
     time.sleep(random.Random(number).uniform(0.0, MOMENT_S))
     offset_s = time.time() - time.monotonic()
@@ -86,8 +89,8 @@ def kill_once(run: drills.Watcher, number: int, num_spares: int, paced: int) -> 
         "exact": recovery["exact"],
     }  # fmt: skip
     row = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
-    drills.show(f"  {row}" + (f" memory {memory}" if memory else ""))
-    return {**row, "memory": memory, "spares": num_there, "action": recovery["action"]}
+    drills.show(f"  {row}" + (f" memory {memory}, {own} its own" if memory else ""))
+    return {**row, "memory": memory, "own_gib": own, "spares": num_there, "action": recovery["action"]}
 
 
 def all_kills(args: argparse.Namespace, run: drills.Watcher) -> dict[str, Any]:
@@ -109,7 +112,7 @@ def kill_again_and_again(
         rows.append(kill_once(run, len(rows), num_spares, paced))
     run.whole(num_spares)
     pid = next(member["pid"] for member in run.status()["members"] if member["global_rank"] == 0)
-    rows[-1]["memory_after"] = [round(gib, 2) for gib in memory_gib(pid)]
+    rows[-1] |= {"memory_after": memory_gib(pid), "own_after_gib": own_gib(pid)}
     return rows
 
 
@@ -157,32 +160,42 @@ def slope(points: list[tuple[float, float]]) -> float:
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
 
 
-def growth(rows: list[dict[str, Any]]) -> list[float]:
-    """MiB a kill: of rank 0's process on the host, then of each GPU, where every standby that was there at the time is
-    counted with its context. Empty with too few samples; the first, before anything was killed, is left out."""
+def growth(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """MiB a kill: of rank 0's process on the host and, where known, on its GPU, then of each GPU, where every standby
+    that was there at the time is counted with its context. Empty with too few samples; the first, before anything was
+    killed, is left out."""
     samples = [row for row in rows if row["memory"] and row["kill"] > 0]
     if len(samples) < LEAST_SAMPLES:
-        return []
-    found = []
-    for column in range(len(samples[0]["memory"])):
-        context = CONTEXT_BYTES / 2**30 if column else 0.0
-        points = [(float(row["kill"]), row["memory"][column] - context * row["spares"]) for row in samples]
-        found.append(1024 * slope(points))
-    return found
+        return {}
+    series = {HOST: [row["memory"][0] for row in samples]}
+    if all(row.get("own_gib") for row in samples):
+        series[OWN] = [row["own_gib"] for row in samples]
+    for index in range(len(samples[0]["memory"]) - 1):
+        series[f"GPU {index}"] = [
+            row["memory"][1 + index] - row["spares"] * CONTEXT_BYTES / 2**30 for row in samples
+        ]  # fmt: skip
+    kills = [float(row["kill"]) for row in samples]
+    return {name: 1024 * slope(list(zip(kills, gib, strict=True))) for name, gib in series.items()}
 
 
 def outgrown(rows: list[dict[str, Any]]) -> list[str]:
-    names = ["rank 0's process", *(f"GPU {index}" for index in range(16))]
-    limits = [HOST_SLOPE_MIB, *[GPU_SLOPE_MIB] * 16]
+    limits = {HOST: HOST_SLOPE_MIB}
     return [
-        f"memory of {name} grows by {mib:.1f} MiB a kill, more than {limit:g}"
-        for name, mib, limit in zip(names, growth(rows), limits, strict=False) if mib > limit
+        f"memory of {name} grows by {mib:.1f} MiB a kill, more than {limits.get(name, GPU_SLOPE_MIB):g}"
+        for name, mib in growth(rows).items() if mib > limits.get(name, GPU_SLOPE_MIB)
     ]  # fmt: skip
 
 
-def memory_gib(pid: int) -> tuple[float, ...]:
+def memory_gib(pid: int) -> list[float]:
     """Host memory of one process, then memory in use on each GPU."""
-    return (psutil.Process(pid).memory_info().rss / 2**30, *(mib / 1024 for mib in gpu_tasks.device_memory_mib()))
+    in_use = (psutil.Process(pid).memory_info().rss / 2**30, *(mib / 1024 for mib in gpu_tasks.device_memory_mib()))
+    return [round(gib, 2) for gib in in_use]
+
+
+def own_gib(pid: int) -> float | None:
+    """GPU memory of one process, its context with it."""
+    mib = gpu_tasks.process_memory_mib(pid)
+    return None if mib is None else round(mib / 1024, 2)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -216,6 +229,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+def memory_told(rows: list[dict[str, Any]]) -> str:
+    text = "\nGiB of rank 0's process on the host and in use on each GPU; of that process there:"
+    for row in rows:
+        if row["memory"]:
+            text += f"\n  before kill {row['kill']}, {row['spares']} spares there: {row['memory']}; {row['own_gib']}"
+    text += f"\n  after the last, all spares there: {rows[-1]['memory_after']}; {rows[-1]['own_after_gib']}"
+    told = ", ".join(f"{name} {mib:+.1f}" for name, mib in growth(rows).items())
+    told = told or f"not known, fewer than {LEAST_SAMPLES} samples after kills"
+    return f"{text}\n  growth in MiB a kill, contexts of standbys aside: {told}"
+
+
 def report(figures: dict[str, Any]) -> tuple[str, list[str]]:
     run, rows = figures["run"], figures.get("kills", [])
     text = (
@@ -225,7 +249,7 @@ def report(figures: dict[str, Any]) -> tuple[str, list[str]]:
     )
     missed = []
     if rows:
-        names = [name for name in rows[0] if name not in ("memory", "memory_after", "spares", "action")]
+        names = [name for name in rows[0] if name not in UNTABLED]
         stills = [row["detect_s"] + row["close_s"] + row["heal_s"] for row in rows]
         still = median(stills[: figures["paced"]] or stills)
         share = median(row["wire_GB_s"] for row in rows) / figures["link_GB_s"]
@@ -236,19 +260,12 @@ def report(figures: dict[str, Any]) -> tuple[str, list[str]]:
             f"{median(stills):.3f} s in all {len(rows)}; of the rerun "
             f"{median(row['rerun_s'] for row in rows):.3f} s; transfer at {100 * share:.0f} % of the plain copy\n"
             f"seconds of the 2nd, 3rd, ... step of a generation that had {STEPS_AFTER}, without the first: "
-            f"{', '.join(map(str, figures.get('steps_after_s', []))) or 'not known'}\n"
-            "GiB of rank 0's process, and in use on each GPU:"
+            f"{', '.join(map(str, figures.get('steps_after_s', []))) or 'not known'}"
         )
-        for row in rows:
-            if row["memory"]:
-                text += f"\n  before kill {row['kill']}, {row['spares']} spares there: {row['memory']}"
-        text += f"\n  after the last, all spares there: {rows[-1]['memory_after']}"
+        text += memory_told(rows)
         missed += [f"detect + close + heal took {still:.3f} s, more than {LIMIT_S} s"] if still > LIMIT_S else []
         missed += [f"the transfer reaches {share:.2f} of a copy"] if share < LEAST_SHARE else []
         missed += [f"kill {row['kill']} was not exact: {row['action']}" for row in rows if not row["exact"]]
-        grown = growth(rows)
-        told = ", ".join(f"{mib:+.1f}" for mib in grown) or f"not known, fewer than {LEAST_SAMPLES} samples after kills"
-        text += f"\n  growth in MiB a kill, contexts of standbys aside: {told}"
         missed += outgrown(rows)
     for row in figures.get("pairs", ()):
         text += f"\nkilled {row['apart_s']} s after another one, while the ring was being closed: {row['recoveries']}"

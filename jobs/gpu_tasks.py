@@ -144,6 +144,14 @@ def device_memory_mib() -> list[int]:
     return [int(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
 
 
+def process_memory_mib(pid: int) -> int | None:
+    """Memory of one process on all GPUs; None where the driver's tool does not know it, as in some containers."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = [used.strip() for each, _, used in (line.partition(",") for line in lines) if each.strip() == str(pid)]
+    return sum(map(int, found)) if found and all(used.isdigit() for used in found) else None
+
+
 def described(run: GpuRun) -> dict[str, Any]:
     return {**vars(run), "gpu": torch.cuda.get_device_name(0), "gpus": torch.cuda.device_count(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version()))}  # fmt: skip

@@ -34,9 +34,23 @@ def test_growth_is_the_slope_over_kills_with_the_standbys_contexts_taken_off() -
     context = bench.CONTEXT_BYTES / 2**30
     samples = [(2.0, 20.0)] + [(2.0 + 5 * kill / 1024, 20.0 + context * there) for kill, there in
                                zip((5, 10, 15, 20), (6, 2, 4, 3), strict=True)]  # fmt: skip
-    assert bench.growth(rows(*samples, spares=(2, 6, 2, 4, 3))) == pytest.approx([5.0, 0.0])
-    assert bench.growth(rows(*samples[:4])) == [], "too few to say"
+    assert bench.growth(rows(*samples, spares=(2, 6, 2, 4, 3))) == pytest.approx(
+        {"rank 0's process": 5.0, "GPU 0": 0.0}
+    )  # fmt: skip
+    assert bench.growth(rows(*samples[:4])) == {}, "too few to say"
     assert bench.slope([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)]) == pytest.approx(2.0)
+
+
+def test_what_a_survivor_holds_on_its_gpu_is_judged_by_itself_where_the_driver_tells() -> None:
+    held = rows(*[(2.0, 30.0)] * 6)
+    for index, row in enumerate(held):
+        row["own_gib"] = 20.0 + 0.5 * index
+    assert bench.growth(held) == pytest.approx(
+        {"rank 0's process": 0.0, "rank 0's process on its GPU": 102.4, "GPU 0": 0.0}
+    )  # fmt: skip
+    assert bench.outgrown(held) == ["memory of rank 0's process on its GPU grows by 102.4 MiB a kill, more than 64"]
+    held[3]["own_gib"] = None
+    assert "rank 0's process on its GPU" not in bench.growth(held)
 
 
 def test_steps_after_a_recovery_are_medians_by_their_place_in_a_generation() -> None:
