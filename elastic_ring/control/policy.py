@@ -167,8 +167,8 @@ class _Seating:
         for worker in self.free:
             if worker in self.situation.holders:
                 surplus[self.situation.holders[worker]].append(worker)
-        for rank in self._gaps():
-            candidates = surplus[self.mesh.seat(rank).cp_rank]
+        for rank in self._gaps() if surplus else ():
+            candidates = surplus[rank % self.mesh.cp]
             if candidates:
                 best = min(candidates, key=lambda worker: self._cost(rank, self.situation.node_of[worker]))
                 candidates.remove(best)
@@ -212,8 +212,8 @@ class _Seating:
         """
         ring, cp_rank = divmod(rank, self.mesh.cp)
         holders_on, ring_on = self.holders_on, self.ring_on
-        begun = [n for n in dict.fromkeys(self._nodes_of_ring(ring)) if n in shelf]
-        most = max((ring_on[ring, node] for node in begun), default=0)
+        begun = [node for node in self._nodes_of_ring(ring) if node in shelf]
+        most = max([ring_on[ring, node] for node in begun]) if begun else 0
         best, best_key = "", (self.mesh.size + 1, 0, 0)
         for node in (*begun, *shelf) if begun else shelf:
             num_holders = holders_on.get((cp_rank, node), 0)
@@ -227,9 +227,11 @@ class _Seating:
         fewest[cp_rank] = best_key[0]
         return best
 
-    def _nodes_of_ring(self, ring: int) -> list[str]:
-        taken = (self.taken[rank] for rank in self.mesh.ring(ring))
-        return [self.situation.node_of[worker] for worker in taken if worker is not None]
+    def _nodes_of_ring(self, ring: int) -> dict[str, None]:
+        """In the order of the ranks that sit on them."""
+        node_of, first = self.situation.node_of, ring * self.mesh.cp
+        taken = self.taken[first : first + self.mesh.cp]
+        return {node_of[worker]: None for worker in taken if worker is not None}
 
     def _swap_apart(self, gaps: Sequence[int]) -> None:
         """Two newcomers of one ring trade places where that parts holders of one shard."""
@@ -300,7 +302,7 @@ class _Seating:
 
 def _describe(situation: Situation, mesh: Mesh, seats: tuple[str, ...]) -> Plan:
     newcomers = tuple(
-        worker for rank, worker in enumerate(seats) if situation.holders.get(worker) != mesh.seat(rank).cp_rank
+        worker for rank, worker in enumerate(seats) if situation.holders.get(worker) != rank % mesh.cp
     )
     seated = set(seats)
     leaving = tuple(w for w in (*situation.holders, *situation.empty) if w not in seated)
@@ -330,7 +332,7 @@ def _action(situation: Situation, mesh: Mesh, newcomers: tuple[str, ...], seated
 def _heals(situation: Situation, mesh: Mesh, seats: tuple[str, ...]) -> tuple[Heal, ...]:
     """Donors are verified holders; those with a seat first, in turn, so that no one sends everything."""
     everyone_seated = set(seats)
-    seated = {w for rank, w in enumerate(seats) if situation.holders.get(w) == mesh.seat(rank).cp_rank}
+    seated = {w for rank, w in enumerate(seats) if situation.holders.get(w) == rank % mesh.cp}
     healers: dict[int, list[str]] = defaultdict(list)
     for worker, cp_rank in situation.holders.items():
         healers[cp_rank].append(worker)

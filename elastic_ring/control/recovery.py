@@ -196,13 +196,15 @@ def order_build(
     state = turn.state
     donors = tuple((heal.donor, newcomer) for heal in plan.heals for newcomer in heal.newcomers)
     crew = Crew(state.term, state.generation, plan.mesh, plan.seats, step, plan.leaving, donors)
-    order = Build(
-        turn.cause, "", state.term, state.generation, plan.mesh, plan.seats, step, roll_forward, plan.heals, fresh
-    )
+
+    def order(worker: str) -> Build:  # `dataclasses.replace` for each of thousands would be half of the decision's time
+        return Build(turn.cause, worker, state.term, state.generation, plan.mesh, plan.seats, step, roll_forward,
+                     plan.heals, fresh)  # fmt: skip
+
     _free_gpus(turn, plan, situation)
     leaving_donors = {heal.donor for heal in plan.heals} & set(plan.leaving)
     for worker in (*plan.seats, *(worker for worker in plan.leaving if worker in leaving_donors)):
-        turn.send(replace(order, worker=worker))
+        turn.send(order(worker))
     base = incident.base
     draining = situation.draining
     newcomers = set(plan.newcomers)
@@ -219,7 +221,7 @@ def order_build(
         planned=bool(incident.planned) and not incident.lost,
         noticed_at=incident.noticed_at, closed_at=turn.now,
     ))
-    turn.enter(Building(crew, order, incident, turn.now + state.options.build_s))
+    turn.enter(Building(crew, order(""), incident, turn.now + state.options.build_s))
     how = f"; roll forward step {roll_forward.step}" if roll_forward else ""
     turn.say(f"generation {state.generation} at step {step}: {plan.reason} ({plan.promise}){how}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from elastic_ring.control.coordination import Decision, advance, initial
@@ -32,21 +31,21 @@ def packed(commands: Iterable[Command]) -> list[dict[str, Any]]:
     """Commands as JSON. What is told to many workers in a row stands once, with `workers` instead of `worker`: a
     `Build` names every seat, and a thousand of them would be a thousand times a thousand names."""
     lines: list[dict[str, Any]] = []
-    last: Command | None = None
+    last: tuple[type, dict[str, Any]] | None = None
     for command in commands:
-        worker = getattr(command, "worker", None)
+        told = dict(vars(command))
+        worker = told.pop("worker", None)
         if worker is None:
             lines.append(to_json(command))
             last = None
             continue
-        bare: Command = replace(command, worker="")  # type: ignore[arg-type]
-        if bare == last:
+        if (type(command), told) == last:
             lines[-1]["workers"].append(worker)
         else:
-            told = to_json(bare)
-            del told["worker"]
-            lines.append({**told, "workers": [worker]})
-        last = bare
+            line = to_json(command)
+            del line["worker"]
+            lines.append({**line, "workers": [worker]})
+        last = type(command), told
     return lines
 
 

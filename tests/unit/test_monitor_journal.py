@@ -174,7 +174,10 @@ def test_lines_of_two_writers_never_mix(tmp_path: Path) -> None:
     for writer in writers:
         writer.communicate(timeout=60)
         assert writer.returncode == 0
-    assert numbers(path, "a") == numbers(path, "b") == list(range(500))
+    for who in "ab":  # at least so many: one that is quick goes on until it sees that it is enough
+        found = numbers(path, who)
+        assert len(found) >= 500
+        assert found == list(range(len(found)))
 
 
 def test_whoever_opens_it_cuts_nothing_off_that_another_is_just_writing(tmp_path: Path) -> None:
