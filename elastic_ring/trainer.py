@@ -42,9 +42,9 @@ from elastic_ring.runtime.coordinator import Coordinator
 from elastic_ring.runtime.session import interruptible, lease, ray_session
 from elastic_ring.train.check_pattern import check_pattern
 from elastic_ring.train.compiling import check_compiles
-from elastic_ring.train.layouts import AUTO, Layouts
+from elastic_ring.train.layouts import AUTO, Layouts, check_layers
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory
-from elastic_ring.train.task import Initial, LossFunction, TrainingTask
+from elastic_ring.train.task import Initial, LossFunction, TrainingTask, check_parts
 from elastic_ring.train.wrap import check_buildable
 
 log = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ class ElasticRingTrainer:
             parse_pattern(pattern) if isinstance(pattern, str) else pattern,
             Machine.read(machine) if isinstance(machine, str | Path) else machine,
         )  # fmt: skip
+        check_parts(self.task)
         if self.task.machine is not None and step.layout != AUTO:
             raise ValueError(
                 f"machine={machine}: layout={step.layout!r} prices nothing; set layout='auto', or leave machine out"
@@ -134,6 +135,7 @@ class ElasticRingTrainer:
         training_order(self.task)
         check_writable(self.run.folder)
         check_buildable(self.task)
+        check_layers(self.task)
         layouts = Layouts(self.task)
         layouts.choice(self.scaling.cp, self.scaling.device)
         if self.scaling.device == "cpu":  # the driver of a run on GPUs may have none, nor a compiler for them

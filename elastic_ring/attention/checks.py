@@ -5,6 +5,9 @@ Only checks that one rank can make alone; no communication may enter.
 
 from __future__ import annotations
 
+import math
+from numbers import Integral, Real
+
 import torch
 import torch.distributed as dist
 
@@ -28,6 +31,9 @@ def check_group(schedule: Schedule | SparseSchedule, cp_rank: int, group: Group 
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in zip("qkv", (q, k, v), strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}: give a tensor (B, S_local, heads, D)")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"{shapes}: each must be (B, S_local, heads, D)")
@@ -45,6 +51,16 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"dtype {q.dtype}: use float64, float32, bfloat16 or float16")
     if not q.device == k.device == v.device:
         raise ValueError(f"devices q {q.device}, k {k.device}, v {v.device}: move them to one device")
+
+
+def check_options(causal: object, seq_len: object, scale: object) -> None:
+    """What a call says beside its tensors: a wrong one would compute something else, or stop in a kernel."""
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal={causal!r}: must be True or False")
+    if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, Integral)):
+        raise ValueError(f"seq_len={seq_len!r}: a whole number of tokens, or leave it out where all ranks hold as many")
+    if scale is not None and not (isinstance(scale, Real) and math.isfinite(scale)):
+        raise ValueError(f"scale={scale!r}: must be a finite number; left out it is 1 / sqrt(D)")
 
 
 def check_local_length(q: torch.Tensor, layout: Layout, cp_rank: int) -> None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,8 @@ class TopK(Rule):
 
     Which pairs it keeps is known only in a call: asked for them it raises `ValueError`. How many it keeps is known.
     """
+
+    short_name: ClassVar[str] = "topk"
 
     blocks: int
     causal: bool = True

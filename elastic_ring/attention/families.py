@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -123,6 +123,8 @@ class BigBird(Rule):
         #..###
     """
 
+    short_name: ClassVar[str] = "bigbird"
+
     window: int = 3
     globals: int = 1
     randoms: int = 3
@@ -214,6 +216,8 @@ class Hierarchical(Rule):
         ...#.##
         ...#.###
     """
+
+    short_name: ClassVar[str] = "hierarchical"
 
     base: int = 4
     unit_tokens: int = 128

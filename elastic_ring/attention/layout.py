@@ -59,26 +59,44 @@ class Layout:
         return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
     def scatter(self, tensor_global: torch.Tensor, cp_rank: int, dim: int) -> torch.Tensor:
-        """The slice of `tensor_global` (size seq_len along `dim`) that `cp_rank` holds. Differentiable."""
+        """The slice of `tensor_global` (size seq_len along `dim`) that `cp_rank` holds. Differentiable.
+
+        Raises `ValueError` for another size and for a rank that there is not.
+        """
         import torch
 
-        assert tensor_global.size(dim) == self.seq_len, (tuple(tensor_global.shape), dim, self.seq_len)
+        if not 0 <= cp_rank < self.cp:
+            raise ValueError(f"cp_rank={cp_rank}: layout {self.name} has ranks 0 to {self.cp - 1}")
+        if tensor_global.size(dim) != self.seq_len:
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor_global.shape)} has {tensor_global.size(dim)} of the layout's "
+                f"{self.seq_len} tokens along dim={dim}: give the whole sequence, or a layout of its length"
+            )
         own = self.segments[cp_rank]
         parts = [tensor_global.narrow(dim, start, stop - start) for start, stop in own]
         return torch.cat(parts, dim=dim) if parts else tensor_global.narrow(dim, 0, 0)
 
     def gather(self, list_of_locals: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The inverse of `scatter`: the local slices of all ranks, in cp_rank order, put back in place."""
+        """The inverse of `scatter`: the local slices of all ranks, in cp_rank order, put back in place.
+
+        Raises `ValueError` for another number of slices, and for one that is not as long as its rank's.
+        """
         import torch
 
-        assert len(list_of_locals) == self.cp, (len(list_of_locals), self.cp)
+        if len(list_of_locals) != self.cp:
+            raise ValueError(f"{len(list_of_locals)} slices: layout {self.name} has cp={self.cp} ranks, one slice each")
+        for cp_rank, local in enumerate(list_of_locals):
+            if local.size(dim) != self.num_tokens(cp_rank):
+                raise ValueError(
+                    f"the slice of cp_rank {cp_rank} has shape {tuple(local.shape)}: layout {self.name} gives it "
+                    f"{self.num_tokens(cp_rank)} tokens, along dim={dim}"
+                )
         placed: list[tuple[int, torch.Tensor]] = []
         for own, local in zip(self.segments, list_of_locals, strict=True):
             offset = 0
             for start, stop in own:
                 placed.append((start, local.narrow(dim, offset, stop - start)))
                 offset += stop - start
-            assert offset == local.size(dim), (offset, tuple(local.shape), dim)
         placed.sort(key=lambda item: (item[0], item[1].size(dim)))
         return torch.cat([part for _, part in placed], dim=dim)
 

@@ -55,7 +55,11 @@ class RingSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        sizes = {"width": width, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name}={size}: must be at least 1")
+        if num_heads % num_kv_heads:
             raise ValueError(f"num_heads={num_heads}, num_kv_heads={num_kv_heads}: the second must divide the first")
         if head_dim is None and width % num_heads:
             raise ValueError(f"width={width}: not a multiple of num_heads={num_heads}; give head_dim")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from elastic_ring.attention.checks import check_captured, check_group, check_local_length, check_tensors
+from elastic_ring.attention.checks import check_captured, check_group, check_local_length, check_options, check_tensors
 from elastic_ring.attention.exchange import Group, HopBuffers, HopExchange, HopLedger
 from elastic_ring.attention.gradients import Gradients, OwnGradients, part, partial_dtype, running_dtype
 from elastic_ring.attention.kernels.table import Backend, select
@@ -323,6 +323,7 @@ def ring_attention(
     """
     ring_group = _resolve_group(group)
     check_tensors(q, k, v)
+    check_options(causal, seq_len, scale)
     cp = ring_group.size()
     if isinstance(layout, Layout):
         if layout.cp != cp:

@@ -8,9 +8,9 @@ into lists of blocks. numpy only.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,23 @@ class Rule:
     """The base of all rules. A subclass gives `sees`; `unit`, in tokens, when it only looks at position // unit.
 
     Positions count from the start of the document, so a packed document is seen as if it were alone. The other
-    properties and `of_document` are for rules with a part that content chooses, which are in `content`.
+    properties and `of_document` are for rules with a part that content chooses, which are in `content`. A rule that has
+    a `short_name` is told as `spec.parse_pattern` reads it.
     """
+
+    short_name: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        if not self.short_name:
+            return repr(self)
+        told = []
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.default is MISSING:
+                told.append(str(value))
+            elif value != field.default:
+                told.append(f"{field.name.removesuffix('_tokens')}={int(value)}")
+        return f"{self.short_name}:{','.join(told)}" if told else self.short_name
 
     @property
     def unit(self) -> int:
@@ -103,6 +118,8 @@ class Dense(Rule):
         ####
     """
 
+    short_name: ClassVar[str] = "dense"
+
     def sees(self, q: Positions, k: Positions) -> Mask:
         return np.ones(np.broadcast_shapes(q.shape, k.shape), dtype=bool)
 
@@ -121,6 +138,8 @@ class Window(Rule):
         .##
         ..##
     """
+
+    short_name: ClassVar[str] = "window"
 
     tokens: int
 
@@ -148,6 +167,8 @@ class Sinks(Rule):
         #..
         #...
     """
+
+    short_name: ClassVar[str] = "sinks"
 
     tokens: int
 
@@ -177,6 +198,8 @@ class Strided(Rule):
         .#.##
     """
 
+    short_name: ClassVar[str] = "strided"
+
     every: int
     local: int = 1
     unit_tokens: int = 128
@@ -204,6 +227,9 @@ class Union(Rule):
     def __post_init__(self) -> None:
         if not self.rules:
             raise ValueError("rules=(): a union of no rules lets nothing through; give at least one")
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.rules))
 
     @property
     def unit(self) -> int:

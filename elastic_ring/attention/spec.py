@@ -55,12 +55,22 @@ def read_pattern(text_or_path: str) -> LayerPatterns:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"pattern {text_or_path!r}: the file cannot be read: {error}") from error
+            raise ValueError(
+                f"pattern {text_or_path!r}: the file cannot be read: {error}; name one that can, or give a short form "
+                "such as sinks:64+window:512"
+            ) from error
+        if not text.strip():
+            raise ValueError(f"pattern file {text_or_path} is empty: it needs a short form, or JSON with \"groups\"")
         try:
             return parse_pattern(text)
         except ValueError as error:
             raise ValueError(f"pattern file {text_or_path}: {error}") from error
-    return parse_pattern(text_or_path)
+    try:
+        return parse_pattern(text_or_path)
+    except ValueError as error:
+        if not text_or_path or not path.is_dir():
+            raise
+        raise ValueError(f"pattern {text_or_path!r} is a folder: name a file in it, or give a short form") from error
 
 
 def parse_pattern(text: str) -> LayerPatterns:
@@ -72,7 +82,14 @@ def parse_pattern(text: str) -> LayerPatterns:
         rule, at, layers = part.strip().partition("@")
         rules, dealt = _rules(rule, text)
         groups.append(LayerGroup(rules, _layers(layers, text) if at else None, dealt))
-    return LayerPatterns(tuple(groups))
+    return _layered(tuple(groups), text)
+
+
+def _layered(groups: tuple[LayerGroup, ...], whole: str) -> LayerPatterns:
+    try:
+        return LayerPatterns(groups)
+    except ValueError as error:
+        raise ValueError(f"pattern {whole!r}: {error}") from error
 
 
 def _rules(text: str, whole: str) -> tuple[tuple[Rule, ...], bool]:
@@ -89,15 +106,19 @@ def _term(text: str, whole: str) -> tuple[Rule, ...]:
         return _listed(name, words, whole)
     if name not in _FAMILIES:
         known = ", ".join((*_FAMILIES, *_LISTED))
-        raise ValueError(f"pattern {whole!r}: {name or text!r} is no family; choose one of {known}")
+        no_file = ", and no such file is there" if "/" in whole and name == whole else ""
+        raise ValueError(f"pattern {whole!r}: {name or text!r} is no family{no_file}; choose one of {known}")
     defaults, make = _FAMILIES[name]
-    values = dict(defaults)
+    values, seen = dict(defaults), set[str]()
     for place, word in enumerate(words):
         key, given, value = word.rpartition("=")
         key = key.strip() if given else (list(defaults)[place] if place < len(defaults) else "")
         if key not in defaults:
             takes = ", ".join(defaults) or "nothing"
             raise ValueError(f"pattern {whole!r}: {name} takes {takes}; {word!r} is none of these")
+        if key in seen:
+            raise ValueError(f"pattern {whole!r}: {name} has {key} twice; leave one out")
+        seen.add(key)
         values[key] = _number(value, name, whole)
     missing = [key for key, value in values.items() if value is None]
     if missing:

@@ -56,17 +56,41 @@ class Layouts:
         return found
 
 
+def check_layers(task: TrainingTask) -> None:
+    """Raises `ValueError` for a pattern that names a layer which the model does not have, or has no rules for one that
+    it has or for its heads. Where a model looks at values only the layers before are checked, and none is missing."""
+    if task.pattern is None:
+        return
+    calls, whole = _meta_pass(task)
+    for layer, num_heads, num_kv_heads, _ in calls:
+        task.pattern.of_layer(layer).heads(num_heads, num_kv_heads)
+    called = {call[0] for call in calls}
+    named = {layer for group in task.pattern.groups for layer in group.layers or ()}
+    if whole and called and named - called:
+        raise ValueError(
+            f"pattern={str(task.pattern)!r} has rules for layer {min(named - called)}, but the model attends in layers "
+            f"{', '.join(map(str, sorted(called)))}: name one of these"
+        )
+
+
 def attention_calls(task: TrainingTask) -> tuple[Call, ...]:
     """(layer, query heads, K/V heads, head dim) of the model's attention calls in their order, found without memory:
     by its loss on the meta device, which ends where it first looks at a value. Without a pattern, layers are calls."""
+    return _meta_pass(task)[0]
+
+
+def _meta_pass(task: TrainingTask) -> tuple[tuple[Call, ...], bool]:
+    """The calls, and whether the model came to its end; the loss beside it may look at values."""
     found: list[Call] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int | None = None) -> Tensor:
         found.append((len(found) if layer is None else layer, q.size(2), k.size(2), q.size(3)))
         return torch.empty_like(q)
 
+    ended: list[bool] = []
     with torch.device("meta"), torch.no_grad():
         model = task.model()
+        model.register_forward_hook(lambda *_: ended.append(True))
         integers = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.int64)
         attention: Attention = attend if task.pattern is None else _Listening(task.pattern, attend)
         try:
@@ -74,7 +98,7 @@ def attention_calls(task: TrainingTask) -> tuple[Call, ...]:
                 task.loss(model, Batch(integers, integers, integers, integers.int(), attention))
         except Exception as error:  # a value was read, or the user's code wants more than shapes
             log.debug("the pass on the meta device ended after %d attention calls: %s", len(found), error)
-    return tuple(found)
+    return tuple(found), bool(ended)
 
 
 class _Listening(PatternedAttention):

@@ -65,3 +65,23 @@ class TrainingTask:
     units: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     pattern: LayerPatterns | None = None
     machine: Machine | None = None
+
+
+def check_parts(task: TrainingTask) -> None:
+    """Raises ValueError for parts of a task that are not what their names say. Calls none of them."""
+    if isinstance(task.model, nn.Module):
+        raise ValueError(
+            f"model is a {type(task.model).__name__}, already built: give what builds it, a class, a function or "
+            "functools.partial(Model, settings), since every worker builds its own"
+        )
+    for name in ("model", "loss", "optimizer", "units"):
+        part = getattr(task, name)
+        if not callable(part) and not (part is None and name in ("optimizer", "units")):
+            raise ValueError(f"{name}={part!r}: give a function, or a class of a module that workers can import")
+    if not all(hasattr(task.data, name) for name in ("open", "context_tokens")):
+        raise ValueError(
+            f"data is a {type(task.data).__name__}: give StdlibText, TextFiles, TokenShards or a source of your own "
+            "with `context_tokens`, `vocab_size` and `open()`, see elastic_ring.data.source.SourceConfig"
+        )
+    if task.initial is not None and not hasattr(task.initial, "tensor"):
+        raise ValueError(f"initial={task.initial!r}: give an object whose tensor(name, shape, rows) has first values")

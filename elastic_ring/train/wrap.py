@@ -6,6 +6,7 @@ leaves FSDP2's modules gathered, and its groups are gone anyway. The values live
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 
 import torch
@@ -125,8 +126,9 @@ def check_buildable(task: TrainingTask) -> None:
             model = task.model()
     except Exception as error:
         raise ValueError(
-            f"model={task.model!r} cannot be built on the meta device: {type(error).__name__}: {error}. Build layers "
-            "only in the factory; give first values as `initial`, or let the layers' own initialisation do it"
+            f"model={reprlib.repr(task.model)} cannot be built on the meta device: {type(error).__name__}: {error}. "
+            "Build layers only in the factory; give first values as `initial`, or let the layers' own "
+            "initialisation do it"
         ) from error
     _check_parameters(model)
 

@@ -144,6 +144,11 @@ WRONG: dict[str, tuple[list[torch.Tensor], dict[str, Any], str]] = {
         "layout is for cp=4, but the group has 2 ranks",
     ),
     "layout of another length": (_tensors(), {"layout": zigzag(16, 2), "seq_len": 12}, "leave seq_len out"),
+    "no tensor": ([None, *_tensors()[1:]], {}, "q is a NoneType: give a tensor"),  # type: ignore[list-item]
+    "causal": (_tensors(), {"causal": "no"}, "causal='no': must be True or False"),
+    "seq_len": (_tensors(), {"seq_len": 16.0}, "seq_len=16.0: a whole number of tokens"),
+    "scale": (_tensors(), {"scale": float("nan")}, "scale=nan: must be a finite number"),
+    "scale as text": (_tensors(), {"scale": "x"}, "scale='x': must be a finite number"),
     "backend": (_tensors(), {"backend": "flesh"}, "choose one of flash-attn-4, .*, aten-cpu, reference"),
 }
 
@@ -153,6 +158,21 @@ def test_a_users_mistake_is_named_before_anything_is_sent(name: str) -> None:
     tensors, options, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         ring_attention(*tensors, group=FakeRing(1, 2), **options)
+
+
+def test_a_slice_of_another_length_or_rank_is_named() -> None:
+    layout, x = make_layout("zigzag", 63, 2), torch.zeros(1, 63, 4, 8)
+    for tensor, cp_rank, named in (
+        (x[:, 1:], 0, "has 62 of the layout's 63 tokens along dim=1"),
+        (x, 2, "cp_rank=2: layout zigzag has ranks 0 to 1"), (x, -1, "cp_rank=-1"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=named):
+            layout.scatter(tensor, cp_rank, 1)
+    slices = [layout.scatter(x, cp_rank, 1) for cp_rank in (0, 1)]
+    with pytest.raises(ValueError, match="1 slices: layout zigzag has cp=2 ranks"):
+        layout.gather(slices[:1], 1)
+    with pytest.raises(ValueError, match=r"the slice of cp_rank 0 has shape .*: layout zigzag gives it 31 tokens"):
+        layout.gather(slices[::-1], 1)
 
 
 def test_no_default_group_and_a_foreign_group_are_named() -> None:

@@ -27,7 +27,7 @@ from elastic_ring.attention.spec import parse_pattern
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.train.layouts import Layouts, attention_calls
+from elastic_ring.train.layouts import Layouts, attention_calls, check_layers
 from elastic_ring.train.task import Batch, TrainingTask
 from tests.unit import tiny_task
 from tests.unit.attention_rings import ThreadRings, in_threads, one_thread
@@ -198,6 +198,30 @@ def twice_backwards(model: Any, batch: Batch) -> Any:
 
 def test_layers_are_those_that_the_model_names_not_their_order() -> None:
     assert attention_calls(patterned(loss=twice_backwards)) == ((1, 2, 2, 8), (0, 2, 2, 8), (1, 2, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("window:12;dense@99", "has rules for layer 99, but the model attends in layers 0, 1: name one of these"),
+        ("dense@1", "layer 0: the pattern has no rules for it"),
+        ('{"groups": [{"heads": [{"count": 3, "rule": "window:8"}, {"rule": "dense"}]}]}', "rules for 4 heads"),
+    ],
+)  # fmt: skip
+def test_rules_for_what_the_model_does_not_have_are_refused_before_anything_starts(pattern: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        check_layers(make_task(pattern=parse_pattern(pattern)))
+    check_layers(make_task(pattern=parse_pattern("window:12;dense@1")))
+
+
+def test_a_model_that_looks_at_values_counts_no_layer_as_missing() -> None:
+    class Looking(Transformer):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return int(super().forward(*args, **kwargs)[1])
+
+    later = parse_pattern("window:12;dense@99")
+    assert len(attention_calls(make_task(Looking, pattern=later))) == 2
+    check_layers(make_task(Looking, pattern=later))
 
 
 def test_a_named_layout_is_taken_as_it_is_and_an_unknown_one_refused() -> None:

@@ -158,6 +158,9 @@ def test_what_does_not_fit_is_refused() -> None:
         RingSelfAttention(32, 4, 3)
     with pytest.raises(ValueError, match="give head_dim"):
         RingSelfAttention(30, 4)
+    for name, size in (("width", 0), ("num_heads", -4), ("head_dim", -8)):
+        with pytest.raises(ValueError, match=f"{name}={size}: must be at least 1"):
+            RingSelfAttention(**{"width": 32, "num_heads": 4, name: size})
     with pytest.raises(ValueError, match="give a pattern of your own"):
         set_up(4096, 2, SIZES, max_density=0.001)
     assert RingSelfAttention(30, 4, head_dim=8, device="meta").qkv.weight.shape == (96, 30)

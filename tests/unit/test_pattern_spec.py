@@ -74,8 +74,11 @@ REFUSED = {
     "window": "window needs tokens, for example window:512",
     "window:x": "window takes whole numbers, not 'x'",
     "window:5,6": "window takes tokens; '6' is none of these",
+    "window:5,tokens=6": "window has tokens twice; leave one out",
     "window:0": "tokens=0: must be at least 1",
-    "window:8;dense": "two groups of rules for all other layers",
+    "runs/window": "is no family, and no such file is there; choose",
+    "tests": "'tests' is a folder: name a file in it",
+    "window:8;dense": "pattern 'window:8;dense': two groups of rules for all other layers",
     "window:8@0;dense@0-1": "layer 0: name each layer once",
     "dense@one": "layers after @ are numbers and ranges",
     "dense@5-2": "layers after @ are numbers and ranges",
@@ -101,6 +104,24 @@ def test_a_wrong_pattern_is_refused_with_its_name_and_a_way_out(text: str) -> No
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 (the message is the claim)
         read_pattern(text)
     assert REFUSED[text] in str(refusal.value)
+
+
+def test_an_empty_file_is_named_as_one(tmp_path: Path) -> None:
+    (tmp_path / "found.json").write_text(" \n")
+    with pytest.raises(ValueError, match=r"found\.json is empty: it needs a short form, or JSON"):
+        read_pattern(str(tmp_path / "found.json"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dense", "window:512", "sinks:64+window:512", "strided:16,local=2,unit=64", "bigbird", "bigbird:window=4,seed=7",
+     "hierarchical:base=2", "topk:8", "topk:8,causal=0,unit=64"],
+)  # fmt: skip
+def test_rules_are_told_as_they_are_typed(text: str) -> None:
+    (rule,) = parse_pattern(text).of_layer(0).rules
+    told = str(rule)
+    assert parse_pattern(told) == parse_pattern(text)
+    assert told == text
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,23 @@ def test_the_pattern_is_part_of_what_a_run_is(tmp_path: Any) -> None:
     assert len({digest(None), digest("window:8"), digest("window:9"), digest("window:8;dense@0")}) == 4
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "named"),
+    [
+        ("model", torch.nn.Linear(2, 2), "model is a Linear, already built: give what builds it"),
+        ("model", 3, "model=3: give a function"),
+        ("loss", 5, "loss=5: give a function"),
+        ("units", "layers", "units='layers': give a function"),
+        ("data", [1, 2], "data is a list: give StdlibText"),
+        ("initial", 3, "initial=3: give an object whose tensor"),
+    ],
+)
+def test_the_trainer_refuses_parts_that_are_not_what_their_names_say(part: str, value: Any, named: str) -> None:
+    task = make_task()
+    with pytest.raises(ValueError, match=named):
+        ElasticRingTrainer(**{"model": task.model, "data": task.data, "step": task.step, part: value})
+
+
 def test_the_trainer_refuses_a_wrong_pattern_before_anything_starts() -> None:
     task = make_task()
     with pytest.raises(ValueError, match="'windw' is no family"):
@@ -194,7 +211,7 @@ class RandomSource:
 
 
 REFUSED = {
-    "in part": ("window:200", 512, {}, r"pattern='Window\(tokens=200\).*context_tokens=512.*in part.*bigbird:8,0,0"),
+    "in part": ("window:200", 512, {}, r"pattern='window:200.*context_tokens=512.*in part.*bigbird:8,0,0"),
     "cut blocks": ("bigbird:2,0,0", 384, {}, r"layout zigzag of 384 tokens over cp=2 .* multiple of 512"),
     "documents": ("bigbird:2,0,0", 512, {"source": packed}, r"begins at position 257, inside a block"),
     "unaligned": ("bigbird:2,0,0", 512, {"source": unaligned}, r"align_tokens=1 of the data: .* set align_tokens=128"),
