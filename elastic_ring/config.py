@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,12 @@ class ScalingConfig:
         if not 0 <= self.wait_for_resources_s < math.inf:
             raise ValueError(f"wait_for_resources_s={self.wait_for_resources_s!r}: must be 0 seconds or more")
         amounts = self.resources_per_worker.values()
-        numbers = [amount for amount in amounts if isinstance(amount, int | float) and amount >= 0]
+        numbers = [amount for amount in amounts if isinstance(amount, Real) and amount >= 0]
         if len(numbers) < len(amounts) or not any(numbers):
             raise ValueError(
                 f"resources_per_worker={dict(self.resources_per_worker)}: name at least one resource, "
-                "for example {'CPU': 1} or {'GPU': 1}, with an amount that is not negative, and one that is more than 0"
+                "for example {'CPU': 1} or {'GPU': 1}, with amounts that are numbers and not negative, and one that is "
+                "more than 0"
             )
         if "object_store_memory" in self.resources_per_worker:
             raise ValueError(

@@ -45,7 +45,7 @@ FAULTS = {
     "heal": "kill@step={step},phase=backward,rank={last}; kill@step={step},phase=heal,role=spare",
 }
 HOST_SLOPE_MIB, GPU_SLOPE_MIB = 5.0, 64.0
-HOST, OWN = "rank 0's process", "rank 0's process on its GPU"
+HOST, OWN = "rank 0's process", "rank 0's process on GPUs"
 UNTABLED = ("memory", "memory_after", "own_gib", "own_after_gib", "spares", "action")
 LEAST_SAMPLES = 4  # of memory, for a slope that means something
 BOTH_STRUCK = (3, 2)  # first and second of a pair: whatever each of them held, another rank holds too
@@ -161,7 +161,7 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 
 def growth(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """MiB a kill: of rank 0's process on the host and, where known, on its GPU, then of each GPU, where every standby
+    """MiB a kill: of rank 0's process on the host and, where known, on GPUs, then of each GPU, where every standby
     that was there at the time is counted with its context. Empty with too few samples; the first, before anything was
     killed, is left out."""
     samples = [row for row in rows if row["memory"] and row["kill"] > 0]
@@ -230,7 +230,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory_told(rows: list[dict[str, Any]]) -> str:
-    text = "\nGiB of rank 0's process on the host and in use on each GPU; of that process there:"
+    text = "\nGiB of rank 0's process on the host and in use on each GPU; of that process on GPUs:"
     for row in rows:
         if row["memory"]:
             text += f"\n  before kill {row['kill']}, {row['spares']} spares there: {row['memory']}; {row['own_gib']}"

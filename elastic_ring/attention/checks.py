@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from numbers import Integral, Real
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -55,12 +56,14 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 def check_options(causal: object, seq_len: object, scale: object) -> None:
     """What a call says beside its tensors: a wrong one would compute something else, or stop in a kernel."""
-    if not isinstance(causal, bool):
+    if torch.compiler.is_compiling():  # where numbers may be symbols
+        return
+    if not isinstance(causal, bool | np.bool_):
         raise ValueError(f"causal={causal!r}: must be True or False")
     if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, Integral)):
         raise ValueError(f"seq_len={seq_len!r}: a whole number of tokens, or leave it out where all ranks hold as many")
-    if scale is not None and not (isinstance(scale, Real) and math.isfinite(scale)):
-        raise ValueError(f"scale={scale!r}: must be a finite number; left out it is 1 / sqrt(D)")
+    if scale is not None and (isinstance(scale, bool) or not (isinstance(scale, Real) and math.isfinite(scale))):
+        raise ValueError(f"scale={scale!r}: must be a finite number, float(scale) of a tensor; left out: 1 / sqrt(D)")
 
 
 def check_local_length(q: torch.Tensor, layout: Layout, cp_rank: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -104,6 +104,18 @@ def longnet(
         for head in range(num_heads)
     )
     return tuple(rules)
+
+
+def spelled_longnet(rules: Sequence[Rule]) -> str | None:
+    """Heads shifted by 0, 1, ... units as `spec.parse_pattern` reads them, None for any other rules."""
+    first = rules[0]
+    if not isinstance(first, Dilated):
+        return None
+    shifted = tuple(replace(first, offset=offset) for offset in range(max(first.rates)))
+    if tuple(rules) != shifted:
+        return None
+    pairs = ",".join(f"{segment}/{rate}" for segment, rate in zip(first.segments, first.rates, strict=True))
+    return f"longnet:{pairs}" + (f",unit={first.unit_tokens}" if first.unit_tokens != 1 else "")
 
 
 @dataclass(frozen=True)
@@ -253,6 +265,10 @@ class Profile(Rule):
         require("unit_tokens", self.unit_tokens, 1, "128 is the kernels' block")
         if not self.distances or list(self.distances) != sorted(set(self.distances)) or self.distances[0] != 0:
             raise ValueError(f"distances={self.distances}: give each once, ascending, beginning with 0 (the own unit)")
+
+    def __str__(self) -> str:
+        unit = f",unit={self.unit_tokens}" if self.unit_tokens != 128 else ""
+        return f"profile:{'/'.join(map(str, self.distances))}{unit}"
 
     @property
     def unit(self) -> int:

@@ -20,6 +20,7 @@ from elastic_ring.attention.block_kernels import sparse_form
 from elastic_ring.attention.checks import check_tensors
 from elastic_ring.attention.content import top_ks_of
 from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger
+from elastic_ring.attention.families import spelled_longnet
 from elastic_ring.attention.layout import Layout
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.recomputation import Kept
@@ -27,7 +28,7 @@ from elastic_ring.attention.ring import Observer, RingAttention
 from elastic_ring.attention.routing import Router
 from elastic_ring.attention.rules import Dense, Rule, Union
 from elastic_ring.attention.schedule import plan
-from elastic_ring.attention.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern
+from elastic_ring.attention.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern, rules_told
 from elastic_ring.attention.sparse_blocks import check_blocks
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.attention.sparse_schedule import plan_sparse
@@ -47,6 +48,10 @@ class LayerGroup:
     layers: tuple[int, ...] | None = None
     dealt: bool = False
 
+    def __str__(self) -> str:
+        shifted = spelled_longnet(self.rules) if self.dealt else None
+        return shifted or rules_told(self.rules)
+
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[Rule, ...]:
         """The rule of each query head, or one for all. Raises `ValueError` when their number does not fit."""
         if len(set(self.rules)) == 1:
@@ -55,6 +60,12 @@ class LayerGroup:
             sharing = num_heads // num_kv_heads
             return tuple(self.rules[head // sharing % len(self.rules)] for head in range(num_heads))
         return SparsePattern(self.rules).rules(num_heads)
+
+
+WHICH_LAYER = (
+    "the layers follow different patterns, and attention(q, k, v) does not say which layer calls: use"
+    " attention.layer(i)(q, k, v), or `of_layer(attention, i)` where the attention may be a dense one"
+)
 
 
 @dataclass(frozen=True)
@@ -134,11 +145,9 @@ class LayerPatterns:
         return _identity(self)
 
     def __str__(self) -> str:
-        parts = []
-        for group in self.groups:
-            where = "" if self.same_everywhere else f"layers {_spelled(group.layers)}: "
-            parts.append(where + str(SparsePattern(group.rules, self.block)))
-        return "; ".join(parts)
+        """As `spec.parse_pattern` reads it, where the short form has words for all of it."""
+        parts = [f"{group}{'' if group.layers is None else '@' + _spelled(group.layers)}" for group in self.groups]
+        return ";".join(parts) + (f" in blocks of {self.block}" if self.block != DEFAULT_BLOCK_TOKENS else "")
 
 
 class PatternedAttention:
@@ -196,10 +205,7 @@ class PatternedAttention:
         Raises `ValueError` where layers differ: it cannot know which one calls.
         """
         if not self.patterns.same_everywhere:
-            raise ValueError(
-                "the layers follow different patterns, and attention(q, k, v) does not say which layer calls: use"
-                " attention.layer(i)(q, k, v), or `of_layer(attention, i)` where the attention may be a dense one"
-            )
+            raise ValueError(WHICH_LAYER)
         return self._attend(0, q, k, v)
 
     def layer(self, index: int) -> Attention:
@@ -317,5 +323,5 @@ def _identity(value: object) -> str:
     return repr(value)
 
 
-def _spelled(layers: tuple[int, ...] | None) -> str:
-    return "others" if layers is None else ",".join(map(str, layers))
+def _spelled(layers: tuple[int, ...]) -> str:
+    return ",".join(map(str, layers))

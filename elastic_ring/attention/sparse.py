@@ -90,10 +90,8 @@ class SparsePattern:
         return reach(self.kinds(length), depth)
 
     def __str__(self) -> str:
-        counted = [f"{self.heads.count(rule)} x {rule}" for rule in dict.fromkeys(self.heads)]
-        rules = str(self.heads[0]) if len(self.heads) == 1 else "; ".join(_shortened(counted))
         packed = "" if self.document_starts == (0,) else f", {len(self.document_starts)} documents"
-        return f"{rules} in blocks of {self.block}{packed}"
+        return f"{rules_told(self.heads)} in blocks of {self.block}{packed}"
 
 
 def mixed(*parts: tuple[int, Rule]) -> tuple[Rule, ...]:
@@ -102,6 +100,12 @@ def mixed(*parts: tuple[int, Rule]) -> tuple[Rule, ...]:
     if not rules:
         raise ValueError(f"parts={parts}: give at least one head")
     return rules
+
+
+def rules_told(heads: Sequence[Rule]) -> str:
+    """The rule of all heads, or how many heads follow each."""
+    counted = [f"{heads.count(rule)} x {rule}" for rule in dict.fromkeys(heads)]
+    return str(heads[0]) if len(heads) == 1 else "; ".join(_shortened(counted))
 
 
 def _shortened(items: Sequence[str]) -> Sequence[str]:

@@ -51,7 +51,7 @@ _LISTED = ("longnet", "profile")
 def read_pattern(text_or_path: str) -> LayerPatterns:
     """The pattern of a short form or of a JSON file. Raises `ValueError` for anything else."""
     path = Path(text_or_path)
-    if text_or_path.endswith(".json") or path.is_file():
+    if text_or_path.endswith(".json") or _there(path.is_file):
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -68,9 +68,16 @@ def read_pattern(text_or_path: str) -> LayerPatterns:
     try:
         return parse_pattern(text_or_path)
     except ValueError as error:
-        if not text_or_path or not path.is_dir():
+        if not text_or_path or not _there(path.is_dir):
             raise
         raise ValueError(f"pattern {text_or_path!r} is a folder: name a file in it, or give a short form") from error
+
+
+def _there(look: Callable[[], bool]) -> bool:
+    try:
+        return look()
+    except OSError:  # a short form may be longer than any file's name
+        return False
 
 
 def parse_pattern(text: str) -> LayerPatterns:

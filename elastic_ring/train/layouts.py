@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from elastic_ring.attention.layers import LayerPatterns, PatternedAttention
+from elastic_ring.attention.layers import WHICH_LAYER, LayerPatterns, PatternedAttention
 from elastic_ring.attention.layout import contiguous, make_layout
 from elastic_ring.attention.machine import Machine
 from elastic_ring.attention.model_layout import Call, LayoutChoice, choose_layout
+from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.pieces import as_written
+from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.task import Attention, Batch, TrainingTask
 
 log = logging.getLogger(__name__)
@@ -57,37 +60,59 @@ class Layouts:
 
 
 def check_layers(task: TrainingTask) -> None:
-    """Raises `ValueError` for a pattern that names a layer which the model does not have, or has no rules for one that
-    it has or for its heads. Where a model looks at values only the layers before are checked, and none is missing."""
+    """Raises `ValueError` for a pattern that has no rules for a layer that the model attends in, or for its heads, that
+    names layers to a model which does not, or a layer that our decoder under its own loss lacks. What other models have
+    is not sure, since some layers may be called for longer sequences only: one that was not heard is told in the log.
+    """
     if task.pattern is None:
         return
-    calls, whole = _meta_pass(task)
-    for layer, num_heads, num_kv_heads, _ in calls:
+    heard = _meta_pass(task)
+    if heard.unnamed and not task.pattern.same_everywhere:
+        raise ValueError(WHICH_LAYER)
+    for layer, num_heads, num_kv_heads, _ in heard.calls:
         task.pattern.of_layer(layer).heads(num_heads, num_kv_heads)
-    called = {call[0] for call in calls}
-    named = {layer for group in task.pattern.groups for layer in group.layers or ()}
-    if whole and called and named - called:
-        raise ValueError(
-            f"pattern={str(task.pattern)!r} has rules for layer {min(named - called)}, but the model attends in layers "
-            f"{', '.join(map(str, sorted(called)))}: name one of these"
-        )
+    called = {call[0] for call in heard.calls}
+    missing = {layer for group in task.pattern.groups for layer in group.layers or ()} - called
+    if not missing or not called:
+        return
+    told = (
+        f"pattern={str(task.pattern)!r} has rules for layer {min(missing)}, but the model attends in layers "
+        f"{', '.join(map(str, sorted(called)))}"
+    )
+    if heard.num_layers is not None and max(missing) >= heard.num_layers:
+        raise ValueError(f"{told}: name one of these")
+    if heard.ended:
+        log.warning("%s: it was not heard of in a pass over %d tokens", told, NUM_PROBE_TOKENS)
 
 
 def attention_calls(task: TrainingTask) -> tuple[Call, ...]:
     """(layer, query heads, K/V heads, head dim) of the model's attention calls in their order, found without memory:
     by its loss on the meta device, which ends where it first looks at a value. Without a pattern, layers are calls."""
-    return _meta_pass(task)[0]
+    return _meta_pass(task).calls
 
 
-def _meta_pass(task: TrainingTask) -> tuple[tuple[Call, ...], bool]:
-    """The calls, and whether the model came to its end; the loss beside it may look at values."""
+@dataclass(frozen=True)
+class _Heard:
+    """Of a pass: its calls, whether some named no layer, whether the model came to its end (the loss beside it may look
+    at values before its own), and how many layers there are, None where that is not sure."""
+
+    calls: tuple[Call, ...]
+    unnamed: bool
+    ended: bool
+    num_layers: int | None
+
+
+def _meta_pass(task: TrainingTask) -> _Heard:
     found: list[Call] = []
+    unnamed: list[int] = []
+    ended: list[bool] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int | None = None) -> Tensor:
+        if layer is None:
+            unnamed.append(len(found))
         found.append((len(found) if layer is None else layer, q.size(2), k.size(2), q.size(3)))
         return torch.empty_like(q)
 
-    ended: list[bool] = []
     with torch.device("meta"), torch.no_grad():
         model = task.model()
         model.register_forward_hook(lambda *_: ended.append(True))
@@ -98,7 +123,10 @@ def _meta_pass(task: TrainingTask) -> tuple[tuple[Call, ...], bool]:
                 task.loss(model, Batch(integers, integers, integers, integers.int(), attention))
         except Exception as error:  # a value was read, or the user's code wants more than shapes
             log.debug("the pass on the meta device ended after %d attention calls: %s", len(found), error)
-    return tuple(found), bool(ended)
+    num_layers = None
+    if isinstance(model, Transformer) and type(model) is Transformer and task.loss is language_model_loss:
+        num_layers = model.config.num_layers
+    return _Heard(tuple(found), bool(unnamed), bool(ended), num_layers)
 
 
 class _Listening(PatternedAttention):

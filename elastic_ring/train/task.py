@@ -80,8 +80,10 @@ def check_parts(task: TrainingTask) -> None:
             raise ValueError(f"{name}={part!r}: give a function, or a class of a module that workers can import")
     if not all(hasattr(task.data, name) for name in ("open", "context_tokens")):
         raise ValueError(
-            f"data is a {type(task.data).__name__}: give StdlibText, TextFiles, TokenShards or a source of your own "
-            "with `context_tokens`, `vocab_size` and `open()`, see elastic_ring.data.source.SourceConfig"
+            f"data is a {type(task.data).__name__}: give StdlibText, TextFiles, TokenShards or a source of your own, "
+            "after elastic_ring.data.source.SourceConfig"
         )
+    if not isinstance(task.pattern, LayerPatterns | None):
+        raise ValueError(f"pattern={task.pattern!r}: give a short form such as 'window:512', or LayerPatterns")
     if task.initial is not None and not hasattr(task.initial, "tensor"):
         raise ValueError(f"initial={task.initial!r}: give an object whose tensor(name, shape, rows) has first values")

@@ -6,7 +6,7 @@ leaves FSDP2's modules gathered, and its groups are gone anyway. The values live
 
 from __future__ import annotations
 
-import reprlib
+import textwrap
 from collections.abc import Sequence
 
 import torch
@@ -126,7 +126,8 @@ def check_buildable(task: TrainingTask) -> None:
             model = task.model()
     except Exception as error:
         raise ValueError(
-            f"model={reprlib.repr(task.model)} cannot be built on the meta device: {type(error).__name__}: {error}. "
+            f"model={textwrap.shorten(repr(task.model), 200)} cannot be built on the meta device: "
+            f"{type(error).__name__}: {error}. "
             "Build layers only in the factory; give first values as `initial`, or let the layers' own "
             "initialisation do it"
         ) from error

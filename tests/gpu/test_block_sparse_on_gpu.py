@@ -88,7 +88,7 @@ def test_a_kernel_without_a_deterministic_backward_is_refused_by_name() -> None:
 
 def test_blocks_in_part_are_refused_with_a_way_out() -> None:
     q, k, v, _ = sample()
-    with pytest.raises(ValueError, match=r"Window\(tokens=200\): keeps blocks of 128 tokens in part"):
+    with pytest.raises(ValueError, match=r"window:200: keeps blocks of 128 tokens in part"):
         BlockSparseAttention(SparsePattern((Window(200),)))(q, k, v)
 
 

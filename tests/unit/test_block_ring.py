@@ -208,7 +208,7 @@ def test_what_the_kernels_cannot_run_is_refused_by_name_with_a_way_out() -> None
     def planned(rule: Any, layout: Any, starts: tuple[int, ...] = (0,)) -> Any:
         return plan_blocks(plan_sparse(SparsePattern((rule,), 128, starts), layout, 2, 2), 0)
 
-    with pytest.raises(ValueError, match=r"Window\(tokens=200\): keeps blocks of 128 tokens in part.*BigBird"):
+    with pytest.raises(ValueError, match=r"window:200: keeps blocks of 128 tokens in part.*BigBird"):
         planned(Window(200), contiguous(512, 2))
     with pytest.raises(ValueError, match=r"begins at position 200, inside a block of 128 .*align_tokens=128"):
         planned(NEAR, contiguous(512, 2), (0, 128, 200))

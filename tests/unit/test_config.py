@@ -32,7 +32,7 @@ REFUSED = [
     (ScalingConfig, "resources_per_worker", {"CPU": -1.0}, "not negative"),
     (ScalingConfig, "resources_per_worker", {"CPU": math.nan}, "not negative"),
     (ScalingConfig, "resources_per_worker", {"CPU": 0.0}, "more than 0"),
-    (ScalingConfig, "resources_per_worker", {"CPU": "two"}, "not negative"),
+    (ScalingConfig, "resources_per_worker", {"CPU": "two"}, "amounts that are numbers"),
     (ScalingConfig, "wait_for_resources_s", -1.0, "0 seconds or more"),
     (RunConfig, "grow_delay_s", -1.0, "0 seconds or more"),
     (StepConfig, "steps", 0, "at least 1"),

@@ -26,6 +26,7 @@ from elastic_ring.attention.rules import Dense, Window
 from elastic_ring.attention.spec import parse_pattern
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.init import Initialiser, initialise_module
+from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.layouts import Layouts, attention_calls, check_layers
 from elastic_ring.train.task import Batch, TrainingTask
@@ -200,28 +201,56 @@ def test_layers_are_those_that_the_model_names_not_their_order() -> None:
     assert attention_calls(patterned(loss=twice_backwards)) == ((1, 2, 2, 8), (0, 2, 2, 8), (1, 2, 2, 8))
 
 
+def ours(pattern: str, **settings: Any) -> TrainingTask:
+    """Our decoder of two layers under its own loss: what attends is sure."""
+    return make_task(pattern=parse_pattern(pattern), **{"loss": language_model_loss, **settings})
+
+
 @pytest.mark.parametrize(
     ("pattern", "named"),
     [
-        ("window:12;dense@99", "has rules for layer 99, but the model attends in layers 0, 1: name one of these"),
+        ("window:12;dense@99", "dense@99' has rules for layer 99, but the model attends in layers 0, 1: name"),
         ("dense@1", "layer 0: the pattern has no rules for it"),
         ('{"groups": [{"heads": [{"count": 3, "rule": "window:8"}, {"rule": "dense"}]}]}', "rules for 4 heads"),
     ],
-)  # fmt: skip
-def test_rules_for_what_the_model_does_not_have_are_refused_before_anything_starts(pattern: str, named: str) -> None:
+)
+def test_rules_for_what_our_decoder_does_not_have_are_refused(pattern: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        check_layers(make_task(pattern=parse_pattern(pattern)))
-    check_layers(make_task(pattern=parse_pattern("window:12;dense@1")))
+        check_layers(ours(pattern))
+    check_layers(ours("window:12;dense@1"))
 
 
-def test_a_model_that_looks_at_values_counts_no_layer_as_missing() -> None:
-    class Looking(Transformer):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return int(super().forward(*args, **kwargs)[1])
+def test_fit_refuses_them_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ring.trainer.ray_session", None)  # it would start Ray
+    task = make_task()
+    trainer = ElasticRingTrainer(
+        task.model, task.data, step=task.step, pattern="window:12;dense@99", run=RunConfig("no", str(tmp_path / "run"))
+    )
+    with pytest.raises(ValueError, match="has rules for layer 99"):
+        trainer.fit()
 
-    later = parse_pattern("window:12;dense@99")
-    assert len(attention_calls(make_task(Looking, pattern=later))) == 2
-    check_layers(make_task(Looking, pattern=later))
+
+def test_a_model_that_does_not_say_which_layer_calls_is_refused_where_layers_differ() -> None:
+    def direct(model: Any, batch: Batch) -> Any:
+        x = torch.zeros(1, batch.tokens.size(1), 2, 8)
+        return batch.attention(x, x, x).sum(), 1
+
+    with pytest.raises(ValueError, match="does not say which layer calls"):
+        check_layers(ours("window:12;dense@1", loss=direct))
+    check_layers(ours("window:12", loss=direct))
+
+
+def test_what_another_loss_calls_is_not_sure_and_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def with_head(model: Any, batch: Batch) -> Any:
+        loss, num_targets = language_model_loss(model, batch)  # wants a value, which the meta device has not
+        x = torch.zeros(1, batch.tokens.size(1), 2, 8)
+        return loss + batch.attention.layer(2)(x, x, x).sum(), num_targets  # type: ignore[attr-defined]
+
+    check_layers(ours("window:12;dense@2", loss=with_head))
+    assert "has rules for layer 2, but the model attends in layers 0, 1: it was not heard of" in caplog.text
+    caplog.clear()
+    check_layers(ours("window:12;dense@5", loss=twice_backwards))
+    assert caplog.text == "", "its loss does not even call the model"
 
 
 def test_a_named_layout_is_taken_as_it_is_and_an_unknown_one_refused() -> None:

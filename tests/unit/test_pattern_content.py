@@ -234,9 +234,9 @@ def test_what_gpus_cannot_run_of_it_is_refused_before_a_call() -> None:
     layout = zigzag(1024, 2)
     parse_pattern("topk:4+bigbird:2,0,0").check_blocks(layout)
     parse_pattern("topk:4,unit=256").check_blocks(layout)
-    with pytest.raises(ValueError, match=r"TopK\(blocks=4.*chooses blocks of 64 tokens.*set unit=128"):
+    with pytest.raises(ValueError, match=r"topk:4.*chooses blocks of 64 tokens.*set unit=128"):
         parse_pattern("topk:4,unit=64").check_blocks(layout)
-    with pytest.raises(ValueError, match=r"Window\(tokens=200\): keeps blocks of 128 tokens in part"):
+    with pytest.raises(ValueError, match=r"window:200: keeps blocks of 128 tokens in part"):
         parse_pattern("topk:4+window:200").check_blocks(layout)
     x = torch.zeros(1, 512, 2, 16)
     packed = PatternedAttention(
@@ -262,7 +262,7 @@ def test_the_short_form_and_the_file_mean_the_rule() -> None:
     layered.check(4, 4, 2)
     named = parse_pattern(json.dumps({"block": 64, "groups": [{"layers": [0], "rule": "topk:4"}, {"rule": "dense"}]}))
     assert named.of_layer(0).rules == (TopK(4),)
-    assert "TopK(blocks=8, causal=True, unit_tokens=128)" in str(layered)
+    assert str(layered) == "topk:8+sinks:64;dense@3"
     texts = ["topk:8", "topk:9", "topk:8,causal=0", "topk:8,unit=64", "topk:8+window:512"]
     assert len({parse_pattern(text).identity for text in texts}) == len(texts)
     assert parse_pattern("topk:8,1").identity == parse_pattern("topk:8").identity
@@ -293,7 +293,7 @@ def test_before_a_call_it_has_no_pairs_and_says_so() -> None:
             lambda pattern=pattern: plan_sparse(pattern, contiguous(512, 2), 2, 2),
             lambda pattern=pattern: choose(pattern, 512, 2, Sizes(2, 2)),
         ):
-            with pytest.raises(ValueError, match=r"TopK\(blocks=4.*chosen by queries and keys.*PatternedAttention"):
+            with pytest.raises(ValueError, match=r"topk:4.*chosen by queries and keys.*PatternedAttention"):
                 ask()
 
 

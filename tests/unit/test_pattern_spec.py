@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,11 @@ def test_a_wrong_pattern_is_refused_with_its_name_and_a_way_out(text: str) -> No
     assert REFUSED[text] in str(refusal.value)
 
 
+def test_a_long_short_form_is_no_file_name() -> None:
+    text = "profile:" + "/".join(map(str, range(2000)))
+    assert str(read_pattern(text)) == text
+
+
 def test_an_empty_file_is_named_as_one(tmp_path: Path) -> None:
     (tmp_path / "found.json").write_text(" \n")
     with pytest.raises(ValueError, match=r"found\.json is empty: it needs a short form, or JSON"):
@@ -114,14 +120,22 @@ def test_an_empty_file_is_named_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["dense", "window:512", "sinks:64+window:512", "strided:16,local=2,unit=64", "bigbird", "bigbird:window=4,seed=7",
+    ["longnet:512/1,2048/4", "longnet:512/1,2048/4,unit=128", "profile:0/1/4", "profile:0/2,unit=64",
+     "window:512;dense@3,5",
+     "dense", "window:512", "sinks:64+window:512", "strided:16,local=2,unit=64", "bigbird", "bigbird:window=4,seed=7",
      "hierarchical:base=2", "topk:8", "topk:8,causal=0,unit=64"],
 )  # fmt: skip
 def test_rules_are_told_as_they_are_typed(text: str) -> None:
-    (rule,) = parse_pattern(text).of_layer(0).rules
-    told = str(rule)
-    assert parse_pattern(told) == parse_pattern(text)
-    assert told == text
+    assert str(parse_pattern(text)) == text
+
+
+def test_a_rule_of_ones_own_is_not_told_as_the_one_it_was_made_from() -> None:
+    @dataclass(frozen=True)
+    class Half(Window):
+        share: float = 0.5
+
+    assert str(Half(5)).endswith("Half(tokens=5, share=0.5)")
+    assert str(LayerPatterns((LayerGroup((Window(8),)),), 64)) == "window:8 in blocks of 64"
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,8 @@ def test_the_pattern_is_part_of_what_a_run_is(tmp_path: Any) -> None:
         ("model", torch.nn.Linear(2, 2), "model is a Linear, already built: give what builds it"),
         ("model", 3, "model=3: give a function"),
         ("loss", 5, "loss=5: give a function"),
+        ("optimizer", 0.1, "optimizer=0.1: give a function"),
+        ("pattern", ["dense"], r"pattern=\['dense'\]: give a short form"),
         ("units", "layers", "units='layers': give a function"),
         ("data", [1, 2], "data is a list: give StdlibText"),
         ("initial", 3, "initial=3: give an object whose tensor"),

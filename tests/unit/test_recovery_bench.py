@@ -46,11 +46,11 @@ def test_what_a_survivor_holds_on_its_gpu_is_judged_by_itself_where_the_driver_t
     for index, row in enumerate(held):
         row["own_gib"] = 20.0 + 0.5 * index
     assert bench.growth(held) == pytest.approx(
-        {"rank 0's process": 0.0, "rank 0's process on its GPU": 102.4, "GPU 0": 0.0}
+        {"rank 0's process": 0.0, "rank 0's process on GPUs": 102.4, "GPU 0": 0.0}
     )  # fmt: skip
-    assert bench.outgrown(held) == ["memory of rank 0's process on its GPU grows by 102.4 MiB a kill, more than 64"]
+    assert bench.outgrown(held) == ["memory of rank 0's process on GPUs grows by 102.4 MiB a kill, more than 64"]
     held[3]["own_gib"] = None
-    assert "rank 0's process on its GPU" not in bench.growth(held)
+    assert "rank 0's process on GPUs" not in bench.growth(held)
 
 
 def test_steps_after_a_recovery_are_medians_by_their_place_in_a_generation() -> None:
