@@ -241,7 +241,7 @@ def test_gpus_take_what_keeps_whole_blocks_and_the_rest_is_refused_before_the_st
     check_pattern(on_gpus("topk:4,causal=0+bigbird:2,1,0;dense@1"), 2)
     for text, source, message in (
         ("topk:4,unit=64", RandomSource, r"chooses blocks of 64 tokens.*set unit=128.*train on device='cpu'"),
-        ("topk:4+window:200", RandomSource, r"Window\(tokens=200\).*in part"),
+        ("topk:4+window:200", RandomSource, r"window:200: .*in part"),
         ("topk:4", packed, r"begins at position 513, inside a block"),
     ):
         with pytest.raises(ValueError, match=message):
