@@ -60,9 +60,10 @@ class Layouts:
 
 
 def check_layers(task: TrainingTask) -> None:
-    """Raises `ValueError` for a pattern that has no rules for a layer that the model attends in, or for its heads, that
-    names layers to a model which does not, or a layer that our decoder under its own loss lacks. What other models have
-    is not sure, since some layers may be called for longer sequences only: one that was not heard is told in the log.
+    """Raises `ValueError` where the model attends in a layer that the pattern has no rules for, or has other heads than
+    these rules; where layers differ and the model does not say which one calls; and for rules of a layer that our own
+    decoder under its own loss lacks. Other models may call some layers for longer sequences only: rules of a layer that
+    was not heard are told in the log.
     """
     if task.pattern is None:
         return
