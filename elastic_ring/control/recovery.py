@@ -197,7 +197,7 @@ def order_build(
     donors = tuple((heal.donor, newcomer) for heal in plan.heals for newcomer in heal.newcomers)
     crew = Crew(state.term, state.generation, plan.mesh, plan.seats, step, plan.leaving, donors)
 
-    def order(worker: str) -> Build:  # `dataclasses.replace` for each of thousands would be half of the decision's time
+    def order(worker: str) -> Build:  # thousands are made: `dataclasses.replace` looks at every field of each
         return Build(turn.cause, worker, state.term, state.generation, plan.mesh, plan.seats, step, roll_forward,
                      plan.heals, fresh)  # fmt: skip
 

@@ -125,7 +125,7 @@ def _meta_pass(task: TrainingTask) -> _Heard:
         except Exception as error:  # a value was read, or the user's code wants more than shapes
             log.debug("the pass on the meta device ended after %d attention calls: %s", len(found), error)
     num_layers = None
-    if isinstance(model, Transformer) and type(model) is Transformer and task.loss is language_model_loss:
+    if type(model) is Transformer and task.loss is language_model_loss:
         num_layers = model.config.num_layers
     return _Heard(tuple(found), bool(unnamed), bool(ended), num_layers)
 

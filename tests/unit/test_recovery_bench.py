@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from elastic_ring.faults import parse_faults
 from jobs import bench_recovery_gpu as bench
+from jobs import gpu_tasks
 
 MEASURED = json.loads(
     (Path(__file__).resolve().parents[2] / "benchmarks" / "2026-11-21-training-4xH200.json").read_text()
@@ -51,6 +53,26 @@ def test_what_a_survivor_holds_on_its_gpu_is_judged_by_itself_where_the_driver_t
     assert bench.outgrown(held) == ["memory of rank 0's process on GPUs grows by 102.4 MiB a kill, more than 64"]
     held[3]["own_gib"] = None
     assert "rank 0's process on GPUs" not in bench.growth(held)
+
+
+@pytest.mark.parametrize(("pid", "mib"), [(17, 30_550), (18, 750), (1, None), (19, None)])
+def test_what_a_process_holds_is_read_from_the_drivers_tool_or_not_known(
+    pid: int, mib: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the form that nvidia-smi printed on the hosts; only its parsing is shown here."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf '17, 29800\\n18, 750\\n17, 750\\n19, [N/A]\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert gpu_tasks.process_memory_mib(pid) == mib
+
+
+def test_a_process_that_the_tool_does_not_know_is_told_as_not_known() -> None:
+    held = [{**row, "own_gib": None} for row in rows(*[(2.0, 30.0)] * 6)]
+    held[-1] |= {"memory_after": [2.0, 30.0], "own_after_gib": None}
+    told = bench.memory_told(held)
+    assert "before kill 5, 2 spares there: [2.0, 30.0]; None" in told
+    assert told.endswith("aside: rank 0's process +0.0, GPU 0 +0.0")
 
 
 def test_steps_after_a_recovery_are_medians_by_their_place_in_a_generation() -> None:
