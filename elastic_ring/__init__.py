@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_ring.attention.ring import ring_attention
-    from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, Timeouts
-    from elastic_ring.train.optim import OptimConfig
+    from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig, Timeouts
+    from elastic_ring.monitor.result import Result
     from elastic_ring.train.task import Batch
-    from elastic_ring.trainer import ElasticRingTrainer, Result
+    from elastic_ring.train.weights import load_weights
+    from elastic_ring.trainer import ElasticRingTrainer
 
 __all__ = [
     "Batch",
@@ -25,6 +26,7 @@ __all__ = [
     "ScalingConfig",
     "StepConfig",
     "Timeouts",
+    "load_weights",
     "ring_attention",
 ]
 
@@ -33,12 +35,13 @@ def __getattr__(name: str) -> Any:
     homes = {
         "Batch": "elastic_ring.train.task",
         "ElasticRingTrainer": "elastic_ring.trainer",
-        "OptimConfig": "elastic_ring.train.optim",
-        "Result": "elastic_ring.trainer",
+        "OptimConfig": "elastic_ring.config",
+        "Result": "elastic_ring.monitor.result",
         "RunConfig": "elastic_ring.config",
         "ScalingConfig": "elastic_ring.config",
         "StepConfig": "elastic_ring.config",
         "Timeouts": "elastic_ring.config",
+        "load_weights": "elastic_ring.train.weights",
         "ring_attention": "elastic_ring.attention.ring",
     }
     if name not in homes:

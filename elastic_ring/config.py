@@ -1,4 +1,4 @@
-"""What a user may set: frozen dataclasses, each checked once, each refusal naming setting, value and way out.
+"""What a user may set: frozen dataclasses, checked once; each error names setting, value and way out.
 
 The environment is read here and nowhere else (`environment()`). No Ray, no torch: a configuration can be
 built, checked, printed and compared on any machine.
@@ -9,57 +9,94 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from numbers import Real
+from collections.abc import Mapping, MutableMapping
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
 
 from elastic_ring.faults import Fault, parse_faults
 from elastic_ring.mesh import Mesh
+from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, PositiveSeconds, Seconds, settings
 
 _WORKING_COPY = "/runtime_resources/working_dir_files/"  # where Ray unpacks what a job was submitted with
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}")
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 
-@dataclass(frozen=True)
+def _faults(given: object) -> object:
+    return parse_faults(given) if isinstance(given, str) else given
+
+
+def _path_as_text(given: object) -> object:
+    return os.fspath(given) if isinstance(given, os.PathLike) else given
+
+
+def _list_as_tuple(given: object) -> object:
+    return tuple(given) if isinstance(given, list) else given
+
+
+@settings
 class Timeouts:
     """Everything that waits, in seconds. Each bound must outlast the ones that it contains (checked)."""
 
-    stopped_s: float = 0.4  # a process in state T for this long is frozen
-    heart_floor_s: float = 1.2  # the least silence of a worker's heart that counts as a hang
-    heart_cap_s: float = 20.0  # the most that the adaptive limit may grow to
-    park_s: float = 20.0  # from abort to the training thread's return
-    report_s: float = 30.0  # from Stop to a member's report
-    build_s: float = 60.0  # from Build to the last Resumed, healing included
-    beat_s: float = 0.5  # node agents' beat
-    node_silent_s: float = 4.0  # no beat for this long (and a second source): the node is lost
-    coordinator_silent_s: float = 15.0  # no answer to beats for this long: its process is killed and starts anew
-    hello_s: float = 30.0  # for workers to answer a new coordinator
-    start_s: float = 120.0  # for a worker's process to become a warm spare
-    boundary_s: float = 600.0  # from a boundary request to the boundary
-    finalize_s: float = 600.0  # gathering and writing the weights
-    collective_s: float = 900.0  # one exchange between workers
-    lease_s: float = 60.0  # how long a run outlives its driver
-    clear_s: float = 30.0  # for actors and placement groups to be gone at the end, and for stamps that are removed
+    _prefix: ClassVar[str] = "timeouts."
+
+    stopped_s: PositiveSeconds = 0.4
+    """A process in state T for this long is frozen."""
+    heart_floor_s: PositiveSeconds = 1.2
+    """The least silence of a worker's heart that counts as a hang."""
+    heart_cap_s: PositiveSeconds = 20.0
+    """The most that the adaptive limit may grow to."""
+    heart_computing_s: PositiveSeconds = 40.0
+    """The least such silence of a process that uses the CPU; adaptive up to compile_s."""
+    compile_s: PositiveSeconds = 300.0
+    """The most that one compilation may take."""
+    park_s: PositiveSeconds = 20.0
+    """From abort to the training thread's return."""
+    report_s: PositiveSeconds = 30.0
+    """From Stop to a member's report."""
+    build_s: PositiveSeconds = 60.0
+    """From Build to the last Resumed, healing included."""
+    beat_s: PositiveSeconds = 0.5
+    """Node agents' beat."""
+    node_silent_s: PositiveSeconds = 4.0
+    """No beat for this long (and a second source): the node is lost."""
+    coordinator_silent_s: PositiveSeconds = 15.0
+    """No answer to beats for this long: its process is killed and starts anew."""
+    hello_s: PositiveSeconds = 30.0
+    """For workers to answer a new coordinator."""
+    start_s: PositiveSeconds = 120.0
+    """For a worker's process to become a warm spare, or to show progress in starting."""
+    start_max_s: PositiveSeconds = 1800.0
+    """For a worker that shows progress in starting (its process uses CPU)."""
+    boundary_s: PositiveSeconds = 600.0
+    """From a boundary request to the boundary."""
+    finalize_s: PositiveSeconds = 600.0
+    """Gathering and writing the weights."""
+    collective_s: PositiveSeconds = 900.0
+    """One exchange between workers."""
+    lease_s: PositiveSeconds = 60.0
+    """How long a run outlives its driver."""
+    clear_s: PositiveSeconds = 30.0
+    """For actors and placement groups to be gone at the end, and for stamps that are removed."""
 
     def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):
-            value = getattr(self, spec.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ValueError(f"timeouts.{spec.name}={value!r}: must be a positive number of seconds")
         ordered = (
             ("stopped_s", "heart_floor_s"),
             ("heart_floor_s", "heart_cap_s"),
             ("heart_cap_s", "report_s"),
+            ("heart_cap_s", "heart_computing_s"),
+            ("heart_computing_s", "compile_s"),
+            ("heart_computing_s", "collective_s"),
             ("park_s", "report_s"),
             ("park_s", "hello_s"),
             ("report_s", "build_s"),
             ("beat_s", "node_silent_s"),
             ("beat_s", "coordinator_silent_s"),
+            ("start_s", "start_max_s"),
             ("build_s", "boundary_s"),
             ("heart_cap_s", "collective_s"),
             ("build_s", "collective_s"),
@@ -72,7 +109,7 @@ class Timeouts:
                 )
 
     @property
-    def standstill_s(self) -> float:
+    def stall_s(self) -> float:
         """How long a step may stand still, neither its thread nor its device moving, before it is given up.
 
         An exchange that can end by itself has ended by then, and its thread has had `park_s` to come back from it.
@@ -80,50 +117,55 @@ class Timeouts:
         return self.collective_s + self.park_s
 
 
-@dataclass(frozen=True)
+@settings
 class ScalingConfig:
     """How many ranks, where, and within which bounds the mesh may move.
 
-    `dp` rings of `cp` ranks are wanted; the mesh may shrink to `min_dp` rings and grow to `max_dp`.
-    `spares` warm workers wait beside it. `resources_per_worker` is what Ray reserves for each. With
-    `device="cuda"` every worker sees all GPUs of its node and takes one that no other holds when it gets a place
-    in the mesh; a spare holds none, and takes that of a process that died: on several nodes give at least one for each.
-    `release_contexts`: a member on GPUs lets go of those that it does not compute on, once it has settled, and ends
-    when it would stand by again.
+    On GPUs (`device="cuda"`) every worker sees all GPUs of its node and takes a free one when it joins the mesh. A
+    spare holds none until it replaces a dead worker and takes over its GPU, so give at least one spare for each node.
     """
 
-    dp: int = 2
-    cp: int = 2
-    spares: int = 1
-    min_dp: int = 1
-    max_dp: int | None = None
-    resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
-    num_threads: int = 1
-    device: str = "cpu"
+    _instead: ClassVar[Mapping[str, str]] = {
+        "num_workers": "the mesh is dp rings of cp ranks; set dp and cp, and spares beside them",
+        "use_gpu": "set device='cuda'",
+        "trainer_resources": "the driver and the coordinator need none; leave it out",
+        "placement_strategy": "rings are packed onto nodes and replicas spread over them; leave it out",
+    }
+
+    dp: PositiveInt = 2
+    """Rings side by side (data parallel)."""
+    cp: PositiveInt = 2
+    """Ranks of a ring, over which a sequence is split (context parallel)."""
+    spares: NonNegativeInt = 1
+    """Warm workers that wait to take a dead one's place."""
+    min_dp: PositiveInt = 1
+    """The mesh shrinks to no fewer rings than this."""
+    max_dp: PositiveInt | None = None
+    """The mesh grows to no more rings than this; dp if left out."""
+    resources_per_worker: Annotated[
+        Mapping[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]],
+        Must("a mapping such as {'CPU': 1} or {'GPU': 1}, with amounts that are numbers and not negative"),
+    ] = field(default_factory=lambda: {"CPU": 1.0})
+    """What Ray reserves for each worker."""
+    num_threads: PositiveInt = 1
+    """Threads of a worker's computations on a CPU."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where workers compute."""
     release_contexts: bool = True
-    wait_for_resources_s: float = 0.0
+    """Members on GPUs destroy their unused CUDA contexts after step 2; such a worker exits instead of becoming a
+    spare again."""
+    wait_for_resources_s: Seconds = 0.0
+    """How long to wait at the start for a cluster that is still too small."""
 
     def __post_init__(self) -> None:
-        for name, least in (("dp", 1), ("cp", 1), ("spares", 0), ("min_dp", 1), ("num_threads", 1)):
-            _integer(name, getattr(self, name), least)
-        _choice("device", self.device, ("cpu", "cuda"))
-        if not isinstance(self.release_contexts, bool):
-            raise ValueError(f"release_contexts={self.release_contexts!r}: must be True or False")
         if self.min_dp > self.dp:
             raise ValueError(f"min_dp={self.min_dp} is more than dp={self.dp}: lower min_dp or raise dp")
-        if self.max_dp is not None:
-            _integer("max_dp", self.max_dp, 1)
         if self.max_dp is not None and self.max_dp < self.dp:
             raise ValueError(f"max_dp={self.max_dp} is less than dp={self.dp}: raise max_dp or leave it out")
-        if not 0 <= self.wait_for_resources_s < math.inf:
-            raise ValueError(f"wait_for_resources_s={self.wait_for_resources_s!r}: must be 0 seconds or more")
-        amounts = self.resources_per_worker.values()
-        numbers = [amount for amount in amounts if isinstance(amount, Real) and amount >= 0]
-        if len(numbers) < len(amounts) or not any(numbers):
+        if not any(self.resources_per_worker.values()):
             raise ValueError(
                 f"resources_per_worker={dict(self.resources_per_worker)}: name at least one resource, "
-                "for example {'CPU': 1} or {'GPU': 1}, with amounts that are numbers and not negative, and one that is "
-                "more than 0"
+                "for example {'CPU': 1} or {'GPU': 1}, with an amount of more than 0"
             )
         if "object_store_memory" in self.resources_per_worker:
             raise ValueError(
@@ -145,79 +187,133 @@ class ScalingConfig:
         return self.dp * self.cp + self.spares
 
 
-@dataclass(frozen=True)
+@settings
 class StepConfig:
-    """What one optimizer step is, whatever the mesh: `global_batch` sequences of `context_tokens`.
+    """What one optimizer step is, whatever the mesh: `global_batch` sequences of `context_tokens`."""
 
-    `deterministic` takes bitwise repeatable kernels, which the promise of equal bits needs and which cost some
-    speed on a GPU. `kernel` pins one attention kernel by name; left empty, the best that passes its test serves.
-    `layout` is how a ring splits a sequence: "zigzag", "contiguous", or "auto", by what the pattern's layers send and
-    compute together, the same for the same ring in every process (zigzag without a pattern).
-    """
-
-    steps: int = 40
-    global_batch: int = 4
-    context_tokens: int = 2048
-    seed: int = 0
-    layout: str = "zigzag"
-    val_every_steps: int = 0
-    num_val_sequences: int = 4
-    param_dtype: str = "float32"
+    steps: PositiveInt = 40
+    """Optimizer steps to train."""
+    global_batch: PositiveInt = 4
+    """Sequences in a step."""
+    context_tokens: PositiveInt = 2048
+    """Tokens of a sequence."""
+    seed: NonNegativeInt = 0
+    """Seed of the initial values, of random numbers in the model and of the order of samples."""
+    layout: Literal["contiguous", "zigzag", "auto"] = "zigzag"
+    """How a ring splits a sequence. "auto" chooses by the bytes that the pattern's layers send and by their balance of
+    work, the same for the same ring in every process (zigzag without a pattern)."""
+    val_every_steps: NonNegativeInt = 0
+    """Steps between validations; 0 for none."""
+    num_val_sequences: PositiveInt = 4
+    """Sequences held out for validation."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the model computes in; master weights stay float32."""
     check_model: bool = True
+    """Compare the model on a ring with the model on one rank before training."""
     deterministic: bool = True
+    """Take bitwise repeatable kernels: the promise of equal bits needs them, and they cost some speed on a GPU."""
     kernel: str = ""
+    """Pin one attention kernel by name; empty for the best that passes its self-test."""
+
+
+@settings
+class OptimConfig:
+    """AdamW with warm-up and cosine decay."""
+
+    _prefix: ClassVar[str] = "OptimConfig "
+
+    peak_lr: Annotated[float, Field(gt=0, allow_inf_nan=False), Must("a number above 0")] = 3e-4
+    """Learning rate after the warm-up."""
+    min_lr: Annotated[float, Field(allow_inf_nan=False)] = 3e-5
+    """Learning rate of the last step and of all later ones."""
+    warmup_steps: int = 0
+    """Steps over which the rate rises linearly to peak_lr."""
+    total_steps: PositiveInt = 1000
+    """Steps of the schedule."""
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), Must("a number of 0 or more")] = 0.1
+    """For parameters of two or more dimensions."""
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
+        BeforeValidator(_list_as_tuple),
+        Must("two numbers, both in [0, 1)"),
+    ] = (0.9, 0.95)
+    """Adam's decay of the first and second moment."""
+    eps: Annotated[float, Field(gt=0, allow_inf_nan=False), Must("a number above 0")] = 1e-8
+    """Added to Adam's denominator."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Bound on the norm of the gradient of the mean loss over the global batch; None for no clipping."""
+    max_skipped: NonNegativeInt = 10
+    """Steps in a row that may be skipped for a non-finite gradient."""
 
     def __post_init__(self) -> None:
-        _integer("steps", self.steps, 1)
-        _integer("global_batch", self.global_batch, 1)
-        _integer("context_tokens", self.context_tokens, 1)
-        _integer("seed", self.seed, 0)
-        _integer("val_every_steps", self.val_every_steps, 0)
-        _integer("num_val_sequences", self.num_val_sequences, 1)
-        _choice("layout", self.layout, ("contiguous", "zigzag", "auto"))
-        _choice("param_dtype", self.param_dtype, ("float32", "bfloat16"))
+        if not 0.0 <= self.min_lr <= self.peak_lr:
+            raise ValueError(f"OptimConfig min_lr={self.min_lr}: must be in [0, peak_lr={self.peak_lr}]")
+        if not 0 <= self.warmup_steps <= self.total_steps:
+            raise ValueError(
+                f"OptimConfig warmup_steps={self.warmup_steps}: must be in [0, total_steps={self.total_steps}]"
+            )
 
 
-@dataclass(frozen=True)
+@settings
 class RunConfig:
     """The run's name, its folder, its timeouts and, for drills, its planned faults.
 
-    The name is the identity: submitting it again attaches to the live run. `run_dir` must be visible to
-    every node that may host the coordinator or global rank 0; a relative one is taken from the working directory
-    (`check_lasting` says where a run is not to be started). `env`: variables for the workers' processes; they win
-    over those that elastic_ring sets by itself on GPUs (docs/operating.md lists these).
+    The name is the identity: submitting it again attaches to the live run. Its folder is `storage_path`/`name`, or
+    `run_dir` where that is given. It must be visible to every node that may host the coordinator or global rank 0; a
+    relative path starts at the working directory (`check_lasting` refuses folders that Ray deletes).
     """
 
-    name: str = "elastic-ring"
-    run_dir: str = "runs/elastic-ring"
+    _instead: ClassVar[Mapping[str, str]] = {
+        "failure_config": "every failure is recovered from; set crash_loop_limit and user_error_limit for when to stop",
+        "checkpoint_config": "there are no durable checkpoints yet; the final weights are Result.weights",
+        "callbacks": "there are none; follow metrics.jsonl and status.json in the run's folder",
+        "verbose": "set progress=False to hide the progress line",
+        "storage_filesystem": "give a storage_path that every node sees",
+    }
+
+    name: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$"),
+        Must("up to 80 letters, digits, '.', '_' and '-', beginning with a letter or digit"),
+    ] = "elastic-ring"
+    """One name, one run: the same name again follows the run or goes on with it."""
+    storage_path: Annotated[str, BeforeValidator(_path_as_text)] = "runs"
+    """Where the run's folder is made; every node must see it."""
+    run_dir: Annotated[str | None, BeforeValidator(_path_as_text)] = None
+    """The run's folder itself, in place of storage_path/name."""
     timeouts: Timeouts = field(default_factory=Timeouts)
-    faults: tuple[Fault, ...] = ()
-    crash_loop_limit: int = 3
-    user_error_limit: int = 2
-    grow_delay_s: float = 2.0
+    faults: Annotated[tuple[Fault, ...], BeforeValidator(_faults), Must("a schedule as text, or a tuple of Fault")] = ()
+    """Planned faults: kill@step=21,phase=backward,rank=3; freeze@step=30"""
+    crash_loop_limit: PositiveInt = 3
+    """A step that kills members this often ends the run."""
+    user_error_limit: PositiveInt = 2
+    """A step on which the user's code raises this often ends the run."""
+    grow_delay_s: Seconds = 2.0
+    """How long new capacity must last before the mesh grows."""
     progress: bool = True
-    env: Mapping[str, str] = field(default_factory=dict)
+    """Show each step."""
+    env: Annotated[Mapping[str, str], Must("a mapping of text to text, for example {'NCCL_DEBUG': 'INFO'}")] = field(
+        default_factory=dict
+    )
+    """Variables for the workers' processes; they win over those that elastic_ring sets by itself on GPUs
+    (docs/operating.md lists these)."""
 
     def __post_init__(self) -> None:
-        if not _RUN_NAME.fullmatch(self.name):
-            raise ValueError(
-                f"name={self.name!r}: use up to 80 letters, digits, '.', '_' and '-', beginning with a letter or digit"
-            )
         # Resolved where the user wrote it: other processes have other working directories.
-        object.__setattr__(self, "run_dir", str(Path(self.run_dir).expanduser().absolute()))
-        if isinstance(self.faults, str):
-            object.__setattr__(self, "faults", parse_faults(self.faults))
-        _integer("crash_loop_limit", self.crash_loop_limit, 1)
-        _integer("user_error_limit", self.user_error_limit, 1)
-        if not 0 <= self.grow_delay_s < math.inf:
-            raise ValueError(f"grow_delay_s={self.grow_delay_s!r}: must be 0 seconds or more")
-        odd = [name for name, value in self.env.items() if not (isinstance(name, str) and isinstance(value, str))]
-        if odd:
-            raise ValueError(f"env: {odd[0]!r} or its value is no text; write {{'NCCL_DEBUG': 'INFO'}}, both as text")
+        for setting in ("storage_path", "run_dir"):
+            given = getattr(self, setting)
+            if given is None:
+                continue
+            if _URI.match(given):
+                raise ValueError(
+                    f"{setting}={given!r}: a run's folder in an object store is not supported yet; give a path that "
+                    "every node sees, on a shared file system"
+                )
+            object.__setattr__(self, setting, str(Path(given).expanduser().absolute()))
 
     @property
     def folder(self) -> Path:
-        return Path(self.run_dir)
+        return Path(self.run_dir or Path(self.storage_path, self.name))
 
 
 def check_lasting(folder: Path) -> None:
@@ -266,16 +362,6 @@ def digest(*configs: Any) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def environment() -> Mapping[str, str]:
+def environment() -> MutableMapping[str, str]:
     """The one place that reads the process environment."""
     return os.environ
-
-
-def _integer(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
-
-
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")

@@ -46,11 +46,19 @@ class JournalDamaged(ElasticRingError):
 
 
 class ShardLost(ElasticRingError):
-    """No verified holder of some `cp_rank` is left, and no copy or checkpoint to fall back on."""
+    """No verified holder of some `cp_rank` is left; beyond the dp replicas there are no copies and no checkpoints."""
 
 
 class DigestMismatch(ElasticRingError):
     """A healed shard differs from its donor's digest; it must not be used."""
+
+
+class StorageFailed(ElasticRingError):
+    """A folder or an object store refused or did not answer. Names the place."""
+
+
+class CheckpointDamaged(ElasticRingError):
+    """A file of a checkpoint is missing or not what was written; the checkpoint must not be used."""
 
 
 class CrashLoop(ElasticRingError):

@@ -1,9 +1,9 @@
-"""Planned faults: a schedule that is data, written as text, checked before anything starts.
+"""Planned faults: a schedule, parsed from text and checked before the run starts.
 
     kill@step=21,phase=backward,rank=3; freeze@step=30,rank=0
 
-`rank` is the global rank at the moment the fault fires; each fault fires once. Nothing here makes a fault
-happen: that is `runtime/injection`.
+`rank` is the global rank at the time of the fault; each fault fires once. Faults are injected elsewhere
+(`runtime/worker/faults`); no I/O here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROLES = ("spare", "donor")
 
 @dataclass(frozen=True)
 class Fault:
-    """One planned fault. `rank=None` in phase heal means whichever rank has that `role`."""
+    """One planned fault. `rank=None`, in phase heal only: any rank with that `role`. `hop`: of the ring exchange."""
 
     kind: str
     step: int
@@ -34,7 +34,7 @@ class Fault:
         return f"{self.kind}@{','.join(parts)}"
 
     def matches(self, *, step: int, phase: str, rank: int, hop: int | None = None, role: str | None = None) -> bool:
-        """Whether this fault is meant for this moment of this rank."""
+        """Whether this fault is planned for this step, phase and rank."""
         return (
             (self.step, self.phase) == (step, phase)
             and self.rank in (None, rank)
@@ -44,7 +44,7 @@ class Fault:
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """The faults of a schedule; `none` or nothing gives none. Raises ValueError naming the part that is wrong."""
+    """Parse a schedule; `none` or an empty text gives no faults. Raises: ValueError naming the wrong part."""
     if text.strip() in ("", "none"):
         return ()
     return tuple(_parse(part.strip()) for part in text.split(";") if part.strip())

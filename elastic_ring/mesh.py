@@ -1,4 +1,4 @@
-"""The mesh of `dp x cp` ranks and the seats in it. Pure arithmetic; imports nothing of the project."""
+"""The mesh of `dp x cp` ranks and their coordinates. Pure arithmetic; imports nothing of the project."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, order=True)
-class Seat:
-    """A place in the mesh: which ring (`dp_rank`) and which slice of the sequence (`cp_rank`)."""
+class Coordinate:
+    """A rank's coordinate in the mesh: `dp_rank` is its ring, `cp_rank` its slice of the sequence."""
 
     dp_rank: int
     cp_rank: int
@@ -15,7 +15,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Mesh:
-    """`dp` rings of `cp` ranks each; global_rank = dp_rank * cp + cp_rank."""
+    """`dp` rings of `cp` ranks each; global_rank = dp_rank * cp + cp_rank. Raises: ValueError if dp or cp < 1."""
 
     dp: int
     cp: int
@@ -28,12 +28,12 @@ class Mesh:
     def size(self) -> int:
         return self.dp * self.cp
 
-    def seat(self, global_rank: int) -> Seat:
+    def coordinate(self, global_rank: int) -> Coordinate:
         assert 0 <= global_rank < self.size, (global_rank, self)
-        return Seat(*divmod(global_rank, self.cp))
+        return Coordinate(*divmod(global_rank, self.cp))
 
-    def global_rank(self, seat: Seat) -> int:
-        return seat.dp_rank * self.cp + seat.cp_rank
+    def global_rank(self, coordinate: Coordinate) -> int:
+        return coordinate.dp_rank * self.cp + coordinate.cp_rank
 
     def ring(self, dp_rank: int) -> tuple[int, ...]:
         """The global ranks of one ring, in `cp_rank` order."""

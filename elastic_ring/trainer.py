@@ -1,45 +1,56 @@
-"""The public door: `ElasticRingTrainer(...).fit() -> Result`, after Ray Train's conventions.
+"""The public entry point: `ElasticRingTrainer(...).fit() -> Result`, after Ray Train's conventions.
 
-The trainer checks every setting, attaches to a Ray cluster or starts a local one, finds or starts the
-coordinator, and follows it. It holds no state of the training: killed, it can be started again under the
-same run name within the lease and goes on following.
+The trainer validates every setting, attaches to a Ray cluster or starts a local one, finds or starts the run's
+coordinator, and follows it. It keeps no training state: if the driver dies, start it again under the same run name
+within the lease and it attaches to the same run. No training and no recovery decision belongs here.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import ray
 from torch import nn
 
 from elastic_ring import errors
+from elastic_ring.attention.cost_model import CostModel
 from elastic_ring.attention.kernels.table import BACKENDS
 from elastic_ring.attention.layers import LayerPatterns
-from elastic_ring.attention.machine import Machine
-from elastic_ring.attention.spec import parse_pattern
+from elastic_ring.attention.parse import parse_pattern
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_lasting, check_together, digest, environment
 from elastic_ring.data.order import Order
 from elastic_ring.data.source import SourceConfig, hold_out, open_source
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.loss import language_model_loss
-from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME, StepMetrics, write_json
+from elastic_ring.monitor.metrics import (
+    CONFIG_NAME,
+    JOURNAL_NAME,
+    STATUS_NAME,
+    SUMMARY_NAME,
+    StepMetrics,
+    storage_trouble,
+    write_json,
+)
 from elastic_ring.monitor.progress import ProgressLine
-from elastic_ring.runtime import attach
-from elastic_ring.runtime.bits import versions
-from elastic_ring.runtime.charter import Charter
-from elastic_ring.runtime.cluster import NAMESPACE, WORKER_ENVIRONMENT, actor_name, room, worker_environment
-from elastic_ring.runtime.coordinator import Coordinator
-from elastic_ring.runtime.session import interruptible, lease, ray_session
+from elastic_ring.monitor.result import Result
+from elastic_ring.runtime.coordinator.actor import Coordinator
+from elastic_ring.runtime.coordinator.run_spec import RunSpec
+from elastic_ring.runtime.driver import attach
+from elastic_ring.runtime.driver.cluster import NAMESPACE, WORKER_ENVIRONMENT, actor_name, room, worker_environment
+from elastic_ring.runtime.driver.session import interruptible, lease, ray_session
+from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.train.check_pattern import check_pattern
 from elastic_ring.train.compiling import check_compiles
 from elastic_ring.train.layouts import AUTO, Layouts, check_layers
@@ -50,37 +61,33 @@ from elastic_ring.train.wrap import check_buildable
 log = logging.getLogger(__name__)
 
 FOLLOW_S = 0.4
-# Every cluster's head has one of this. Its loss ends the cluster anyway; a soft affinity is not kept by Ray.
+FIRST_RECORDS_BYTES = 64 * 1024  # more than a run writes before its first step
+RECORDS = frozenset(
+    {CONFIG_NAME, JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, "terms"}
+)  # one of them at least is in a run's folder
+RENAMED = {"machine": "cost_model", **{old: f"{old}_config" for old in ("step", "optim", "scaling", "run")}}
+# A share of this resource places the coordinator on the head node, whose loss ends the cluster anyway. Ray does not
+# guarantee a soft affinity.
 HEAD_RESOURCE, HEAD_SHARE = "node:__internal_head__", 0.001
-
-
-@dataclass(frozen=True)
-class Result:
-    """What `fit` returns: `summary` as in summary.json, the run's folder, the weights' file."""
-
-    summary: dict[str, Any]
-    run_dir: Path
-    weights: Path
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class ElasticRingTrainer:
     """Trains `model()` on `data` over rings that may lose and gain workers.
 
     Args:
-        model: builds the module; it must attend through `batch.attention`.
+        model: builds the module, which must call `batch.attention` for its attention.
         data: a source of packed sequences (`StdlibText`, `TextFiles`, `TokenShards`, or your own).
         loss: (model, batch) -> (sum over this slice's targets, number of targets).
-        step, optim, scaling, run: settings; see their classes.
-        optimizer: named local shards -> optimizer; AdamW from `optim` by default.
-        initial: first values by parameter name; by default the module's own under the seed.
-        units: the submodules that FSDP2 gathers one at a time; by default the largest ModuleList's items.
+        scaling_config, run_config, step_config, optim_config: settings; see their classes.
+        optimizer: named local shards -> optimizer; by default AdamW with `optim_config`.
+        initial: initial values by parameter name; by default the module's own under the seed.
+        units: the submodules that FSDP2 gathers one at a time; by default the items of the largest ModuleList.
         pattern: which keys each layer's attention keeps, as `LayerPatterns` or in the short form of
-            `attention.spec`, for example "sinks:64+window:512"; by default all (dense, causal).
-        machine: what `step.layout="auto"` prices layouts with: measured figures, as a `Machine` or the file that
-            `jobs/calibrate.py` wrote; by default those of an H200.
+            `attention.parse`, for example "sinks:64+window:512"; by default all keys (dense, causal).
+        cost_model: measured figures by which `step_config.layout="auto"` compares layouts, as a `CostModel` or
+            the file that `elastic-ring calibrate` writes; by default those of an H200.
 
-    Raises: ValueError for any setting that cannot work, before anything is started.
+    Raises: ValueError for settings that cannot work, before anything is started.
     """
 
     def __init__(
@@ -89,31 +96,35 @@ class ElasticRingTrainer:
         data: SourceConfig,
         *,
         loss: LossFunction = language_model_loss,
-        step: StepConfig | None = None,
-        optim: OptimConfig | None = None,
-        scaling: ScalingConfig | None = None,
-        run: RunConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        step_config: StepConfig | None = None,
+        optim_config: OptimConfig | None = None,
         optimizer: OptimizerFactory | None = None,
         initial: Initial | None = None,
         units: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
         pattern: LayerPatterns | str | None = None,
-        machine: Machine | str | Path | None = None,
+        cost_model: CostModel | str | Path | None = None,
+        **renamed: Never,
     ) -> None:
-        step = step or StepConfig()
-        self.scaling = scaling or ScalingConfig()
-        self.run = run or RunConfig()
+        _refuse_renamed(renamed)
+        step = step_config or StepConfig()
+        self.scaling_config = scaling_config or ScalingConfig()
+        self.run_config = run_config or RunConfig()
         self.task = TrainingTask(
-            model, data, step, optim or OptimConfig(total_steps=step.steps), loss, optimizer, initial, units,
+            model, data, step, optim_config or OptimConfig(total_steps=step.steps), loss, optimizer, initial, units,
             parse_pattern(pattern) if isinstance(pattern, str) else pattern,
-            Machine.read(machine) if isinstance(machine, str | Path) else machine,
+            CostModel.read(cost_model) if isinstance(cost_model, str | Path) else cost_model,
         )  # fmt: skip
+        self.config_files: dict[str, str] = {}  # name -> text of files written next to config.json
         check_parts(self.task)
-        if self.task.machine is not None and step.layout != AUTO:
+        if self.task.cost_model is not None and step.layout != AUTO:
             raise ValueError(
-                f"machine={machine}: layout={step.layout!r} prices nothing; set layout='auto', or leave machine out"
+                f"cost_model={cost_model}: layout={step.layout!r} prices nothing; set layout='auto', "
+                "or leave cost_model out"
             )
-        check_together(self.scaling, step, self.run.faults)
-        check_kernel(step.kernel, self.scaling.device)
+        check_together(self.scaling_config, step, self.run_config.faults)
+        check_kernel(step.kernel, self.scaling_config.device)
         if data.context_tokens != step.context_tokens:
             raise ValueError(
                 f"data.context_tokens={data.context_tokens} differs from step.context_tokens={step.context_tokens}: "
@@ -121,40 +132,41 @@ class ElasticRingTrainer:
             )
 
     def fit(self) -> Result:
-        """Train to the end, whatever dies on the way. Blocks.
+        """Train to the last step, recovering from failures on the way. Blocks.
 
-        Raises: ValueError for settings that the data or the cluster refuses; a class of `elastic_ring.errors`
-        when the run fails; KeyboardInterrupt after Ctrl-C or SIGTERM, once everything is cleared (it says so).
+        Raises: ValueError for settings that the data or the cluster rules out; a class of `elastic_ring.errors` when
+        the run fails; KeyboardInterrupt after Ctrl-C or SIGTERM, once the run's actors are removed (its message says
+        what is left).
         """
-        check_lasting(self.run.folder)
+        check_lasting(self.run_config.folder)
         done = self._finished()
         if done is not None:
-            log.info("run %s is finished already; its summary is in %s", self.run.name, self.run.folder)
+            log.info("run %s is finished already; its summary is in %s", self.run_config.name, self.run_config.folder)
             return done
         fingerprint = open_source(self.task.data).fingerprint
         training_order(self.task)
-        check_writable(self.run.folder)
+        check_writable(self.run_config.folder)
         check_buildable(self.task)
         check_layers(self.task)
         layouts = Layouts(self.task)
-        layouts.choice(self.scaling.cp, self.scaling.device)
-        if self.scaling.device == "cpu":  # the driver of a run on GPUs may have none, nor a compiler for them
+        layouts.choice(self.scaling_config.cp, self.scaling_config.device)
+        if self.scaling_config.device == "cpu":  # the driver of a GPU run may have neither a GPU nor a compiler for one
             check_compiles(self.task, "cpu")
-        if self.scaling.device == "cuda":
-            check_pattern(self.task, self.scaling.cp, layouts)
+        if self.scaling_config.device == "cuda":
+            check_pattern(self.task, self.scaling_config.cp, layouts)
         check_portable(self.task)
-        if self.scaling.device == "cuda":
+        if self.scaling_config.device == "cuda":
             log.warning("device='cuda': runs on one host of several GPUs only, so far; see Limits in the README")
-        if self.scaling.dp == 1:
+        if self.scaling_config.dp == 1:
             log.warning("dp=1: no other ring holds the state, so the next loss of a worker ends the run; dp=2 heals it")
-        with ray_session(self.scaling):
+        with ray_session(self.scaling_config):
             attempt = secrets.token_hex(8)
-            with interruptible(self.run, attempt) as followed:
+            with interruptible(self.run_config, attempt) as followed:
                 coordinator = self._coordinator(fingerprint, attempt)
                 if coordinator is None:
                     return self._ended_meanwhile()
                 followed.append(coordinator)
-                with lease(coordinator, self.run.timeouts.lease_s / 6):
+                with lease(coordinator, self.run_config.timeouts.lease_s / 6):
                     end = self._follow(coordinator)
             ray.kill(coordinator, no_restart=True)
         return self._result(end)
@@ -162,20 +174,21 @@ class ElasticRingTrainer:
     # ------------------------------------------------------------ attaching
 
     def _finished(self) -> Result | None:
-        """The result of an earlier submission that ended well; refuses the same name with other settings."""
-        recorded = self.run.folder / CONFIG_NAME
+        """The result of an earlier submission that succeeded, else None. Raises ValueError if its settings differ."""
+        recorded = self.run_config.folder / CONFIG_NAME
         if recorded.exists():
             config = _recorded(recorded)
-            if config["run"]["name"] != self.run.name:
+            if config["run"]["name"] != self.run_config.name:
                 raise ValueError(
-                    f"run_dir={self.run.run_dir!r} holds run {config['run']['name']!r}, not {self.run.name!r}: choose "
-                    "another run_dir, or submit it under its own name to go on"
+                    f"run_dir={str(self.run_config.folder)!r} holds run {config['run']['name']!r}, "
+                    f"not {self.run_config.name!r}: "
+                    "choose another run_dir, or submit it under its own name to go on"
                 )
             attach.refuse_other_settings(
-                self.run, config["digest"], self._digest, f"its folder {self.run.folder}",
+                self.run_config, config["digest"], self._digest, f"its folder {self.run_config.folder}",
                 attach.differences(config, self._config()),
             )  # fmt: skip
-        path = self.run.folder / SUMMARY_NAME
+        path = self.run_config.folder / SUMMARY_NAME
         if not path.exists():
             return None
         return self._good(json.loads(path.read_text()))
@@ -183,15 +196,15 @@ class ElasticRingTrainer:
     @property
     def _digest(self) -> str:
         task = self.task
-        faults = [str(fault) for fault in self.run.faults]
+        faults = [str(fault) for fault in self.run_config.faults]
         code = list(self._code().values())
-        # Only a run that has a pattern, or figures, names them: runs without keep the digest they had.
+        # Left out where unset, so that the digests of runs without a pattern or cost model stay the same.
         own = [] if task.pattern is None else [task.pattern.identity]
-        own += [] if task.machine is None else [repr(task.machine)]
-        return digest(self.scaling, task.step, task.optim, described(task.data), faults, code, *own)
+        own += [] if task.cost_model is None else [repr(task.cost_model)]
+        return digest(self.scaling_config, task.step, task.optim, described(task.data), faults, code, *own)
 
     def _code(self) -> dict[str, str]:
-        """What of the run is code: its place and its arguments."""
+        """The parts of the run that are code, each described by its qualified name and arguments."""
         task = self.task
         parts = {"model": task.model, "loss": task.loss, "optimizer": task.optimizer, "initial": task.initial,
                  "units": task.units}  # fmt: skip
@@ -200,95 +213,107 @@ class ElasticRingTrainer:
     def _ended_meanwhile(self) -> Result:
         done = self._finished()
         assert done is not None
-        log.info("run %s has finished meanwhile; its summary is in %s", self.run.name, self.run.folder)
+        log.info("run %s has finished meanwhile; its summary is in %s", self.run_config.name, self.run_config.folder)
         return done
 
     def _coordinator(self, fingerprint: str, attempt: str) -> Any | None:
-        """The run's coordinator, found or made; None when the run has ended well since this submission began.
+        """The run's coordinator, found or created; None when the run has succeeded since this submission began.
 
-        Raises ValueError when the cluster cannot hold the mesh.
+        Raises: ValueError when the cluster cannot hold the mesh.
         """
         coordinator, is_own = self._settled(fingerprint, attempt)
         if coordinator is not None:
-            attach.tell_other_versions(self.run, versions(self.scaling.device))  # than an earlier submission recorded
-            if is_own or not (self.run.folder / CONFIG_NAME).exists():  # or whoever made it did not come to it
-                self._write_config()
+            attach.tell_other_versions(self.run_config, versions(self.scaling_config.device))
+            # The submission that created the coordinator may have died before it wrote the config.
+            if is_own or not (self.run_config.folder / CONFIG_NAME).exists():
+                try:
+                    self._write_config()
+                except OSError as error:
+                    why = storage_trouble(self.run_config.folder, error)
+                    if is_own:
+                        coordinator.abandon.remote(why)
+                    raise errors.RunFailed(why) from error
         return coordinator
 
     def _settled(self, fingerprint: str, attempt: str) -> tuple[Any | None, bool]:
-        """As `_coordinator`; and whether this submission made it."""
-        found = attach.running_coordinator(self.run, self._digest)
+        """(coordinator as in `_coordinator`, whether this submission created it)."""
+        found = attach.running_coordinator(self.run_config, self._digest)
         if found is not None:
             return found, False
-        # A coordinator writes the summary before it goes, so whoever finds none here finds it gone for another reason.
-        if (self.run.folder / SUMMARY_NAME).exists():
+        # A coordinator writes the summary before it exits: without one, it is gone for another reason.
+        if (self.run_config.folder / SUMMARY_NAME).exists():
             return None, False
-        attach.refuse_if_written_to(self.run)
-        room(self.scaling)
+        attach.refuse_if_written_to(self.run_config)
+        room(self.scaling_config)
         run = self._run_with_environment()
-        charter = Charter(run, self.scaling, self.task, attempt, self._digest, time.time(), fingerprint)
+        run_spec = RunSpec(run, self.scaling_config, self.task, attempt, self._digest, time.time(), fingerprint)
         made = (
             ray.remote(Coordinator)
             .options(
-                name=actor_name(self.run.name, "coordinator"), namespace=NAMESPACE, lifetime="detached",
+                name=actor_name(self.run_config.name, "coordinator"), namespace=NAMESPACE, lifetime="detached",
                 get_if_exists=True, max_restarts=-1, max_task_retries=-1, max_concurrency=64, num_cpus=0,
                 resources={HEAD_RESOURCE: HEAD_SHARE},
             )
-            .remote(charter)
+            .remote(run_spec)
         )  # fmt: skip
-        if attach.attempt_of(made, self.run, starts=True) == attempt:
+        if attach.attempt_of(made, self.run_config, starts=True) == attempt:
             return made, True
-        return self._settled(fingerprint, attempt)  # another submission was quicker: followed if it asks for the same
+        return self._settled(fingerprint, attempt)  # another submission won; follow it if its settings agree
 
     def _run_with_environment(self) -> RunConfig:
-        """The run with all that its workers' processes are to find in their environment."""
+        """The run config with the full set of environment variables of its workers."""
         of_job = ray.get_runtime_context().runtime_env.get("env_vars") or {}
-        env = worker_environment(self.scaling.device, self.run.env, environment(), of_job)
+        env = worker_environment(self.scaling_config.device, self.run_config.env, environment(), of_job)
         changed = [f"{name}={value}" for name, value in env.items() if value != WORKER_ENVIRONMENT.get(name, value)]
         if changed:
             log.warning("workers get %s, not elastic_ring's own values", ", ".join(changed))
-        return replace(self.run, env=env)
+        return replace(self.run_config, env=env)
 
     def _write_config(self) -> None:
-        self.run.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.run.folder / CONFIG_NAME, self._config(), durable=True)
+        self.run_config.folder.mkdir(parents=True, exist_ok=True)
+        for name, text in self.config_files.items():
+            (self.run_config.folder / name).write_text(text, encoding="utf-8")
+        write_json(self.run_config.folder / CONFIG_NAME, self._config(), durable=True)
 
     def _config(self) -> dict[str, Any]:
-        """The settings as they are recorded."""
-        settings = {"scaling": self.scaling, "step": self.task.step, "optim": self.task.optim, "data": self.task.data,
-                    "run": self.run}  # fmt: skip
+        """The settings as config.json records them."""
+        settings = {
+            "scaling": self.scaling_config,
+            "step": self.task.step,
+            "optim": self.task.optim,
+            "data": self.task.data,
+            "run": self.run_config,
+        }
         shown = {name: json.loads(json.dumps(vars(value), default=str)) for name, value in settings.items()}
-        shown["run"]["env"] = sorted(self.run.env)  # values may be secrets
-        own = {"pattern": self.task.pattern, "machine": self.task.machine}
+        shown["run"]["env"] = sorted(self.run_config.env)  # values may be secrets
+        own = {"pattern": self.task.pattern, "cost_model": self.task.cost_model}
         given = {name: str(value) for name, value in own.items() if value is not None}
         shown["data"]["source"] = type(self.task.data).__qualname__
-        found = versions(self.scaling.device)
+        found = versions(self.scaling_config.device)
         return {"digest": self._digest, **shown, "code": self._code(), **given, "versions": found}
 
     # ------------------------------------------------------------ following
 
     def _follow(self, coordinator: Any) -> dict[str, Any]:
-        """Show progress until the end; returns how it ended. Renews the lease by asking."""
-        last_step, num_lines, lost_since = -1, 0, None
-        attempt = attach.attempt_of(coordinator, self.run)
+        """Show progress until the run ends; returns how it ended. Each call to the coordinator renews the lease."""
+        run, last_step, num_lines, lost_since = self.run_config, -1, 0, None
+        attempt = attach.attempt_of(coordinator, self.run_config)
         with ProgressLine(sys.stderr, self.task.step.steps) as progress:
             opened = False
             while True:
                 try:
-                    news = ray.get(
-                        coordinator.follow.remote(last_step, num_lines), timeout=self.run.timeouts.hello_s
-                    )
+                    news = ray.get(coordinator.follow.remote(last_step, num_lines), timeout=run.timeouts.hello_s)
                     lost_since = None
                 except ray.exceptions.ActorDiedError as error:
-                    end = attach.end_on_record(self.run, attempt)
-                    if end is not None:  # another driver has heard of the end first, and let the coordinator go
+                    end = attach.end_on_record(self.run_config, attempt)
+                    if end is not None:  # another driver saw the end first and killed the coordinator
                         return end
-                    raise errors.CoordinatorLost(f"the coordinator of run {self.run.name} is gone: {error}") from error
+                    raise errors.CoordinatorLost(f"the coordinator of run {run.name} is gone: {error}") from error
                 except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError) as error:
-                    # A coordinator that was killed or froze comes back by itself.
+                    # Ray restarts a coordinator that was killed; one that froze may resume.
                     lost_since = lost_since or time.monotonic()
-                    if time.monotonic() - lost_since > self.run.timeouts.lease_s:
-                        raise errors.CoordinatorLost(f"no coordinator for {self.run.timeouts.lease_s} s") from error
+                    if time.monotonic() - lost_since > run.timeouts.lease_s:
+                        raise errors.CoordinatorLost(f"no coordinator for {run.timeouts.lease_s} s") from error
                     continue
                 if not opened and (news["steps"] or news["ended"]):
                     progress.open(news["steps"][0]["step"] if news["steps"] else 0)
@@ -296,7 +321,7 @@ class ElasticRingTrainer:
                 for line in news["lines"]:
                     progress.note(line)
                 num_lines += len(news["lines"])
-                for record in news["steps"] if self.run.progress else ():
+                for record in news["steps"] if self.run_config.progress else ():
                     progress.step(_shown(record))
                 last_step = max([last_step, *(record["step"] for record in news["steps"])])
                 if news["ended"] is not None:
@@ -319,12 +344,20 @@ class ElasticRingTrainer:
         return self._good(end["summary"])
 
     def _good(self, summary: dict[str, Any]) -> Result:
-        last = {"loss": float.fromhex(summary["losses"][-1])}
-        return Result(summary, self.run.folder, self.run.folder / "weights.safetensors", last)
+        return Result(summary, self.run_config.folder)
+
+
+def _refuse_renamed(arguments: Mapping[str, object]) -> None:
+    """Raises ValueError for an unknown keyword and names its replacement if it was renamed."""
+    for name in arguments:
+        now = RENAMED.get(name)
+        raise ValueError(
+            f"ElasticRingTrainer has no argument {name}=: " + (f"it is {now}= now" if now else "see its docstring")
+        )
 
 
 def check_kernel(name: str, device: str) -> None:
-    """Raises ValueError for a pinned kernel that is none, or none for this kind of device."""
+    """Raises ValueError for a pinned kernel that is unknown or does not run on this kind of device."""
     names = [backend.name for backend in BACKENDS if device in backend.devices]
     if name and name not in names:
         raise ValueError(f"kernel={name!r} is no attention kernel for device={device!r}: choose one of "
@@ -332,9 +365,9 @@ def check_kernel(name: str, device: str) -> None:
 
 
 def described(part: Any) -> str:
-    """What names a user's callable or object in the digest of a run: its place in the code and its arguments.
+    """A stable description of a user's callable or object for the digest of a run: qualified name and arguments.
 
-    Equal in every process: an object without a `repr` of its own is named by its class, not by its address.
+    Equal in every process: an object without its own `repr` is described by its class, not by its address.
     """
     if isinstance(part, partial):
         arguments = [described(value) for value in part.args]
@@ -359,17 +392,31 @@ def check_portable(task: TrainingTask) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raises ValueError for a run folder in which nothing can be written."""
+    """Raises ValueError for a run folder that cannot be written to, or that holds files and no run's records."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"run_dir={str(folder)!r} is a file: give a folder, or a name that does not exist yet")
+    for parent in folder.parents:
+        if parent.exists() and not parent.is_dir():
+            raise ValueError(f"run_dir={str(folder)!r} cannot be written to: {parent} is a file; give a folder")
     try:
+        names = {path.name for path in folder.iterdir()} if folder.exists() else set[str]()
+        if names and not any(name in RECORDS or name.startswith("attempt-") for name in names):
+            raise ValueError(f"run_dir={str(folder)!r} holds other files: give a new folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder if folder.is_dir() else folder.parent):
-            pass
+        with tempfile.TemporaryFile(dir=folder if folder.is_dir() else folder.parent) as file:
+            file.write(bytes(FIRST_RECORDS_BYTES))  # a full disk often still accepts an empty file
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
-        raise ValueError(f"run_dir={str(folder)!r} cannot be written to ({error}): give a folder that can") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise ValueError(
+            f"run_dir={str(folder)!r} cannot be written to ({error.strerror or error}): "
+            f"{'free space there, or ' * full}give a folder that can"
+        ) from error
 
 
 def training_order(task: TrainingTask) -> Order:
-    """Which sequences each step uses. Raises ValueError for a corpus that cannot be read or is less than a batch."""
+    """Which sequences each step uses. Raises ValueError for a corpus that is unreadable or smaller than one batch."""
     held = task.step.num_val_sequences if task.step.val_every_steps else 0
     training, _ = hold_out(open_source(task.data), num_sequences=held)
     return Order(task.step.seed, task.step.global_batch, training.num_sequences)
@@ -386,7 +433,7 @@ def _shown(record: dict[str, Any]) -> StepMetrics:
 
 
 def _recorded(path: Path) -> dict[str, Any]:
-    """Raises ValueError for a config.json that says nothing."""
+    """The content of a config.json. Raises ValueError where it is not JSON."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found

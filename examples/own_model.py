@@ -1,6 +1,6 @@
 """A model of one's own through a killed worker: a small decoder that knows nothing of rings or failures.
 
-    python examples/own_model.py --steps 20 --run-dir runs/own-model
+python examples/own_model.py --steps 20 --run-dir runs/own-model
 """
 
 from __future__ import annotations
@@ -59,9 +59,11 @@ if __name__ == "__main__":
         Decoder,
         StdlibText(CONTEXT),
         loss=loss,
-        step=StepConfig(steps=args.steps, global_batch=4, context_tokens=CONTEXT),
-        optim=OptimConfig(peak_lr=3e-3, total_steps=args.steps),
-        scaling=ScalingConfig(dp=2, cp=2, spares=1, resources_per_worker={"CPU": 0.25}),
-        run=RunConfig("own-model", args.run_dir, faults=parse_faults("kill@step=1,phase=backward,rank=3")),
+        step_config=StepConfig(steps=args.steps, global_batch=4, context_tokens=CONTEXT),
+        optim_config=OptimConfig(peak_lr=3e-3, total_steps=args.steps),
+        scaling_config=ScalingConfig(dp=2, cp=2, spares=1, resources_per_worker={"CPU": 0.25}),
+        run_config=RunConfig(
+            "own-model", run_dir=args.run_dir, faults=parse_faults("kill@step=1,phase=backward,rank=3")
+        ),
     ).fit()
     print(f"{result.summary['steps']} steps, {len(result.summary['recoveries'])} recovery, weights in {result.weights}")

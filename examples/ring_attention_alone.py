@@ -1,6 +1,6 @@
 """Ring attention in a training loop of one's own: no Ray, no trainer, only a process group.
 
-    torchrun --nproc-per-node 2 examples/ring_attention_alone.py
+torchrun --nproc-per-node 2 examples/ring_attention_alone.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which block-sparse kernels there are, and which one serves a call.
+"""The registry of block-sparse kernels, and the selection of one for a call.
 
-A kernel is served only after it passed `block_proof.self_test`. No hops in here, and no tables.
+A kernel is used only after it passed `block_proof.self_test`. Communication and block tables must not enter.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class SparseKernel:
-    """`run` is differentiable and for whole sequences; `forward` and `backward` serve any stretch of keys.
+    """One block-sparse kernel. `run` is differentiable and takes whole sequences; `forward` and `backward` take any
+    range of keys.
 
-    `deterministic` says that equal calls give equal bits, gradients included; the self-test checks it. `keeps_type`
-    says that gradients come in the inputs' type, so that a wider one on the wire would add bytes and no digits;
-    `by_length`, that the kernel is compiled anew for each number of query and of key blocks.
-    `writes_gradients`, that backward takes `dk` and `dv` of the inputs' type to write to, rows apart or not.
+    `deterministic`: equal calls give bitwise equal results, gradients included; the self-test checks it. `keeps_type`:
+    gradients have the inputs' dtype, so sending them in a wider one would only add bytes. `by_length`: the kernel is
+    compiled for each number of query blocks and of key blocks. `writes_gradients`: backward takes output tensors `dk`
+    and `dv` of the inputs' dtype, whose rows may be strided.
     """
 
     name: str
@@ -51,7 +52,7 @@ class SparseKernel:
     writes_gradients: bool = False
 
     def refusal(self, head_dim: int, dtype: torch.dtype, deterministic: bool, device: str = "cuda") -> str | None:
-        """Why it cannot serve such calls, or None when it can."""
+        """Why the kernel cannot serve such calls; None if it can."""
         if device not in self.devices:
             return f"runs on {', '.join(self.devices)}, not on {device}"
         if deterministic and not self.deterministic:
@@ -84,16 +85,22 @@ REFERENCE = SparseKernel(
     (torch.float64, torch.float32, torch.bfloat16, torch.float16), ("cpu", "cuda"), keeps_type=False,
     writes_gradients=True,
 )  # fmt: skip
-"""Writes all scores down, in fp64. Served only when pinned."""
+"""Materializes all scores in fp64. Used only when named by `pin`."""
 
 
 @lru_cache(maxsize=64)
 def select_sparse(
-    head_dim: int, dtype: torch.dtype, deterministic: bool, pin: str | None = None, device: str = "cuda"
+    head_dim: int,
+    head_ratio: int,
+    dtype: torch.dtype,
+    deterministic: bool,
+    pin: str | None = None,
+    device: str = "cuda",
 ) -> SparseKernel:
-    """The first kernel that can serve such calls and passes its self-test; `pin` names the only candidate.
+    """The first kernel that can serve calls with `head_ratio` query heads per K/V head and passes its self-test with
+    that ratio; `pin` names the only candidate.
 
-    Raises `ValueError` when `pin` is unknown or cannot serve the call, and `RunFailed` when none passes.
+    Raises: `ValueError` if `pin` is unknown or cannot serve the call, `RunFailed` if no kernel passes.
     """
     chosen = [kernel for kernel in (*KERNELS, REFERENCE) if pin == kernel.name or (pin is None and kernel in KERNELS)]
     if not chosen:
@@ -104,15 +111,18 @@ def select_sparse(
         reason = kernel.refusal(head_dim, dtype, deterministic, device)
         if reason is not None and pin is not None:
             raise ValueError(f"kernel={pin!r} {reason}; leave kernel out to have one chosen")
-        reason = reason or self_test(kernel, head_dim, dtype, device)
+        reason = reason or self_test(kernel, head_dim, head_ratio, dtype, device)
         if reason is None:
             return kernel
         log.warning("sparse kernel %s passed over: %s", kernel.name, reason)
         reasons.append(f"{kernel.name} {reason}")
-    raise RunFailed(f"no sparse kernel serves head_dim={head_dim}, {dtype}: {'; '.join(reasons)}")
+    raise RunFailed(
+        f"no sparse kernel serves head_dim={head_dim}, {head_ratio} query heads per K/V head, {dtype}:"
+        f" {'; '.join(reasons)}"
+    )
 
 
 def sparse_form(backend: str | None) -> str | None:
-    """The sparse kernel of a dense backend's family, by name; None where it has none."""
+    """The name of the sparse kernel in a dense backend's family; None if there is none."""
     name = f"{backend}-sparse"
     return name if any(kernel.name == name for kernel in KERNELS) else None

@@ -1,7 +1,7 @@
-"""The proof that a block-sparse kernel works here: values and gradients of small cases against an fp64 softmax.
+"""The self-test of block-sparse kernels: outputs and gradients of small cases against an fp64 softmax.
 
-Sparse backward passes have been silently wrong before, so none is used without. Nothing here may be shared with a
-kernel that it is to judge.
+Sparse backward passes have been silently wrong before, so no kernel is used untested. Code shared with a kernel under
+test must not enter.
 """
 
 from __future__ import annotations
@@ -22,28 +22,33 @@ if TYPE_CHECKING:
 
 
 @lru_cache(maxsize=64)
-def self_test(kernel: SparseKernel, head_dim: int, dtype: torch.dtype, device: str = "cuda") -> str | None:
-    """None when out, lse, dq, dk, dv of small sparse cases agree with an fp64 softmax, else what disagrees.
+def self_test(
+    kernel: SparseKernel, head_dim: int, head_ratio: int, dtype: torch.dtype, device: str = "cuda"
+) -> str | None:
+    """None if out, lse, dq, dk, dv of small sparse cases agree with an fp64 softmax, else a description of the
+    disagreement.
 
-    A whole sequence of five blocks with heads that keep different ones, a key block that no later query sees and
-    grouped K/V heads; and a rank's part of a ring, see `_ring_case`. A kernel that claims to be deterministic runs
-    twice and must repeat every bit.
+    The cases: a whole sequence of five blocks with different blocks per head, one key block that no later query sees,
+    and grouped K/V heads; and one rank's part of a ring, see `_ring_case`. A kernel that claims to be deterministic
+    runs twice and must give the same bits. Raises: `torch.OutOfMemoryError`.
     """
     try:
-        # The first call may come inside a checkpointed block, which counts what autograd saves: not this.
+        # The first call may run inside activation checkpointing, which must not count tensors that this test saves.
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            return rehearse(kernel, head_dim, dtype, device)
-    except torch.OutOfMemoryError:  # a GPU that is full says nothing of the kernel
+            return warm_up_kernels(kernel, head_dim, head_ratio, dtype, device)
+    except torch.OutOfMemoryError:  # a full GPU says nothing about the kernel
         raise
     except (RuntimeError, ImportError, NotImplementedError, TypeError, AssertionError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def rehearse(kernel: SparseKernel, head_dim: int, dtype: torch.dtype, device: str, group: int = 2) -> str | None:
-    """The test itself, remembered nowhere: it also loads (and compiles) the kernels on `device` for `group` query
-    heads to a K/V head."""
+def warm_up_kernels(
+    kernel: SparseKernel, head_dim: int, head_ratio: int, dtype: torch.dtype, device: str
+) -> str | None:
+    """The uncached self-test, which also loads and compiles the kernels on `device`. `head_ratio`: query heads per K/V
+    head."""
     for case in (_whole_case, _ring_case):
-        inputs, kept, run = case(head_dim, dtype, device, group)
+        inputs, kept, run = case(head_dim, head_ratio, dtype, device)
         found = run(kernel, *inputs, head_dim**-0.5)
         again = run(kernel, *inputs, head_dim**-0.5) if kernel.deterministic else found
         q, k, v, dout = inputs
@@ -64,11 +69,11 @@ _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, t
 _Case = tuple[list[torch.Tensor], torch.Tensor, Callable[..., list[torch.Tensor]]]
 
 
-def _whole_case(head_dim: int, dtype: torch.dtype, device: str, group: int) -> _Case:
+def _whole_case(head_dim: int, head_ratio: int, dtype: torch.dtype, device: str) -> _Case:
     generator = torch.Generator().manual_seed(0)
-    shapes = _shapes(2, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS, group, head_dim)
+    shapes = _shapes(2, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS, head_ratio, head_dim)
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
-    kept = torch.rand(2 * group, 5, 5, generator=generator) < 0.5
+    kept = torch.rand(2 * head_ratio, 5, 5, generator=generator) < 0.5
     kept[:, :, 1] = False
     kept = (kept | torch.eye(5, dtype=torch.bool)).tril().to(device)
 
@@ -83,15 +88,15 @@ def _whole_case(head_dim: int, dtype: torch.dtype, device: str, group: int) -> _
     return inputs, as_tokens(kept), run
 
 
-def _ring_case(head_dim: int, dtype: torch.dtype, device: str, group: int) -> _Case:
-    """Three query blocks, their own keys and four fetched blocks, whose K and V lie side by side as rings have them,
-    out and lse merged before gradients are taken, which go where rings have them go.
+def _ring_case(head_dim: int, head_ratio: int, dtype: torch.dtype, device: str) -> _Case:
+    """Three query blocks, their own keys and four fetched blocks, with K and V interleaved as in a ring's buffers.
 
-    The first query block sees nothing anywhere, the second none of the fetched keys, the third not its own block;
-    nobody sees the own keys of the first and of the third, nor one fetched block. All heads share their tables.
+    Out and lse are merged before gradients are taken, and gradients are written to a ring's interleaved buffers. The
+    first query block sees no key at all, the second no fetched key, the third not its own block. No query sees the own
+    keys of the first and the third block, nor one of the fetched blocks. All heads share their tables.
     """
     generator = torch.Generator().manual_seed(1)
-    shapes = _shapes(2, 3 * BLOCK_TOKENS, 7 * BLOCK_TOKENS, group, head_dim)
+    shapes = _shapes(2, 3 * BLOCK_TOKENS, 7 * BLOCK_TOKENS, head_ratio, head_dim)
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
     own, earlier = np.array([[False, True, False]]), np.zeros((1, 3, 3), dtype=bool)
     earlier[0, 2, 1] = True
@@ -114,7 +119,7 @@ def _ring_case(head_dim: int, dtype: torch.dtype, device: str, group: int) -> _C
         merged, shares = (out.to(dtype), lse_for_backward(lse)), []
         for pair, each in zip(keys, tables, strict=True):
             places = {}
-            if kernel.writes_gradients:  # every key of theirs, seen or not
+            if kernel.writes_gradients:  # NaN reveals a key, seen or not, whose gradient is not written
                 unwritten = side_by_side(*(torch.full_like(x, math.nan) for x in pair))
                 places = dict(zip(("dk", "dv"), unwritten, strict=True))
             shares.append((*kernel.backward(dout, q, *pair, *merged, each, scale, **places), *places.values()))
@@ -125,19 +130,19 @@ def _ring_case(head_dim: int, dtype: torch.dtype, device: str, group: int) -> _C
 
 
 def side_by_side(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of k and v (B, n, Hkv, D) as views of one buffer of (n * Hkv) rows, B, 2 and D."""
+    """Copies of k and v (B, n, Hkv, D) as views of one buffer (n * Hkv, B, 2, D)."""
     both = torch.stack([k, v], dim=3).permute(1, 2, 0, 3, 4).contiguous()
     return both[:, :, :, 0].permute(2, 0, 1, 3), both[:, :, :, 1].permute(2, 0, 1, 3)
 
 
-def _shapes(batch: int, num_queries: int, num_keys: int, group: int, head_dim: int) -> list[tuple[int, ...]]:
-    """Of q, k, v, dout for two K/V heads."""
-    queries, keys = (batch, num_queries, 2 * group, head_dim), (batch, num_keys, 2, head_dim)
+def _shapes(batch: int, num_queries: int, num_keys: int, head_ratio: int, head_dim: int) -> list[tuple[int, ...]]:
+    """Shapes of q, k, v, dout for two K/V heads."""
+    queries, keys = (batch, num_queries, 2 * head_ratio, head_dim), (batch, num_keys, 2, head_dim)
     return [queries, keys, keys, queries]
 
 
 def as_tokens(kept: torch.Tensor, num_own_keys: int | None = None) -> torch.Tensor:
-    """(H, n, m) blocks to (H, Sq, Sk): causal where a query block meets its own keys, the first `num_own_keys`."""
+    """Block mask (H, n, m) to token mask (H, Sq, Sk), causal on the first `num_own_keys` key blocks (default: all)."""
     mask = kept.repeat_interleave(BLOCK_TOKENS, 1).repeat_interleave(BLOCK_TOKENS, 2)
     own = BLOCK_TOKENS * (kept.size(2) if num_own_keys is None else num_own_keys)
     mask[:, :, :own] = mask[:, :, :own].tril()
@@ -147,10 +152,10 @@ def as_tokens(kept: torch.Tensor, num_own_keys: int | None = None) -> torch.Tens
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv of one masked fp64 softmax; mask (H or 1, Sq, Sk). A query that sees nothing gives 0."""
-    group = q.size(2) // k.size(2)
+    """out, lse, dq, dk, dv of a masked fp64 softmax; mask (H or 1, Sq, Sk). A query that sees no key gives 0."""
+    head_ratio = q.size(2) // k.size(2)
     q, k, v, dout = (x.detach().double() for x in (q, k, v, dout))
-    wide_k, wide_v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    wide_k, wide_v = (x.repeat_interleave(head_ratio, dim=2) for x in (k, v))
     scores = (torch.einsum("bqhd,bkhd->bhqk", q, wide_k) * scale).masked_fill(~mask, -math.inf)
     lse = scores.logsumexp(-1)
     shares = torch.where(mask, torch.exp(scores - lse.unsqueeze(-1)), 0.0)
@@ -159,5 +164,5 @@ def reference(
     dscores = shares * (torch.einsum("bqhd,bkhd->bhqk", dout, wide_v) - row_sums) * scale
     dq = torch.einsum("bhqk,bkhd->bqhd", dscores, wide_k)
     dk, dv = torch.einsum("bhqk,bqhd->bkhd", dscores, q), torch.einsum("bhqk,bqhd->bkhd", shares, dout)
-    fold = [x.reshape(*x.shape[:2], -1, group, x.size(3)).sum(3) for x in (dk, dv)]
+    fold = [x.reshape(*x.shape[:2], -1, head_ratio, x.size(3)).sum(3) for x in (dk, dv)]
     return [out, lse.transpose(1, 2), dq, *fold]

@@ -1,6 +1,6 @@
-"""Block-sparse attention of whole sequences on one GPU, and routing by content.
+"""Block-sparse attention of whole sequences on one GPU, static or routed by content.
 
-`BlockSparseAttention` serves whole sequences; rings are `SparseRingAttention`'s, over the same kernels. No hops here.
+Rings use `SparseRingAttention` over the same kernels. Communication must not enter.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ __all__ = ["KERNELS", "BlockSparseAttention", "SparseKernel", "choose_on_device"
 
 
 class BlockSparseAttention:
-    """Causal attention over kept blocks of 128 tokens, on one GPU: static, or `top_k` blocks chosen by content.
+    """Causal attention over kept blocks of 128 tokens on one GPU: a static pattern, or `top_k` blocks chosen by
+    content.
 
-    Content is chosen as by `content.TopK` with `causal` False: for every block of queries and head its own block and
-    the past blocks whose mean key scores highest with its mean query. Tables of a static pattern are made once for a
-    length. Raises `ValueError` for a pattern that keeps blocks in part, for both or neither of `pattern` and `top_k`,
-    and, when called, for a kernel that cannot serve the call.
+    Content routing is that of `content.TopK` with `causal` False: each query block and head keeps its own block and the
+    `top_k` - 1 past blocks whose mean key scores highest with its mean query. The tables of a static pattern are cached
+    by length. Raises: `ValueError` for a pattern that keeps blocks in part, unless exactly one of `pattern` and `top_k`
+    is given, and in a call that the kernel cannot serve.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class BlockSparseAttention:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
-        """q (B, S, H, D), k and v (B, S, Hkv, D) to out (B, S, H, D); B = 1 where content chooses."""
+        """q (B, S, H, D), k and v (B, S, Hkv, D) to out (B, S, H, D); B must be 1 with `top_k`."""
         check_tensors(q, k, v)
         if not q.is_cuda:
             raise ValueError(f"device {q.device}: block-sparse kernels run on GPUs; on a CPU use SparseRingAttention")
-        kernel = select_sparse(q.size(-1), q.dtype, self._deterministic, self._kernel)
+        kernel = select_sparse(q.size(-1), q.size(2) // k.size(2), q.dtype, self._deterministic, self._kernel)
         out, _ = kernel.run(q, k, v, self._tables_for(q, k), q.size(-1) ** -0.5 if scale is None else scale)
         return out
 
@@ -65,8 +66,9 @@ class BlockSparseAttention:
 
 
 def choose_on_device(q: torch.Tensor, k: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Bool (H, n, n), queries first, for q (1, S, H, D) and k (1, S, Hkv, D): as `routing.choose_blocks`, but
-    without a host read; among equal scores any block may win."""
+    """Bool (H, n, n), queries first, for q (1, S, H, D) and k (1, S, Hkv, D): the past blocks chosen, as by
+    `routing.choose_blocks` but without a device-to-host copy; ties are broken arbitrarily. Raises: `ValueError` unless
+    B = 1 and S is a multiple of 128."""
     if q.size(0) != 1 or q.size(1) % BLOCK_TOKENS:
         raise ValueError(
             f"q of shape {tuple(q.shape)}: content chooses for one sequence of a multiple of {BLOCK_TOKENS} tokens"

@@ -1,56 +1,33 @@
-"""A rule on one document as blocks of tokens: which are kept, wholly or in part, and what that costs.
+"""A rule on one document in blocks of tokens: which blocks are kept, fully or in part, and how many pairs.
 
-Blocks are counted from the document's start; the last one may be ragged. Nothing of heads, ranks or layouts
-may enter. The arrays that are returned are cached and read-only, but for rules of one call.
+Blocks count from the document's start; the last one may be shorter. No heads, ranks or layouts in this file.
+Results of `block_kinds` and `row_pairs` are read-only, and cached except for one-call rules.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_ring.attention.remembered import remembered
+from elastic_ring.attention.cached import static_lru_cache
 from elastic_ring.attention.rules import FULL, NONE, PART, Kinds, Mask, Positions, Rule, Union
 
 
-@dataclass(frozen=True)
-class BlockLists:
-    """For each block of one side, the blocks of the other that a kernel must visit, ascending.
-
-    `full` blocks need no mask; `mask` blocks are on the diagonal or kept in part. In the forward direction
-    entry i lists key blocks for query block i, in the transposed one query blocks for key block i.
-    """
-
-    block: int
-    mask: tuple[tuple[int, ...], ...]
-    full: tuple[tuple[int, ...], ...]
-
-    def transposed(self) -> BlockLists:
-        """The same pairs listed from the other side, as a backward pass over key blocks wants them."""
-        return BlockLists(self.block, _turned(self.mask), _turned(self.full))
-
-    @property
-    def num_blocks(self) -> int:
-        """Pairs of blocks that are visited."""
-        return sum(map(len, self.mask)) + sum(map(len, self.full))
-
-
 def visible(rule: Rule, q: Positions, k: Positions) -> Mask:
-    """(n, m): whether queries at positions `q` (n,) see keys at `k` (m,), causality included."""
+    """(n, m): whether queries at positions `q` (n,) see keys at `k` (m,), under the rule and causality."""
     rows, columns = q[:, None], k[None, :]
     seen = rule.sees(rows, columns) & (columns <= rows)
     assert seen.shape == (q.size, k.size), (rule, seen.shape)
     return seen
 
 
-@remembered(maxsize=24)
+@static_lru_cache(maxsize=24)
 def block_kinds(rule: Rule, length: int, block: int) -> Kinds:
-    """(n, n) of NONE, PART, FULL for a document of `length` tokens; nothing above the diagonal.
+    """(n, n) of NONE, PART, FULL for a document of `length` tokens; NONE above the diagonal.
 
-    On the diagonal FULL means all that causality leaves.
+    On the diagonal FULL means all causal pairs.
     """
     kinds = np.tril(rule.kinds(-(-length // block), block))
     kinds.setflags(write=False)
@@ -58,31 +35,22 @@ def block_kinds(rule: Rule, length: int, block: int) -> Kinds:
 
 
 def row_kinds(rule: Rule, length: int, block: int, rows: Positions) -> Kinds:
-    """(len(rows), n): the rows `rows` of `block_kinds`, of which a rule of one call has no others made."""
+    """(len(rows), n): the rows `rows` of `block_kinds`; a one-call rule computes only these."""
     if not rule.for_one_call:
         return block_kinds(rule, length, block)[rows]
     if isinstance(rule, Union):
         return reduce(np.maximum, (row_kinds(part, length, block, rows) for part in rule.rules))
     num_blocks = -(-length // block)
     kinds = rule.row_kinds(rows, num_blocks, block)
-    if rule.unit != block:  # else an own block is one, and what content chooses lies before it
+    if rule.unit != block:  # otherwise a block is a unit, and chosen units lie before the diagonal
         kinds[np.arange(num_blocks)[None, :] > rows[:, None]] = NONE
     return kinds
 
 
-def block_lists(rule: Rule, length: int, block: int) -> BlockLists:
-    """The visited blocks of each query block. What the diagonal keeps is always a mask block."""
-    kinds = block_kinds(rule, length, block)
-    full, mask = kinds == FULL, kinds == PART
-    at = np.arange(len(kinds))
-    mask[at, at], full[at, at] = kinds[at, at] != NONE, False
-    return BlockLists(block, _listed(mask), _listed(full))
-
-
-@remembered(maxsize=64)
+@static_lru_cache(maxsize=64)
 def row_pairs(rule: Rule, length: int, block: int) -> NDArray[np.int64]:
-    """(length,): how many keys each query of a document sees. Exact, token by token; where content has yet to choose
-    beside another rule, at most so many: what it chooses may be kept already."""
+    """(length,): the number of keys that each query of a document sees. Exact for static rules; an upper bound if
+    `awaits_content`, since chosen blocks may overlap with another rule."""
     at = np.arange(length, dtype=np.int64)
     if rule.awaits_content:
         most: NDArray[np.int64] = np.minimum(row_pairs(rule.sure, length, block) + rule.num_chosen(at), at + 1)
@@ -102,13 +70,13 @@ def row_pairs(rule: Rule, length: int, block: int) -> NDArray[np.int64]:
 
 
 def block_positions(columns: NDArray[np.intp], block: int, length: int) -> Positions:
-    """The positions of all tokens of the blocks `columns`, of which only the last can be ragged."""
+    """The token positions of the blocks `columns`, cut at `length`."""
     positions: Positions = (columns[:, None].astype(np.int64) * block + np.arange(block)[None, :]).ravel()
     return positions[positions < length]
 
 
 def reach(kinds: Kinds, depth: int) -> tuple[float, ...]:
-    """After 1 to `depth` layers, the share of causal pairs of blocks between which something can have flowed."""
+    """After 1 to `depth` layers, the share of causal block pairs whose key can influence the query."""
     num_blocks = len(kinds)
     step = (kinds != NONE).astype(np.float32)
     reached = np.minimum(step + np.eye(num_blocks, dtype=np.float32), 1)
@@ -122,17 +90,5 @@ def reach(kinds: Kinds, depth: int) -> tuple[float, ...]:
 
 
 def _masked_columns(kinds: Kinds) -> list[NDArray[np.intp]]:
-    """Per row, the blocks whose tokens must be looked at one by one."""
+    """Per row, the columns of PART blocks, which need token-wise evaluation."""
     return [np.flatnonzero(row == PART) for row in kinds]
-
-
-def _listed(chosen: NDArray[np.bool_]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(np.flatnonzero(row).tolist()) for row in chosen)
-
-
-def _turned(lists: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    turned: list[list[int]] = [[] for _ in lists]
-    for row, columns in enumerate(lists):
-        for column in columns:
-            turned[column].append(row)
-    return tuple(map(tuple, turned))

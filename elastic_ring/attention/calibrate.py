@@ -1,7 +1,7 @@
-"""A machine's figures by a short measurement on the ranks that will plan with them, the same figures on all of them.
+"""Calibration of the cost model by a short measurement on a ring's ranks; all ranks get equal figures.
 
-Times short and long messages over a given group, and a device's kernels, dense and sparse; fits a fixed cost and a
-rate to each; and says how well the fit tells sizes that it was not made from. Starts no process and makes no group.
+Times messages over a given group and dense and sparse kernels, fits a fixed cost and a rate to each, and checks the
+fit on held-out sizes. No processes or groups are started in this file; the timed cases are in `timed_cases`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.choice import Sizes
-from elastic_ring.attention.machine import Machine
+from elastic_ring.attention.cost_model import CostModel
 from elastic_ring.attention.timed_cases import (
     LEAST_BYTES,
     Case,
-    Effort,
     Hops,
     Ranks,
+    TimingBudget,
     dense_cases,
     message_cases,
     sparse_cases,
@@ -36,7 +36,7 @@ NUM_WARM_UPS = 2
 
 @dataclass(frozen=True)
 class Check:
-    """What was measured of a case, the slowest rank's median, and what the figures say of it."""
+    """A timed case: the slowest rank's median time and the time that the fitted cost model predicts, in seconds."""
 
     name: str
     count: int
@@ -53,32 +53,32 @@ class Check:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A machine's figures, every measurement beside what they say of it, and where and when they were taken."""
+    """A measured cost model, all measurements with their predictions, and their origin (device, versions, date)."""
 
-    machine: Machine
+    cost_model: CostModel
     checks: tuple[Check, ...]
     about: dict[str, Any]
 
     def write(self, path: str | Path) -> None:
-        """As `Machine.write`."""
-        self.machine.write(path, self.about, [{**asdict(check), "error": check.error} for check in self.checks])
+        """As `CostModel.write`."""
+        self.cost_model.write(path, self.about, [{**asdict(check), "error": check.error} for check in self.checks])
 
 
 class Stopwatch:
-    """Times the same thing on all ranks at once. Every time it gives is the slowest rank's, equal on all of them.
+    """Times a function on all ranks at once and returns the slowest rank's time, equal on all ranks.
 
-    Once `limit_s` seconds have passed since it was made (on any rank), what is timed is no longer repeated.
+    Repeats end once `limit_s` seconds have passed on any rank since the stopwatch was created.
     """
 
     def __init__(
-        self, group: Ranks | None, device: torch.device, effort: Effort,
+        self, group: Ranks | None, device: torch.device, effort: TimingBudget,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self._group, self._device, self._effort, self._clock = group, device, effort, clock
         self._begun = clock()
 
     def median_s(self, run: Callable[[], None]) -> float:
-        """The median of the repeats of `run`, after two that are thrown away: connections, memory and compilers."""
+        """The median of the repeats of `run`, in seconds, after two warm-ups (connections, memory, compilation)."""
         times: list[float] = []
         for repeat in range(NUM_WARM_UPS + self._effort.repeats):
             taken, spent = self.once_s(run)
@@ -89,7 +89,7 @@ class Stopwatch:
         return statistics.median(times)
 
     def once_s(self, run: Callable[[], None]) -> tuple[float, float]:
-        """(seconds that `run` took, seconds since the watch was made)."""
+        """(seconds that `run` took, seconds since the stopwatch was created)."""
         begin = self._clock()
         run()
         if self._device.type == "cuda":
@@ -99,7 +99,7 @@ class Stopwatch:
         return taken, spent
 
     def _most(self, *values: float) -> list[float]:
-        """The most of each over the ranks. Also where they wait for one another before the next repeat."""
+        """The maximum of each value over the ranks. Also the barrier before the next repeat."""
         if self._group is None:
             return list(values)
         own = torch.tensor(values, dtype=torch.float64, device=self._device)
@@ -110,11 +110,10 @@ class Stopwatch:
 
 
 def fit(counts: Sequence[float], amounts: Sequence[float], times_s: Sequence[float]) -> tuple[float, float]:
-    """(seconds each, seconds per amount) that tell times_s = count * each + amount * per best: by least squares of the
-    relative errors, so that short times weigh as much as long ones. Neither is negative.
+    """Fit times_s = count * each + amount * per and return (each, per) in seconds; both are at least 0.
 
-    Raises `ValueError` where two such figures do not follow: fewer than two cases, all of one proportion, or a time
-    that is not positive.
+    Least squares of the relative errors, so that short and long times have equal weight. Raises `ValueError` for fewer
+    than two cases, for proportional cases, and for a time that is not positive and finite.
     """
     if len(times_s) < 2 or not all(0 < taken < math.inf for taken in times_s):
         raise ValueError(f"times_s={list(times_s)}: give at least two positive times")
@@ -138,19 +137,19 @@ def calibrate(
     *,
     dtype: torch.dtype = torch.float32,
     deterministic: bool = True,
-    effort: Effort = Effort(),  # noqa: B008 (frozen)
+    effort: TimingBudget = TimingBudget(),  # noqa: B008 (frozen)
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
-    """Measure `device` and the links of `group`; every rank of it calls this alike and gets equal figures.
+    """Measure `device` and the links of `group`. All ranks must call this together and get equal figures.
 
-    `sizes` are those of the attention calls; kernels run on all ranks at once, as in training. Without a group, or
-    alone in it, messages are not measured: their figures stay the defaults and `about` says so. Raises `RunFailed`
-    where times do not grow with sizes, which is a machine too noisy for the effort, and what group and kernels raise.
+    `sizes` are the sizes of the attention calls; kernels run on all ranks at once, as in training. Without a group, or
+    with a group of one, message figures keep their defaults and `about` lists them as not measured. Raises `RunFailed`
+    if times do not grow with sizes (the machine is too noisy), and any error of the group or the kernels.
     """
     device = torch.device(device)
     group = None if group is None or group.size() == 1 else group
     stopwatch = Stopwatch(group, device, effort, clock)
-    default, checks = Machine(), list[Check]()
+    default, checks = CostModel(), list[Check]()
     link, message_s = default.link_bytes_per_s, default.message_s
     if group is not None:
         message_s, link = _rate(stopwatch, "message", message_cases(group, device, effort), checks)
@@ -160,12 +159,12 @@ def calibrate(
     if group is not None:
         kernel = next(dense_cases(device, sizes, dtype, deterministic, effort)).run
         overlap = _overlap(stopwatch, group, device, kernel, message_s, link, effort)
-    machine = Machine(kernel_flops, link, message_s, call_s, dense_flops, overlap, per_tile)
-    return Calibration(machine, tuple(checks), _about(group, device, sizes, dtype, deterministic, effort))
+    cost_model = CostModel(kernel_flops, link, message_s, call_s, dense_flops, overlap, per_tile)
+    return Calibration(cost_model, tuple(checks), _about(group, device, sizes, dtype, deterministic, effort))
 
 
 def _rate(stopwatch: Stopwatch, what: str, cases: Iterable[Case], checks: list[Check]) -> tuple[float, float]:
-    """(seconds each, amount per second) of `cases`, each let go of once it was timed; adds them to `checks`."""
+    """(seconds each, amount per second) fitted to `cases`; appends them to `checks`. Frees a case after timing it."""
     timed = [Check(c.name, c.count, c.amount, stopwatch.median_s(c.run), 0.0, c.fitted) for c in cases]
     chosen = [check for check in timed if check.fitted]
     each, per = fit([c.count for c in chosen], [c.amount for c in chosen], [c.measured_s for c in chosen])
@@ -181,9 +180,9 @@ def _rate(stopwatch: Stopwatch, what: str, cases: Iterable[Case], checks: list[C
 
 def _overlap(
     stopwatch: Stopwatch, group: Ranks, device: torch.device, kernel: Callable[[], None], message_s: float,
-    link_bytes_per_s: float, effort: Effort,
+    link_bytes_per_s: float, effort: TimingBudget,
 ) -> float:  # fmt: skip
-    """The share of the shorter that hides when `kernel` runs beside a message that takes about as long."""
+    """The overlap (0 to 1) of `kernel` with a message of similar duration: the hidden share of the shorter one."""
     kernel_s = stopwatch.median_s(kernel)
     num_bytes = round(min(effort.most_bytes, max(LEAST_BYTES, (kernel_s - message_s) * link_bytes_per_s)))
     hop = Hops(group, device, num_bytes, 1)
@@ -193,7 +192,12 @@ def _overlap(
 
 
 def _about(
-    group: Ranks | None, device: torch.device, sizes: Sizes, dtype: torch.dtype, deterministic: bool, effort: Effort
+    group: Ranks | None,
+    device: torch.device,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    deterministic: bool,
+    effort: TimingBudget,
 ) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     about: dict[str, Any] = {

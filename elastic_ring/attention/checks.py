@@ -1,6 +1,6 @@
-"""Refusing what cannot work before anything is sent: a rank that stops midway keeps the others waiting.
+"""Argument checks that run before the first message: a rank that raises between messages blocks the others.
 
-Only checks that one rank can make alone; no communication may enter.
+Local checks only; no communication in this file. All of them raise `ValueError`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def check_options(causal: object, seq_len: object, scale: object) -> None:
-    """What a call says beside its tensors: a wrong one would compute something else, or stop in a kernel."""
-    if torch.compiler.is_compiling():  # where numbers may be symbols
+    """Check the options of a call; a wrong one gives a wrong result or an error inside a kernel."""
+    if torch.compiler.is_compiling():  # numbers may be symbolic
         return
     if not isinstance(causal, bool | np.bool_):
         raise ValueError(f"causal={causal!r}: must be True or False")
@@ -76,7 +76,7 @@ def check_local_length(q: torch.Tensor, layout: Layout, cp_rank: int) -> None:
 
 
 def check_captured(observer: object, ledger: HopLedger, group: Group | None, device: torch.device) -> None:
-    """For a CUDA graph, whose replays pass through no Python: it holds what NCCL put on the device, no more."""
+    """Check that a call can be captured in a CUDA graph: replays run no Python and only NCCL's device operations."""
     if observer is not None:
         raise ValueError("the ring has an observer, which no replay would call; leave observer out")
     if ledger.keep_events:

@@ -1,6 +1,6 @@
-"""Which layout and which exchange a sparse pattern gets on a ring, by bytes and balance, and why.
+"""The choice of layout and exchange for a sparse pattern on a ring, by bytes, balance and predicted time.
 
-A pure function of pattern, sizes and a machine's few figures; measures and moves nothing itself.
+A pure function of pattern, sizes and cost model; no measurement and no communication in this file.
 """
 
 from __future__ import annotations
@@ -10,33 +10,41 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Protocol, TypeVar
 
+from elastic_ring.attention.cost_model import CostModel
 from elastic_ring.attention.families import Dilated
 from elastic_ring.attention.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.machine import Machine
 from elastic_ring.attention.placement import balanced, residue_class, striped, tokens_max_over_mean, work_max_over_mean
 from elastic_ring.attention.rules import Rule, Strided, Union
 from elastic_ring.attention.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern
 from elastic_ring.attention.sparse_schedule import SparseSchedule, plan_sparse
 from elastic_ring.attention.sparse_tiles import tiles
 
-__all__ = ["Candidate", "Choice", "Exchange", "Machine", "Sizes", "choose", "in_whole_blocks", "layouts_for", "price",
-           "rank"]  # fmt: skip
+__all__ = [
+    "Candidate",
+    "Choice",
+    "CostModel",
+    "Exchange",
+    "Sizes",
+    "choose",
+    "in_whole_blocks",
+    "layouts_for",
+    "price",
+    "rank",
+]  # fmt: skip
 
-Exchange = Literal["hops", "packed", "gather", "ring"]
-"""`hops`: exact ranges pulled hop by hop, under the kernels (a halo for windows). `packed`: the same bytes in
-one all-to-all-v before the kernels. `gather`: everybody's keys at once. `ring`: everybody's, hop by hop."""
-
-SENT_WHOLE = ("gather", "ring")
+Exchange = Literal["hops", "packed"]
+"""`hops`: exact ranges, one hop at a time, overlapped with the kernels (a halo exchange for windows).
+`packed`: the same bytes in one all-to-all-v before the kernels."""
 
 SLACK = 1.05
 
 BLOCK_TOKENS = DEFAULT_BLOCK_TOKENS
-"""Of the kernels of GPUs: `kernels.block_tables` says the same, and imports torch, which plans do not need."""
+"""Block size of the GPU kernels. Equals `kernels.block_tables.BLOCK_TOKENS`, whose module imports torch."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the attention calls that the plan is for. `itemsize` in bytes an element."""
+    """Sizes of the attention calls. `itemsize` is in bytes per element."""
 
     num_heads: int
     num_kv_heads: int
@@ -46,7 +54,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout with one exchange: per rank the most bytes received in forward, the spread, the time."""
+    """A layout with an exchange, and its predicted forward pass.
+
+    `most_bytes` is received by the busiest rank, `all_bytes` and `num_messages` by all ranks together; `forward_s` is
+    the time of the slowest rank.
+    """
 
     layout: Layout
     exchange: Exchange
@@ -66,7 +78,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, why in words, and every candidate that was weighed, best first."""
+    """The chosen schedule and exchange, the reasons in words, and all candidates, best first."""
 
     schedule: SparseSchedule
     exchange: Exchange
@@ -79,7 +91,7 @@ class Choice:
 
     @property
     def ahead(self) -> int:
-        """For `SparseRingAttention`: how many hops are posted before their kernels."""
+        """For `SparseRingAttention`: the number of hops posted ahead of their kernels."""
         return 1 if self.exchange == "hops" else max(1, self.schedule.cp - 1)
 
 
@@ -89,20 +101,20 @@ def choose(
     seq_len: int,
     cp: int,
     sizes: Sizes,
-    machine: Machine = Machine(),  # noqa: B008 (frozen)
+    cost_model: CostModel = CostModel(),  # noqa: B008 (frozen)
     *,
     balance_limit: float = 1.05,
     whole_blocks: bool = False,
 ) -> Choice:
-    """The first by `rank` of every layout worth weighing with every exchange. Pure, so cached.
+    """The best candidate by `rank` among all layouts of `layouts_for` with every exchange. Cached.
 
-    With `whole_blocks` only layouts that cut between blocks of 128 tokens are weighed, which the kernels of GPUs
-    need. Raises `ValueError` where none does.
+    With `whole_blocks` only layouts that do not split blocks of 128 tokens are considered, as GPU kernels need.
+    Raises `ValueError` if there is none.
     """
     weighed: list[Candidate] = []
     for layout in layouts_for(pattern, seq_len, cp, balance_limit):
         if not whole_blocks or in_whole_blocks(layout):
-            weighed += price(pattern, layout, sizes, machine)
+            weighed += price(pattern, layout, sizes, cost_model)
     if not weighed:
         raise ValueError(
             f"seq_len={seq_len} over cp={cp}: no layout cuts between blocks of {BLOCK_TOKENS} tokens; take a multiple"
@@ -115,8 +127,8 @@ def choose(
     return Choice(schedule, best.exchange, why, (*ranked, *rest))
 
 
-class Weighed(Protocol):
-    """What `rank` looks at."""
+class Rankable(Protocol):
+    """The attributes that `rank` compares."""
 
     @property
     def work_max_over_mean(self) -> float: ...
@@ -128,15 +140,15 @@ class Weighed(Protocol):
     def forward_s(self) -> float: ...
 
 
-W = TypeVar("W", bound=Weighed)
+W = TypeVar("W", bound=Rankable)
 
 
 def rank(weighed: Sequence[W], balance_limit: float = 1.05) -> tuple[list[W], list[W]]:
-    """(the even enough, best first; the others): the fewest bytes among the fast enough, and then the fastest.
+    """(balanced candidates, best first; the others). Best: fewest bytes within 5 % (`SLACK`) of the fastest.
 
-    Even enough is a work max/mean of at most `balance_limit`, or within `SLACK` of the evenest where none is: a
-    hair of balance is not worth many bytes. Fast enough is within `SLACK` of the fastest even one by the model,
-    since bytes that hide on an idle machine do not on a busy one.
+    A candidate is balanced if its work max/mean is at most `balance_limit` or, if none is, within `SLACK` of the
+    smallest. Bytes decide before predicted time, because communication that overlaps on an idle machine may not on a
+    busy one.
     """
     evenest = min(c.work_max_over_mean for c in weighed)
     limit = balance_limit if evenest <= balance_limit else evenest * SLACK
@@ -148,12 +160,12 @@ def rank(weighed: Sequence[W], balance_limit: float = 1.05) -> tuple[list[W], li
 
 
 def in_whole_blocks(layout: Layout) -> bool:
-    """Whether it cuts between blocks of 128 tokens only."""
+    """Whether all segments of `layout` begin and end at multiples of 128 tokens."""
     return all(edge % BLOCK_TOKENS == 0 for own in layout.segments for segment in own for edge in segment)
 
 
 def layouts_for(pattern: SparsePattern, seq_len: int, cp: int, balance_limit: float = 1.05) -> tuple[Layout, ...]:
-    """The layouts worth weighing: the named ones, by residue class for dilated and strided rules, placed by work."""
+    """The candidate layouts: contiguous, zigzag, striped, by residue class for dilated and strided rules, balanced."""
     unit = max(1, min(pattern.block, -(-seq_len // (2 * cp))))
     found = [contiguous(seq_len, cp), zigzag(seq_len, cp), striped(seq_len, cp, unit_tokens=unit)]
     parts = parts_of(pattern.heads)
@@ -167,50 +179,44 @@ def layouts_for(pattern: SparsePattern, seq_len: int, cp: int, balance_limit: fl
     return tuple(seen.values())
 
 
-def price(pattern: SparsePattern, layout: Layout, sizes: Sizes, machine: Machine) -> list[Candidate]:
-    """Each exchange on `layout`: a rank's kernels and messages, side by side or one after the other.
+def price(pattern: SparsePattern, layout: Layout, sizes: Sizes, cost_model: CostModel) -> list[Candidate]:
+    """Price the forward pass on `layout` with each exchange: kernels and messages overlapped, or in sequence.
 
-    Of the forward pass. Backward computes, fetches and returns in proportion, so it orders layouts alike. With
-    `machine.per_tile` every rank's tiles are made to be counted, which takes as long as the first call would.
+    Backward work and bytes are proportional, so they rank layouts equally. With `cost_model.per_tile` the tiles of all
+    ranks are computed, which takes as long as planning the first call.
     """
     schedule = plan_sparse(pattern, layout, sizes.num_heads, sizes.num_kv_heads)
     cp = layout.cp
     spread = work_max_over_mean(layout, pattern.row_pairs(layout.seq_len))
     num_pulls = [sum(schedule.num_head_tokens(rank, hop) > 0 for hop in range(cp)) for rank in range(cp)]
-    kernels = [sparse_kernels(schedule, rank, num_pulls[rank] > 0, machine) for rank in range(cp)]
-    kernel_s = [4 * sizes.head_dim * n / machine.kernel_flops + machine.call_s * calls for calls, n in kernels]
-    exact = [schedule.received_bytes(rank, sizes.head_dim, sizes.itemsize) for rank in range(cp)]
-    per_token = 2 * sizes.num_kv_heads * sizes.head_dim * sizes.itemsize
-    whole = [(layout.seq_len - layout.num_tokens(rank)) * per_token for rank in range(cp)]
-    found = []
-    exchanges: tuple[Exchange, ...] = ("hops", "packed", "gather", "ring")
-    for exchange in exchanges:
-        num_bytes = whole if exchange in SENT_WHOLE else exact
-        messages = [cp - 1] * cp if exchange in SENT_WHOLE else num_pulls
-        times = []
-        for rank in range(cp):
-            if exchange in ("hops", "ring"):
-                # The first hop has only the own keys' kernels to hide under; the rest hide under one another.
-                moving_s = machine.moving_s(num_bytes[rank], messages[rank])
-                times.append(
-                    machine.together_s(kernel_s[rank], moving_s) + (machine.message_s if messages[rank] else 0.0)
-                )
-            else:
-                times.append(kernel_s[rank] + machine.moving_s(num_bytes[rank], cp > 1))
-        found.append(Candidate(layout, exchange, max(num_bytes), sum(num_bytes), sum(messages), spread, max(times)))
-    return found
+    kernels = [sparse_kernels(schedule, rank, num_pulls[rank] > 0, cost_model) for rank in range(cp)]
+    kernel_s = [4 * sizes.head_dim * n / cost_model.kernel_flops + cost_model.call_s * calls for calls, n in kernels]
+    num_bytes = [schedule.received_bytes(rank, sizes.head_dim, sizes.itemsize) for rank in range(cp)]
+    hops_s, packed_s = [], []
+    for rank in range(cp):
+        # The first hop overlaps only with the kernels of the rank's own keys, a later hop with those of earlier hops.
+        moving_s = cost_model.moving_s(num_bytes[rank], num_pulls[rank])
+        hops_s.append(
+            cost_model.together_s(kernel_s[rank], moving_s) + (cost_model.message_s if num_pulls[rank] else 0.0)
+        )
+        packed_s.append(kernel_s[rank] + cost_model.moving_s(num_bytes[rank], cp > 1))
+    times: tuple[tuple[Exchange, list[float]], ...] = (("hops", hops_s), ("packed", packed_s))
+    return [
+        Candidate(layout, exchange, max(num_bytes), sum(num_bytes), sum(num_pulls), spread, max(seconds))
+        for exchange, seconds in times
+    ]
 
 
-def sparse_kernels(schedule: SparseSchedule, cp_rank: int, fetches: bool, machine: Machine) -> tuple[int, int]:
-    """(calls, pairs of query and key) of one rank's kernels in a forward pass. A masked tile computes all its pairs."""
-    if not machine.per_tile:
+def sparse_kernels(schedule: SparseSchedule, cp_rank: int, fetches: bool, cost_model: CostModel) -> tuple[int, int]:
+    """(kernel calls, query-key pairs) of one rank's forward pass. A masked tile computes all its pairs."""
+    if not cost_model.per_tile:
         return 1 + fetches, schedule.work(cp_rank)
     own = [tile for hop in tiles(schedule, cp_rank) for tile in hop]
     return len(own), sum(tile.num_pairs * len(tile.heads) for tile in own)
 
 
 def parts_of(rules: tuple[Rule, ...]) -> list[Rule]:
-    """The rules that are no union, of these and of unions among them."""
+    """`rules` with unions replaced by their parts, recursively."""
     found: list[Rule] = []
     for rule in dict.fromkeys(rules):
         found += parts_of(rule.rules) if isinstance(rule, Union) else [rule]

@@ -1,7 +1,7 @@
-"""Softmax attention of many queries over few keys, of which each query sees a number from the first one on.
+"""Softmax attention of many queries over few keys, where each query sees a prefix of the keys.
 
-For means of blocks: the scores are S x num_blocks, made strip by strip and never kept, in the forward pass and again in
-the backward one. One rank only: no hops in here.
+Made for block means: the S x num_blocks scores are computed strip by strip, and again in backward, and never stored.
+Single process: communication must not enter.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from torch.autograd.function import once_differentiable
 from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward
 
 STRIP_SCORES = 1 << 21
-"""At most so many scores at a time (for at least one row): 16 MiB in fp64."""
+"""Maximum number of scores computed at a time, but at least one row: 16 MiB in fp64."""
 
 
 def attend_to_first(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_seen: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """q (B, S, H, D), k and v (B, n, Hkv, D) to out (B, S, H, D) of q's type, where query i sees the first
-    `num_seen[i]` keys: int64 (S,), ascending, at most n. A query that sees none gives 0."""
+    """q (B, S, H, D), k and v (B, n, Hkv, D) to out (B, S, H, D) in q's dtype; query i sees the first `num_seen[i]`
+    keys.
+
+    `num_seen` is int64 (S,), ascending, at most n. A query that sees no key gives 0.
+    """
     assert num_seen.numel() == q.size(1), (num_seen.shape, q.shape)
     out: torch.Tensor = _AttendToFirst.apply(q, k, v, num_seen, scale)
     return out
@@ -32,7 +35,7 @@ def attend_to_first(
 
 @dataclass(frozen=True)
 class _Strip:
-    """Rows of queries with the keys that any of them sees; `hidden` (rows, num_keys) is what some must not see."""
+    """A range of queries and the keys that any of them sees; `hidden` (rows, num_keys) marks the pairs to mask."""
 
     rows: slice
     num_keys: int
@@ -82,9 +85,7 @@ class _AttendToFirst(torch.autograd.Function):
         dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
         for strip in _strips(q, num_seen):
             seen = slice(0, strip.num_keys)
-            queries, down, own = (
-                _by_keys(x[:, strip.rows].to(exact), num_kv) for x in (q, dout, lse.unsqueeze(-1))
-            )
+            queries, down, own = (_by_keys(x[:, strip.rows].to(exact), num_kv) for x in (q, dout, lse.unsqueeze(-1)))
             row_sums = (down * _by_keys(out[:, strip.rows].to(exact), num_kv)).sum(-1, keepdim=True)
             shares = _scores(queries, keys, strip, ctx.scale).sub_(own).exp_()
             dv[:, :, seen] += shares.transpose(2, 3) @ down
@@ -102,7 +103,7 @@ def _scores(queries: torch.Tensor, keys: torch.Tensor, strip: _Strip, scale: flo
 
 
 def _by_keys(x: torch.Tensor, num_kv: int) -> torch.Tensor:
-    """(B, rows, H, D) to (B, Hkv, sharing * rows, D): the rows that share a K/V head one after another."""
+    """(B, rows, H, D) to (B, Hkv, sharing * rows, D): the query heads of a K/V head are stacked along the rows."""
     return x.unflatten(2, (num_kv, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 

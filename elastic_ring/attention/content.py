@@ -1,9 +1,8 @@
-"""Blocks that content chooses, as rules: what is asked for before a call, and what was chosen in it.
+"""Routing by content, as rules: `TopK` before a call, and `Chosen` for the blocks that a call chose.
 
-After MoBA (Lu et al. 2025, arXiv:2502.13189): each block of queries keeps its own block and the past blocks whose
-mean key scores highest with a query that speaks for the block. Here one choice serves a block of queries and a head,
-so that, once made, it is a rule over pairs of blocks like any other. numpy only: who chooses, and how it is told to
-all ranks, is in `routing`.
+After MoBA (Lu et al. 2025, arXiv:2502.13189): each query block keeps its own block and the past blocks whose mean key
+scores highest with the block's routing query. Here one choice serves a whole query block of a head, so that the result
+is a rule over pairs of blocks like any other. numpy only: scoring and communication are in `routing`.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from elastic_ring.attention.families import BigBird
 from elastic_ring.attention.rules import FULL, Kinds, Mask, Positions, Rule, Union, require
 
 Choices = NDArray[np.int32]
-"""(units, width): the past units that each unit's queries see, ascending; -1 fills rows with fewer."""
+"""(units, width): the past units that each unit's queries see, ascending; shorter rows are padded with -1."""
 
 
 @dataclass(frozen=True)
 class TopK(Rule):
-    """The own unit and the `blocks` - 1 past units of highest score, for each unit of queries and each head.
+    """For each unit of queries and each head: the own unit and the `blocks` - 1 past units of highest score.
 
-    A past unit's score is the mean of its keys times the query that speaks for the choosing unit: its first one, which
-    knows nothing of the unit's later tokens; or, with `causal` False, the mean of all its queries, by which a unit's
-    later tokens have a say in what its earlier ones see. Scores that are equal in fp32 go to the earlier unit. Units
-    count from the start of the document, and no unit of another document is ever chosen.
+    A past unit's score is the dot product of its mean key and the choosing unit's routing query. With `causal` this is
+    the unit's first query. Otherwise it is the mean of its queries, and a unit's later tokens influence what its
+    earlier ones see. Scores that are equal in fp32 are resolved in favour of the earlier unit. Units count from the
+    start of the document, and units of other documents are never chosen.
 
-    Which pairs it keeps is known only in a call: asked for them it raises `ValueError`. How many it keeps is known.
+    The pairs are known only within a call, so `sees` and `row_kinds` raise `ValueError`; their number is known
+    beforehand.
     """
 
     short_name: ClassVar[str] = "topk"
@@ -50,7 +50,7 @@ class TopK(Rule):
                 f"causal={self.causal}: 1 has a block's first query choose, 0 the mean of all its queries, which lets"
                 " later tokens decide what earlier ones see"
             )
-        object.__setattr__(self, "causal", bool(self.causal))  # 1 and True are one rule, and so one identity
+        object.__setattr__(self, "causal", bool(self.causal))  # 1 and True must give equal rules
 
     @property
     def unit(self) -> int:
@@ -58,7 +58,7 @@ class TopK(Rule):
 
     @property
     def width(self) -> int:
-        """How many past units a unit chooses, where there are so many."""
+        """The number of past units that a unit chooses, if there are as many."""
         return self.blocks - 1
 
     @property
@@ -89,7 +89,7 @@ class TopK(Rule):
 
 @dataclass(frozen=True)
 class Chosen(Rule):
-    """What content chose for one head in one document: `choices` are the bytes of `past`, by rows."""
+    """The blocks that content chose for one head in one document: `choices` are the bytes of `past`, row by row."""
 
     num_units: int
     choices: bytes = field(repr=False)
@@ -109,11 +109,11 @@ class Chosen(Rule):
 
     @property
     def table(self) -> Mask:
-        """(units, units): what each unit sees, its own among it."""
+        """(units, units): the units that each unit sees, including its own."""
         return self.kinds(self.num_units, self.unit_tokens) == FULL
 
     def sees(self, q: Positions, k: Positions) -> Mask:
-        # Whoever asks in whole blocks may ask beyond the document's end.
+        # Positions of whole blocks may exceed the document's end.
         row, column = np.minimum(q // self.unit_tokens, self.num_units - 1), k // self.unit_tokens
         seen: Mask = row == column
         for choice in range(self.past.shape[1]):
@@ -135,7 +135,7 @@ class Chosen(Rule):
 
 @dataclass(frozen=True)
 class ByDocument(Rule):
-    """The rule of each packed document, where content chose for each one apart."""
+    """One rule per packed document, for patterns that content chose by document."""
 
     rules: tuple[Rule, ...]
 
@@ -152,7 +152,7 @@ class ByDocument(Rule):
 
 
 def top_ks_of(rule: Rule) -> tuple[TopK, ...]:
-    """The parts of `rule` that content chooses, each once."""
+    """The `TopK` parts of `rule`, without duplicates."""
     if isinstance(rule, TopK):
         return (rule,)
     if isinstance(rule, Union):
@@ -161,7 +161,7 @@ def top_ks_of(rule: Rule) -> tuple[TopK, ...]:
 
 
 def resolved(rule: Rule, chosen: Mapping[TopK, Rule]) -> Rule:
-    """`rule` with what was chosen in place of what awaited it."""
+    """`rule` with each `TopK` replaced by what was chosen for it."""
     if isinstance(rule, TopK):
         return chosen[rule]
     if isinstance(rule, Union) and rule.awaits_content:

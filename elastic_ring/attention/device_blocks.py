@@ -1,10 +1,8 @@
-"""A rank's plan on its device: the tables that its kernels read and the indices by which rows are picked.
+"""A rank's plan on its device: the tables that kernels read, and the indices that gather rows.
 
-Head groups of equally many heads run together, as if their queries and keys were of one sequence, in which the tables
-let each group see its own.
-
-Made once for a rank's place in a schedule and kept while there is room, since a run whose sequences are alike asks for
-the same again, and one of packed documents never does. No kernels, no hops.
+Head groups with equal numbers of heads run in one kernel call, as if their queries and keys were one sequence; the
+tables restrict each group to its own keys. Plans are cached by schedule and cp_rank up to a bound in bytes: sequences
+of equal length and documents reuse them, packed documents never do. Kernels and communication must not enter.
 """
 
 from __future__ import annotations
@@ -18,34 +16,34 @@ import torch
 
 from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart, tables_between
 from elastic_ring.attention.layout import Range
-from elastic_ring.attention.plan_cache import kept_within
-from elastic_ring.attention.readers import OneGroup, SeveralGroups, readers_of
+from elastic_ring.attention.plan_cache import sized_lru_cache
+from elastic_ring.attention.query_index import OneGroup, SeveralGroups, query_index_of
 from elastic_ring.attention.sparse_blocks import BlockPlan, BlockStage, HostTables, StageTables, plan_blocks
 from elastic_ring.attention.sparse_schedule import SparseSchedule
 
 KEPT_BYTES = 1 << 29
-"""What tables of plans that are not in use may hold of a device's memory."""
+"""Device memory, in bytes, that the cached tables of plans not in use may take."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageCall:
-    """One kernel call: the fetched keys of all head groups of `num_kv_heads` K/V heads, which are `rows` of the stage's
-    buffer, and the queries that see any of them."""
+    """One kernel call: the fetched keys of all head groups of `num_kv_heads` K/V heads, `rows` of the stage's buffer,
+    and the queries that see any of them."""
 
     rows: Range
     num_kv_heads: int
-    readers: OneGroup | SeveralGroups
+    query_index: OneGroup | SeveralGroups
     tables: BlockTables
 
     def of(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, or dK and dV, (B, n, num_kv_heads, D) in a packed buffer (rows, B, 2, D): views."""
+        """K and V, or dK and dV, (B, n, num_kv_heads, D), as views of a packed buffer (rows, B, 2, D)."""
         rows = buffer[slice(*self.rows)].unflatten(0, (-1, self.num_kv_heads))
         return rows[:, :, :, 0].permute(2, 0, 1, 3), rows[:, :, :, 1].permute(2, 0, 1, 3)
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceStage:
-    """A stage's kernel calls, one for each number of heads that a head group has, and what it serves."""
+    """A stage's kernel calls, one for each size of head group, and the rows that it serves."""
 
     plan: BlockStage
     calls: tuple[StageCall, ...]
@@ -54,12 +52,14 @@ class DeviceStage:
 
 @dataclass(frozen=True, eq=False)
 class DeviceBlocks:
-    """A plan's tables and indices on one device. `own_parts` are the tables of the heads before and from K/V head
-    `half` on, for a backward pass in two parts; orders are None where the heads already lie so.
+    """A plan's tables and indices on one device.
 
-    `last_places` (hops, own rows) int32 says where in the inbox each of the hops that read from this rank in the last
-    stages has what it returned for a row, or -1; `places_apart` the same of each stage that is added before, counted in
-    its part of the inbox.
+    `own_parts` are the tables of the heads before and from K/V head `half` on, for a backward pass in two parts. Head
+    orders are None where the heads are in that order already.
+
+    `last_places` (hops, own rows) int32: for each hop of the last stages in which a rank reads from this one, the inbox
+    row with the returned value of an own row, or -1. `places_apart`: the same for each stage that is added earlier,
+    relative to its inbox slot.
     """
 
     plan: BlockPlan
@@ -76,16 +76,16 @@ class DeviceBlocks:
 
     @property
     def by_rows(self) -> bool:
-        """Whether some call needs what queries add up row by row in memory."""
-        return any(isinstance(call.readers, SeveralGroups) for stage in self.stages for call in stage.calls)
+        """Whether any call needs the running sums of queries to be contiguous by row."""
+        return any(isinstance(call.query_index, SeveralGroups) for stage in self.stages for call in stage.calls)
 
-    def readers_are_runs(self, num_heads: int) -> bool:
-        """Whether in every call the queries that meet fetched keys are neighbours, with all of their heads."""
-        return all(call.readers.run(num_heads) is not None for stage in self.stages for call in stage.calls)
+    def queries_are_contiguous(self, num_heads: int) -> bool:
+        """Whether the queries of every call on fetched keys are one contiguous range with all of their heads."""
+        return all(call.query_index.run(num_heads) is not None for stage in self.stages for call in stage.calls)
 
     @property
     def num_bytes(self) -> int:
-        """Of the device's memory, with what kernels have made of the tables so far."""
+        """Device memory in bytes, including what kernels have derived from the tables so far."""
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._tensors()}
         return sum(storage.nbytes() for storage in storages.values())
 
@@ -96,18 +96,19 @@ class DeviceBlocks:
         yield from (stage.served_rows for stage in self.stages)
         yield from (*self.places_apart, self.last_places)
         for call in calls:
-            yield from (x for x in vars(call.readers).values() if isinstance(x, torch.Tensor))
+            yield from (x for x in vars(call.query_index).values() if isinstance(x, torch.Tensor))
 
 
 def _weight(blocks: DeviceBlocks) -> int:
     return blocks.num_bytes
 
 
-@kept_within(KEPT_BYTES, _weight)
+@sized_lru_cache(KEPT_BYTES, _weight)
 def on_device(
     schedule: SparseSchedule, cp_rank: int, device: torch.device, limit_rows: int | None = None
 ) -> DeviceBlocks:
-    """One pass over the host's masks, which are then let go, and a few copies. As `plan_blocks`."""
+    """The device plan of a rank: `plan_blocks`, whose host masks are then freed, and a few copies to `device`. Raises:
+    `ValueError` as `plan_blocks` does."""
     plan, host = plan_blocks(schedule, cp_rank, limit_rows)
     own = tables_between(host.own, host.own_earlier, device)
     sharing = schedule.num_heads // schedule.num_kv_heads
@@ -124,12 +125,12 @@ def on_device(
 
 
 def forget_plans() -> None:
-    """Let go of the tables that nobody uses just now: their device is given back."""
+    """Drop the cached tables that are not in use, which frees their device memory."""
     on_device.cache_clear()
 
 
 def _places(plan: BlockPlan, host: HostTables) -> list[np.ndarray]:
-    """Of each stage that is added apart, and of all others together."""
+    """The places of each stage that is added apart, then those of all other stages together."""
     of_stages = [stage.places for stage in host.stages]
     last: list[np.ndarray] = [np.empty((0, 0), dtype=np.int32)] if not of_stages else []
     for index in range(plan.num_added_apart, len(of_stages)):
@@ -157,12 +158,13 @@ def _calls(
         fetching = [group for group in of_all if group[0].num_tokens]
         if not fetching:
             continue
-        regions, kept, keys, readers = zip(*fetching, strict=True)
+        regions, kept, keys, query_index = zip(*fetching, strict=True)
         first, row = row, row + num_kv_heads * sum(region.num_tokens for region in regions)
-        whole = all(len(blocks) == num_own_blocks for blocks in readers)
+        whole = all(len(blocks) == num_own_blocks for blocks in query_index)
         yield StageCall(
-            (first, row), num_kv_heads, readers_of(readers, [region.heads for region in regions], num_heads, device),
-            # How many groups fetch anything may be another number in every call.
+            (first, row), num_kv_heads,
+            query_index_of(query_index, [region.heads for region in regions], num_heads, device),
+            # The number of groups that fetch anything may change from call to call.
             tables_apart(kept, keys, device, all_rows=whole and len(fetching) in (1, len(of_all))),
         )  # fmt: skip
 

@@ -1,13 +1,12 @@
 """Moving K/V to the ranks that need them and dK/dV partials back to their owner, stage by stage.
 
-One `HopExchange` serves one forward or backward pass of one attention call. It posts, waits, counts and
-keeps buffers alive; what to move is the schedule's decision, what to do with it the ring's. No kernel and
-no merging may enter. Whatever `Work.wait()` raises (GroupAborted, PeerFailed, a backend's own error)
-passes through untouched; `abandon` then hands over the buffers that the group may still write to.
+One `HopExchange` serves one forward or backward pass of one attention call. It posts, waits, counts bytes and keeps
+buffers alive. The schedule decides what moves; kernels and merging stay outside. Errors of `Work.wait()` (GroupAborted,
+PeerFailed, a backend's own) pass through; `abandon` then returns the buffers that the group may still write to.
 
-On a GPU all messages of a stage are one coalesced operation (unbatched sends and receives of one NCCL
-communicator run one after another, and two ranks that wait for each other's never end), a wait is a wait
-of the stream, and the buffers are the ring's own, the same for every hop and call.
+On a GPU all messages of a stage are one coalesced operation: NCCL serializes unbatched sends and receives of one
+communicator, so two ranks that both receive first would deadlock. Waits are stream waits, and all hops and calls share
+the ring's buffers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 
 from elastic_ring.attention.layout import Range
 from elastic_ring.attention.ledger import HopEvents, HopLedger
-from elastic_ring.attention.rank_plan import Leg, RankPlan, Traffic
+from elastic_ring.attention.rank_plan import PeerTransfer, RankPlan, Traffic
 from elastic_ring.attention.schedule import Direction
 
 __all__ = ["Group", "HopBuffers", "HopExchange", "HopLedger", "PendingWork"]
@@ -29,11 +28,11 @@ __all__ = ["Group", "HopBuffers", "HopExchange", "HopLedger", "PendingWork"]
 
 @contextmanager
 def one_operation(backend: Any) -> Iterator[list[Any]]:
-    """All that is sent and received inside goes out together; its work is in the list afterwards.
+    """Coalesce the sends and receives of the block; afterwards the list holds their one work.
 
-    NCCL collects in the calling thread from the start on. What breaks off inside must not leave it collecting: nothing
-    that the thread did later, in any group, would ever be launched. A group that can forget what was posted does;
-    another sends it, and whoever caught the error gives the group up.
+    NCCL's group mode is a state of the calling thread. If the block raises, the mode must end, or nothing that the
+    thread posts later, in any group, would launch: the messages are dropped where the group can, else sent, and the
+    caller abandons the group.
     """
     works: list[Any] = []
     backend._start_coalescing()
@@ -49,13 +48,13 @@ def one_operation(backend: Any) -> Iterator[list[Any]]:
 
 
 def hop_number(call_index: int, direction: Direction, cp: int, hop: int) -> int:
-    """What tags are made of: the same on both sides, and another for a neighbouring call, pass or hop, so that no late
-    message is taken for this one's. Below NUM_TAGGED_CALLS * 2 * cp."""
+    """The number that tags are made from, below NUM_TAGGED_CALLS * 2 * cp: equal on both ranks, different for other
+    calls, passes and hops, so that a late message is not matched."""
     return (call_index % NUM_TAGGED_CALLS * 2 + (direction == "backward")) * cp + hop
 
 
 class PendingWork(Protocol):
-    """A send or receive under way; `wait` returns when it is done or raises when it never will be."""
+    """A send or receive in flight; `wait` returns when it is complete and raises when it cannot complete."""
 
     def wait(self) -> Any: ...
 
@@ -73,7 +72,7 @@ class Group(Protocol):
 
 
 class HopBuffers:
-    """Device memory that hops of all calls share: one tensor for each name and slot, as large as was ever asked.
+    """Buffers shared by the hops of all calls: one tensor per name and slot, as large as the largest request.
 
     Reuse is ordered by the stream: a slot is handed out again only after the work that read it was queued.
     """
@@ -94,7 +93,7 @@ class HopBuffers:
         return kept[:num_elements].view(shape)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """A GPU's stream for what fills these buffers beside the kernels; its blocks go before theirs."""
+        """The GPU's high-priority stream for filling these buffers while kernels run."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device, priority=-1)
         return self._streams[device]
@@ -103,39 +102,39 @@ class HopBuffers:
     def num_bytes(self) -> int:
         return sum(storage.nbytes for storage in self._storages.values())
 
-    def held(self) -> list[torch.Tensor]:
-        """All that is there now; a later and larger request has another in its place."""
+    def shared_buffers(self) -> list[torch.Tensor]:
+        """The current tensors; a larger request replaces its tensor."""
         return list(self._storages.values())
 
     def drop(self) -> list[torch.Tensor]:
-        """Forget all, after an error: the group may still write to them."""
-        dropped = self.held()
+        """Forget and return all tensors, after an error: the group may still write to them."""
+        dropped = self.shared_buffers()
         self._storages.clear()
         return dropped
 
 
 @dataclass(eq=False)
-class _End:
-    """What one message waits for, or all that were posted together. Once for each: a pass has one stream, and a second
-    wait of the same stream would cost the host as much and order nothing."""
+class _Completion:
+    """The work of one message, or of all messages posted together. Waited for once: a pass uses one stream, where a
+    second wait would only cost host time."""
 
     work: PendingWork | None
     is_over: bool = False
 
 
 @dataclass(eq=False)
-class _Message:
+class _HopMessage:
     hop: int
     buffer: torch.Tensor
-    end: _End
+    end: _Completion
 
 
 @dataclass(eq=False)
 class _Arrival:
-    """What a stage's `take` hands over: the buffer, the messages that fill it, and when it was free to begin."""
+    """The buffer that a stage's `take` returns, the messages that fill it, and its timing events."""
 
     buffer: torch.Tensor
-    messages: list[_Message] = field(default_factory=list)
+    messages: list[_HopMessage] = field(default_factory=list)
     events: HopEvents | None = None
 
 
@@ -179,7 +178,7 @@ class HopExchange:
         self._buffers = buffers
         self._partial_dtype = partial_dtype
         self._coalesced = coalesced
-        self._sends: list[tuple[int, _Message]] = []
+        self._sends: list[tuple[int, _HopMessage]] = []
         self._keys: dict[int, _Arrival] = {}
         self._partials: dict[int, _Arrival] = {}
         self._posting = 0
@@ -204,7 +203,7 @@ class HopExchange:
                 self._send_all(leg, whole or (_pack(k, v, requested).view(-1),), _KEYS)
 
     def push_keys(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """What of `post_keys` can wait until the kernels are launched that hide it. Here nothing."""
+        """The part of `post_keys` that may follow the launch of overlapping kernels. Nothing here."""
 
     def take_keys(self, index: int) -> torch.Tensor | None:
         """The packed K and V of stage `index`, or None when it needs none. Blocks until they have arrived."""
@@ -241,10 +240,10 @@ class HopExchange:
         assert not self._partials, sorted(self._partials)
 
     def abandon(self) -> list[torch.Tensor]:
-        """Give up after an error: let go of the group and its works, return the buffers of those under way.
+        """Drop the group and its works after an error; return the buffers of messages in flight.
 
-        Works and group must not live as long as the error's traceback: they keep sockets open, and the
-        peers of a failed rank learn of it by their closing.
+        Works and group must not live as long as the error's traceback: they keep sockets open, and peers detect a
+        failed rank by its closed sockets.
         """
         arrivals = (*self._keys.values(), *self._partials.values())
         messages = [message for _, message in self._sends]
@@ -286,7 +285,7 @@ class HopExchange:
         backend: Any = group._get_backend(device) if hasattr(group, "_get_backend") else group
         with one_operation(backend) as works:
             yield
-        end = _End(works[0])
+        end = _Completion(works[0])
         posted = [message for _, message in self._sends[first_send:]]
         posted += arrival.messages if arrival is not None else []
         for message in posted:
@@ -295,7 +294,7 @@ class HopExchange:
             hop = self._plan[index].hops[0]
             arrival.events = HopEvents(self._direction, hop, _now())
 
-    def _receive_all(self, arrival: _Arrival | None, legs: tuple[Leg, ...], kind: int) -> None:
+    def _receive_all(self, arrival: _Arrival | None, legs: tuple[PeerTransfer, ...], kind: int) -> None:
         flat = None if arrival is None else arrival.buffer.view(-1)
         for leg in legs:
             assert arrival is not None
@@ -304,7 +303,7 @@ class HopExchange:
                 buffer = flat.narrow(0, piece.target, piece.size)
                 arrival.messages.append(self._receive(leg.hop, 2 * channel + kind, leg.peer, buffer))
 
-    def _send_all(self, leg: Leg, sources: tuple[torch.Tensor, ...], kind: int) -> None:
+    def _send_all(self, leg: PeerTransfer, sources: tuple[torch.Tensor, ...], kind: int) -> None:
         for channel, piece in enumerate(leg.pieces):
             buffer = sources[piece.kind].narrow(0, piece.source, piece.size)
             self._send(leg.hop, 2 * channel + kind, leg.peer, buffer)
@@ -315,13 +314,13 @@ class HopExchange:
         work = self._group.send([buffer], peer, self._tag(hop, kind))
         self._ledger.sent_bytes[self._direction, hop] += buffer.nbytes
         assert work is not None or self._coalesced, "this rank is not in the group"
-        self._sends.append((self._posting, _Message(hop, buffer, _End(work))))
+        self._sends.append((self._posting, _HopMessage(hop, buffer, _Completion(work))))
 
-    def _receive(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> _Message:
+    def _receive(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> _HopMessage:
         assert self._group is not None
         work = self._group.recv([buffer], peer, self._tag(hop, kind))
         assert work is not None or self._coalesced, "this rank is not in the group"
-        return _Message(hop, buffer, _End(work))
+        return _HopMessage(hop, buffer, _Completion(work))
 
     def _take(self, arrivals: dict[int, _Arrival], index: int) -> torch.Tensor | None:
         arrival = arrivals.get(index)
@@ -338,7 +337,7 @@ class HopExchange:
         del arrivals[index]
         return arrival.buffer
 
-    def _watch(self, events: HopEvents, message: _Message) -> None:
+    def _watch(self, events: HopEvents, message: _HopMessage) -> None:
         """Note on a stream of its own when the exchange has arrived, and that the kernels now want it."""
         assert message.end.work is not None
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -353,7 +352,7 @@ class HopExchange:
         if early:
             self._sends = [entry for entry in self._sends if entry[0] >= before]
 
-    def _wait(self, message: _Message) -> None:
+    def _wait(self, message: _HopMessage) -> None:
         end = message.end
         if end.is_over:
             return

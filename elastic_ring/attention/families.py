@@ -1,7 +1,7 @@
-"""The published families of sparse patterns, as rules, and the doors for learned profiles and users' own.
+"""Published sparse pattern families as rules, learned profiles, and rules from user functions.
 
-Each names its paper and draws itself. What a rule is stands in `rules`; nothing about heads beyond handing
-out one rule for each, nothing about layouts or kernels may enter.
+Each family cites its paper and has a drawing. The base class and the basic rules are in `rules`; no layouts or
+kernels in this file, and of heads only the assignment of one rule to each.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["BigBird", "BlockFunction", "Dilated", "Hierarchical", "Profile", "lo
 class Dilated(Rule):
     """LongNet's dilated attention for one head (Ding et al. 2023, arXiv:2307.02486).
 
-    Branch i cuts the document into segments of `segments[i]` tokens and keeps every `rates[i]`-th unit of
+    Branch i splits the document into segments of `segments[i]` tokens and keeps every `rates[i]`-th unit of
     each, counted from `offset`: kept queries see kept keys of their segment. A query that no branch keeps
     sees nothing. One softmax runs over the union of the branches, so a key that two branches keep counts
-    once; the paper's weights, by the branches' denominators, count it once for each.
-    `unit_tokens` 1 is the paper's; 128 dilates whole blocks, which kernels like better.
+    once; the paper weights branches by their softmax denominators and counts it in each.
+    The paper uses `unit_tokens` 1; 128 dilates whole blocks, which block-sparse kernels need.
 
     ::
 
@@ -57,8 +57,7 @@ class Dilated(Rule):
             require("rates", rate, 1, "1 keeps every unit")
             if segment < 1 or segment % self.unit_tokens:
                 raise ValueError(
-                    f"segments={self.segments}: {segment} must be a positive multiple of"
-                    f" unit_tokens={self.unit_tokens}"
+                    f"segments={self.segments}: {segment} must be a positive multiple of unit_tokens={self.unit_tokens}"
                 )
 
     @property
@@ -92,10 +91,10 @@ def longnet(
     heads_per_offset: int = 1,
     unit_tokens: int = 1,
 ) -> tuple[Dilated, ...]:
-    """One rule for each query head, head h shifted by h // heads_per_offset units as in the paper.
+    """One rule per query head; head h is offset by h // heads_per_offset units (Ding et al. 2023, arXiv:2307.02486).
 
-    With grouped K/V heads let `heads_per_offset` be the query heads of a K/V head: they then keep the same
-    keys, and a K/V head travels no further than one of them needs.
+    With grouped K/V heads set `heads_per_offset` to the number of query heads per K/V head: they then keep the same
+    keys, which minimises the K/V tokens to transfer.
     """
     require("num_heads", num_heads, 1, "give the number of query heads")
     require("heads_per_offset", heads_per_offset, 1, "1 shifts each head")
@@ -106,8 +105,8 @@ def longnet(
     return tuple(rules)
 
 
-def spelled_longnet(rules: Sequence[Rule]) -> str | None:
-    """Heads shifted by 0, 1, ... units as `spec.parse_pattern` reads them, None for any other rules."""
+def longnet_text(rules: Sequence[Rule]) -> str | None:
+    """The short form that `parse.parse_pattern` reads for rules offset by 0, 1, ... units, or None for other rules."""
     first = rules[0]
     if not isinstance(first, Dilated):
         return None
@@ -120,10 +119,10 @@ def spelled_longnet(rules: Sequence[Rule]) -> str | None:
 
 @dataclass(frozen=True)
 class BigBird(Rule):
-    """A window, global blocks at the start, and random blocks drawn from a seed (Zaheer et al. 2020,
-    arXiv:2007.14062), made causal: row i draws among the blocks before its window.
+    """A causal BigBird (Zaheer et al. 2020, arXiv:2007.14062): a window, global blocks at the start, and random blocks
+    that each row draws from the blocks before its window. All numbers count units of `unit_tokens` tokens.
 
-    What a row draws depends on the seed and the row alone, not on the length of the sequence or the ring.
+    The draw depends only on the seed and the row, not on the length of the sequence or the ring.
 
     ::
 
@@ -177,7 +176,7 @@ class BigBird(Rule):
 
 @lru_cache(maxsize=32)
 def _drawn(seed: int, randoms: int, window: int, first: int, num_rows: int) -> Positions:
-    """(num_rows, randoms): the columns that each row draws, without repeating; -1 where there are too few."""
+    """(num_rows, randoms): the distinct columns that each row draws; -1 where too few columns exist."""
     drawn = np.full((num_rows, randoms), -1, dtype=np.int64)
     for begun in range(0, num_rows, _DRAWN_TOGETHER):
         rows = np.arange(begun, min(begun + _DRAWN_TOGETHER, num_rows), dtype=np.uint64)
@@ -197,11 +196,11 @@ def _drawn(seed: int, randoms: int, window: int, first: int, num_rows: int) -> P
 
 
 _DRAWN_TOGETHER = 256
-"""Rows whose attempts are hashed at once: the first ones, which may draw all there is, need many."""
+"""Rows hashed together. The first rows need many attempts because they draw nearly all of their few columns."""
 
 
 def _hashed(*words: Any) -> Any:
-    """SplitMix64 over the words, integers or arrays of them: equal on every machine and library version."""
+    """SplitMix64 over integers or integer arrays: the same result on every machine and library version."""
     state = np.zeros((1, 1), dtype=np.uint64)
     for word in words:
         state = state + np.asarray(word, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
@@ -213,9 +212,9 @@ def _hashed(*words: Any) -> Any:
 
 @dataclass(frozen=True)
 class Hierarchical(Rule):
-    """Near keys all, farther keys ever more thinly: of the units at distance base * 2^(l-1) to base * 2^l
-    every 2^l-th is kept, the last of its group, so a row keeps about base / 2 for each doubling of the distance
-    (after the log-sparse patterns of Li et al. 2019, arXiv:1907.00235).
+    """All near units, and farther units with increasing stride (after the log-sparse patterns of Li et al. 2019,
+    arXiv:1907.00235): at distances from base * 2^(l-1) to base * 2^l the last unit of every group of 2^l is kept,
+    about base / 2 units per doubling of the distance.
 
     ::
 
@@ -256,7 +255,7 @@ class Hierarchical(Rule):
 
 @dataclass(frozen=True)
 class Profile(Rule):
-    """The distances, in units, at which one head looks back: what `load_profile` keeps of a learned profile."""
+    """The key distances, in units, that one head keeps, such as those of a learned profile (`load_profile`)."""
 
     distances: tuple[int, ...]
     unit_tokens: int = 128
@@ -282,12 +281,12 @@ class Profile(Rule):
 
 
 def load_profile(path: str | Path, *, keep: float) -> tuple[Profile, ...]:
-    """One rule for each head of a learned profile.
+    """Read a learned profile: one rule per head.
 
-    The file is JSON: `{"unit_tokens": 128, "counts": [[...], ...]}`, where counts[head][d] says how often
-    the head chose the block d units back while it was trained (a popcount of its masks). Each head keeps
-    distance 0 and then its most counted distances, the nearer first among equals, until they hold the share
-    `keep` of its counts. Raises `ValueError` for a file that is not such a profile.
+    The file is JSON: `{"unit_tokens": 128, "counts": [[...], ...]}`, where counts[head][d] is the number of times
+    the head chose the block d units back during training. Each head keeps distance 0 and its most frequent
+    distances (ties: the nearer first) until they cover the share `keep` (0 to 1) of its counts. Raises `ValueError`
+    for another format or `keep`, and `OSError` if the file cannot be read.
     """
     if not 0 < keep <= 1:
         raise ValueError(f"keep={keep}: a share of the counts, above 0 and at most 1")
@@ -302,21 +301,22 @@ def load_profile(path: str | Path, *, keep: float) -> tuple[Profile, ...]:
 
 
 def _most_counted(counts: list[int], keep: float) -> tuple[int, ...]:
-    kept, held = [0], counts[0]
+    kept, covered = [0], counts[0]
     for distance in sorted(range(1, len(counts)), key=lambda d: (-counts[d], d)):
-        if held >= keep * sum(counts) or counts[distance] == 0:
+        if covered >= keep * sum(counts) or counts[distance] == 0:
             break
         kept.append(distance)
-        held += counts[distance]
+        covered += counts[distance]
     return tuple(sorted(kept))
 
 
 @dataclass(frozen=True)
 class BlockFunction(Rule):
-    """A user's own pattern: `function(query_unit, key_unit)` of integer arrays that broadcast, elementwise.
+    """A user-defined rule: `function(query_unit, key_unit)` of integer arrays that broadcast, elementwise.
 
-    `lambda i, j: (i - j) % 3 == 0`. It must be pure, and the same on every rank; two are equal when they hold
-    the same function object. Raises `ValueError` where it keeps a unit of the future, or is not elementwise.
+    Example: `lambda i, j: (i - j) % 3 == 0`. The function must be pure and the same on every rank; two rules are equal
+    if they hold the same function object. `sees` raises `ValueError` if the function is not elementwise, `kinds` if it
+    keeps a future unit.
     """
 
     function: Callable[[Positions, Positions], Any]
@@ -347,7 +347,7 @@ class BlockFunction(Rule):
         return super().kinds(num_blocks, block)
 
     def check_causal(self, num_units: int) -> None:
-        """Raises `ValueError` with the first pair of units in which the query comes before the key."""
+        """Raises `ValueError` that names the first kept pair of units whose key comes after the query."""
         at = np.arange(num_units, dtype=np.int64) * self.unit_tokens
         for first in range(0, num_units, 512):
             early = self.sees(at[first : first + 512, None], at[None, :])

@@ -1,8 +1,8 @@
-"""Triton kernels for a ring's sums and rows: merging (out, lse), weighing gradients, adding their shares, picking what
-is sent.
+"""Triton kernels for a ring's sums and rows: merging (out, lse), weighting gradients, adding partials, gathering rows.
 
-Each reads what it needs of its operands once and writes the result once, forming sums in fp32 registers; the eager
-twins in `merge` and `packing` say what is computed. Imported only where tensors of a GPU meet them.
+Each kernel reads its operands once and writes its result once, with sums in fp32 registers. The eager versions in
+`merge` and `packing` define the results. Imported only for GPU tensors; communication and attention kernels must not
+enter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import triton.language as tl
 from elastic_ring.attention.merge import MOST_AT_ONCE
 
 
-@triton.jit
+# Arguments that depend on a document's length and position must not be specialized: Triton recompiles when an integer
+# becomes 1 or a multiple of 16, or when a pointer's alignment changes.
+@triton.jit(
+    do_not_specialize=[
+        "lse_ptr", "one_lse_ptr", "two_lse_ptr", "three_lse_ptr", "num_rows", "lse_b", "lse_h", "one_lse_b",
+        "one_lse_h", "two_lse_b", "two_lse_h", "three_lse_b", "three_lse_h",
+    ]
+)  # fmt: skip
 def _merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, lse_ptr, one_ptr, one_lse_ptr, two_ptr, two_lse_ptr, three_ptr, three_lse_ptr,
     num_rows, num_heads,
@@ -46,8 +53,8 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
         part_lse_at = three_lse_ptr + batch * three_lse_b + row * three_lse_s + head * three_lse_h
         part_at = three_ptr + batch * three_b + row[:, None] * three_s + column
         out, lse = _merged(out, lse, part_at, part_lse_at, mask, inside)
-    # Several warps load the same lse, one of them stores it: without a barrier a late warp reads the new one, and
-    # now and then 32 rows are merged with wrong weights.
+    # Several warps load the same lse and one stores it: without a barrier a late warp occasionally reads the new value
+    # and merges 32 rows with wrong weights.
     tl.debug_barrier()
     tl.store(lse_at, lse, mask=inside)
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -62,7 +69,7 @@ def _merged(out, lse, part_at, part_lse_at, mask, inside):  # type: ignore[no-un
     high = tl.maximum(lse, part_lse)
     low = tl.minimum(lse, part_lse)
     merged = tl.where(high == float("-inf"), high, high + tl.log(1.0 + tl.exp(low - high)))
-    # A part that weighs nothing must change no bit, whatever it holds.
+    # A part of weight 0 must not change a bit, whatever it contains.
     return tl.where(nothing[:, None], out, out + weight[:, None] * (part - out)), merged
 
 
@@ -95,7 +102,7 @@ def _add_placed_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     dim = tl.arange(0, padded_dim)
     inside = row < num_rows
-    # Where a ring fetches little, most rows get nothing, and are neither read nor written.
+    # If a ring fetches little, most rows get no share; these are neither read nor written.
     grown = row < 0
     for hop in tl.static_range(num_hops):
         grown |= tl.load(places_ptr + hop * num_rows.to(tl.int64) + row, mask=inside, other=-1) >= 0
@@ -191,8 +198,8 @@ def add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) -> None:
-    """`merge.eager_add_placed_` on a GPU, for contiguous rows of `total` and of `inbox` with or without gaps between
-    them: each total that grows is read and written once, whatever hops it grows by, and no other."""
+    """`merge.eager_add_placed_` on a GPU, for rows of `total` and `inbox` that are contiguous, with or without gaps
+    between rows. Each row of `total` that gets a share is read and written once; the others are not accessed."""
     if total.numel() == 0 or places.numel() == 0:
         return
     assert _is_whole_contiguous(total), "the running sum must have contiguous rows"
@@ -207,7 +214,7 @@ def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) 
 
 
 def gather_rows_(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
-    """`packing.eager_gather_rows_` on a GPU, for contiguous k and v and rows of `packed` with gaps or without: each row
+    """`packing.eager_gather_rows_` on a GPU, for contiguous k and v and rows of `packed` with or without gaps: each row
     is read and written once, K and V by one kernel."""
     if packed.numel() == 0:
         return
@@ -229,7 +236,7 @@ def gather_rows_(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: t
 def own_gradients(
     dout: torch.Tensor, own_out: torch.Tensor, own_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge.eager_own_gradients` for tensors of a GPU; every operand is read once and nothing is kept between."""
+    """`merge.eager_own_gradients` for tensors on a GPU; each operand is read once, without intermediate tensors."""
     batch, num_rows, num_heads, head_dim = dout.shape
     wide = dout, own, whole = [_rows_contiguous(x) for x in (dout, own_out, out)]
     weighted, dlse = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device), torch.empty_like(own_lse)

@@ -1,10 +1,11 @@
-"""Three views of the past, mixed by learned gates: compressed blocks, selected blocks, and a window.
+"""Gated sparse attention: three views of the past, mixed by learned gates: compressed blocks, selected blocks, a
+window.
 
-After native sparse attention (Yuan et al. 2025, arXiv:2502.11089). Simpler than the paper in two places: blocks
-are compressed by their mean, not by a small network, and one selection serves a block of queries, not a token,
-so that it is a block pattern like any other. Each view has its own softmax; the gates mix their outputs. On one
-process masks of S x S say what is seen, which is the definition, takes batches and serves short sequences on any
-device; where the sequence lies on a ring, or is long, `gated_ring` computes the views. There are no hops in here.
+After native sparse attention (Yuan et al. 2025, arXiv:2502.11089), with two simplifications: blocks are compressed by
+their mean instead of a small network, and one selection serves a block of queries instead of a token, which makes it a
+block pattern. Each view has its own softmax; the gates mix the outputs. On one process, S x S masks define what is
+seen; this path supports batches and short sequences on any device. For sequences that are sharded over a ring, or long,
+`gated_ring` computes the views. Communication must not enter.
 """
 
 from __future__ import annotations
@@ -15,26 +16,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from elastic_ring.attention.block_means import means_of_blocks
 from elastic_ring.attention.checks import check_tensors
 from elastic_ring.attention.gated_ring import GatedRing, ViewSizes
 from elastic_ring.attention.routing import choose_blocks
 from elastic_ring.attention.rules import require
-from elastic_ring.attention.summaries import means_of_blocks
 
 NUM_VIEWS = 3
 
 
 class GatedSparseAttention(nn.Module):
-    """Attention of `num_heads` query heads with one gate for each head and view, read from the layer's input.
+    """Attention of `num_heads` query heads, with a gate per head and view computed from the layer's input.
 
-    `block` tokens make a block; each block of queries sees its own and the `top_k` - 1 past blocks that score
-    highest; `window` tokens are seen beside. The mean of a block's queries chooses, so its later ones have a say in
-    what its earlier ones see, though none sees a later key; with `first_query` its first query alone does, and no
-    output depends on any later token. Gates start even, so that every view gets gradients at once.
+    `block`: tokens per block. `top_k`: each query block sees its own block and the `top_k` - 1 highest-scoring past
+    blocks. `window`: number of most recent tokens seen. By default the mean query of a block selects, so a block's
+    later queries influence what its earlier ones see, although no query sees a later key; with `first_query` the
+    block's first query selects, and no output depends on a later token. All gates start at 0.5, so every view gets
+    gradients from the first step.
 
-    It holds no group and no plan, so that it can be built on the meta device, sharded, saved and healed like any
-    other layer; the gates' gradients are those of this rank's tokens, to be summed as any other parameter's.
-    Raises `ValueError` for numbers below 1.
+    The module holds no group and no plan: it can be built on the meta device, sharded, saved and recovered like any
+    other layer. The gates' gradients cover this rank's tokens and must be summed like those of other parameters.
+    Raises: `ValueError` for sizes below 1.
     """
 
     def __init__(
@@ -55,14 +57,14 @@ class GatedSparseAttention(nn.Module):
     ) -> torch.Tensor:
         """x (B, S, width), q (B, S, H, D), k and v (B, S, Hkv, D) to out (B, S, H, D).
 
-        With `ring` they are this rank's slices, (B, S_local, ...), of the sequence that lies on it; every rank calls
-        in the same order. Raises `ValueError` for shapes that do not fit each other, the module or the ring.
+        With `ring` the arguments are this rank's slices, (B, S_local, ...), and all ranks make the same calls in the
+        same order. Raises: `ValueError` for shapes that do not match each other, the module or the ring.
         """
         check_tensors(q, k, v)
         self._check(x, q)
         if ring is None:
-            chosen, near = (self._masked(q, k, v, mask) for mask in (self.selected(q, k), self._near(q)))
-            views = (self._compressed(q, k, v), chosen, near)
+            chosen, window = (self._masked(q, k, v, mask) for mask in (self.selected(q, k), self._window_mask(q)))
+            views = (self._compressed(q, k, v), chosen, window)
         else:
             views = ring.views(q, k, v, ViewSizes(self.block, self.top_k, self.window, self.first_query))
         shares = torch.sigmoid(self.gates(x)).unflatten(-1, (self.num_heads, NUM_VIEWS)).unbind(-1)
@@ -72,7 +74,8 @@ class GatedSparseAttention(nn.Module):
         return out
 
     def selected(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Bool (B, H, S, S): the pairs of the chosen blocks. The choice has no gradient; what is chosen has."""
+        """Bool (B, H, S, S): the pairs in the selected blocks. The selection has no gradient; attention over them
+        has."""
         mean_q, mean_k = (means_of_blocks(x.detach(), self.block) for x in (q, k))
         if self.first_query:
             mean_q = q.detach()[:, :: self.block].to(mean_k.dtype)
@@ -82,14 +85,14 @@ class GatedSparseAttention(nn.Module):
         return wide[:, :, : q.size(1), : q.size(1)] & _causal(q)
 
     def _compressed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Over the means of the blocks that ended before the query's own began; a query of the first block gets 0."""
+        """Attention over the means of the blocks before the query's own; queries of the first block get 0."""
         mean_k, mean_v = (means_of_blocks(x, self.block).to(x.dtype) for x in (k, v))
         num_blocks = mean_k.size(1)
         own = torch.arange(q.size(1), device=q.device) // self.block
         past = torch.arange(num_blocks, device=q.device)[None, :] < own[:, None]
         return self._masked(q, mean_k, mean_v, past)
 
-    def _near(self, q: torch.Tensor) -> torch.Tensor:
+    def _window_mask(self, q: torch.Tensor) -> torch.Tensor:
         return _causal(q) & _causal(q).triu(1 - self.window)
 
     def _masked(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,8 @@
-"""The three views of gated sparse attention over the ranks of a ring: block means, chosen blocks, and a window.
+"""The three views of gated sparse attention over the ranks of a ring: block means, selected blocks, and a window.
 
-After native sparse attention (Yuan et al. 2025, arXiv:2502.11089); the gates that mix the views, and the definition on
-one process, are `gated`'s. What moves: one sum for each block and head, and its gradient back; the numbers of the
-chosen blocks; the keys of the union of what was chosen; the keys that the window reaches beyond a rank's own.
-No parameters in here.
+After native sparse attention (Yuan et al. 2025, arXiv:2502.11089); the gates and the single-process definition are in
+`gated`. Ranks exchange one sum per block and head and its gradient, the numbers of the selected blocks, the keys of the
+union of the selected blocks, and the keys of the window beyond a rank's own. Parameters must not enter.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from elastic_ring.attention.all_to_all import AllToAll
+from elastic_ring.attention.block_means import BlockMeans, block_map
 from elastic_ring.attention.checks import check_local_length, check_tensors
 from elastic_ring.attention.compressed import attend_to_first
 from elastic_ring.attention.exchange import Group, HopLedger
@@ -21,14 +22,15 @@ from elastic_ring.attention.schedule import Direction
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.attention.sparse_schedule import SparseSchedule, plan_sparse
-from elastic_ring.attention.summaries import BlockSummaries, block_map
-from elastic_ring.attention.swaps import Swaps
 
 
 @dataclass(frozen=True)
 class ViewSizes:
-    """Blocks of `block` tokens; `top_k` of them are chosen, the own one among them; `window` tokens are seen beside.
-    With `first_query` a block's first query alone chooses, so that no later one has a say."""
+    """Sizes of the views: `block` tokens per block; `top_k` blocks selected, the own one included; `window` recent
+    tokens.
+
+    With `first_query` only a block's first query selects, so later queries have no influence.
+    """
 
     block: int
     top_k: int
@@ -38,36 +40,36 @@ class ViewSizes:
 
 @dataclass
 class ViewLedgers:
-    """What really moved, view by view. `summaries` counts the sums of blocks, their gradients and the choices."""
+    """Measured traffic by view. `block_means` covers the sums of blocks, their gradients and the selections."""
 
-    summaries: HopLedger = field(default_factory=HopLedger)
+    block_means: HopLedger = field(default_factory=HopLedger)
     selected: HopLedger = field(default_factory=HopLedger)
     window: HopLedger = field(default_factory=HopLedger)
 
     def received_bytes(self, direction: Direction) -> int:
-        """By this rank, over all views."""
-        ledgers = (self.summaries, self.selected, self.window)
+        """Bytes that this rank received in `direction`, over all views."""
+        ledgers = (self.block_means, self.selected, self.window)
         return sum(num for ledger in ledgers for (way, _), num in ledger.received_bytes.items() if way == direction)
 
     def clear(self) -> None:
-        for ledger in (self.summaries, self.selected, self.window):
+        for ledger in (self.block_means, self.selected, self.window):
             ledger.clear()
 
 
 class GatedRing:
-    """What `GatedSparseAttention` calls where the sequence lies on a ring: made once for a sequence or a step, for one
-    document, by every rank.
+    """The ring that `GatedSparseAttention` takes for a sharded sequence of one document; every rank creates one for a
+    sequence or a step.
 
-    `group` is a process group of exactly the ring's ranks in cp_rank order, or None for cp = 1, where it is the path
-    that never makes S x S masks. Every rank makes the same calls in the same order; `ahead` is as for
-    `SparseRingAttention`. `schedules` are those of the last call's chosen blocks, one for each sequence of the batch.
-    All sums have a fixed order, so equal calls give equal bits. On the CPU only.
+    `group` is a process group of exactly the ring's ranks in cp_rank order, or None for cp = 1, which computes without
+    S x S masks. All ranks make the same calls in the same order; `ahead` is that of `SparseRingAttention`. `schedules`
+    are those of the last call's selected blocks, one per sequence of the batch. Sums are added in a fixed order, so
+    equal calls give bitwise equal results. CPU only.
 
-    Which blocks are chosen does not depend on ring or layout, except where two scores are equal to within the rounding
-    of a sum whose block lies on several ranks. Keys that were both chosen and lie in the window are sent for each.
+    The selection does not depend on ring or layout, except where two scores differ by no more than the rounding of a
+    sum whose block lies on several ranks. Keys that are both selected and in the window are sent twice.
 
-    Raises `ValueError` when layout, cp_rank and group do not belong together. After a call that raised, the buffers
-    which the group may still write to are kept until this object is dropped.
+    Raises: `ValueError` if layout, cp_rank and group do not match. After a call that raised, buffers that the group may
+    still write to are kept until this object is dropped.
     """
 
     def __init__(
@@ -80,35 +82,35 @@ class GatedRing:
         self.ledgers = ViewLedgers() if ledgers is None else ledgers
         self.schedules: tuple[SparseSchedule, ...] = ()
         self._group, self._ahead = group, ahead
-        self._swaps = Swaps(layout.cp, cp_rank, group, self.ledgers.summaries)
+        self._all_to_all = AllToAll(layout.cp, cp_rank, group, self.ledgers.block_means)
         self._next_call_index = 0
-        self._rings: list[SparseRingAttention] = []  # a call that raised leaves buffers with its ring
+        self._rings: list[SparseRingAttention] = []  # a ring whose call raised keeps its buffers
 
     def views(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: ViewSizes
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The compressed, selected and window view, (B, S_local, H, D) each, of q (B, S_local, H, D) and k, v
-        (B, S_local, Hkv, D), every one with a softmax of its own.
+        """The compressed, selected and window views, each (B, S_local, H, D) with a softmax of its own, of q
+        (B, S_local, H, D) and k, v (B, S_local, Hkv, D).
 
-        Raises `ValueError` for tensors that do not fit each other or the layout, or lie on a GPU, and whatever the
+        Raises: `ValueError` for tensors that do not match each other or the layout, or are on a GPU, and whatever the
         group raises when a peer is lost.
         """
         self.check(q, k, v)
         near = SparsePattern((Window(sizes.window),))
-        summaries = BlockSummaries(block_map(self.layout, sizes.block), self._swaps)
+        block_means = BlockMeans(block_map(self.layout, sizes.block), self._all_to_all)
         call_index = self._new_call()
-        # Where only own blocks are chosen nobody reads mean_q, so it must not cost a message.
+        # With top_k = 1 mean_q is unused: the first query avoids its messages.
         first_query = sizes.first_query or sizes.top_k == 1
-        mean_q, mean_k, mean_v = summaries.means(q, k, v, call_index, first_query=first_query)
-        num_seen = summaries.blocks.block_of_token(self.cp_rank)
+        mean_q, mean_k, mean_v = block_means.means(q, k, v, call_index, first_query=first_query)
+        num_seen = block_means.blocks.block_of_token(self.cp_rank)
         compressed = attend_to_first(q, mean_k, mean_v, num_seen, q.size(-1) ** -0.5)
-        rules = summaries.choose(mean_q, mean_k, sizes.top_k, call_index)
+        rules = block_means.choose(mean_q, mean_k, sizes.top_k, call_index)
         selected = self._selected(q, k, v, rules, sizes.block)
         window = self._ring(near, q, k, self.ledgers.window)(q, k, v)
         return compressed, selected, window
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raises `ValueError` for what `views` would refuse."""
+        """Raises: `ValueError` for arguments that `views` would reject."""
         check_tensors(q, k, v)
         check_local_length(q, self.layout, self.cp_rank)
         if q.device.type != "cpu":
@@ -118,14 +120,14 @@ class GatedRing:
             )
 
     def reset_calls(self) -> None:
-        """Start counting calls from 0 again; all ranks do so at the same place (once a step)."""
+        """Restart call numbers at 0. All ranks must do so between the same calls (once a step)."""
         self._next_call_index = 0
         self._rings = [ring for ring in self._rings if ring._abandoned]
 
     def _selected(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: list[tuple[Rule, ...]], block: int
     ) -> torch.Tensor:
-        """Content chooses for each sequence of the batch alone, so each is a pattern and a ring of its own."""
+        """Each sequence of the batch has a selection, and hence a pattern and a ring, of its own."""
         rings = [self._ring(SparsePattern(own, block), q, k, self.ledgers.selected) for own in rules]
         self.schedules = tuple(ring.schedule for ring in rings)
         if len(rings) == 1:

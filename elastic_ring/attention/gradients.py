@@ -20,7 +20,7 @@ Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def partial_dtype(backend: Backend, k: torch.Tensor) -> torch.dtype:
-    """The type dK and dV travel in: the kernel's own. Casting what it has rounded would add bytes, not digits."""
+    """The type in which dK and dV are sent: the kernel's own, since widening rounded values only adds bytes."""
     return k.dtype if backend.keeps_type else accumulate_dtype(k.dtype)
 
 

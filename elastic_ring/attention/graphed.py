@@ -1,11 +1,12 @@
-"""A ring's passes as CUDA graphs: each is one launch of the host, hops included, and a few copies.
+"""Capture of a ring's passes as CUDA graphs: one host launch per pass, hops included, and a few copies.
 
-Where slices are short, or few blocks are seen, kernels end sooner than Python launches the next ones, and the GPUs wait
-for their hosts. What is captured is what the ring itself runs: same kernels, same order; the same bits where kernels
-repeat theirs. For training loops of one's own whose groups end with their processes. A replay leaves no work that a
-group's timeout or its watchdog could see: a rank that is gone is waited for without end. And NCCL's abort waits until
-all graphs that hold one of its operations are gone (`commDestroySync`; also vllm-project/vllm#39846), so a group that
-must close within a second, as the trainer's do, is not to be captured.
+With short slices or few visible blocks, kernels end before Python launches the next ones, and the GPUs idle. The
+capture runs the ring's own kernels in the same order, so results are bitwise equal if the kernels are deterministic.
+
+Intended for custom training loops whose groups live as long as their processes. A replay creates no work that a group's
+timeout or watchdog could observe: if a rank is lost, its peers wait forever. NCCL's abort waits until all graphs that
+contain one of its operations are destroyed (`commDestroySync`; also vllm-project/vllm#39846), so groups that must abort
+within a second, like the trainer's, must not be captured.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from elastic_ring.errors import PeerFailed
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 NUM_WARM_UPS = 2
-"""Passes before the capture, in which kernels are compiled, connections made and memory taken."""
+"""Passes before the capture, to compile kernels, connect and allocate memory."""
 
 
 class Graphable(Protocol):
-    """What is asked of a ring: `RingAttention` and `SparseRingAttention` have it."""
+    """The interface that a ring must have: `RingAttention` and `SparseRingAttention` implement it."""
 
     def check_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raises what a call with such tensors would, before anything is sent."""
+        """Raise what a call with these tensors would raise, before anything is sent."""
 
     def check_graphable(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Raises `ValueError` where replays would not do what calls with such tensors do."""
+        """Raises: `ValueError` where replays would not repeat calls with such tensors."""
 
-    def held(self) -> list[torch.Tensor]:
-        """The memory that calls share, which graphs of them read and write as long as they are there."""
+    def shared_buffers(self) -> list[torch.Tensor]:
+        """The buffers that calls share. Graphs read and write them as long as they exist."""
 
     def run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result: ...
 
@@ -63,15 +64,19 @@ def make_graphed(
     copy_grads: bool = True,
 ) -> GraphedRing:
     """`ring`, a `RingAttention` or `SparseRingAttention`, captured for tensors like q (B, S_local, H, D), k and v
-    (B, S_local, Hkv, D). With `copy_grads` False gradients are handed over where the graph wrote them, until its next
-    replay: for projections that take them up at once. A parameter that is reached through views alone would have its
-    `.grad` there, and lose it unseen.
+    (B, S_local, Hkv, D).
 
-    Collective: every rank captures at the same place, and replays in the same order as the others. One whose capture
-    failed must tell the others, which would wait for it in their first replay. What is run for it, and the capture,
-    count in the ring's ledger; replays do not. Raises what a call would, and `ValueError` for tensors that are not on a
-    GPU, for a ring whose calls are watched, go by another way than NCCL or see blocks that content chose, and for a
-    kernel that forgets memory of its own.
+    With `copy_grads` False, backward returns the graph's own gradient tensors, which the next replay overwrites. Use
+    this only if projections consume them at once: a parameter reached through views alone would have its `.grad` in
+    them and lose it silently.
+
+    Collective: all ranks capture at the same point and replay in the same order. A rank whose capture failed must tell
+    the others, or their first replay waits for it. Warm-up passes and the capture count in the ring's ledger; replays
+    do not.
+
+    Raises: what a call would raise, and `ValueError` for tensors that are not on a GPU, for a ring with an observer or
+    events, with a transport other than NCCL or with blocks that content chose, and for a kernel that may free tensors
+    that a graph still reads.
     """
     ring.check_call(q, k, v)
     ring.check_graphable(q, k)
@@ -81,17 +86,17 @@ def make_graphed(
 
 
 class _Passes:
-    """The two graphs of a ring, and the memory that they read and write wherever the ring has gone on to."""
+    """The two graphs of a ring and the memory that they use, which must outlive the ring's own references."""
 
     def __init__(self, inputs: _Three, out: torch.Tensor, dout: torch.Tensor, grads: _Three) -> None:
         self.inputs, self.out, self.dout, self.grads = inputs, out, dout, grads
         self.forward: Any = None
         self.backward: Any = None
-        self.over: Any = None  # the event behind the last replay
+        self.over: Any = None  # the event recorded after the last replay
         self.held: list[Any] = []
 
     def mark(self) -> None:
-        """Behind a replay, on its stream."""
+        """Record the end of a replay on the current stream."""
         if self.over is not None:
             self.over.record(torch.cuda.current_stream(self.out.device))
 
@@ -109,10 +114,10 @@ def _capture(ring: Graphable, like: _Three, scale: float) -> _Passes:
 
     stream = torch.cuda.Stream(q.device)
     stream.wait_stream(torch.cuda.current_stream(q.device))
-    # Whatever other threads of the process do meanwhile is theirs to do: heartbeats, a group's watchdog.
+    # Other threads may use CUDA during the capture: heartbeats, a group's watchdog.
     options: Any = {"stream": stream, "capture_error_mode": "thread_local"}
     try:
-        with torch.cuda.stream(stream):  # left again also where a capture's own end fails
+        with torch.cuda.stream(stream):  # restores the stream even if ending the capture raises
             for _ in range(NUM_WARM_UPS):
                 run_backward(ring.run_forward(q, k, v, scale))
             with capturing(forward, **options):
@@ -121,19 +126,19 @@ def _capture(ring: Graphable, like: _Three, scale: float) -> _Passes:
                 grads = run_backward(result)
     except BaseException as error:
         try:
-            forward.reset()  # else it would live as long as the error, and the group's end wait for it
+            forward.reset()  # else the error keeps it alive, and the group's abort waits for it
         except RuntimeError as failed:
             error.add_note(f"the graph of forward was not let go of: {failed}")
         raise
     passes = _Passes((q, k, v), result.out, dout, grads)
     passes.forward, passes.backward, passes.over = forward, backward, torch.cuda.Event()
-    passes.held = [ring, ring.held(), result]
+    passes.held = [ring, ring.shared_buffers(), result]
     return passes
 
 
 @contextmanager
 def capturing(graph: Any, **options: Any) -> Iterator[None]:
-    """`torch.cuda.graph`, but what went wrong inside is what is raised: a broken capture's end has its own error."""
+    """`torch.cuda.graph`, but raises the error of its body; ending a broken capture raises an error of its own."""
     first: BaseException | None = None
     try:
         with torch.cuda.graph(graph, **options):
@@ -149,13 +154,14 @@ def capturing(graph: Any, **options: Any) -> Iterator[None]:
 
 
 class GraphedRing:
-    """A captured ring, to be called as the ring itself is, with tensors of the shapes and type of its capture.
+    """A captured ring, called like the ring itself with tensors of the captured shapes and dtype.
 
-    `out` lies in the graphs' own memory and holds until the next call; autograd notices where it is still wanted. One
-    serves one layer, whose backward runs before its next forward, on one stream, and not inside activation
-    checkpointing; each holds its layer's q, k, v, out and their gradients, and what its passes take. Arguments are
-    copied to `inputs`, but for those that lie there already. To be closed before its group is destroyed; `with` does
-    it, unless an error comes through it while a replay is still under way.
+    `out` is the graphs' own memory and valid until the next call; autograd detects its use after that. One object
+    serves one layer, whose backward runs before its next forward, on one stream and outside activation checkpointing.
+    It owns memory for q, k, v, out, their gradients and the passes' temporaries. Arguments are copied to `inputs`,
+    unless they are these tensors already.
+
+    Close it before its group is destroyed; `with` does so, unless its body raises while a replay is still running.
     """
 
     def __init__(self, passes: _Passes, copy_grads: bool = True) -> None:
@@ -175,13 +181,15 @@ class GraphedRing:
             return
         try:
             self.close(timeout_s=1.0)
-        except Exception as failed:  # the error that ends the block is the one to be told
+        except Exception as failed:  # report the error that ended the block
             error.add_note(f"a graphed ring was not closed: {failed}")
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D). Raises `ValueError` for other
-        tensors than were captured and once closed; backward raises it where another call came between, or what it reads
-        was changed by torch's operations (other kernels it does not see)."""
+        """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D).
+
+        Raises: `ValueError` for tensors unlike the captured ones and after `close`; in backward, if another call came
+        between, or if torch operations changed tensors that it reads (changes by other kernels go unnoticed).
+        """
         own = self._open().inputs
         for name, given, kept in zip("qkv", (q, k, v), own, strict=True):
             if (given.shape, given.dtype, given.device) != (kept.shape, kept.dtype, kept.device):
@@ -196,15 +204,15 @@ class GraphedRing:
 
     @property
     def inputs(self) -> _Three:
-        """q, k and v as the graphs read them."""
+        """The tensors q, k and v that the graphs read."""
         q, k, v = self._open().inputs
         return q.detach(), k.detach(), v.detach()
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Let go of the graphs, once their last replay is over. More than once is fine.
+        """Destroy the graphs once their last replay is over. May be called repeatedly.
 
-        Raises `PeerFailed` where a replay is still under way then, and can be closed again: it waits for a rank that
-        did not replay. Have another thread abort the group meanwhile: that lets the replay end, and waits for this.
+        Raises: `PeerFailed` if a replay is still running after `timeout_s` seconds, because a rank did not replay.
+        Abort the group from another thread, which ends the replay and waits for this call, and close again.
         """
         passes = self._passes
         if passes is None:
@@ -223,14 +231,14 @@ class GraphedRing:
         for own, given in zip(passes.inputs, (q, k, v), strict=True):
             _put(own, given)
         self._num_calls += 1
-        increment_version(passes.out)  # what a replay writes torch does not see
+        increment_version(passes.out)  # torch does not see a replay's writes
         passes.forward.replay()
         passes.mark()
         self._versions = _versions((*passes.inputs, passes.out))
         return passes.out, self._num_calls
 
     def run_backward(self, dout: torch.Tensor, number: int) -> tuple[torch.Tensor, ...]:
-        """dq, dk, dv of the call `number`."""
+        """dq, dk, dv of call `number`."""
         passes, later = self._open(), self._num_calls - number
         if later:
             raise ValueError(
@@ -244,7 +252,7 @@ class GraphedRing:
         _put(passes.dout, dout)
         passes.backward.replay()
         passes.mark()
-        # Whoever accumulates gradients takes one over as it is, if nobody else has it.
+        # Clones, because autograd adopts a gradient tensor that has no other reference as `.grad`.
         return tuple(x.clone() for x in passes.grads) if self._copy_grads else passes.grads
 
     def _open(self) -> _Passes:
@@ -280,7 +288,7 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def _wait_for(over: Any, timeout_s: float) -> None:
-    """Until the last replay is over. Raises `PeerFailed` if that takes longer."""
+    """Wait for the last replay. Raises: `PeerFailed` after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     while not over.query():
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""Which kernel will serve a pattern on a device, by its name in the tables, and why the ones before it will not.
+"""Which kernel serves a pattern on a device, by its registered name, and why the preferred ones do not.
 
-Reads the tables of dense backends and of block-sparse kernels and has the same self-tests run as a call would: where
-the device is there. Plans no hops and weighs no layouts.
+Reads the registries of dense backends and of block-sparse kernels and, where the device is present, runs the self-tests
+that a call would run. Planning of hops and choice of layouts must not enter.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from elastic_ring.attention.rules import Dense
 from elastic_ring.attention.sparse import SparsePattern
 
 Kind = Literal["dense", "blocks", "tiles"]
-"""The dense ring and its backends; whole blocks of 128 tokens, by a block-sparse kernel; gathered tiles, on CPUs."""
+""""dense": the dense ring and its backends. "blocks": whole blocks of 128 tokens in a block-sparse kernel. "tiles":
+gathered tiles on CPUs."""
 
 TILES = "sparse-cpu"
 
 
 @dataclass(frozen=True)
-class KernelChoice:
+class SelectedKernel:
     kind: Kind
     name: str
     why: str
@@ -35,12 +36,11 @@ class KernelChoice:
 def choose_kernel(
     pattern: SparsePattern, seq_len: int, sizes: Sizes, device: torch.device | str, dtype: torch.dtype,
     deterministic: bool,
-) -> KernelChoice:  # fmt: skip
-    """The kernel of a call with such a pattern on `device`, which need not be here: then nothing is tested, and `why`
-    says so.
+) -> SelectedKernel:  # fmt: skip
+    """The kernel of a call with `pattern` on `device`. If the device is absent no self-test runs, and `why` says so.
 
-    What no kernel of a GPU takes is left to the tiles of CPUs. Raises `ValueError` where no dense backend serves
-    the call at all, and `RunFailed` where none passes its self-test.
+    Falls back to the CPU tiles where no GPU kernel takes the pattern. Raises: `ValueError` if no dense backend can
+    serve the call, `RunFailed` if none passes its self-test.
     """
     device = torch.device(device)
     here = device.type == "cpu" or torch.cuda.is_available()
@@ -48,41 +48,41 @@ def choose_kernel(
     if set(pattern.heads) == {Dense()}:
         name, passed_over = _dense(sizes, device, dtype, deterministic, here)
         because = _because("every pair is kept, so the dense ring and its kernels serve", passed_over)
-        return KernelChoice("dense", name, because + untested)
+        return SelectedKernel("dense", name, because + untested)
     if device.type == "cpu":
-        return KernelChoice("tiles", TILES, "gathered tiles skip the rest")
+        return SelectedKernel("tiles", TILES, "gathered tiles skip the rest")
     try:
         check_documents(pattern.document_starts)
         for rule in dict.fromkeys(pattern.heads):
             check_whole_blocks(rule, seq_len)
     except ValueError as error:
-        return KernelChoice("tiles", TILES, f"tiles on CPUs, because no kernel of GPUs takes the pattern: {error}")
+        return SelectedKernel("tiles", TILES, f"tiles on CPUs, because no kernel of GPUs takes the pattern: {error}")
     passed_over = []
     for kernel in KERNELS:
         reason = kernel.refusal(sizes.head_dim, dtype, deterministic, device.type)
         if reason is None and here:
-            reason = sparse_self_test(kernel, sizes.head_dim, dtype, device.type)
+            reason = sparse_self_test(kernel, sizes.head_dim, sizes.num_heads // sizes.num_kv_heads, dtype, device.type)
         if reason is None:
             because = _because("the pattern keeps whole blocks", passed_over)
-            return KernelChoice("blocks", kernel.name, because + untested)
+            return SelectedKernel("blocks", kernel.name, because + untested)
         passed_over.append(f"{kernel.name} {reason}")
-    return KernelChoice("tiles", TILES, _because("tiles on CPUs, because no kernel of GPUs serves", passed_over))
+    return SelectedKernel("tiles", TILES, _because("tiles on CPUs, because no kernel of GPUs serves", passed_over))
 
 
 def _dense(
     sizes: Sizes, device: torch.device, dtype: torch.dtype, deterministic: bool, here: bool
 ) -> tuple[str, list[str]]:
-    """(name, why each one before it does not serve)."""
+    """(name, why each preferred backend does not serve)."""
     passed_over: list[str] = []
     chosen = None
     if here:
-        sharing = sizes.num_heads // sizes.num_kv_heads
-        chosen = select(device, dtype, sizes.head_dim, deterministic, group=sharing).name
+        head_ratio = sizes.num_heads // sizes.num_kv_heads
+        chosen = select(device, dtype, sizes.head_dim, deterministic, head_ratio=head_ratio).name
     for backend in BACKENDS:
         if device.type not in backend.devices:
             continue
-        asked = backend if here else replace(backend, min_capability=None)
-        reason = asked.refusal(device, dtype, sizes.head_dim, deterministic)
+        candidate = backend if here else replace(backend, min_capability=None)
+        reason = candidate.refusal(device, dtype, sizes.head_dim, deterministic)
         if backend.name == chosen or (chosen is None and reason is None):
             return backend.name, passed_over
         passed_over.append(f"{backend.name} {reason or 'fails its self-test'}")

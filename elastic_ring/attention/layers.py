@@ -1,8 +1,8 @@
-"""Which layer follows which pattern, and the attention that a model's layers call over one ring.
+"""The pattern of each layer, and the attention that a model's layers call.
 
-`LayerPatterns` is plain data: it knows nothing of rings, lengths or documents, so a resized ring keeps its
-meaning. `PatternedAttention` serves one sequence: it gives each layer the ring of its pattern. Text forms of
-patterns belong in `spec`; kernels, hops and planning are the rings' own.
+`LayerPatterns` is plain data without ring, length or documents, so it stays valid when the ring is resized.
+`PatternedAttention` serves one sequence and calls, for each layer, the ring of its pattern. Text forms belong
+in `parse`; kernels, hops and planning belong in the rings.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ from elastic_ring.attention.block_kernels import sparse_form
 from elastic_ring.attention.checks import check_tensors
 from elastic_ring.attention.content import top_ks_of
 from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger
-from elastic_ring.attention.families import spelled_longnet
+from elastic_ring.attention.families import longnet_text
 from elastic_ring.attention.layout import Layout
 from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.recomputation import Kept
-from elastic_ring.attention.ring import Observer, RingAttention
+from elastic_ring.attention.plan_cache import LRUCache
+from elastic_ring.attention.recomputation import SavedResult
+from elastic_ring.attention.ring import NUM_PLANS, DensePlans, Observer, RingAttention
 from elastic_ring.attention.routing import Router
 from elastic_ring.attention.rules import Dense, Rule, Union
 from elastic_ring.attention.schedule import plan
-from elastic_ring.attention.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern, rules_told
+from elastic_ring.attention.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern, rules_text
 from elastic_ring.attention.sparse_blocks import check_blocks
-from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.sparse_ring import SparsePlans, SparseRingAttention
 from elastic_ring.attention.sparse_schedule import plan_sparse
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+AttentionFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D)."""
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """The layers `layers` (None: all that no other group names) and the rules of their heads.
+    """The rules of the layers `layers` (None: all layers that no other group names).
 
-    One rule serves all heads; otherwise there is one for each query head, or, `dealt`, K/V head i and its
-    query heads follow `rules[i % len(rules)]`.
+    One rule applies to all heads; several are one per query head. With `dealt`, K/V head i and its query heads follow
+    `rules[i % len(rules)]`.
     """
 
     rules: tuple[Rule, ...]
@@ -49,11 +51,11 @@ class LayerGroup:
     dealt: bool = False
 
     def __str__(self) -> str:
-        shifted = spelled_longnet(self.rules) if self.dealt else None
-        return shifted or rules_told(self.rules)
+        shifted = longnet_text(self.rules) if self.dealt else None
+        return shifted or rules_text(self.rules)
 
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[Rule, ...]:
-        """The rule of each query head, or one for all. Raises `ValueError` when their number does not fit."""
+        """One rule per query head, or one for all. Raises `ValueError` if the number of rules does not fit."""
         if len(set(self.rules)) == 1:
             return self.rules[:1]
         if self.dealt:
@@ -70,7 +72,7 @@ WHICH_LAYER = (
 
 @dataclass(frozen=True)
 class LayerPatterns:
-    """The pattern of every layer. Raises `ValueError` for a layer named twice, or two groups for the rest."""
+    """The pattern of every layer. Raises `ValueError` if a layer is named twice or two groups have no layers."""
 
     groups: tuple[LayerGroup, ...]
     block: int = DEFAULT_BLOCK_TOKENS
@@ -89,12 +91,12 @@ class LayerPatterns:
 
     @property
     def same_everywhere(self) -> bool:
-        """Whether all layers follow the same rules, so that nobody need say which layer calls."""
+        """Whether all layers follow the same rules, so that calls need no layer index."""
         return len(self.groups) == 1 and self.groups[0].layers is None
 
     @property
     def any_dense(self) -> bool:
-        """Whether some layers attend densely, by the dense ring."""
+        """Whether some layer runs on the dense ring."""
         return any(set(group.rules) == {Dense()} for group in self.groups)
 
     @property
@@ -102,13 +104,13 @@ class LayerPatterns:
         return any(set(group.rules) != {Dense()} for group in self.groups)
 
     def check_blocks(self, layout: Layout) -> None:
-        """Raises `ValueError` for what GPUs cannot run of it on `layout`: they take whole blocks of 128 tokens."""
+        """Raises `ValueError` if a sparse layer or `layout` splits blocks of 128 tokens, which GPU kernels cannot."""
         for group in self.groups:
             if set(group.rules) != {Dense()}:
                 check_blocks(SparsePattern(group.rules, self.block), layout)
 
     def of_layer(self, layer: int) -> LayerGroup:
-        """Raises `ValueError` for a layer that no group covers."""
+        """The group of `layer`. Raises `ValueError` if no group covers it."""
         rest = None
         for group in self.groups:
             if group.layers is None:
@@ -120,7 +122,7 @@ class LayerPatterns:
         return rest
 
     def check(self, num_layers: int, num_heads: int, num_kv_heads: int) -> None:
-        """Raises `ValueError` unless the pattern fits a model of these numbers."""
+        """Raises `ValueError` unless the pattern fits a model of this size."""
         beyond = [layer for group in self.groups for layer in group.layers or () if layer >= num_layers]
         if beyond:
             raise ValueError(f"layer {beyond[0]}: the model has layers 0 to {num_layers - 1}; name one of these")
@@ -128,42 +130,42 @@ class LayerPatterns:
             self.of_layer(layer).heads(num_heads, num_kv_heads)
 
     def density(self, seq_len: int, num_layers: int, num_heads: int, num_kv_heads: int) -> float:
-        """The kept share of the causal triangle of one document of `seq_len` tokens, the mean over layers; no more
-        than an upper bound where `density_is_bound`."""
+        """The kept share (0 to 1) of the causal pairs of one document of `seq_len` tokens, averaged over layers; an
+        upper bound if `density_is_bound`."""
         heads = [self.of_layer(layer).heads(num_heads, num_kv_heads) for layer in range(num_layers)]
         return sum(SparsePattern(rules, self.block).density(seq_len) for rules in heads) / num_layers
 
     @property
     def density_is_bound(self) -> bool:
-        """Whether content chooses beside a static rule somewhere: what it chooses may be kept already."""
+        """Whether a static rule and a content-chosen one are joined: their keys may overlap."""
         rules = [rule for group in self.groups for rule in group.rules]
         return any(rule.awaits_content for rule in rules if isinstance(rule, Union))
 
     @property
     def identity(self) -> str:
-        """What it keeps, as text: equal in every process for equal patterns, functions by their name in the code."""
+        """A text key that is equal in every process for equal patterns; functions count by their qualified name."""
         return _identity(self)
 
     def __str__(self) -> str:
-        """As `spec.parse_pattern` reads it, where the short form has words for all of it."""
-        parts = [f"{group}{'' if group.layers is None else '@' + _spelled(group.layers)}" for group in self.groups]
+        """The short form that `parse.parse_pattern` reads, as far as the short form can express the pattern."""
+        parts = [f"{group}{'' if group.layers is None else '@' + _layers_text(group.layers)}" for group in self.groups]
         return ";".join(parts) + (f" in blocks of {self.block}" if self.block != DEFAULT_BLOCK_TOKENS else "")
 
 
 class PatternedAttention:
-    """Causal attention of a model whose layers follow `patterns`, over the ranks of a ring, for one sequence.
+    """Causal attention over a ring for a model whose layers follow `patterns`, for one sequence.
 
-    `layer(i)` is layer i's callable; where all layers follow the same rules the object itself will do. Layers
-    without a sparse rule run on the dense ring and its kernels. `group` is a process group of exactly the
-    ring's ranks in cp_rank order, or None for cp = 1; every rank makes the same calls in the same order.
-    `observer` sees every hop with the number of its call, counted over all layers. `backend`, `deterministic`,
-    `cache_dir` and `buffers` are as for `RingAttention`; on a GPU a backend that has a sparse form also names that of
-    the sparse layers. `sparse_kernel` names it apart, and has CPUs run what GPUs do.
+    `layer(i)` is the callable of layer i; if all layers follow the same rules, the object itself is callable. Dense
+    layers run on the dense ring. `group` is a process group of exactly the ring's ranks in cp_rank order, or None for
+    cp = 1; every rank makes the same calls in the same order. `observer` is called for every hop with the number of
+    the call, counted over all layers. `backend`, `deterministic`, `cache_dir` and `buffers` are as for
+    `RingAttention`; on a GPU the sparse layers use the sparse form of `backend`, if it has one. `sparse_kernel`
+    overrides that choice and makes CPUs run the block-sparse path of GPUs.
 
-    Where a layer's rules await content (`content.TopK`), its blocks are chosen anew in every call, for one sequence
-    (B = 1), and the call then runs as any sparse one; `observer` hears of hop 0 before that too. `check` is called
-    once the choices were read, and raises when the group has been aborted meanwhile, which on a GPU nothing else says.
-    A call that is given again in backward (`recomputation`) keeps its choice and sends nothing.
+    A layer whose rules await content (`content.TopK`) chooses its blocks in every call and needs B = 1; `observer` is
+    also called for hop 0 before the choice. `check` is called after the choices were read; it must raise if the
+    group has been aborted, which a GPU does not report otherwise. A recomputed call (`recomputation`) reuses its
+    choice and sends nothing.
     """
 
     def __init__(
@@ -182,6 +184,7 @@ class PatternedAttention:
         buffers: HopBuffers | None = None,
         sparse_kernel: str | None = None,
         check: Callable[[], None] | None = None,
+        plans: LRUCache | None = None,
     ) -> None:
         self.patterns, self.layout, self.cp_rank = patterns, layout, cp_rank
         self.ledger = HopLedger() if ledger is None else ledger
@@ -194,34 +197,37 @@ class PatternedAttention:
         documents = Pattern(True, self._document_starts).documents(layout.seq_len)
         self._router = Router(layout, cp_rank, group, documents, self.ledger, check=check)
         self._num_calls = 0
-        self._rings: list[object] = []  # a call that raised leaves buffers with its ring
-        self._record: _Kept | None = None
+        self._plans = LRUCache(NUM_PLANS) if plans is None else plans
+        # Keep every ring, because a call that raised leaves buffers in its ring.
+        self._rings: dict[tuple[tuple[Rule, ...], int, int, torch.device], _Ring] = {}
+        self._one_call_rings: list[_Ring] = []
+        self._record: _SavedCalls | None = None
         self._offload = False
-        self._replay: Iterator[tuple[_Ring, list[Kept]]] | None = None
+        self._replay: Iterator[tuple[_Ring, list[SavedResult]]] | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D).
 
-        Raises `ValueError` where layers differ: it cannot know which one calls.
+        Raises `ValueError` if layers follow different patterns; call `layer(i)(q, k, v)` instead.
         """
         if not self.patterns.same_everywhere:
             raise ValueError(WHICH_LAYER)
         return self._attend(0, q, k, v)
 
-    def layer(self, index: int) -> Attention:
-        """What layer `index` calls. Raises `ValueError` for one that the pattern does not cover."""
+    def layer(self, index: int) -> AttentionFn:
+        """The callable of layer `index`. Raises `ValueError` if the pattern does not cover the layer."""
         self.patterns.of_layer(index)
         return _Layer(self, index)
 
     def recomputation(
         self, *, offload: bool = False
     ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """As `RingAttention.recomputation`: each call in the first context is given again by its ring in the second."""
-        kept: _Kept = []
+        """As `RingAttention.recomputation`: the second context replays the calls recorded in the first, in order."""
+        kept: _SavedCalls = []
         return self._recording(kept, offload), self._replaying(kept)
 
     @contextmanager
-    def _recording(self, kept: _Kept, offload: bool) -> Iterator[None]:
+    def _recording(self, kept: _SavedCalls, offload: bool) -> Iterator[None]:
         outer, self._record, self._offload = self._record, kept, offload
         try:
             yield
@@ -229,7 +235,7 @@ class PatternedAttention:
             self._record = outer
 
     @contextmanager
-    def _replaying(self, kept: _Kept) -> Iterator[None]:
+    def _replaying(self, kept: _SavedCalls) -> Iterator[None]:
         outer, self._replay = self._replay, iter(kept)
         try:
             yield
@@ -241,9 +247,8 @@ class PatternedAttention:
             ring, results = next(self._replay)
             with ring.replaying(results):
                 return ring(q, k, v)
-        check_tensors(q, k, v)  # before content chooses, which sends
+        check_tensors(q, k, v)  # before content routing sends messages
         ring = self._ring(layer, q, k)
-        self._rings.append(ring)
         if self._record is None:
             return ring(q, k, v)
         self._record.append((ring, []))
@@ -251,45 +256,62 @@ class PatternedAttention:
             return ring(q, k, v)
 
     def _ring(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> _Ring:
+        """The ring for this layer's rules: cached for static rules, new in each call for content-chosen ones."""
         rules = self.patterns.of_layer(layer).heads(q.size(2), k.size(2))
         number = self._num_calls
         self._num_calls += 1
-        if set(rules) == {Dense()}:
-            dense = plan(Pattern(True, self._document_starts), self.layout)
-            return RingAttention(
-                dense, self.cp_rank, self._group, ledger=self.ledger, buffers=self._buffers, backend=self._backend,
-                deterministic=self._deterministic, cache_dir=self._cache_dir,
-                observer=_numbered(self._observer, number),
-            )  # fmt: skip
-        block = self.patterns.block
         if any(rule.awaits_content for rule in rules):
             if self._observer is not None:
                 self._observer("forward", number, 0)
-            block = _list_block(rules, block)
-            rules = self._router(rules, q, k, number)
-        pattern = SparsePattern(rules, block, self._document_starts)
+            block = _list_block(rules, self.patterns.block)
+            self._one_call_rings.append(self._sparse(self._router(rules, q, k, number), block, q, k, SparsePlans()))
+            ring = self._one_call_rings[-1]
+        else:
+            key = (rules, q.size(2), k.size(2), q.device)
+            if key not in self._rings:
+                self._rings[key] = self._make_ring(rules, q, k)
+            ring = self._rings[key]
+        ring.reset_calls(number)
+        return ring
+
+    def _make_ring(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor) -> _Ring:
+        place = (self.layout, self.cp_rank, self._document_starts, self._backend, self._deterministic)
+        if set(rules) == {Dense()}:
+            return RingAttention(
+                plan(Pattern(True, self._document_starts), self.layout), self.cp_rank, self._group, ledger=self.ledger,
+                buffers=self._buffers, backend=self._backend, deterministic=self._deterministic,
+                cache_dir=self._cache_dir, observer=self._observer, plans=self._plans.get(place, DensePlans),
+            )  # fmt: skip
+        block = self.patterns.block
+        key = (*place, self._sparse_kernel, rules, block, q.size(2), k.size(2))
+        return self._sparse(rules, block, q, k, self._plans.get(key, SparsePlans))
+
+    def _sparse(
+        self, rules: tuple[Rule, ...], block: int, q: torch.Tensor, k: torch.Tensor, plans: SparsePlans
+    ) -> SparseRingAttention:
         kernel = self._sparse_kernel
         if kernel is None and q.is_cuda:
             kernel = sparse_form(self._backend)
+        pattern = SparsePattern(rules, block, self._document_starts)
         return SparseRingAttention(
             plan_sparse(pattern, self.layout, q.size(2), k.size(2)), self.cp_rank, self._group, ledger=self.ledger,
-            first_call_index=number, observer=self._observer, kernel=kernel, deterministic=self._deterministic,
-            buffers=self._buffers,
+            observer=self._observer, kernel=kernel, deterministic=self._deterministic, buffers=self._buffers,
+            plans=plans,
         )  # fmt: skip
 
 
 def _list_block(rules: tuple[Rule, ...], block: int) -> int:
-    """How finely lists are made where content chooses: no coarser than its units, which then are whole blocks."""
+    """The block size in tokens of a content-chosen call: `block` if it divides every unit, else the smallest unit."""
     units = [top_k.unit_tokens for rule in rules for top_k in top_ks_of(rule)]
     return block if all(unit % block == 0 for unit in units) else min(units)
 
 
 _Ring = RingAttention | SparseRingAttention
-_Kept = list[tuple[_Ring, list[Kept]]]
+_SavedCalls = list[tuple[_Ring, list[SavedResult]]]
 
 
 class _Layer:
-    """One layer's attention; what it calls knows which layer called."""
+    """The attention callable of one layer: passes the layer index on."""
 
     def __init__(self, attention: PatternedAttention, index: int) -> None:
         self._attention, self._index = attention, index
@@ -299,17 +321,10 @@ class _Layer:
         return self._attention._attend(self._index, q, k, v)
 
 
-def of_layer(attention: Any, index: int) -> Attention:
-    """What layer `index` of a model calls: for a dense attention itself, since there all layers are alike."""
-    chosen: Attention = attention.layer(index) if isinstance(attention, PatternedAttention) else attention
+def of_layer(attention: Any, index: int) -> AttentionFn:
+    """The callable of layer `index`; a dense attention is returned unchanged, since its layers are all alike."""
+    chosen: AttentionFn = attention.layer(index) if isinstance(attention, PatternedAttention) else attention
     return chosen
-
-
-def _numbered(observer: Observer | None, number: int) -> Observer | None:
-    """The ring of one call counts from 0; its observer hears the call's number in the sequence."""
-    if observer is None:
-        return None
-    return lambda direction, call_index, hop: observer(direction, number, hop)
 
 
 def _identity(value: object) -> str:
@@ -323,5 +338,5 @@ def _identity(value: object) -> str:
     return repr(value)
 
 
-def _spelled(layers: tuple[int, ...]) -> str:
+def _layers_text(layers: tuple[int, ...]) -> str:
     return ",".join(map(str, layers))

@@ -1,7 +1,7 @@
-"""Which rank of a ring holds which positions of the global sequence, and in which order.
+"""Layouts: which rank of a ring holds which positions of the global sequence, and in which order.
 
-A layout is plain, hashable data: it knows nothing of patterns, kernels or process groups. torch is imported
-only inside the helpers that touch a tensor, so that plans can be made where torch is not installed.
+Plain, hashable data; no patterns, kernels or process groups in this file. Only the helpers that take tensors
+import torch, so that schedules can be planned without it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """`segments[cp_rank]` are the (start, stop) position ranges that a rank holds, in local order.
+    """`segments[cp_rank]` lists the (start, stop) position ranges of one rank, ascending; local order is this order.
 
-    All segments together are a partition of [0, seq_len); each rank holds its own in ascending order.
-    Empty segments are allowed.
+    The segments of all ranks partition [0, seq_len). Empty segments are allowed. Raises `ValueError` if a position is
+    missing or duplicated, or if a rank's segments do not ascend.
     """
 
     name: str
@@ -59,9 +59,9 @@ class Layout:
         return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
     def scatter(self, tensor_global: torch.Tensor, cp_rank: int, dim: int) -> torch.Tensor:
-        """The slice of `tensor_global` (size seq_len along `dim`) that `cp_rank` holds. Differentiable.
+        """Return `cp_rank`'s tokens of `tensor_global`: seq_len along `dim` in, S_local out. Differentiable.
 
-        Raises `ValueError` for another size and for a rank that there is not.
+        Raises `ValueError` for a wrong size along `dim` and for an unknown rank.
         """
         import torch
 
@@ -77,9 +77,9 @@ class Layout:
         return torch.cat(parts, dim=dim) if parts else tensor_global.narrow(dim, 0, 0)
 
     def gather(self, list_of_locals: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The inverse of `scatter`: the local slices of all ranks, in cp_rank order, put back in place.
+        """The inverse of `scatter`: join the slices of all ranks, given in cp_rank order, along `dim`.
 
-        Raises `ValueError` for another number of slices, and for one that is not as long as its rank's.
+        Raises `ValueError` for a wrong number of slices or a slice of the wrong length.
         """
         import torch
 
@@ -110,8 +110,7 @@ def contiguous(seq_len: int, cp: int) -> Layout:
 def zigzag(seq_len: int, cp: int) -> Layout:
     """Rank r holds chunks r and 2cp-1-r of 2cp, so that causal work is equal on all ranks.
 
-    The balanced causal layout of Striped/zigzag ring attention (Brandon et al. 2023, arXiv:2311.09431, and
-    its zigzag variant).
+    The zigzag variant of Striped Attention (Brandon et al. 2023, arXiv:2311.09431).
     """
     _check_sizes(seq_len, cp)
     chunks = _split(seq_len, 2 * cp)
@@ -119,7 +118,7 @@ def zigzag(seq_len: int, cp: int) -> Layout:
 
 
 def make_layout(name: str, seq_len: int, cp: int) -> Layout:
-    """The layout called `name`. Raises `ValueError` for an unknown name."""
+    """The layout `name`: "contiguous" or "zigzag". Raises `ValueError` for any other name."""
     makers = {"contiguous": contiguous, "zigzag": zigzag}
     if name not in makers:
         raise ValueError(f"layout={name!r}: unknown; choose one of {', '.join(makers)}")

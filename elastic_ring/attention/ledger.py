@@ -15,12 +15,11 @@ from elastic_ring.attention.schedule import Direction
 
 @dataclass
 class HopLedger:
-    """What really moved, by (direction, hop): counted from the tensors handed over, never from the plan.
+    """Bytes and waits by (direction, hop), counted from the tensors that were sent, not from the plan.
 
-    `wait_s` is the time spent waiting for a hop's messages, that is, the latency no compute has hidden.
-    On a GPU nothing waits on the host; with `keep_events` every exchange leaves its device events here
-    instead, and `hop_times` reads them. Where content chooses blocks, what ranks tell each other before the
-    hops is counted apart, by how far it went round the ring: it is no part of what a schedule plans.
+    `wait_s` is time spent waiting for a hop's messages: latency that no computation hid. On a GPU the host does not
+    wait; with `keep_events` every exchange stores its CUDA events here, which `hop_times` reads. Routing messages
+    (content-chosen blocks) are counted separately, by distance on the ring, since no schedule plans them.
     """
 
     sent_bytes: dict[tuple[Direction, int], int] = field(default_factory=lambda: defaultdict(int))
@@ -78,12 +77,12 @@ class HopEvents:
         return float(self.free.elapsed_time(self.arrived)) / 1e3
 
     def exposed_s(self) -> float:
-        """How long the kernels' stream stood still for it."""
+        """How long the kernels' stream was stalled waiting for it."""
         return float(self.wanted.elapsed_time(self.had)) / 1e3
 
     @property
     def is_over(self) -> bool:
-        """Whether the device has passed all four: asks, and does not wait."""
+        """Whether the device has passed all four events; does not wait."""
         marks = (self.free, self.arrived, self.wanted, self.had)
         return all(mark is not None and mark.query() for mark in marks)
 
@@ -99,13 +98,13 @@ class HopTimes:
 
 
 EVENT_STEPS = 10
-"""On a GPU one step of so many leaves events, from which its hops' times are read; not the first, which is cold."""
+"""On a GPU hop times are measured in one step of so many; not in the first, which is cold."""
 
 
 @dataclass
 class HopTally:
-    """What the hops of one rank's sequences of one step come to. With `on_gpu` the host waits for no hop: there some
-    steps have their events kept, to be read once something else has waited for the device."""
+    """Totals over the hops of one rank's sequences in one step. With `on_gpu` the host waits for no hop: events of some
+    steps are kept and read after a later synchronization."""
 
     on_gpu: bool
     step: int
@@ -139,7 +138,7 @@ class HopTally:
 
 
 def hop_times(events: Iterable[HopEvents]) -> HopTimes | None:
-    """From what the device has passed; None where it has passed nothing, as on a CPU. Waits for nothing."""
+    """Times of the completed events; None where there are none, as on a CPU. Does not wait."""
     over = [event for event in events if event.is_over]
     if not over:
         return None

@@ -23,15 +23,15 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 MOST_AT_ONCE = 3
-"""So many shares are added to a total in one pass over memory: as many as the fused kernel takes."""
+"""Parts merged in one pass over memory: the limit of the fused kernel."""
 
 
 class Accumulator:
     """Running `out` (B, S, H, D) and `lse` (B, S, H, natural log) over the keys merged so far.
 
-    Rows that no key has reached yet have lse = -inf and out = 0. `dtype` is the type of the running `out`,
-    by default the accumulation type; the running lse always is of that. With `by_rows` both lie in memory row by row,
-    heads inside, whatever parts come in. `at_once` is for its owner: whether all parts but the first are deferred.
+    Rows without keys so far have lse = -inf and out = 0. `dtype` is the type of the running `out`, by default the
+    accumulation type, which lse always has. With `by_rows` both are stored row by row, heads innermost. `at_once` is a
+    note for the owner: all parts but the first are deferred.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Accumulator:
     def add(self, rows: tuple[int, int], out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge a partial result for the local query range `rows`: `out` (B, n, H, D), `lse` (B, n, H).
 
-        The first one for all rows is taken over as it is: merging into nothing would change no bit.
+        The first part that covers all rows becomes the accumulator: merging it into nothing would change no bit.
         """
         if self._out is None and out.shape == self._like.shape:
             self._out, lse = _own(out, self._dtype, self._by_rows), lse.to(accumulate_dtype(self._like.dtype))
@@ -99,9 +99,10 @@ class Accumulator:
 
 
 class GradientSum:
-    """Running dq (B, S, H, D) over tiles. The first share for all of it is taken over as it is, but with `by_rows`
-    laid row by row in memory; that for all rows of some heads is copied, where nothing else came before. `at_once` is
-    for its owner: whether all other shares are deferred."""
+    """Running dq (B, S, H, D) over tiles.
+
+    The first share that covers all of it becomes the total (with `by_rows` stored row by row); the first share of some
+    heads is copied. `at_once` is a note for the owner: all other shares are deferred."""
 
     def __init__(
         self, like: torch.Tensor, dtype: torch.dtype | None = None, *, by_rows: bool = False, at_once: bool = False
@@ -167,8 +168,8 @@ class GradientSum:
 def _strips(
     deferred: Sequence[tuple[tuple[int, int], tuple[torch.Tensor, ...]]],
 ) -> Iterator[tuple[int, int, list[tuple[torch.Tensor, ...]]]]:
-    """Start and length of each strip of queries to which the same parts (B, n, ...) come, and what of them falls into
-    it, in the order in which they came."""
+    """Start and length of each strip of queries that gets the same parts (B, n, ...), with the parts cut to the strip,
+    in the order of arrival."""
     for start, stop in pairwise(sorted({edge for rows, _ in deferred for edge in rows})):
         parts = [
             tuple(tensor.narrow(1, start - first, stop - start) for tensor in tensors)
@@ -213,8 +214,8 @@ def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) 
 def own_gradients(
     dout: torch.Tensor, own_out: torch.Tensor, own_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a kernel that normalises by its own keys' lse must be given so that it returns its share of the whole's
-    gradients: that of `own_out` (B, n, H, D), in `dout`'s type, and that of `own_lse` (B, n, H), in its type and order.
+    """Upstream gradients that make a tile-local softmax return its global share: of `own_out` (B, n, H, D), in `dout`'s
+    type, and of `own_lse` (B, n, H), in its type and memory order.
 
     `dout` and `out` (B, n, H, D) and `lse` (B, n, H), +inf where nothing is seen, are those of all keys. With
     w = exp(own_lse - lse) this part's P is w times its own, and dS = w * P_own * (dP - rowsum(dout * out)): d own_out =
@@ -225,7 +226,7 @@ def own_gradients(
 
 
 _FEW_SEQUENCES = 4
-"""So many launches of a plain sum cost the host no more than one of a Triton kernel; dK and dV count as one each."""
+"""Up to so many plain sums cost the host no more than one Triton launch; dK and dV count as one each."""
 
 
 def eager_merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
@@ -240,9 +241,7 @@ def eager_merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, p
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
-def eager_merge_all_(
-    out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
+def eager_merge_all_(out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     exact = out if len(parts) == 1 else out.to(lse.dtype)
     for part_out, part_lse in parts:
         eager_merge_(exact, lse, part_out, part_lse)

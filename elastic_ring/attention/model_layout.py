@@ -1,7 +1,7 @@
-"""One layout for all layers of a model: moving tokens between layers would cost more than a layout that fits each.
+"""The choice of one layout for all layers of a model; moving tokens between layers would cost more than it saves.
 
-A pure function of patterns, attention calls, sizes and a machine's figures, so that every worker, newcomers and
-resized rings among them, comes to the same one. Looks at no model and moves nothing.
+A pure function of patterns, attention calls, sizes and cost model, so that all workers get the same layout, also
+after a resize. No models and no communication in this file.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from functools import lru_cache
 import numpy as np
 
 from elastic_ring.attention.choice import SLACK, Sizes, in_whole_blocks, layouts_for, parts_of, price, rank
+from elastic_ring.attention.cost_model import CostModel
 from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.machine import Machine
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.placement import balanced, tokens_max_over_mean
 from elastic_ring.attention.rules import Dense, Rule
@@ -27,13 +27,16 @@ Call = tuple[int, int, int, int]
 """One attention call of a model: (layer, query heads, K/V heads, head dim)."""
 
 BALANCE_LIMIT = 1.05
-"""Of tokens and of work, max over mean: everything beside attention costs by the token, and memory does."""
+"""Limit of max over mean, for work and for tokens: memory and all other layers scale with tokens."""
 
 
 @dataclass(frozen=True)
 class LayoutPrice:
-    """What a layout costs in one forward pass of all layers: bytes received by all ranks, and the sum of the layers'
-    slowest ranks, whose work over the mean is `work_max_over_mean`."""
+    """The cost of a layout in one forward pass of all layers.
+
+    `all_bytes` is received by all ranks; `forward_s` sums the slowest rank's time of each layer; `work_max_over_mean`
+    is the mean over layers, weighted by FLOPs.
+    """
 
     layout: Layout
     all_bytes: int
@@ -49,7 +52,7 @@ class LayoutPrice:
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The layout, why in words, and every one that was weighed, best first; none where nothing was to be weighed."""
+    """The layout, the reasons in words, and all priced candidates, best first; empty if none was priced."""
 
     layout: Layout
     why: str
@@ -58,7 +61,7 @@ class LayoutChoice:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What layers have in common that are priced once: the rules of their heads, and their sizes."""
+    """The key by which equal layers are priced once: the rules of the heads and the sizes."""
 
     rules: tuple[Rule, ...]
     sizes: Sizes
@@ -74,19 +77,20 @@ def choose_layout(
     calls: tuple[Call, ...],
     seq_len: int,
     cp: int,
-    machine: Machine = Machine(),  # noqa: B008 (frozen)
+    cost_model: CostModel = CostModel(),  # noqa: B008 (frozen)
     *,
     itemsize: int = 2,
     whole_blocks: bool = False,
 ) -> LayoutChoice:
-    """The layout whose forward pass of all `calls` together is best, by the rule of `choice.rank`.
+    """The best layout, by `choice.rank`, for a forward pass of all `calls` together.
 
-    Weighed are those that suit some layer, and work placed for all of them, where every rank has as many tokens to
-    within a twentieth and, with `whole_blocks`, all cuts lie between blocks of 128. Each layer is priced by its exact
-    schedule, of one document, with the hops under the kernels. Zigzag, and `why` says so, where no layer is sparse,
-    where content chooses what a layer keeps, where nothing is known of the calls, or where nothing qualifies.
+    Candidates are the layouts of every layer (`layouts_for`) and one balanced over the work of all layers. Token
+    counts must be balanced within `BALANCE_LIMIT`; with `whole_blocks` no block of 128 tokens may be split. Each
+    layer is priced by its exact schedule for one document, with hops overlapping kernels. The result is zigzag, with
+    the reason in `why`, if no layer is sparse, a rule awaits content, `calls` is empty, cp is 1 or no candidate
+    qualifies.
 
-    Raises `ValueError` for a layer that `patterns` does not cover or whose heads do not fit it.
+    Raises `ValueError` if `patterns` does not cover a layer or does not fit its heads.
     """
     reason = _nothing_to_weigh(patterns, calls, cp)
     if reason is not None or patterns is None:
@@ -99,7 +103,7 @@ def choose_layout(
     fitting = [layout for layout in found if not whole_blocks or in_whole_blocks(layout)]
     if not fitting:
         return LayoutChoice(zigzag(seq_len, cp), "zigzag: no layout cuts between blocks of 128 tokens only")
-    ranked, rest = rank([_price(layers, patterns.block, layout, machine) for layout in fitting], BALANCE_LIMIT)
+    ranked, rest = rank([_price(layers, patterns.block, layout, cost_model) for layout in fitting], BALANCE_LIMIT)
     return LayoutChoice(ranked[0].layout, _reason(ranked, rest, len(calls)), (*ranked, *rest))
 
 
@@ -117,7 +121,7 @@ def _nothing_to_weigh(patterns: LayerPatterns | None, calls: tuple[Call, ...], c
 
 
 def _candidates(layers: Counter[_Layer], block: int, seq_len: int, cp: int) -> Iterator[Layout]:
-    """Each once, those of layers first, and of these only what gives ranks as many tokens as any."""
+    """The distinct candidates whose token counts are balanced and leave no rank empty."""
     found = [contiguous(seq_len, cp), zigzag(seq_len, cp)]
     work = np.zeros(seq_len, dtype=np.int64)
     for layer, number in layers.items():
@@ -136,11 +140,11 @@ def _candidates(layers: Counter[_Layer], block: int, seq_len: int, cp: int) -> I
             yield layout
 
 
-def _price(layers: Counter[_Layer], block: int, layout: Layout, machine: Machine) -> LayoutPrice:
+def _price(layers: Counter[_Layer], block: int, layout: Layout, cost_model: CostModel) -> LayoutPrice:
     num_bytes, forward_s, most, mean = 0, 0.0, 0.0, 0.0
     for layer, number in layers.items():
         of_layer = price_dense if layer.dense else _price_sparse
-        one = of_layer(layer.rules, block, layout, layer.sizes, machine)
+        one = of_layer(layer.rules, block, layout, layer.sizes, cost_model)
         num_bytes += number * one.all_bytes
         forward_s += number * one.forward_s
         pairs = _pairs(layer.rules, block, layout.seq_len) * layer.sizes.num_heads // len(layer.rules)
@@ -155,17 +159,17 @@ def _pairs(rules: tuple[Rule, ...], block: int, seq_len: int) -> int:
 
 
 def _price_sparse(
-    rules: tuple[Rule, ...], block: int, layout: Layout, sizes: Sizes, machine: Machine
+    rules: tuple[Rule, ...], block: int, layout: Layout, sizes: Sizes, cost_model: CostModel
 ) -> LayoutPrice:
-    candidates = price(SparsePattern(rules, block), layout, sizes, machine)
+    candidates = price(SparsePattern(rules, block), layout, sizes, cost_model)
     hops = next(candidate for candidate in candidates if candidate.exchange == "hops")
     return LayoutPrice(layout, hops.all_bytes, hops.work_max_over_mean, hops.forward_s)
 
 
 def price_dense(
-    rules: tuple[Rule, ...], block: int, layout: Layout, sizes: Sizes, machine: Machine
+    rules: tuple[Rule, ...], block: int, layout: Layout, sizes: Sizes, cost_model: CostModel
 ) -> LayoutPrice:
-    """A layer of the dense ring, by the tiles and hops of its own schedule; `rules` and `block` do not matter."""
+    """Price a layer on the dense ring by the tiles and hops of its schedule; `rules` and `block` are ignored."""
     schedule, cp = plan(Pattern(), layout), layout.cp
     work, times, all_bytes = [], [], 0
     for own in range(cp):
@@ -177,9 +181,9 @@ def price_dense(
             for hop in range(cp)
         ]
         all_bytes += sum(received)
-        kernel_s = 4 * sizes.head_dim * work[-1] / machine.dense_flops + machine.call_s * len(tiles)
-        moving_s = machine.moving_s(sum(received), sum(num > 0 for num in received))
-        times.append(machine.together_s(kernel_s, moving_s) + (machine.message_s if any(received) else 0.0))
+        kernel_s = 4 * sizes.head_dim * work[-1] / cost_model.dense_flops + cost_model.call_s * len(tiles)
+        moving_s = cost_model.moving_s(sum(received), sum(num > 0 for num in received))
+        times.append(cost_model.together_s(kernel_s, moving_s) + (cost_model.message_s if any(received) else 0.0))
     return LayoutPrice(layout, all_bytes, max(work) * cp / sum(work), max(times))
 
 

@@ -1,23 +1,24 @@
-"""Multi-head attention as a module for the user's own model, and the factory that sets its attention up.
+"""Multi-head ring attention as an nn.Module, and `set_up`, which chooses its pattern, layout and kernel.
 
-`RingSelfAttention` is the layer with the weights; `ring.RingAttention` and `SparseRingAttention` are the
-callables over a ring that it is handed, one of another mesh after a resize. It holds no group and no plan, so
-that it can be built on the meta device, wrapped, saved and healed like any other layer.
+`RingSelfAttention` has the weights and receives the attention callable (`ring.RingAttention` or
+`SparseRingAttention`) in each call, so a resize only changes the callable. The module must hold no process group
+and no plan: it can be built on the meta device, wrapped, saved and restored like any other layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from elastic_ring.attention.choice import Choice, Machine, Sizes, choose
+from elastic_ring.attention.choice import Choice, CostModel, Sizes, choose
 from elastic_ring.attention.exchange import Group, HopLedger
 from elastic_ring.attention.families import BigBird, longnet
-from elastic_ring.attention.kernel_choice import TILES, KernelChoice, Kind, choose_kernel
+from elastic_ring.attention.kernel_choice import TILES, Kind, SelectedKernel, choose_kernel
+from elastic_ring.attention.layers import AttentionFn
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.rules import Dense, Rule, Sinks, Window
@@ -25,21 +26,14 @@ from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 
-
-class Attention(Protocol):
-    """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D)."""
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /) -> torch.Tensor: ...
-
-
 Rotate = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RingSelfAttention(nn.Module):
     """Self-attention of this rank's tokens over the whole sequence, with one fused projection to q, k and v.
 
-    `num_kv_heads` divides `num_heads`; D is `head_dim`, by default width / num_heads. Raises `ValueError`
-    where the numbers do not fit.
+    `num_kv_heads` must divide `num_heads` (default: equal). `head_dim` D defaults to width / num_heads. Raises
+    `ValueError` if the sizes do not fit.
     """
 
     def __init__(
@@ -69,9 +63,9 @@ class RingSelfAttention(nn.Module):
         self.qkv = nn.Linear(width, (num_heads + 2 * num_kv_heads) * self.head_dim, **options)
         self.output = nn.Linear(num_heads * self.head_dim, width, **options)
 
-    def forward(self, x: torch.Tensor, attention: Attention, rotate: Rotate | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, attention: AttentionFn, rotate: Rotate | None = None) -> torch.Tensor:
         """x (B, S_local, width) to the same shape. `rotate` encodes positions into q and k, (B, S_local, heads, D),
-        and must know which positions the rank holds (`Layout.positions`).
+        using the global positions of this rank's tokens (`Layout.positions`).
         """
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
@@ -83,9 +77,8 @@ class RingSelfAttention(nn.Module):
 
 @dataclass(frozen=True)
 class Setup:
-    """What `set_up` decided. `kernel` is the name by which the tables of `kernels` or `block_kernels` know it, or
-    "sparse-cpu"; `kind` what runs it. `why` says all of it in words, `choice` keeps every layout and exchange that was
-    weighed.
+    """The result of `set_up`. `kernel` is a name in the table of `kernels` or `block_kernels`, or "sparse-cpu"; `kind`
+    is the ring that runs it. `why` gives the reasons in words; `choice` lists every layout and exchange considered.
     """
 
     pattern: SparsePattern
@@ -95,10 +88,10 @@ class Setup:
     kind: Kind
     deterministic: bool = True
 
-    def attention(self, cp_rank: int, group: Group | None, *, ledger: HopLedger | None = None) -> Attention:
-        """The callable of one rank, over just this kernel. Its slices are those of `choice.schedule.layout`.
+    def attention(self, cp_rank: int, group: Group | None, *, ledger: HopLedger | None = None) -> AttentionFn:
+        """The attention callable of one rank, with this kernel. Slice tensors with `choice.schedule.layout`.
 
-        Called with tensors of another device it raises `ValueError`.
+        The callable raises `ValueError` for tensors on another type of device.
         """
         schedule = self.choice.schedule
         if self.kind == "dense":
@@ -119,19 +112,20 @@ def set_up(
     *,
     pattern: SparsePattern | None = None,
     max_density: float = 1.0,
-    machine: Machine = Machine(),  # noqa: B008 (frozen)
+    cost_model: CostModel = CostModel(),  # noqa: B008 (frozen)
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     deterministic: bool = True,
 ) -> Setup:
-    """Pattern, layout, exchange and kernel for sequences of `seq_len` tokens on `cp` ranks, and why.
+    """Choose pattern, layout, exchange and kernel for sequences of `seq_len` tokens on `cp` ranks, with reasons.
 
-    A given `pattern` is kept. Without one it is dense while `max_density` is 1: leaving keys out changes what
-    a model can learn, so it is never done unasked. Below 1 it is sinks, a window and LongNet's dilated
-    segments, the widest whose density fits; on GPUs a window of whole blocks. `machine` prices layouts and exchanges:
-    `Machine.read` has what was measured. `dtype` is that of the calls, by default bfloat16 on GPUs and float32 on
-    CPUs; `deterministic` leaves out kernels whose gradients do not repeat bit for bit. Kernels are tested here where
-    `device` is here. Raises `ValueError` when no pattern or no dense kernel fits.
+    A given `pattern` is used as it is. Without one attention is dense if `max_density` is 1: sparsity changes what a
+    model can learn, so it is opt-in. Below 1 the pattern is sinks, a window and LongNet's dilated segments (Ding et
+    al. 2023, arXiv:2307.02486), the widest whose density is at most `max_density`; on GPUs the window has whole
+    blocks. `cost_model` prices layouts and exchanges; `CostModel.read` loads a measured one. `dtype` is the type of
+    q, k and v, by default bfloat16 on GPUs and float32 on CPUs. `deterministic` excludes kernels whose gradients are
+    not bitwise repeatable. Kernels are self-tested if `device` is present. Raises `ValueError` if no pattern or no
+    dense kernel fits.
     """
     device = torch.device(device)
     if dtype is None:
@@ -142,19 +136,17 @@ def set_up(
         reason = f"pattern as given, density {pattern.density(seq_len):.4f}"
     kernel = choose_kernel(pattern, seq_len, sizes, device, dtype, deterministic)
     try:
-        choice = choose(pattern, seq_len, cp, sizes, machine, whole_blocks=kernel.kind == "blocks")
+        choice = choose(pattern, seq_len, cp, sizes, cost_model, whole_blocks=kernel.kind == "blocks")
     except ValueError as error:
         if kernel.kind != "blocks":
             raise
-        kernel = KernelChoice("tiles", TILES, f"tiles on CPUs, because no kernel of GPUs takes a layout: {error}")
-        choice = choose(pattern, seq_len, cp, sizes, machine)
+        kernel = SelectedKernel("tiles", TILES, f"tiles on CPUs, because no kernel of GPUs takes a layout: {error}")
+        choice = choose(pattern, seq_len, cp, sizes, cost_model)
     why = f"{reason}; {kernel.name} kernels: {kernel.why}; {choice.why}"
     return Setup(pattern, choice, kernel.name, why, kernel.kind, deterministic)
 
 
-def _of_density(
-    seq_len: int, sizes: Sizes, max_density: float, *, whole_blocks: bool
-) -> tuple[SparsePattern, str]:
+def _of_density(seq_len: int, sizes: Sizes, max_density: float, *, whole_blocks: bool) -> tuple[SparsePattern, str]:
     if max_density >= 1:
         return SparsePattern((Dense(),)), "dense: max_density asks for nothing less"
     sharing = sizes.num_heads // sizes.num_kv_heads

@@ -1,11 +1,10 @@
-"""The exchange of one pass of a sparse ring whose fetched keys meet the queries stage by stage: packed all-to-all-v.
+"""The exchange of one pass of a staged sparse ring: packed all-to-all-v.
 
-All that a rank receives in a stage lands where one kernel call reads it; all that it sends is gathered before, in one
-go and, on a GPU, beside the kernels. There the messages of a direction are one coalesced operation and a wait is a
-wait of the stream, as in `exchange`; the keys that a rank serves wait for its own kernels only where what it fetches
-with them takes the place of what these read, so that one with much to compute on its own keys serves those that have
-little. What is returned comes into an inbox of three parts, which stages take in turn. No kernel and no merging may
-enter.
+The messages of a stage arrive in the buffer that one kernel call reads; what a rank sends is gathered first, in one
+launch, on a GPU on a side stream. There the messages of one direction are one coalesced operation, and a wait blocks
+the stream, not the host, as in `exchange`. Serving keys waits for this rank's kernels only if the stage's receives
+overwrite a buffer that those kernels read, so a rank with much work on its own keys does not delay the others. dK and
+dV arrive in an inbox of `NUM_TURNS` slots, which stages use in rotation. Kernels and merging must not enter.
 """
 
 from __future__ import annotations
@@ -31,38 +30,38 @@ from elastic_ring.attention.exchange import (
 from elastic_ring.attention.ledger import HopEvents
 from elastic_ring.attention.packing import gather_rows_
 from elastic_ring.attention.schedule import Direction
-from elastic_ring.attention.sparse_blocks import NUM_TURNS, BlockStage, Message
+from elastic_ring.attention.sparse_blocks import NUM_TURNS, BlockStage, StageMessage
 
 _KEYS, _PARTIALS = 0, 1
 
 
 @dataclass(eq=False)
 class _Operation:
-    """What was posted together: the works that end with an arrival, by hop, and those that end with the sends."""
+    """Messages posted together: the works to wait for, by hop, for the receives and for the sends."""
 
     buffer: torch.Tensor
     receives: list[tuple[int, Any]] = field(default_factory=list)
     sends: list[tuple[int, Any]] = field(default_factory=list)
     received_bytes: dict[int, int] = field(default_factory=dict)
     events: HopEvents | None = None
-    is_over: bool = False  # for the kernels' stream
+    is_over: bool = False  # on the kernels' stream
 
 
 class PackedExchange:
-    """Buffers are (rows, B, 2, D), of each row K and V, or dK and dV, side by side; a message is a run of rows.
+    """Exchanges keys, and dK and dV, stage by stage through shared buffers (rows, B, 2, D), in which K and V (or dK and
+    dV) are adjacent. A message is a range of rows.
 
-    Stages count from 0. Keys have two buffers, partials three and the inbox as many parts, which the stages take in
-    turn, and what is served has one: after `begin`, for each stage `take_keys`, `free_keys` and in backward
-    `swap_partials`, and before them, in backward, what the `take_partials` of the stage NUM_TURNS before gave must have
-    been read. Everywhere the order of
-    posts is K0 K1 K2 P0 K3 P1 ... where messages are coalesced, and so no post waits: nobody's keys stand behind
-    partials that their owner waits for. Else it is K0 K1 P0 K2 P1 ..., K1 behind the arrival of K0. No cycle of waits
-    can form, because whoever posts something waits only for what comes before it in this order, which all ranks have
-    posted by then or post without waiting for later ones.
+    Stages count from 0. Buffers, in rotation: 2 for K/V, `NUM_TURNS` for dK/dV, `NUM_TURNS` inbox slots, 1 for sends.
+    Call `begin`, then for each stage `take_keys`, `free_keys` and, in backward, `swap_partials`. Before `swap_partials`
+    of a stage, the result of `take_partials` for the stage `NUM_TURNS` earlier must have been read.
 
-    `like` is k (B, S_local, Hkv, D). With `keep` keys get memory of their own, which outlives the pass. `coalesced`
-    posts the messages of a direction as one operation, which NCCL needs and gloo does not know. After an error
-    `abandon` hands over the buffers that the group may still write to.
+    Waits cannot form a cycle: a message waits only for messages that come earlier in an order common to all ranks. With
+    coalescing it is K0 K1 K2 P0 K3 P1 ...: no post waits, and no keys queue behind partials that their owner waits for.
+    Without, it is K0 K1 P0 K2 P1 ..., with K1 posted after K0 has arrived.
+
+    `like` is k (B, S_local, Hkv, D). With `keep`, fetched keys get memory of their own that outlives the pass.
+    `coalesced` posts the messages of one direction as one operation: NCCL needs it, gloo does not support it. After an
+    error `abandon` returns the buffers that the group may still write to.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class PackedExchange:
         self._keep = keep
         self._coalesced = coalesced
         self._posted: dict[tuple[int, int], _Operation] = {}
-        # What is gathered from, until all that was posted is waited for: memory that is let go is free for the kernels'
+        # Sources of the gathers, kept until all posts are waited for: freed memory would be reusable by the kernels'
         # stream at once.
         self._source: tuple[torch.Tensor, torch.Tensor] | None = None
         self._first_keys: list[torch.Tensor] = []
@@ -102,68 +101,72 @@ class PackedExchange:
         return self._keep
 
     def begin(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Start sending what others want of k, v (B, S_local, Hkv, D), contiguous, and receiving ours."""
+        """Post the first stages: send the requested rows of k, v (B, S_local, Hkv, D), contiguous, and receive this
+        rank's keys."""
         stages = self._blocks.stages
         if not stages:
             return
         self._source = (k, v)
         self._first_keys = [self._keys_buffer(index) for index in range(min(2, len(stages)))]
-        # All of it now: memory that is taken later may be in use by kernels which the stream beside does not wait for.
+        # Allocate everything now: memory taken later may be in use by kernels that the side stream does not wait for.
         self._served_buffer(0)
         self._wait_for_kernels()
         for index in range(2 if self._coalesced else 1):
             self._post_keys(index)
 
     def take_keys(self, index: int) -> torch.Tensor:
-        """The fetched K and V of stage `index`, (rows, B, 2, D). Blocks until they have arrived."""
+        """Wait for the fetched K and V of stage `index`, (rows, B, 2, D)."""
         keys = self._take(_KEYS, index)
         if not self._coalesced:
             self._post_keys(index + 1)
         return keys
 
     def free_keys(self, index: int) -> None:
-        """The kernels that read the keys of stage `index` are launched: others may come in their place."""
+        """Allow the key buffer of stage `index` to be refilled. Call once the kernels that read it are launched."""
         if self._coalesced:
             self._post_keys(index + 2)
 
     def partials_buffer(self, index: int) -> torch.Tensor:
-        """Where dK and dV of the fetched keys of stage `index` go, in the order of these. Not initialized."""
+        """The uninitialized buffer for dK and dV of the fetched keys of stage `index`, in the order of the keys."""
         self._settle(_PARTIALS, index - NUM_TURNS)
         num_rows = self._blocks.stages[index].plan.num_fetched_rows
         return self._buffer("partials", index % NUM_TURNS, NUM_TURNS, num_rows, _fetched, self.partial_dtype)
 
     def swap_partials(self, index: int, partials: torch.Tensor) -> None:
-        """Start returning dK and dV of the fetched keys to their owners, and receiving those of the served rows."""
+        """Post the sends of dK and dV of the fetched keys to their owners, and the receives of those of the served
+        rows."""
         plan, inbox = self._blocks.stages[index].plan, self.inbox[slice(*self._blocks.plan.inbox_rows(index))]
         self._post(_PARTIALS, index, inbox, plan.served, partials, plan.fetched)
 
     @property
     def inbox(self) -> torch.Tensor:
-        """(rows, B, 2, D): what was taken of the last stages, each at its `inbox_rows`."""
+        """(rows, B, 2, D): the received dK and dV of the last stages, each at its `inbox_rows`."""
         shape = (self._blocks.plan.num_inbox_rows, *self._row)
         return self._buffers.get("inbox", 0, shape, self.partial_dtype, self._like.device)
 
     def take_partials(self, index: int) -> torch.Tensor:
-        """dK and dV of the served rows of stage `index`, (rows, B, 2, D). Blocks until they have arrived."""
+        """Wait for dK and dV of the served rows of stage `index`, (rows, B, 2, D)."""
         return self._take(_PARTIALS, index)
 
     def finish(self) -> None:
-        """Wait until the last buffer has left; the pass is over."""
+        """Wait until all sends are complete. Ends the pass."""
         for kind, index in list(self._posted):
             self._settle(kind, index)
         begun, self._source = self._source is not None, None
         if begun and self._like.is_cuda and torch.cuda.is_current_stream_capturing():
-            # All that ran there has been waited for; a graph wants to see the stream itself come back.
+            # A capture requires the side stream to be joined again.
             self._wait_for_gathering()
 
     def abandon(self) -> list[torch.Tensor]:
-        """Give up after an error: let go of the group and its works, return the buffers of those under way. On a GPU
-        the kernels' stream waits for what is gathered beside it, and that for keys which may never come: whoever then
-        waits for the device does so until the group is aborted."""
+        """Drop the group and its works after an error. Returns the buffers still in flight.
+
+        On a GPU the kernels' stream waits for the gathers on the side stream, and those may wait for keys that never
+        arrive: a device synchronization then blocks until the group is aborted.
+        """
         buffers = [operation.buffer for operation in self._posted.values()]
         self._posted.clear()
         self._group = None
-        # What was gathered there must not outlive what it was gathered from.
+        # The sources may be freed only after the gathers that read them.
         if self._source is not None and self._like.is_cuda:
             self._wait_for_gathering()
         self._source = None
@@ -171,17 +174,17 @@ class PackedExchange:
         return buffers + self._buffers.drop()
 
     def _post_keys(self, index: int) -> None:
-        """Gather what others want in stage `index`, send it, receive ours. Nothing where there is no such stage."""
+        """Gather and send the rows requested in stage `index`, and receive its keys. No-op past the last stage."""
         if index >= len(self._blocks.stages):
             return
         assert self._source is not None, "a pass begins with `begin`"
         stage = self._blocks.stages[index]
         fetched = self._first_keys[index] if index < 2 else self._keys_buffer(index)
         served = self._served_buffer(index)
-        refills = index >= 2 and bool(stage.plan.fetched)  # what kernels read
+        refills = index >= 2 and bool(stage.plan.fetched)  # overwrites a buffer that kernels read
         with self._beside(after_kernels=refills):
             if index > 0:
-                self._wait_sent(_KEYS, index - 1)  # from the place of what is gathered now
+                self._wait_sent(_KEYS, index - 1)  # the send buffer is about to be refilled
             if stage.plan.num_served_rows:
                 gather_rows_(served, *self._source, stage.served_rows)
             self._post(_KEYS, index, fetched, stage.plan.fetched, served, stage.plan.served)
@@ -205,20 +208,20 @@ class PackedExchange:
     def _buffer(
         self, name: str, slot: int, num_slots: int, num_rows: int, of: Callable[[BlockStage], int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """As large at once as any of the stages that share it will ask for."""
+        """A shared buffer, allocated at the largest size that any stage using it needs."""
         most = self._blocks.plan.most_rows(of, slot, num_slots)
         return self._buffers.get(name, slot, (most, *self._row), dtype, self._like.device)[:num_rows]
 
     @contextmanager
     def _beside(self, *, after_kernels: bool = False) -> Iterator[None]:
-        """On a GPU, a stream of its own, which waits for the kernels launched so far only if told to. Whoever waits for
-        what is posted here waits for the gathering."""
+        """Run the body on the side stream on a GPU. The side stream waits for the kernels launched so far only with
+        `after_kernels`. Waiting for a message posted inside also waits for its gather."""
         if not self._like.is_cuda:
             yield
             return
         if after_kernels:
             self._wait_for_kernels()
-        # As torch's context does, which asks for the device twice on its way. The current device is the tensors'.
+        # Like `torch.cuda.stream`, which looks up the device twice. The current device is the tensors'.
         kernels = torch.cuda.current_stream(self._like.device.index)
         torch.cuda.set_stream(self._buffers.stream(self._like.device))
         try:
@@ -227,11 +230,11 @@ class PackedExchange:
             torch.cuda.set_stream(kernels)
 
     def _wait_for_gathering(self) -> None:
-        """The kernels launched from now on run after what is on the stream beside."""
+        """Make the kernels' stream wait for the side stream."""
         torch.cuda.current_stream(self._like.device).wait_stream(self._buffers.stream(self._like.device))
 
     def _wait_for_kernels(self) -> None:
-        """What is put on the stream beside from now on runs after the kernels launched so far."""
+        """Make the side stream wait for the kernels launched so far."""
         if self._like.is_cuda:
             kernels = torch.cuda.current_stream(self._like.device.index)
             self._buffers.stream(self._like.device).wait_stream(kernels)
@@ -241,9 +244,9 @@ class PackedExchange:
         kind: int,
         index: int,
         inbox: torch.Tensor,
-        incoming: tuple[Message, ...],
+        incoming: tuple[StageMessage, ...],
         outbox: torch.Tensor,
-        outgoing: tuple[Message, ...],
+        outgoing: tuple[StageMessage, ...],
     ) -> None:
         operation = self._posted[kind, index] = _Operation(inbox)
         group = self._group
@@ -263,7 +266,7 @@ class PackedExchange:
 
     @contextmanager
     def _together(self, operation: _Operation, device: torch.device) -> Iterator[None]:
-        """Where coalesced, one operation out of all that is posted inside."""
+        """Coalesce all messages posted inside into one operation, if enabled."""
         if not self._coalesced:
             yield
             return
@@ -271,10 +274,10 @@ class PackedExchange:
         backend = backend._get_backend(device) if hasattr(backend, "_get_backend") else backend
         with one_operation(backend) as works:
             yield
-        self._as_one(operation, works[0])
+        self._merge_works(operation, works[0])
 
-    def _as_one(self, operation: _Operation, work: Any) -> None:
-        """The works of single messages are none on NCCL; what ends them all is `work`."""
+    def _merge_works(self, operation: _Operation, work: Any) -> None:
+        """Replace the works of single messages, which are None on NCCL, by the work of the whole operation."""
         hops = [hop for hop, _ in operation.receives]
         sent = [hop for hop, _ in operation.sends]
         operation.receives = [(hops[0], work)] if hops else []
@@ -283,7 +286,7 @@ class PackedExchange:
             operation.events = HopEvents(self._direction, hops[0], _now())
 
     def _settle(self, kind: int, index: int) -> None:
-        """Wait until what was posted so has left, and forget it."""
+        """Wait until this operation's sends are complete, and drop it."""
         if (kind, index) in self._posted:
             assert not self._posted[kind, index].receives, "something was posted and never taken"
             if not self._posted[kind, index].is_over:
@@ -294,7 +297,7 @@ class PackedExchange:
         operation = self._posted[kind, index]
         for hop, work in operation.sends:
             self._wait(hop, work)
-        if not self._coalesced:  # gloo's end once; a coalesced one is waited for by each stream that needs it
+        if not self._coalesced:  # a gloo work is waited for once; a coalesced one by each stream that needs it
             operation.sends = []
 
     def _take(self, kind: int, index: int) -> torch.Tensor:
@@ -303,7 +306,7 @@ class PackedExchange:
             self._watch(operation.events, operation.receives[0][1])
         for hop, work in operation.receives:
             self._wait(hop, work)
-            operation.is_over = self._coalesced  # what ends the receives ends the sends
+            operation.is_over = self._coalesced  # the receives and the sends are one operation
         operation.receives = []
         for hop, num_bytes in operation.received_bytes.items():
             self._ledger.received_bytes[self._direction, hop] += num_bytes
@@ -313,7 +316,7 @@ class PackedExchange:
         return operation.buffer
 
     def _watch(self, events: HopEvents, work: Any) -> None:
-        """Note on a stream of its own when the exchange has arrived, and that the kernels now want it."""
+        """Record on a separate stream when the messages arrived, and on the kernels' stream when they were needed."""
         with torch.cuda.stream(torch.cuda.Stream()):
             work.wait()
             events.arrived = _now()
@@ -329,9 +332,9 @@ class PackedExchange:
         return (channel * 4 * self._cp * NUM_TAGGED_CALLS + number) % NUM_TAGS
 
 
-def _numbered(messages: tuple[Message, ...]) -> Iterator[tuple[Message, int]]:
-    """Each with its number among those of its hop. Both sides of a hop number alike: sizes of head groups in
-    their order."""
+def _numbered(messages: tuple[StageMessage, ...]) -> Iterator[tuple[StageMessage, int]]:
+    """Each message with its number among those of its hop. Both sides of a hop number them alike, by size of head
+    group."""
     numbers: dict[int, int] = {}
     for message in messages:
         number = numbers[message.hop] = numbers.get(message.hop, -1) + 1

@@ -1,4 +1,4 @@
-"""What a rank sends of its keys and values, picked out row by row and packed as it travels.
+"""Gathers the rows of K and V that a rank sends into one packed buffer.
 
 The eager form is the reference and the CPU's path; on a GPU, where torch's `index_select` of rows this short reaches a
 fifth of the speed of memory, `fused` takes K and V in one kernel. Knows nothing of peers or messages.

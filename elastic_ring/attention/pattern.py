@@ -1,11 +1,10 @@
-"""Which query may see which key, as plain data. No tensors, no ranks, no layout.
+"""Dense attention patterns as plain data: which query may see which key. No tensors, ranks or layouts.
 
-A pattern is the same for every rank and every mesh; `schedule.plan` turns it, with a layout, into hops.
-Anything that depends on where a token lies belongs in `layout`, anything that moves bytes in `exchange`.
-`Pattern` is dense attention. Sparse attention is `sparse.SparsePattern` with a rule for each head: the plain
-rules are in `rules` (Window, Sinks, Strided and their unions), the published families in `families`, choice
-by content in `content` and `routing`; `sparse_schedule.plan_sparse` turns them into hops, `choice.choose` finds a
-layout.
+A pattern is the same on every rank and mesh; `schedule.plan` turns a pattern and a layout into hops. Token
+placement belongs in `layout`, communication in `exchange`.
+Sparse attention is `sparse.SparsePattern`: basic rules are in `rules`, published families in `families`,
+content-chosen blocks in `content` and `routing`. `sparse_schedule.plan_sparse` plans its hops and `choice.choose`
+its layout.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Pattern:
-    """Dense attention inside each packed document, causal or full; nothing crosses a document's boundary.
+    """Dense attention inside each packed document, causal or full; no attention across documents.
 
-    `document_starts` are the positions where documents begin in the global sequence, ascending, the first
-    one 0. Raises `ValueError` when they are not. Whether they fit the sequence is checked where its length
-    is known (`schedule.plan`).
+    `document_starts` are the positions in the global sequence where documents begin: 0 first, strictly ascending,
+    else `ValueError`. `documents` checks them against the length of the sequence.
     """
 
     causal: bool = True
@@ -38,7 +36,7 @@ class Pattern:
                 )
 
     def documents(self, seq_len: int) -> tuple[tuple[int, int], ...]:
-        """The (start, stop) position range of every document of a sequence of `seq_len` tokens."""
+        """The (start, stop) range of every document. Raises `ValueError` if one starts at or after `seq_len`."""
         starts = self.document_starts
         if starts[-1] >= seq_len:
             raise ValueError(

@@ -1,8 +1,8 @@
-"""The exchange of one pass through peer memory: the same messages as `HopExchange`, written by copy engines.
+"""The exchange of one pass through peer memory: the messages of `HopExchange`, written by copy engines.
 
-The sender puts each message where its receiver will read it. Two flags for each pair keep order: *free* (the
-receiver's kernels are done with the buffer's last use) before the copy, *arrived* after it. Both sides count
-messages, so that no flag is ever reset. No kernel and no merging may enter.
+The sender writes each message directly into the receiver's buffer. Two flags per pair order this: *free* (the
+receiver's kernels have finished with the buffer) before the copy, *arrived* after it. Both sides count messages, so
+flags are never reset. Kernels and merging must not enter.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from elastic_ring.attention.peer_memory import (
     FREE_PARTIALS,
     PeerMemory,
 )
-from elastic_ring.attention.rank_plan import Leg
+from elastic_ring.attention.rank_plan import PeerTransfer
 
 
 class PeerExchange(HopExchange):
-    """`HopExchange` for ranks that share `memory`. Its works are flags, waited for by streams, never by the host.
+    """`HopExchange` for ranks that share `memory`. Streams, not the host, wait for the flags.
 
-    A pass runs in one thread on one stream of kernels, the one that is current at `start`: asking for it takes the host
-    as long as a flag, so it is asked for once.
+    A pass runs in one thread on one kernel stream: the current stream at `start`, looked up once because the lookup
+    takes the host as long as a flag operation.
     """
 
     def __init__(self, *arguments: Any, memory: PeerMemory, most_tokens: tuple[int, int]) -> None:
@@ -45,7 +45,7 @@ class PeerExchange(HopExchange):
         self._itemsizes: dict[int, int] = {}
 
     def start(self, k: torch.Tensor) -> None:
-        """Make sure of the buffers. The same sizes on every rank, so that all grow together or none."""
+        """Reserve the buffers. Sizes are the same on every rank, so that either all ranks grow them or none does."""
         self._stream = torch.cuda.current_stream(k.device.index)
         self._row_shape = (k.size(0), *k.shape[2:])
         self._itemsizes = {ARRIVED_KEYS: k.element_size(), ARRIVED_PARTIALS: self._partial_dtype.itemsize}
@@ -64,7 +64,7 @@ class PeerExchange(HopExchange):
         self._ready = self._stream.record_event()
 
     def push_keys(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """The copies themselves: launching them takes the host longer than launching a kernel."""
+        """Launch the copies, apart from `post_keys` because this takes the host longer than launching a kernel."""
         if index >= len(self._plan):
             return
         for leg in self._traffic[index].keys_out:
@@ -78,7 +78,7 @@ class PeerExchange(HopExchange):
         return self._memory.own("keys", index % 2, self._keys_shape(stage.num_tokens))
 
     def partials_buffer(self, index: int, k: torch.Tensor) -> torch.Tensor:
-        # Its last use, two stages ago, may still be on its way.
+        # The copies of its last use, two stages ago, may still be in flight.
         for event in self._returns.pop(index - 2, []):
             self._stream.wait_event(event)
         return super().partials_buffer(index, k)
@@ -101,7 +101,7 @@ class PeerExchange(HopExchange):
         return self._by_hop(self._memory.own("inbox", index % 2, self._keys_shape(num_requested)), index)
 
     def finish(self) -> None:
-        """The kernels' stream goes on when the last copy has left; what was copied from may be freed then."""
+        """Make the kernels' stream wait for all copies, after which their sources may be freed."""
         self._join()
         assert not self._awaited, sorted(self._awaited)
 
@@ -114,8 +114,8 @@ class PeerExchange(HopExchange):
         batch, *rest = self._row_shape
         return (2, batch, num_tokens, *rest)
 
-    def _offer(self, index: int, leg: Leg, free: int, arrived: int) -> None:
-        """Tell the sender of `leg` that it may come, and remember to wait for it."""
+    def _offer(self, index: int, leg: PeerTransfer, free: int, arrived: int) -> None:
+        """Raise the free flag for the sender of `leg`, and record the message to wait for."""
         source = leg.peer
         self._memory.raise_flag(free, source, self._memory.next(free, source), self._stream)
         number = self._memory.next(arrived, source)
@@ -125,12 +125,20 @@ class PeerExchange(HopExchange):
             self._opened[arrived, index] = HopEvents(self._direction, leg.hop, _now())
 
     def _write(
-        self, name: str, index: int, leg: Leg, sources: tuple[torch.Tensor, ...], ready: Any, free: int, arrived: int
+        self,
+        name: str,
+        index: int,
+        leg: PeerTransfer,
+        sources: tuple[torch.Tensor, ...],
+        ready: Any,
+        free: int,
+        arrived: int,
     ) -> None:
-        """`leg` out of `sources`, once they are `ready` and its receiver's buffer is free, on the copies' stream."""
+        """Copy `leg` from `sources` on the peer's copy stream, once they are `ready` and the receiver's buffer is
+        free."""
         peer = leg.peer
         stream = self._memory.streams[peer]
-        # Both sides count the messages of a pair, so the receiver's flags need no answer.
+        # Both sides count the messages of a pair, so flags need no acknowledgement.
         number = self._memory.next(_SENT[free], peer)
         stream.wait_event(ready)
         self._memory.wait_flag(free, peer, number, stream)
@@ -165,4 +173,4 @@ class PeerExchange(HopExchange):
 
 
 _SENT = {FREE_KEYS: -1, FREE_PARTIALS: -2}
-"""Counters that a sender keeps for itself, by the flag that each message waits for."""
+"""The sender's private counters, by the flag that its messages wait for."""

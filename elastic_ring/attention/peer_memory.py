@@ -1,9 +1,8 @@
-"""Device memory that the ranks of one host write to directly: buffers, flags, and the order between streams.
+"""Device memory that the ranks of one host write to directly: buffers, flags, and their order between streams.
 
-Copies between GPUs run on their copy engines, so that a hop takes no multiprocessor from the kernel it hides
-behind, and starts when its data are ready, not when a kernel makes room. A rank waits only for flags in its
-*own* memory, which `release` can raise: an abort needs no answer from a dead peer. What is sent where, and
-when a buffer may be overwritten, is the exchange's business.
+Copies between GPUs use copy engines: a hop takes no multiprocessor from the kernel it overlaps with, and starts when
+its data are ready. A rank waits only for flags in its *own* memory, which `release` can raise, so an abort needs no
+answer from a dead peer. What is sent, and when buffers may be overwritten, must not enter: `peer_exchange` decides it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.rank_plan import Piece
+from elastic_ring.attention.rank_plan import ContiguousCopy
 
 _NUM_COUNTERS = 4
 ARRIVED_KEYS, ARRIVED_PARTIALS, FREE_KEYS, FREE_PARTIALS = range(_NUM_COUNTERS)
@@ -25,16 +24,16 @@ _RELEASED = 0x3FFFFFFF
 @dataclass
 class _Region:
     own: torch.Tensor
-    peers: list[torch.Tensor]  # hold the mappings that `addresses` are of
+    peers: list[torch.Tensor]  # own the mappings behind `addresses`
     handle: Any
     addresses: list[int]  # of `peers`
 
 
 @dataclass
 class PeerMemory:
-    """Symmetric memory of the `cp` ranks of a ring that share a host. `connect` before use.
+    """Symmetric memory of the `cp` ranks of a ring on one host. Call `connect` before use.
 
-    Every rank makes the same `reserve` calls. One object serves one ring after another.
+    All ranks make the same `reserve` calls. One object may serve several rings in turn.
     """
 
     cp_rank: int
@@ -48,7 +47,7 @@ class PeerMemory:
     def connect(self, group: Any) -> None:
         """Map the flags of all ranks of `group`, a torch.distributed group of exactly the ring's ranks.
 
-        Collective; at most once for each group. Raises `RuntimeError` where GPUs cannot reach each other.
+        Collective; at most once per group. Raises: `RuntimeError` if the GPUs cannot access each other's memory.
         """
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -62,7 +61,7 @@ class PeerMemory:
         torch.cuda.synchronize(self.device)
 
     def reserve(self, name: str, slot: int, num_elements: int, dtype: torch.dtype) -> None:
-        """Make room for `num_elements` under (name, slot). Collective when it has to grow, else free."""
+        """Ensure room for `num_elements` under (name, slot). Collective if the buffer has to grow."""
         found = self.regions.get((name, slot))
         if found is None or found.own.dtype != dtype or found.own.numel() < num_elements:
             torch.cuda.synchronize(self.device)
@@ -77,14 +76,15 @@ class PeerMemory:
         name: str,
         slot: int,
         cp_rank: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ContiguousCopy],
         sources: Sequence[torch.Tensor],
         stream: torch.cuda.Stream,
     ) -> int:
-        """In `stream`: the `pieces` of `sources`, which are contiguous, to `cp_rank`'s buffer. Returns the bytes.
+        """Copy the `pieces` of `sources`, which are contiguous, to `cp_rank`'s buffer on `stream`. Returns the number
+        of bytes.
 
-        By addresses, found anew at each call, for a buffer that has grown lies elsewhere. A view of each end and a copy
-        of torch's, which needs its stream made the current one, would take the host several times as long.
+        Works on raw addresses, looked up at each call because a buffer that grew has moved. Tensor views and `copy_`,
+        which needs the stream to be current, would take the host several times as long.
         """
         region, bases = self.regions[name, slot], []
         size, there = region.own.itemsize, region.own.numel()
@@ -104,30 +104,30 @@ class PeerMemory:
 
     @property
     def num_bytes(self) -> int:
-        """What the buffers take on this device; torch's own statistics do not see it."""
+        """Device memory of the buffers in bytes, which torch's statistics do not include."""
         return sum(region.own.nbytes for region in self.regions.values())
 
     def next(self, counter: int, cp_rank: int) -> int:
-        """How often this pair has used `counter`, this time included."""
+        """Increment and return the number of uses of `counter` by this pair."""
         key = (counter, cp_rank)
         self.counts[key] = self.counts.get(key, 0) + 1
         return self.counts[key]
 
     def raise_flag(self, counter: int, cp_rank: int, value: int, stream: torch.cuda.Stream) -> None:
-        """In `stream`, after all before it: tell `cp_rank` that this rank's `counter` has reached `value`."""
+        """On `stream`: set this rank's `counter` at `cp_rank` to `value`."""
         address = self.regions["flags", 0].addresses[cp_rank] + 4 * (counter * self.cp + self.cp_rank)
         _check(_driver().cuStreamWriteValue32(stream.cuda_stream, address, value, 0))
 
     def wait_flag(self, counter: int, cp_rank: int, value: int, stream: torch.cuda.Stream) -> None:
-        """`stream` stands still until `cp_rank` has raised `counter` to `value` here."""
+        """Make `stream` wait until `cp_rank` has raised `counter` to `value` on this rank."""
         address = self.regions["flags", 0].own.data_ptr() + 4 * (counter * self.cp + cp_rank)
         _check(_driver().cuStreamWaitValue32(stream.cuda_stream, address, value, 0))
 
     def release(self) -> None:
-        """Let go of every stream that waits for a flag, from another thread, after a peer was lost.
+        """Unblock all streams that wait for a flag. Called from another thread after a peer was lost.
 
-        What arrives is then garbage and this object of no more use. Peers that are still alive may lower a
-        flag again: call until the streams are idle.
+        Received data are then garbage, and this object must not be used again. Live peers may lower a flag again: call
+        repeatedly until the streams are idle.
         """
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             self.regions["flags", 0].own.fill_(_RELEASED)

@@ -1,6 +1,6 @@
-"""Layouts for sparse patterns: striped, by residue class, and placed by the work that a pattern gives its rows.
+"""Layouts for sparse patterns: striped, by residue class, and balanced by the work of each row.
 
-Makes `Layout`s and nothing else: what a layout costs is `sparse_schedule`'s to say, which to take `choice`'s.
+Constructs `Layout`s only. `choice` prices layouts and selects one.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from elastic_ring.attention.rules import require
 
 
 def striped(seq_len: int, cp: int, *, unit_tokens: int = 128) -> Layout:
-    """Unit u of `unit_tokens` lies on rank u mod cp (Striped Attention, Brandon et al. 2023, arXiv:2311.09431)."""
+    """Rank u mod cp holds unit u of `unit_tokens` tokens (Striped Attention, Brandon et al. 2023, arXiv:2311.09431)."""
     _check(seq_len, cp, unit_tokens)
     num_units = -(-seq_len // unit_tokens)
     return _from_owners("striped", np.arange(num_units) % cp, seq_len, cp, unit_tokens)
 
 
 def residue_class(seq_len: int, cp: int, rate: int, *, unit_tokens: int = 1) -> Layout:
-    """Units with the same index mod `rate` lie together: for dilated patterns of that rate.
+    """Group units by index mod `rate`: for dilated patterns of that rate.
 
-    The classes are laid one after another and cut into `cp` equal parts, so `cp` need not divide `rate`.
+    The classes are concatenated and split into `cp` equal parts, so `cp` need not divide `rate`.
     """
     _check(seq_len, cp, unit_tokens)
     require("rate", rate, 1, "1 is the contiguous layout")
@@ -35,16 +35,13 @@ def residue_class(seq_len: int, cp: int, rate: int, *, unit_tokens: int = 1) -> 
     return _from_owners(f"residue-class-{rate}", owners, seq_len, cp, unit_tokens)
 
 
-def balanced(
-    work: NDArray[np.int64], cp: int, *, unit_tokens: int = 128, limit: float = 1.05
-) -> tuple[Layout, float]:
-    """The coarsest placement in rounds whose work is balanced, and its work max/mean.
+def balanced(work: NDArray[np.int64], cp: int, *, unit_tokens: int = 128, limit: float = 1.05) -> tuple[Layout, float]:
+    """The layout with the longest chunks whose work is balanced, and its work max/mean.
 
-    `work` (seq_len,) is what each row costs (`SparsePattern.row_pairs`). The sequence is cut into `cp` chunks
-    a round, and each round deals one chunk to each rank, the heaviest to the least loaded, so ranks hold
-    equally many tokens to within a unit a round. The fewer rounds the longer the chunks and the fewer the
-    bytes; rounds are added until max/mean is at most `limit`. One round is the contiguous layout. Where no
-    number of rounds reaches the limit, the best found is returned.
+    `work` (seq_len,) is the cost of each row (`SparsePattern.row_pairs`). The sequence is split into `cp` chunks per
+    round; in each round every rank gets one chunk, the least loaded rank the heaviest. Token counts therefore differ
+    by at most one unit per round. Longer chunks need fewer bytes, so the number of rounds grows from 1 (the contiguous
+    layout) until max/mean is at most `limit`; if it never is, the best layout found is returned.
     """
     seq_len = len(work)
     _check(seq_len, cp, unit_tokens)
@@ -61,7 +58,7 @@ def balanced(
 
 
 def dealt(work: NDArray[np.int64], cp: int, rounds: int, *, unit_tokens: int = 128) -> Layout:
-    """`rounds` chunks for each rank, those of a round dealt heaviest first to the least loaded rank."""
+    """The layout with `rounds` chunks per rank; in each round the least loaded rank gets the heaviest chunk."""
     seq_len = len(work)
     num_units = -(-seq_len // unit_tokens)
     num_chunks = cp * rounds
@@ -79,13 +76,13 @@ def dealt(work: NDArray[np.int64], cp: int, rounds: int, *, unit_tokens: int = 1
             if bounds[chunk] < bounds[chunk + 1]:
                 segments[rank].append((int(bounds[chunk]), int(bounds[chunk + 1])))
     if rounds == 1:
-        # Nothing was weighed against anything: in order, so that neighbours are neighbours.
+        # One round cannot balance anything. Keep sequence order, so that adjacent chunks lie on adjacent ranks.
         segments = sorted(segments, key=lambda own: own or [(seq_len, seq_len)])
-    return Layout(f"balanced-{rounds}", seq_len, tuple(_joined(sorted(own)) for own in segments))
+    return Layout(f"balanced-{rounds}", seq_len, tuple(_merge_adjacent(sorted(own)) for own in segments))
 
 
 def work_max_over_mean(layout: Layout, work: NDArray[np.int64]) -> float:
-    """The most loaded rank's work over the mean; 1 is perfect balance."""
+    """The work of the most loaded rank over the mean of all ranks; 1 is perfect balance."""
     total = np.concatenate([[0], np.cumsum(work)])
     loads = [sum(int(total[stop] - total[start]) for start, stop in own) for own in layout.segments]
     mean = sum(loads) / layout.cp
@@ -93,7 +90,7 @@ def work_max_over_mean(layout: Layout, work: NDArray[np.int64]) -> float:
 
 
 def tokens_max_over_mean(layout: Layout) -> float:
-    """The same for tokens held, which is what the layers beside attention and the memory see."""
+    """The same ratio for token counts, which determine memory and the cost of all other layers."""
     return max(layout.num_tokens(rank) for rank in range(layout.cp)) * layout.cp / layout.seq_len
 
 
@@ -113,7 +110,7 @@ def _from_owners(name: str, owners: NDArray[np.int64], seq_len: int, cp: int, un
     return Layout(name, seq_len, tuple(map(tuple, segments)))
 
 
-def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
+def _merge_adjacent(ranges: Sequence[Range]) -> tuple[Range, ...]:
     joined: list[Range] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:

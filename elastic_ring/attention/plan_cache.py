@@ -1,7 +1,6 @@
-"""Results of a pure function, kept by what they weigh: the newest stay, however many that are.
+"""LRU caches: bounded by count, and bounded by bytes.
 
-For what is large, made often and may never be asked for again, such as a plan for each sequence of packed documents.
-Knows nothing of what it keeps.
+The second is for large results that may never be asked for again, such as a plan per sequence of packed documents.
 """
 
 from __future__ import annotations
@@ -9,17 +8,38 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from threading import Lock
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class KeptWithin(Generic[_P, _R]):
-    """`make` of hashable arguments, remembered: those used longest ago are dropped while all together weigh more than
-    `limit_bytes`. The newest stays whatever it weighs, and what somebody else holds is found again. What a result
-    weighs may grow while it is kept."""
+class LRUCache:
+    """At most `limit` values; the least recently used is dropped first. Not for several threads."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], _R]) -> _R:
+        """The value of `key`, made where there is none."""
+        if key not in self._values:
+            self._values[key] = make()
+            if len(self._values) > self._limit:
+                self._values.popitem(last=False)
+        self._values.move_to_end(key)
+        found: _R = self._values[key]
+        return found
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class SizedLRU(Generic[_P, _R]):
+    """LRU cache of `make`, bounded by `limit_bytes`; `weigh` gives a result's bytes, which may grow while it is cached.
+
+    The newest result always stays. A dropped result that is still referenced elsewhere is found again."""
 
     def __init__(self, make: Callable[_P, _R], limit_bytes: int, weigh: Callable[[_R], int]) -> None:
         self._make, self._limit_bytes, self._weigh = make, limit_bytes, weigh
@@ -49,7 +69,7 @@ class KeptWithin(Generic[_P, _R]):
         return result
 
     def fresh(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Made and not remembered."""
+        """Make a result without caching it."""
         return self._make(*args, **kwargs)
 
     @property
@@ -67,6 +87,6 @@ class KeptWithin(Generic[_P, _R]):
             self._alive.clear()
 
 
-def kept_within(limit_bytes: int, weigh: Callable[[_R], int]) -> Callable[[Callable[_P, _R]], KeptWithin[_P, _R]]:
-    """The decorator that makes a `KeptWithin` of a function."""
-    return lambda make: KeptWithin(make, limit_bytes, weigh)
+def sized_lru_cache(limit_bytes: int, weigh: Callable[[_R], int]) -> Callable[[Callable[_P, _R]], SizedLRU[_P, _R]]:
+    """The decorator that makes a `SizedLRU` of a function."""
+    return lambda make: SizedLRU(make, limit_bytes, weigh)

@@ -1,8 +1,7 @@
-"""What one rank reads off a schedule in every pass, worked out once: stages, messages with their places, and sums.
+"""One rank's plan, derived from the schedule once: stages, messages with their offsets, and the order of sums.
 
-With short slices a pass takes the host longer than the GPU, and a schedule of a thousand documents takes longer to hash
-than a kernel to launch: nothing that the schedule alone decides is to be asked of it for each call or message. Places
-are counted in elements, so that they hold wherever a buffer lies. Plain Python; no tensor and no address may enter.
+With short slices a pass is bound by the host, and hashing a schedule of a thousand documents takes longer than a kernel
+launch, so nothing here is computed per call or message. Offsets are in elements. Plain Python; no tensor or address.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ from elastic_ring.attention.stages import Stage, most_tokens, num_row_visits, st
 
 
 @dataclass(frozen=True)
-class Piece:
-    """`size` elements without a gap at either end: from `source` on in buffer `kind` of the sender's (K is 0 and V 1;
-    where both are packed in one buffer 0), to `target` on in the receiver's: packed keys (2, B, n, Hkv, D), or an inbox
-    with one such part a hop."""
+class ContiguousCopy:
+    """One contiguous copy: sender[source:+size] to receiver[target:+size], in elements.
+
+    `kind` is the sender's buffer: 0 for K, 1 for V; 0 where both are packed in one. The receiver's is packed keys
+    (2, B, n, Hkv, D), or an inbox with one such part per hop."""
 
     kind: int
     source: int
@@ -31,12 +31,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Leg:
-    """What passes in one hop between this rank and `peer`, one way: the same pieces at both ends, in the same order."""
+class PeerTransfer:
+    """The copies between this rank and `peer` in one hop, one way; both ranks have the same, in the same order."""
 
     hop: int
     peer: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ContiguousCopy, ...]
 
     @cached_property
     def size(self) -> int:
@@ -48,10 +48,10 @@ class Traffic:
     """Of one stage of one rank, each in the order of hops: the keys it fetches and serves, the partials it returns
     and gets back. `inbox` are the hops of the latter with their number of tokens, as they lie in the inbox."""
 
-    keys_in: tuple[Leg, ...]
-    keys_out: tuple[Leg, ...]
-    partials_out: tuple[Leg, ...]
-    partials_in: tuple[Leg, ...]
+    keys_in: tuple[PeerTransfer, ...]
+    keys_out: tuple[PeerTransfer, ...]
+    partials_out: tuple[PeerTransfer, ...]
+    partials_in: tuple[PeerTransfer, ...]
     inbox: tuple[tuple[int, int], ...]
 
     @cached_property
@@ -115,7 +115,7 @@ class RankPlan:
 
 @lru_cache(maxsize=256)
 def rank_plan(schedule: Schedule, cp_rank: int, hops_per_stage: int) -> RankPlan:
-    """Shared by the rings of all layers; a ring keeps it, for finding it here hashes the schedule."""
+    """Shared by the rings of all layers; rings keep it, since a look-up here hashes the schedule."""
     return RankPlan(schedule, cp_rank, hops_per_stage, stages(schedule, cp_rank, hops_per_stage))
 
 
@@ -126,14 +126,14 @@ def traffic(plan: RankPlan, batch: int, row: int, packed: bool) -> tuple[Traffic
     is one run of memory at both ends: at least a range of one sequence's K or V, at most all of a leg."""
     schedule, own_rank = plan.schedule, plan.cp_rank
 
-    def keys(reader: int, hop: int, hops: tuple[int, ...]) -> tuple[Piece, ...]:
+    def keys(reader: int, hop: int, hops: tuple[int, ...]) -> tuple[ContiguousCopy, ...]:
         fetched = schedule.hops[reader][hop]
         ranges, length = fetched.fetch, schedule.layout.num_tokens(fetched.source)
         if packed:
             ranges, length = ((0, fetched.num_fetched_tokens),), fetched.num_fetched_tokens
         return _key_pieces(ranges, length, *_room(schedule, reader, hop, hops), batch, row, packed)
 
-    def partials(reader: int, hop: int, hops: tuple[int, ...]) -> tuple[Piece, ...]:
+    def partials(reader: int, hop: int, hops: tuple[int, ...]) -> tuple[ContiguousCopy, ...]:
         fetched = schedule.hops[reader][hop]
         before = sum(_num_tokens(schedule.requested(fetched.source, other)) for other in hops[: hops.index(hop)])
         return _partial_pieces(fetched.num_fetched_tokens, *_room(schedule, reader, hop, hops), before, batch, row)
@@ -146,10 +146,10 @@ def traffic(plan: RankPlan, batch: int, row: int, packed: bool) -> tuple[Traffic
         serve = [(hop, schedule.reader(own_rank, hop)) for hop, num_tokens in inbox if num_tokens]
         found.append(
             Traffic(
-                tuple(Leg(hop, source, keys(own_rank, hop, hops)) for hop, source in fetch),
-                tuple(Leg(hop, reader, keys(reader, hop, hops)) for hop, reader in serve),
-                tuple(Leg(hop, source, partials(own_rank, hop, hops)) for hop, source in fetch),
-                tuple(Leg(hop, reader, partials(reader, hop, hops)) for hop, reader in serve),
+                tuple(PeerTransfer(hop, source, keys(own_rank, hop, hops)) for hop, source in fetch),
+                tuple(PeerTransfer(hop, reader, keys(reader, hop, hops)) for hop, reader in serve),
+                tuple(PeerTransfer(hop, source, partials(own_rank, hop, hops)) for hop, source in fetch),
+                tuple(PeerTransfer(hop, reader, partials(reader, hop, hops)) for hop, reader in serve),
                 tuple((hop, num_tokens) for hop, num_tokens in inbox if num_tokens),
             )
         )
@@ -158,27 +158,29 @@ def traffic(plan: RankPlan, batch: int, row: int, packed: bool) -> tuple[Traffic
 
 def _key_pieces(
     ranges: tuple[Range, ...], length: int, num_tokens: int, place: int, batch: int, row: int, packed: bool
-) -> tuple[Piece, ...]:
+) -> tuple[ContiguousCopy, ...]:
     """`ranges` of `length` tokens into a stage's `num_tokens`, from token `place` on."""
-    pieces: list[Piece] = []
+    pieces: list[ContiguousCopy] = []
     for kind in range(2):
         for sequence in range(batch):
             at = (kind * batch + sequence) * num_tokens + place
             begin = (kind * batch * packed + sequence) * length
             for start, stop in ranges:
-                pieces.append(Piece(0 if packed else kind, (begin + start) * row, at * row, (stop - start) * row))
+                pieces.append(
+                    ContiguousCopy(0 if packed else kind, (begin + start) * row, at * row, (stop - start) * row)
+                )
                 at += stop - start
     return _joined(pieces)
 
 
 def _partial_pieces(
     num_tokens: int, num_stage_tokens: int, place: int, before: int, batch: int, row: int
-) -> tuple[Piece, ...]:
+) -> tuple[ContiguousCopy, ...]:
     """A hop's `num_tokens` out of its reader's stage into its owner's inbox, behind `before` tokens of other hops."""
-    pieces: list[Piece] = []
+    pieces: list[ContiguousCopy] = []
     for number in range(2 * batch):
         source, target = number * num_stage_tokens + place, 2 * batch * before + number * num_tokens
-        pieces.append(Piece(0, source * row, target * row, num_tokens * row))
+        pieces.append(ContiguousCopy(0, source * row, target * row, num_tokens * row))
     return _joined(pieces)
 
 
@@ -188,15 +190,15 @@ def _room(schedule: Schedule, cp_rank: int, hop: int, hops: tuple[int, ...]) -> 
     return sum(sizes), sum(sizes[: hops.index(hop)])
 
 
-def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+def _joined(pieces: Iterable[ContiguousCopy]) -> tuple[ContiguousCopy, ...]:
     """Neighbours at both ends are one."""
-    joined: list[Piece] = []
+    joined: list[ContiguousCopy] = []
     for piece in pieces:
         if joined:
             last = joined[-1]
             ends = (last.kind, last.source + last.size, last.target + last.size)
             if ends == (piece.kind, piece.source, piece.target):
-                joined[-1] = Piece(last.kind, last.source, last.target, last.size + piece.size)
+                joined[-1] = ContiguousCopy(last.kind, last.source, last.target, last.size + piece.size)
                 continue
         joined.append(piece)
     return tuple(joined)

@@ -1,7 +1,6 @@
-"""Activation checkpointing without a second run of attention: what a ring gave in forward, it gives again in backward.
+"""Activation checkpointing without recomputing attention: a ring's forward results are replayed in backward.
 
-An attention is most of a long context's work, its result a small part of what a layer would keep. No kernel and no
-hop in here.
+At long contexts attention is most of the work, and its result a small part of a layer's activations.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from elastic_ring.attention.parked import Parked
+from elastic_ring.attention.offload import OffloadedTensor
 
 
 class Result(NamedTuple):
@@ -25,20 +24,20 @@ class Result(NamedTuple):
     keys: torch.Tensor | None = None
 
 
-class Kept(NamedTuple):
-    """The same while it waits."""
+class SavedResult(NamedTuple):
+    """A `Result` kept for the backward pass."""
 
-    out: Parked
-    lse: Parked
+    out: OffloadedTensor
+    lse: OffloadedTensor
     call_index: int
-    keys: Parked | None
+    keys: OffloadedTensor | None
 
 
-class KeepsResults:
-    """The base of rings: `_forward` runs `run_forward`, or gives what an earlier run of the same call gave."""
+class RecomputableRing:
+    """Base class of rings: `_forward` runs `run_forward`, or replays the saved result of the same call."""
 
-    _record: list[Kept] | None = None
-    _replay: Iterator[Kept] | None = None
+    _record: list[SavedResult] | None = None
+    _replay: Iterator[SavedResult] | None = None
 
     def recomputation(
         self, *, offload: bool = False
@@ -46,23 +45,23 @@ class KeepsResults:
         """What `torch.utils.checkpoint` takes as `context_fn`: `out` and `lse` of the calls in the first context are
         kept, with fetched keys that wait for backward, and given again, call by call, in the second, whose kernels and
         hops need not run once more. With `offload` they wait in host memory."""
-        kept: list[Kept] = []
+        kept: list[SavedResult] = []
         return self.recording(kept, offload=offload), self.replaying(kept)
 
     @contextmanager
-    def recording(self, kept: list[Kept], *, offload: bool = False) -> Iterator[None]:
+    def recording(self, kept: list[SavedResult], *, offload: bool = False) -> Iterator[None]:
         outer, self._record = self._record, kept
         try:
             yield
         finally:
             self._record = outer
         for each in kept if offload else ():
-            for parked in (each.out, each.lse, each.keys):
-                if parked is not None:
-                    parked.leave()
+            for offloaded in (each.out, each.lse, each.keys):
+                if offloaded is not None:
+                    offloaded.leave()
 
     @contextmanager
-    def replaying(self, kept: list[Kept]) -> Iterator[None]:
+    def replaying(self, kept: list[SavedResult]) -> Iterator[None]:
         outer, self._replay = self._replay, iter(kept)
         try:
             yield
@@ -76,8 +75,12 @@ class KeepsResults:
             return Result(kept.out.tensor().detach(), kept.lse.tensor(), kept.call_index, keys)
         result = self.run_forward(q, k, v, scale)
         if self._record is not None:
-            fetched = None if result.keys is None else Parked(result.keys)
-            self._record.append(Kept(Parked(result.out.detach()), Parked(result.lse), result.call_index, fetched))
+            fetched = None if result.keys is None else OffloadedTensor(result.keys)
+            self._record.append(
+                SavedResult(
+                    OffloadedTensor(result.out.detach()), OffloadedTensor(result.lse), result.call_index, fetched
+                )
+            )
         return result
 
     def run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:

@@ -1,16 +1,18 @@
 """Ring attention: the hops of a schedule, run through exchange, kernel and merge, as one autograd function.
 
-`RingAttention` is what a trainer holds; `ring_attention` is the same for someone with their own training
-loop. Process groups are passed in: none is made, found by environment or torn down here.
+`RingAttention` serves a trainer; `ring_attention` is the same for other training loops. Process groups are passed in:
+this module neither creates nor destroys any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,20 +27,27 @@ from elastic_ring.attention.merge import Accumulator, lse_for_backward
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.peer_exchange import PeerExchange
 from elastic_ring.attention.peer_memory import PeerMemory
+from elastic_ring.attention.plan_cache import LRUCache
 from elastic_ring.attention.rank_plan import RankPlan, Traffic, rank_plan, traffic
-from elastic_ring.attention.recomputation import KeepsResults, Result
+from elastic_ring.attention.recomputation import RecomputableRing, Result
 from elastic_ring.attention.schedule import Direction, Schedule, plan
 from elastic_ring.attention.stages import Stage, choose_hops_per_stage
 
 Observer = Callable[[Direction, int, int], None]
 """Called as observer(direction, call_index, hop) just before a hop's kernels run."""
 
+NUM_CALL_PLANS = 16
+"""Shapes of K and V whose call plans are kept for each schedule."""
+
+NUM_PLANS = 8
+"""Schedules whose plans are kept between calls, for each group or worker generation."""
+
 GATHER_LIMIT_BYTES = 3 << 29
-"""On a GPU, as many hops share one round of kernels as have K and V of this size together on every rank."""
+"""On a GPU, hops share one round of kernels while their K and V together stay below this on every rank."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Course:
+class _CallPlan:
     """How calls with keys of one shape and type run."""
 
     plan: RankPlan
@@ -47,19 +56,26 @@ class _Course:
     coalesced: bool
 
 
-class RingAttention(KeepsResults):
-    """Exact attention over a sequence whose slices lie on the ranks of a ring (Liu et al. 2023,
-    arXiv:2310.01889), pulled by the hops of `schedule`.
+@dataclass(eq=False)
+class DensePlans:
+    """What a rank derived from one schedule; shared by rings with the same schedule, cp_rank and options."""
 
-    `group` is a process group of exactly the ring's ranks in cp_rank order, or None for cp = 1; every rank
-    makes the same calls in the same order. `backend` is a `Backend`, its name, or None for the best that
-    passes its self-test; `cache_dir` keeps that verdict for later processes. `deterministic` picks bitwise
-    repeatable kernels, which cost some speed on a GPU; all results are added up in a fixed order either way.
-    `hops_per_stage` sets how many hops share one round of kernels (None: one on a CPU; on a GPU as many as
-    fit into `GATHER_LIMIT_BYTES`); it must be the same on all ranks. `ledger` counts bytes and waits,
-    `observer` sees every hop, `buffers` may be shared by rings that are used one after another. `memory`,
-    for ranks on one host, moves the hops by the GPUs' copy engines instead of through `group`; after a call
-    that raised it is of no more use. `coalesced` posts the messages of a stage as one operation; None: on a GPU.
+    calls: LRUCache = field(default_factory=lambda: LRUCache(NUM_CALL_PLANS))
+    backends: dict[tuple[torch.device, torch.dtype, int, int], Backend] = field(default_factory=dict)
+
+
+class RingAttention(RecomputableRing):
+    """Exact attention over a sequence that is sharded over the ranks of a ring (Liu et al. 2023, arXiv:2310.01889).
+
+    `group`: a process group of exactly the ring's ranks in cp_rank order, or None for cp = 1; every rank makes the same
+    calls in the same order. `backend`: a `Backend`, its name, or None for the first that passes its self-test;
+    `cache_dir` stores the test result for later processes. `deterministic` selects bitwise repeatable kernels, which
+    are slower on a GPU; results are summed in a fixed order either way. `hops_per_stage`: how many hops share one round
+    of kernels (None: 1 on a CPU; on a GPU as many as fit into `GATHER_LIMIT_BYTES`), equal on all ranks. `ledger`
+    counts bytes and waits; `observer` is called for every hop; `buffers` may be shared by rings used one after another.
+    `memory` sends hops through the GPUs' copy engines instead of `group` (ranks on one host); discard it after a call
+    raised. `coalesced` posts the messages of a stage as one operation (None: on a GPU). `plans` may be shared by rings
+    with equal schedule, cp_rank and options. `first_call_index` numbers the first call; tags are made from it.
 
     Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
     the buffers which the group may still write to are kept until this object is dropped.
@@ -80,6 +96,8 @@ class RingAttention(KeepsResults):
         buffers: HopBuffers | None = None,
         memory: PeerMemory | None = None,
         coalesced: bool | None = None,
+        plans: DensePlans | None = None,
+        first_call_index: int = 0,
     ) -> None:
         check_group(schedule, cp_rank, group)
         if hops_per_stage is not None and hops_per_stage < 1:
@@ -96,10 +114,9 @@ class RingAttention(KeepsResults):
         self._buffers = HopBuffers() if buffers is None else buffers
         self._memory = memory
         self._coalesced = coalesced
-        # Kept here, where finding it does not hash the schedule.
-        self._courses: dict[tuple[torch.device, torch.dtype, torch.Size], _Course] = {}
-        self._selected: dict[tuple[torch.device, torch.dtype, int, int], Backend] = {}
-        self._next_call_index = 0
+        # Not in a cache keyed by the schedule, which takes long to hash.
+        self._plans = DensePlans() if plans is None else plans
+        self._next_call_index = first_call_index
         self._abandoned: list[torch.Tensor] = []
 
     def __call__(
@@ -117,9 +134,9 @@ class RingAttention(KeepsResults):
         out: torch.Tensor = _RingFunction.apply(q, k, v, self, scale)
         return out
 
-    def reset_calls(self) -> None:
-        """Start counting calls from 0 again; all ranks do so at the same place (once a step)."""
-        self._next_call_index = 0
+    def reset_calls(self, first_call_index: int = 0) -> None:
+        """Number calls from `first_call_index` on; all ranks do so between the same calls (once a step)."""
+        self._next_call_index = first_call_index
 
     def check_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raises `ValueError` as a call does."""
@@ -127,7 +144,7 @@ class RingAttention(KeepsResults):
         check_local_length(q, self.schedule.layout, self.cp_rank)
 
     def check_graphable(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Raises `ValueError` where a CUDA graph of calls with such tensors would not do what they do."""
+        """Raises `ValueError` where replaying a CUDA graph of such calls would differ from making them."""
         check_captured(self._observer, self.ledger, self._group, q.device)
         if self._memory is not None:
             raise ValueError("the ring has a memory, whose flags count messages and so fit one pass; leave memory out")
@@ -138,24 +155,22 @@ class RingAttention(KeepsResults):
                 " take another kernel, or tensors of another type"
             )
 
-    def held(self) -> list[torch.Tensor]:
-        """The memory that calls share, as long as none asks for more."""
-        return self._buffers.held()
+    def shared_buffers(self) -> list[torch.Tensor]:
+        """The buffers that calls share; replaced when a call needs larger ones."""
+        return self._buffers.shared_buffers()
 
     def shapes(self, k: torch.Tensor) -> frozenset[tuple[int, int, bool]]:
         """(queries, keys, causal) of the kernel calls of a pass over keys like `k` (B, S_local, Hkv, D)."""
-        tiles = (tile for stage in self._course(k).plan.stages for tile in (*stage.by_rows, *stage.by_keys))
+        tiles = (tile for stage in self._call_plan(k).plan.stages for tile in (*stage.by_rows, *stage.by_keys))
         return frozenset((tile.q[1] - tile.q[0], tile.k[1] - tile.k[0], tile.causal) for tile in tiles)
 
-    def run_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> Result:
-        backend, course = self._backend_for(q, k), self._course(k)
+    def run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+        backend, call_plan = self._backend_for(q, k), self._call_plan(k)
         call_index = self._next_call_index
         self._next_call_index += 1
-        total = Accumulator(q, running_dtype(backend, q, course.plan.row_visits[0]))
-        with self._exchange("forward", call_index, k, backend, course) as exchange:
-            for index, stage in enumerate(course.plan.stages):
+        total = Accumulator(q, running_dtype(backend, q, call_plan.plan.row_visits[0]))
+        with self._exchange("forward", call_index, k, backend, call_plan) as exchange:
+            for index, stage in enumerate(call_plan.plan.stages):
                 keys = (k, v) if index == 0 else exchange.take_keys(index)
                 exchange.post_keys(index + 1, k, v)
                 self._observe("forward", call_index, stage)
@@ -168,8 +183,8 @@ class RingAttention(KeepsResults):
                     )
                     total.add(tile.q, *found)
                 exchange.push_keys(index + 1, k, v)
-        # No row is without keys where the schedule shows each some: there is then nothing to replace.
-        lse = total.lse if course.plan.every_row_sees else lse_for_backward(total.lse)
+        # Skipped where the schedule gives every row a key: no lse is -inf then.
+        lse = total.lse if call_plan.plan.every_row_sees else lse_for_backward(total.lse)
         return Result(total.out.to(q.dtype), lse, call_index)
 
     def run_backward(
@@ -182,12 +197,12 @@ class RingAttention(KeepsResults):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert fetched is None, "every pass of a dense ring fetches its keys"
         q, k, v, out, lse = saved
-        backend, course = self._backend_for(q, k), self._course(k)
-        plan_ = course.plan.stages
-        tiles = Gradients(backend, scale, dout, q, out, lse, course.plan.row_visits[1])
-        # Own keys are visited once by own queries; their other shares come with the partials of the stages.
+        backend, call_plan = self._backend_for(q, k), self._call_plan(k)
+        plan_ = call_plan.plan.stages
+        tiles = Gradients(backend, scale, dout, q, out, lse, call_plan.plan.row_visits[1])
+        # Own queries contribute to own keys once; other ranks' contributions arrive as the stages' partials.
         own = OwnGradients(backend, q, k, v, len(plan_))
-        with self._exchange("backward", call_index, k, backend, course) as exchange:
+        with self._exchange("backward", call_index, k, backend, call_plan) as exchange:
             for index, stage in enumerate(plan_):
                 keys = (k, v) if index == 0 else exchange.take_keys(index)
                 exchange.post_keys(index + 1, k, v)
@@ -203,41 +218,42 @@ class RingAttention(KeepsResults):
                     tiles.run(stage, keys, partials)
                 exchange.push_keys(index + 1, k, v)
                 exchange.swap_partials(index, partials, k)
-                # One stage late, so that the readers of the one before had time to compute and return it.
-                self._add_partials(own, exchange, course, index - 1)
+                # One stage late, which gives the ranks that use own keys time to return their partials.
+                self._add_partials(own, exchange, call_plan, index - 1)
             own.run_last_part(tiles, plan_[0])
-            self._add_partials(own, exchange, course, len(plan_) - 1)
+            self._add_partials(own, exchange, call_plan, len(plan_) - 1)
         total = own.total.to(k.dtype)
         return tiles.dq.total.to(q.dtype), total[0], total[1]
 
-    def _add_partials(self, own: OwnGradients, exchange: HopExchange, course: _Course, index: int) -> None:
-        """Add what the readers of stage `index` computed for own keys. Called in hop order, the order of sums."""
+    def _add_partials(self, own: OwnGradients, exchange: HopExchange, call_plan: _CallPlan, index: int) -> None:
+        """Add the partials of stage `index` to own keys' gradients, in hop order, which decides the bits."""
         if index >= 1:
-            own.add(course.plan.sums[index], exchange.take_partials(index))
+            own.add(call_plan.plan.sums[index], exchange.take_partials(index))
 
     def _backend_for(self, q: torch.Tensor, k: torch.Tensor) -> Backend:
         if isinstance(self._backend, Backend):
             return self._backend
         kind = (q.device, q.dtype, q.size(-1), q.size(2) // k.size(2))
-        if kind not in self._selected:
-            self._selected[kind] = select(
+        backends = self._plans.backends
+        if kind not in backends:
+            backends[kind] = select(
                 q.device, q.dtype, q.size(-1), self._deterministic, self._backend,
-                group=kind[3], cache_dir=self._cache_dir,
+                head_ratio=kind[3], cache_dir=self._cache_dir,
             )  # fmt: skip
-        return self._selected[kind]
+        return backends[kind]
 
-    def _course(self, k: torch.Tensor) -> _Course:
-        kind = (k.device, k.dtype, k.shape)
-        if kind not in self._courses:
-            memory, coalesced = self._memory, k.is_cuda if self._coalesced is None else self._coalesced
-            by_copies = memory is not None and self.schedule.cp > 1 and k.device.type == memory.device.type
-            plan_ = rank_plan(self.schedule, self.cp_rank, self._hops(k))
-            legs = traffic(plan_, k.size(0), k.size(2) * k.size(3), packed=not (coalesced or by_copies))
-            self._courses[kind] = _Course(plan_, legs, by_copies, coalesced)
-        return self._courses[kind]
+    def _call_plan(self, k: torch.Tensor) -> _CallPlan:
+        return self._plans.calls.get((k.device, k.dtype, k.shape), lambda: self._make_call_plan(k))
+
+    def _make_call_plan(self, k: torch.Tensor) -> _CallPlan:
+        memory, coalesced = self._memory, k.is_cuda if self._coalesced is None else self._coalesced
+        by_copies = memory is not None and self.schedule.cp > 1 and k.device.type == memory.device.type
+        plan_ = rank_plan(self.schedule, self.cp_rank, self._hops(k))
+        messages = traffic(plan_, k.size(0), k.size(2) * k.size(3), packed=not (coalesced or by_copies))
+        return _CallPlan(plan_, messages, by_copies, coalesced)
 
     def _hops(self, k: torch.Tensor) -> int:
-        """How many hops share a stage; the same on all ranks, whose K and V differ in length only."""
+        """How many hops share a stage: equal on all ranks, since their K and V differ in length only."""
         if self._hops_per_stage is not None:
             return self._hops_per_stage
         if not k.is_cuda:
@@ -247,19 +263,19 @@ class RingAttention(KeepsResults):
 
     @contextmanager
     def _exchange(
-        self, direction: Direction, call_index: int, k: torch.Tensor, backend: Backend, course: _Course
+        self, direction: Direction, call_index: int, k: torch.Tensor, backend: Backend, call_plan: _CallPlan
     ) -> Iterator[HopExchange]:
         arguments = (
-            course.plan, course.traffic, self._group, direction, call_index, self.ledger, self._buffers,
+            call_plan.plan, call_plan.traffic, self._group, direction, call_index, self.ledger, self._buffers,
             partial_dtype(backend, k),
         )  # fmt: skip
         exchange: HopExchange
-        if course.by_copies:
+        if call_plan.by_copies:
             assert self._memory is not None
-            exchange = peers = PeerExchange(*arguments, memory=self._memory, most_tokens=course.plan.most_tokens)
+            exchange = peers = PeerExchange(*arguments, memory=self._memory, most_tokens=call_plan.plan.most_tokens)
             peers.start(k)
         else:
-            exchange = HopExchange(*arguments, coalesced=course.coalesced)
+            exchange = HopExchange(*arguments, coalesced=call_plan.coalesced)
         try:
             yield exchange
             exchange.finish()
@@ -278,8 +294,8 @@ class _RingFunction(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: RingAttention, scale: float
     ) -> torch.Tensor:
-        # Detached, and so below: what is sent are views, a view keeps its base, and a group that is aborted keeps for
-        # ever what it was sending. Through the base it would keep the whole graph, and the module with it.
+        # Detached here and below: messages are views, a view keeps its base alive, and an aborted group never frees
+        # what it was sending. An attached base would keep the autograd graph and the module.
         out, lse, ctx.call_index, _ = ring._forward(q.detach(), k.detach(), v.detach(), scale)
         ctx.ring, ctx.scale = ring, scale
         ctx.save_for_backward(q, k, v, out, lse)
@@ -288,7 +304,7 @@ class _RingFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # A loss such as out.sum() hands over a broadcast scalar, which kernels do not take.
+        # out.sum() passes an expanded scalar as dout, which kernels do not accept.
         saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
         grads = ctx.ring.run_backward(dout.contiguous(), saved, ctx.scale, ctx.call_index)
         return (*grads, None, None)
@@ -317,11 +333,15 @@ def ring_attention(
     `document_starts` are the positions where packed documents begin; the same for all sequences of a batch.
     `deterministic` False lets a GPU's kernels add up in any order, which is faster.
 
-    Every rank must make the same call. Raises `ValueError` for arguments that do not fit, and the group's
+    Every rank must make the same calls on a group, failed ones included: calls are numbered, so that a retry takes no
+    message of the call before. Raises `ValueError` for arguments that do not fit, and the group's
     own error when a peer is lost. What only a comparison between ranks could find, such as different
     `seq_len`s, is not checked: it would cost a collective in every call.
     """
     ring_group = _resolve_group(group)
+    calls = _calls_of(ring_group)
+    call_index = calls.num_calls
+    calls.num_calls += 1  # before any check, so that a call that one rank refuses counts on all ranks
     check_tensors(q, k, v)
     check_options(causal, seq_len, scale)
     cp = ring_group.size()
@@ -336,10 +356,31 @@ def ring_attention(
         raise ValueError(f"seq_len={seq_len} is shorter than cp={cp}: every rank needs at least one token")
     if isinstance(layout, str):
         layout = make_layout(layout, seq_len, cp)
-    schedule = plan(Pattern(causal, tuple(int(start) for start in document_starts)), layout)
-    return RingAttention(schedule, ring_group.rank(), ring_group, backend=backend, deterministic=deterministic)(
-        q, k, v, scale=scale
-    )
+    pattern = Pattern(causal, tuple(int(start) for start in document_starts))
+    ring = RingAttention(
+        plan(pattern, layout), ring_group.rank(), ring_group, backend=backend, deterministic=deterministic,
+        plans=calls.plans.get((pattern, layout, backend, deterministic), DensePlans), first_call_index=call_index,
+    )  # fmt: skip
+    ring._abandoned = calls.abandoned
+    return ring(q, k, v, scale=scale)
+
+
+@dataclass(eq=False)
+class _GroupCalls:
+    """What the calls of `ring_attention` over one group share. Must not hold the group: it is the key."""
+
+    num_calls: int = 0
+    plans: LRUCache = field(default_factory=lambda: LRUCache(NUM_PLANS))
+    abandoned: list[torch.Tensor] = field(default_factory=list)  # the group may still write to them
+
+
+_CALLS: WeakKeyDictionary[Any, _GroupCalls] = WeakKeyDictionary()
+_CALLS_LOCK = Lock()
+
+
+def _calls_of(group: Any) -> _GroupCalls:
+    with _CALLS_LOCK:
+        return _CALLS.setdefault(group, _GroupCalls())
 
 
 def _resolve_group(group: Any) -> Any:

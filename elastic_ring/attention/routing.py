@@ -1,9 +1,9 @@
-"""Content's choice of blocks over the ranks of a ring: sums of keys go to whoever chooses, choices to everybody.
+"""Routing over the ranks of a ring: key sums go to the choosing ranks, and the choices to all ranks.
 
-Each block's choice is made once, by the rank that holds its first token, so that ranks cannot disagree. Sums and
-scores are made in fp64 and compared in fp32: how a sequence is cut among ranks changes their rounding, not the choice.
-The choice has no gradient; what was chosen has. What was chosen is a rule like any other (`content.Chosen`): planning,
-hops and kernels are the sparse ring's own.
+The rank that holds a block's first token chooses for the block, so that ranks cannot disagree. Sums and scores are
+computed in fp64 and compared in fp32, so the cut of a sequence among ranks affects their rounding but not the choice.
+The choice has no gradient; attention over the chosen blocks has. The result is a rule (`content.Chosen`): planning,
+hops and attention kernels of the sparse ring must not enter.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from elastic_ring.attention.content import ByDocument, Choices, Chosen, TopK, re
 from elastic_ring.attention.exchange import Group, HopLedger
 from elastic_ring.attention.layout import Layout, Range
 from elastic_ring.attention.routing_exchange import RoutingExchange
-from elastic_ring.attention.routing_plan import RoutingPlan, Told, plan_routing
+from elastic_ring.attention.routing_plan import RoutingPlan, SentBlocks, plan_routing
 from elastic_ring.attention.rules import Positions, Rule
 
 _STRIP_ELEMENTS = 1 << 24
-"""Scores that are ranked at once; each takes some 30 bytes meanwhile."""
+"""Number of scores ranked at a time; each takes about 30 bytes of temporaries."""
 
 _Turns = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 class Router:
-    """Chooses for the layers of one sequence. `documents` are its (start, stop) ranges.
+    """Chooses blocks for the layers of one sequence. `documents` are its (start, stop) ranges.
 
-    Two exchanges come before the hops of a call: sums of keys (and, where a block's mean speaks, of queries) to the
-    ranks that choose, and the choices to all. The choices are then read by the host, which plans: the one time in a
-    call that it waits for a device. After that read `check` is called, which raises once the group has been aborted:
-    on a device an abort ends an exchange and leaves nonsense in its buffers.
+    Two exchanges precede the hops of a call: sums of keys (and of queries, where a block's mean query routes) to the
+    choosing ranks, and the choices to all ranks. The host then reads the choices in order to plan, the only
+    device-to-host synchronization of a call. After this read `check` is called and must raise if the group was aborted:
+    on a GPU an abort ends the exchange with garbage in its buffers.
     """
 
     def __init__(
@@ -55,11 +55,12 @@ class Router:
         self._abandoned: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def __call__(
-        self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor, call_index: int
-    ) -> tuple[Rule, ...]:
-        """`rules`, one for each query head or one for all, with what content chose for q (1, S_local, H, D) and
-        k (1, S_local, Hkv, D): the same on every rank. Raises `ValueError` for more than one sequence."""
+    def __call__(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor, call_index: int) -> tuple[Rule, ...]:
+        """`rules` resolved for q (1, S_local, H, D) and k (1, S_local, Hkv, D), one for each query head; equal on all
+        ranks.
+
+        `rules` has one entry for each query head, or one for all. Raises: `ValueError` if B is not 1.
+        """
         check_tensors(q, k, k)
         check_local_length(q, self._layout, self._cp_rank)
         if q.size(0) != 1:
@@ -67,38 +68,38 @@ class Router:
         heads = rules if len(rules) > 1 else rules * q.size(2)
         parts = tuple(dict.fromkeys(top_k for rule in heads for top_k in top_ks_of(rule)))
         plans = {rule: plan_routing(self._layout, self._documents, rule) for rule in parts}
-        asked = [
-            _Asked(rule, plan, self._layout, self._documents, heads, self._cp_rank, q, k)
+        requests = [
+            _RoutingRequest(rule, plan, self._layout, self._documents, heads, self._cp_rank, q, k)
             for rule, plan in plans.items() if plan.any_chosen
         ]  # fmt: skip
         chosen = [{rule: plans[rule].few for rule in top_ks_of(own)} for own in heads]
-        for each, table in zip(asked, self._choose(asked, q, call_index) if asked else (), strict=True):
+        for each, table in zip(requests, self._choose(requests, q, call_index) if requests else (), strict=True):
             for head, own in zip(each.heads, table, strict=True):
                 chosen[head][each.rule] = own
         return tuple(self._rule(rule, of_head, plans) for rule, of_head in zip(heads, chosen, strict=True))
 
-    def _choose(self, asked: list[_Asked], q: torch.Tensor, call_index: int) -> list[Choices]:
-        """For each of `asked` the choices of all blocks, (its heads, blocks, width)."""
+    def _choose(self, requests: list[_RoutingRequest], q: torch.Tensor, call_index: int) -> list[Choices]:
+        """For each of `requests` the choices of all blocks, (its heads, blocks, width)."""
         ranks = range(self._layout.cp)
         exchange = RoutingExchange(
             self._cp_rank, self._layout.cp, self._group, call_index, self._ledger,
             coalesced=q.is_cuda if self._coalesced is None else self._coalesced,
         )  # fmt: skip
         try:
-            told = exchange.swap(
-                [torch.cat([each.given(peer) for each in asked]) for peer in ranks],
-                [sum(each.num_told(peer) for each in asked) for peer in ranks],
+            received = exchange.swap(
+                [torch.cat([each.outgoing(peer) for each in requests]) for peer in ranks],
+                [sum(each.num_incoming(peer) for each in requests) for peer in ranks],
             )
             mine, offset = [], [0] * len(ranks)
-            for each in asked:
-                ends = [begin + each.num_told(peer) for peer, begin in zip(ranks, offset, strict=True)]
+            for each in requests:
+                ends = [begin + each.num_incoming(peer) for peer, begin in zip(ranks, offset, strict=True)]
                 mine.append(each.choose([
-                    piece[begin:end] for piece, begin, end in zip(told, offset, ends, strict=True)
+                    piece[begin:end] for piece, begin, end in zip(received, offset, ends, strict=True)
                 ]))  # fmt: skip
                 offset = ends
             flat = torch.cat([choices.flatten() for choices in mine])
             all_choices = exchange.swap(
-                [flat for _ in ranks], [sum(each.num_choices(peer) for each in asked) for peer in ranks]
+                [flat for _ in ranks], [sum(each.num_choices(peer) for each in requests) for peer in ranks]
             )
         except BaseException:
             self._abandoned += exchange.abandon()
@@ -106,14 +107,14 @@ class Router:
         found = torch.cat(all_choices).cpu().numpy()
         if self._check is not None:
             self._check()
-        return self._tables(asked, found)
+        return self._tables(requests, found)
 
-    def _tables(self, asked: list[_Asked], found: Choices) -> list[Choices]:
-        """From the choices of all ranks, one rank's after another's."""
-        tables = [np.repeat(each.plan.few[None], len(each.heads), axis=0) for each in asked]
+    def _tables(self, requests: list[_RoutingRequest], found: Choices) -> list[Choices]:
+        """Choice tables from the concatenated choices of all ranks, in rank order."""
+        tables = [np.repeat(each.plan.few[None], len(each.heads), axis=0) for each in requests]
         begin = 0
         for peer in range(self._layout.cp):
-            for each, table in zip(asked, tables, strict=True):
+            for each, table in zip(requests, tables, strict=True):
                 rows, end = each.plan.rows[peer], begin + each.num_choices(peer)
                 table[:, rows] = found[begin:end].reshape(len(each.heads), len(rows), each.rule.width)
                 begin = end
@@ -134,8 +135,9 @@ class Router:
         return by_document[0] if len(by_document) == 1 else ByDocument(tuple(by_document))
 
 
-class _Asked:
-    """One `TopK` of a layer in one call on one rank: which heads follow it, what it tells and is told."""
+class _RoutingRequest:
+    """One `TopK` of a layer, in one call on one rank: the heads that follow it, and what the rank sends and
+    receives."""
 
     def __init__(
         self,
@@ -161,30 +163,31 @@ class _Asked:
         self._key_sums = chunk_sums(k_own, spans)
         self._query_sums = self._key_sums[:0] if rule.causal else chunk_sums(self._q, spans)
 
-    def given(self, peer: int) -> torch.Tensor:
-        """What this rank tells `peer`, flat: sums of keys, then of queries."""
+    def outgoing(self, peer: int) -> torch.Tensor:
+        """What this rank sends to `peer`, flat: sums of keys, then of queries."""
         keys = self._key_sums[self._at.keys_given[peer]]
         if self.rule.causal:
             return keys.flatten()
         return torch.cat([keys.flatten(), self._query_sums[self._at.queries_given[peer]].flatten()])
 
-    def num_told(self, peer: int) -> int:
-        """How many elements `peer` tells this rank."""
+    def num_incoming(self, peer: int) -> int:
+        """Number of elements that `peer` sends to this rank."""
         return self._num_key_elements(peer) + self._num_query_elements(peer)
 
     def num_choices(self, peer: int) -> int:
-        """How many elements `peer`'s choices are."""
+        """Number of elements of `peer`'s choices."""
         return len(self.heads) * len(self.plan.rows[peer]) * self.rule.width
 
-    def choose(self, told: list[torch.Tensor]) -> torch.Tensor:
-        """(heads, this rank's rows, width) int32: blocks of the row's document, ascending; from what ranks told."""
-        num_keys = [self._num_key_elements(peer) for peer in range(len(told))]
-        keys = torch.cat([piece[:num] for piece, num in zip(told, num_keys, strict=True)])
+    def choose(self, received: list[torch.Tensor]) -> torch.Tensor:
+        """(heads, this rank's rows, width) int32: the chosen blocks of the row's document, ascending, from what all
+        ranks sent."""
+        num_keys = [self._num_key_elements(peer) for peer in range(len(received))]
+        keys = torch.cat([piece[:num] for piece, num in zip(received, num_keys, strict=True)])
         keys = self._assembled(keys.view(-1, self._num_kv, self._head_dim), self._at.key_turns)
         if self.rule.causal:
             speaking = self._q[self._at.speakers].double()
         else:
-            queries = torch.cat([piece[num:] for piece, num in zip(told, num_keys, strict=True)])
+            queries = torch.cat([piece[num:] for piece, num in zip(received, num_keys, strict=True)])
             queries = queries.view(-1, len(self.heads), self._head_dim)
             speaking = self._assembled(queries, self._at.query_turns)[self._at.rows]
         keys = _of_heads(keys, self._kv_of)
@@ -192,10 +195,10 @@ class _Asked:
         return (best - self._at.begins[:, None]).int()
 
     def _assembled(self, entries: torch.Tensor, turns: _Turns) -> torch.Tensor:
-        """(blocks, heads, D): parts of a block that lies on several ranks are added in the order of positions."""
+        """(blocks, heads, D): the sums of whole blocks. Parts on several ranks are added in the order of positions."""
         total = entries.new_zeros(self.plan.num_blocks, *entries.shape[1:])
         for chosen, blocks in turns:
-            total[blocks] += entries[chosen]  # no block twice in a turn
+            total[blocks] += entries[chosen]  # within a turn each block occurs at most once
         return total
 
     def _num_key_elements(self, peer: int) -> int:
@@ -207,7 +210,7 @@ class _Asked:
 
 @dataclass(frozen=True, eq=False)
 class _DevicePlan:
-    """A rank's part of a `RoutingPlan` as indices on a device."""
+    """A rank's part of a `RoutingPlan`, as index tensors on a device."""
 
     keys_given: tuple[torch.Tensor, ...]
     queries_given: tuple[torch.Tensor, ...]
@@ -227,21 +230,21 @@ def _on_device(
     def index(positions: Positions) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(positions)).to(device)
 
-    def turns(told: Told) -> _Turns:
-        return tuple((index(entries), index(blocks)) for entries, blocks in told.turns)
+    def turns(received: SentBlocks) -> _Turns:
+        return tuple((index(entries), index(blocks)) for entries, blocks in received.turns)
 
     return _DevicePlan(
-        tuple(index(told.chunks[cp_rank]) for told in plan.keys),
-        tuple(index(told.chunks[cp_rank]) for told in plan.queries),
+        tuple(index(received.chunks[cp_rank]) for received in plan.keys),
+        tuple(index(received.chunks[cp_rank]) for received in plan.queries),
         turns(plan.keys[cp_rank]), turns(plan.queries[cp_rank]),
         index(plan.rows[cp_rank]), index(plan.begins[cp_rank]), index(plan.speakers[cp_rank]),
     )  # fmt: skip
 
 
 def chunk_sums(x: torch.Tensor, spans: Sequence[Range]) -> torch.Tensor:
-    """(len(spans), H, D) fp64: the sums of x (S, H, D) over spans that follow each other and are all of it.
+    """(len(spans), H, D) fp64: sums of x (S, H, D) over consecutive spans that cover it.
 
-    In fp64 sums of bf16 and of most fp32 are exact, so that their order does not matter.
+    In fp64 sums of bf16, and most sums of fp32, are exact, so their order does not matter.
     """
     lengths = {stop - start for start, stop in spans}
     if len(lengths) == 1:
@@ -253,10 +256,10 @@ def chunk_sums(x: torch.Tensor, spans: Sequence[Range]) -> torch.Tensor:
 def best_blocks(
     speaking: torch.Tensor, keys: torch.Tensor, begins: torch.Tensor, rows: torch.Tensor, width: int
 ) -> torch.Tensor:
-    """(H, R, width) int64, ascending: for row i the blocks of highest score of begins[i] to rows[i] - 1.
+    """(H, R, width) int64, ascending: for row i the highest-scoring blocks from begins[i] to rows[i] - 1.
 
-    `speaking` (R, H, D) and `keys` (N, H, D) are fp64, `begins` and `rows` (R,). Scores that are equal in fp32 go to
-    the earlier block. A row with fewer than `width` such blocks gets others beside them.
+    `speaking` (R, H, D), the routing queries, and `keys` (N, H, D) are fp64; `begins` and `rows` are (R,). Ties in fp32
+    go to the earlier block. Rows with fewer than `width` such blocks are filled up with other blocks.
     """
     num_blocks, num_heads = keys.size(0), keys.size(1)
     at = torch.arange(num_blocks, device=keys.device)
@@ -264,7 +267,7 @@ def best_blocks(
     strip = max(1, _STRIP_ELEMENTS // max(1, num_blocks * num_heads))
     found = [keys.new_empty(num_heads, 0, width, dtype=torch.int64)]
     for some, begin, row in zip(speaking.split(strip), begins.split(strip), rows.split(strip), strict=True):
-        # The order of fp32 numbers as that of integers, and no two alike: so the choice is nobody's but ours.
+        # Map fp32 scores to integers of the same order, made distinct by block number: ties do not depend on topk.
         bits = torch.matmul(some.transpose(0, 1), by_head).float().view(torch.int32).long()
         order = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits) * num_blocks - at
         past = (at >= begin[:, None]) & (at < row[:, None])
@@ -274,9 +277,10 @@ def best_blocks(
 
 
 def choose_blocks(mean_q: torch.Tensor, mean_k: torch.Tensor, rows: list[int], top_k: int) -> torch.Tensor:
-    """Bool (H, len(rows), n): for each of the query blocks `rows` its own block and the best `top_k` - 1 before it.
+    """Bool (H, len(rows), n): for each query block in `rows` its own block and the best `top_k` - 1 past blocks.
 
-    `mean_q` (n, H, D) speak for the blocks, `mean_k` (n, Hkv, D) are their keys' means. As rings choose, but here.
+    `mean_q` (n, H, D) are the blocks' routing queries, `mean_k` (n, Hkv, D) their mean keys. The same choice as
+    `Router`, on one process.
     """
     sharing, num_blocks = mean_q.size(1) // mean_k.size(1), mean_k.size(0)
     own = torch.tensor(rows, dtype=torch.int64, device=mean_q.device)
@@ -290,5 +294,5 @@ def choose_blocks(mean_q: torch.Tensor, mean_k: torch.Tensor, rows: list[int], t
 
 
 def _of_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
-    """x (n, H, D) of these heads, without an index that would have to be brought to the device."""
+    """x[:, heads] for x (n, H, D), without an index tensor that would have to be copied to the device."""
     return x if heads == tuple(range(x.size(1))) else torch.stack([x[:, head] for head in heads], dim=1)

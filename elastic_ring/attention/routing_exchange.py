@@ -1,8 +1,8 @@
-"""The two exchanges of a content's choice: every rank has something of its own for every other, all at once.
+"""The two exchanges of routing: every rank sends a message of its own to every other rank.
 
-Receives and sends are posted before anything is waited for, so no cycle of waits can form. On a GPU they are one
-coalesced operation and a wait is a wait of the stream, as in `packed_exchange`. Whatever `Work.wait()` raises passes
-through untouched. What is sent, and what it means, is `routing`'s.
+Receives and sends are posted before any wait, so waits cannot form a cycle. On a GPU they are one coalesced operation,
+and a wait blocks the stream, not the host, as in `packed_exchange`. Exceptions of `Work.wait()` are not wrapped. The
+content of messages must not enter: it is `routing`'s.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from elastic_ring.attention.exchange import Group, HopLedger, one_operation
 _NUM_TAGGED_CALLS = 1024
 _NUM_SWAPS = 2
 _FIRST_TAG = 1 << 30
-"""Above the tags of hops, whatever call they belong to."""
+"""Larger than all tags of hops, of any call."""
 
 
 @dataclass(eq=False)
-class _Message:
+class _RoutingMessage:
     hop: int
     buffer: torch.Tensor
     received: bool
@@ -30,7 +30,8 @@ class _Message:
 
 
 class RoutingExchange:
-    """Of one attention call. After an error `abandon` hands over the buffers that the group may still write to."""
+    """The exchanges of one attention call. After an error `abandon` returns the buffers that the group may still write
+    to."""
 
     def __init__(
         self, cp_rank: int, cp: int, group: Group | None, call_index: int, ledger: HopLedger, *, coalesced: bool
@@ -40,30 +41,30 @@ class RoutingExchange:
         self._ledger = ledger
         self._coalesced = coalesced
         self._num_swaps = 0
-        self._messages: list[_Message] = []
+        self._messages: list[_RoutingMessage] = []
 
     def swap(self, given: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        """By rank, what it has for this one: flat, `sizes` elements. `given` are what this one has for each.
+        """Send `given[rank]` to each rank and return what each rank sends, flat, `sizes[rank]` elements.
 
-        Both know all sizes, so nothing is sent where there is nothing to say. Blocks until all has arrived and left.
+        All ranks know all sizes, so empty messages are not sent. Blocks until everything is received and sent.
         """
         tag = self._first_tag + self._num_swaps
         self._num_swaps += 1
         own = given[self._cp_rank]
-        told = [own if rank == self._cp_rank else own.new_empty(size) for rank, size in enumerate(sizes)]
+        inbox = [own if rank == self._cp_rank else own.new_empty(size) for rank, size in enumerate(sizes)]
         hops = range(1, self._cp)
-        incoming = [_Message(hop, told[(self._cp_rank - hop) % self._cp], True) for hop in hops]
-        outgoing = [_Message(hop, given[(self._cp_rank + hop) % self._cp].contiguous(), False) for hop in hops]
+        incoming = [_RoutingMessage(hop, inbox[(self._cp_rank - hop) % self._cp], True) for hop in hops]
+        outgoing = [_RoutingMessage(hop, given[(self._cp_rank + hop) % self._cp].contiguous(), False) for hop in hops]
         self._messages = [message for message in (*incoming, *outgoing) if message.buffer.numel()]
         if self._messages:
             self._post(tag)
             for message in self._messages:
                 self._wait(message)
         self._messages = []
-        return told
+        return inbox
 
     def abandon(self) -> list[torch.Tensor]:
-        """Give up after an error: let go of the group and its works, return the buffers of those under way."""
+        """Drop the group and its works after an error. Returns the buffers still in flight."""
         buffers = [message.buffer for message in self._messages]
         for message in self._messages:
             message.work = None
@@ -80,7 +81,7 @@ class RoutingExchange:
                 self._send_and_receive(tag)
             for message in self._messages:
                 message.work = None
-            (self._messages[0].work,) = works  # one work ends them all
+            (self._messages[0].work,) = works  # the coalesced operation has a single work
         else:
             self._send_and_receive(tag)
 
@@ -93,7 +94,7 @@ class RoutingExchange:
                 message.work = self._group.send([message.buffer], (self._cp_rank + message.hop) % self._cp, tag)
                 self._ledger.routing_sent_bytes[message.hop] += message.buffer.nbytes
 
-    def _wait(self, message: _Message) -> None:
+    def _wait(self, message: _RoutingMessage) -> None:
         assert message.work is not None or self._coalesced, "this rank is not in the group"
         start = time.perf_counter()
         try:

@@ -1,7 +1,6 @@
-"""Who chooses for which block, and what it must be told for that: plain arrays from a layout, documents and a `TopK`.
+"""Which rank chooses for which block, and which sums it needs for that, from a layout, documents and a `TopK`.
 
-Blocks are numbered over all documents of a sequence, one document after another. numpy only; what is sent, and when,
-is in `routing`.
+Blocks are numbered consecutively over all documents of a sequence. numpy only: sending is in `routing`.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from elastic_ring.attention.sparse_schedule import chunks_of
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
-    """What every rank tells one: for each rank, which of its chunks. All of these, ranks in order, are entries.
+class SentBlocks:
+    """What one rank receives: for each source rank the indices of its chunks. Concatenated in rank order they are
+    *entries*.
 
-    `turns` put them together: (entries, blocks) in which no block comes twice, the parts of a block that lies on
-    several ranks in the order of their positions.
+    `turns` are (entries, blocks) to be added one turn after another; within a turn each block occurs at most once, and
+    the parts of a block on several ranks are in the order of their positions.
     """
 
     chunks: tuple[Positions, ...]
@@ -31,12 +31,12 @@ class Told:
 
 @dataclass(frozen=True, eq=False)
 class RoutingPlan:
-    """Of all ranks. `local[r]` are the (start, stop) of rank r's chunks in its slice.
+    """The plan of all ranks. `local[r]` are the (start, stop) of rank r's chunks in its slice.
 
-    Rank r chooses for the blocks `rows[r]`: those whose first token it holds, as its token `speakers[r]`, and which
-    have more past blocks than may be chosen. The past of row i are the blocks from `begins[r][i]` to before it.
-    `keys[r]` and `queries[r]` are what rank r is told; queries only where not the first one alone speaks.
-    `few` (blocks, width) are the choices of all other blocks, within their documents: all of their past.
+    Rank r chooses for the blocks `rows[r]`: those whose first token it holds, as local token `speakers[r]`, and which
+    have more past blocks than may be chosen. The past blocks of row i are `begins[r][i]` to `rows[r][i]` - 1. `keys[r]`
+    and `queries[r]` are what rank r receives; queries only if the mean query routes. `few` (blocks, width) are the
+    choices of all other blocks, relative to their documents: all of their past blocks.
     """
 
     num_blocks: int
@@ -45,8 +45,8 @@ class RoutingPlan:
     rows: tuple[Positions, ...]
     speakers: tuple[Positions, ...]
     begins: tuple[Positions, ...]
-    keys: tuple[Told, ...]
-    queries: tuple[Told, ...]
+    keys: tuple[SentBlocks, ...]
+    queries: tuple[SentBlocks, ...]
     few: Choices
 
     @property
@@ -56,7 +56,7 @@ class RoutingPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Chunks:
-    """A rank's chunks as arrays: the block's number, its first block's, where it starts, and where it lies here."""
+    """A rank's chunks as arrays: block number, number of the document's first block, start position, local range."""
 
     number: Positions
     begin: Positions
@@ -66,7 +66,7 @@ class _Chunks:
 
 @lru_cache(maxsize=32)
 def plan_routing(layout: Layout, documents: tuple[Range, ...], rule: TopK) -> RoutingPlan:
-    """Pure, so cached."""
+    """The routing plan of all ranks. Pure, hence cached."""
     unit, width = rule.unit_tokens, rule.width
     counts = [-(-(stop - start) // unit) for start, stop in documents]
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -77,15 +77,15 @@ def plan_routing(layout: Layout, documents: tuple[Range, ...], rule: TopK) -> Ro
     ]
     rows = tuple(own.number[chosen] for own, chosen in zip(held, chooses, strict=True))
     begins = tuple(own.begin[chosen] for own, chosen in zip(held, chooses, strict=True))
-    nobody = np.zeros(int(first[-1]), dtype=bool)
+    no_blocks = np.zeros(int(first[-1]), dtype=bool)
     keys, queries = [], []
     for own_rows, own_begins in zip(rows, begins, strict=True):
-        past, spoken = nobody.copy(), nobody.copy()
+        past, query_blocks = no_blocks.copy(), no_blocks.copy()
         for begin, row in dict(zip(own_begins.tolist(), own_rows.tolist(), strict=True)).items():
-            past[begin:row] = True  # of a document's rows the last has the longest past
-        spoken[own_rows] = not rule.causal
-        keys.append(_told(held, past))
-        queries.append(_told(held, spoken))
+            past[begin:row] = True  # the last row of a document has the longest past
+        query_blocks[own_rows] = not rule.causal
+        keys.append(_sent_blocks(held, past))
+        queries.append(_sent_blocks(held, query_blocks))
     return RoutingPlan(
         num_blocks=int(first[-1]), first_block=tuple(first[:-1].tolist()),
         local=tuple(tuple(map(tuple, own.local.tolist())) for own in held), rows=rows,
@@ -105,8 +105,8 @@ def _chunks(layout: Layout, cp_rank: int, documents: tuple[Range, ...], unit: in
     )  # fmt: skip
 
 
-def _told(held: list[_Chunks], wanted: np.ndarray) -> Told:
-    """The chunks of the blocks `wanted`, and how they are put together."""
+def _sent_blocks(held: list[_Chunks], wanted: np.ndarray) -> SentBlocks:
+    """The chunks of the blocks `wanted`, and the turns in which they are added."""
     chunks = tuple(np.flatnonzero(wanted[own.number]) for own in held)
     number = np.concatenate([own.number[chosen] for own, chosen in zip(held, chunks, strict=True)])
     position = np.concatenate([own.position[chosen] for own, chosen in zip(held, chunks, strict=True)])
@@ -116,7 +116,7 @@ def _told(held: list[_Chunks], wanted: np.ndarray) -> Told:
     begun = np.flatnonzero(starts)
     part = np.arange(len(blocks)) - np.repeat(begun, np.diff(np.concatenate([begun, [len(blocks)]])))
     turns = [(order[part == turn], blocks[part == turn]) for turn in range(int(part.max(initial=-1)) + 1)]
-    return Told(chunks, tuple(turns))
+    return SentBlocks(chunks, tuple(turns))
 
 
 def _few(counts: list[int], width: int) -> Choices:

@@ -1,8 +1,8 @@
-"""Which key a query of one head may see, as a rule over positions inside one document. Always causal on top.
+"""Sparsity rules: which keys a query of one head may see, by position inside one document, besides causality.
 
-A rule is a frozen dataclass: hashable, printable, the same on every rank, mesh and block size. It knows
-nothing of heads, layouts or kernels; `sparse.SparsePattern` gives each head its rule, `blocks` turns a rule
-into lists of blocks. numpy only.
+A rule is a frozen dataclass: hashable, printable, independent of rank, mesh and block size. No heads, layouts or
+kernels in this file: `sparse.SparsePattern` assigns rules to heads, `blocks` turns a rule into block lists. numpy
+only.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ Mask = NDArray[np.bool_]
 Kinds = NDArray[np.uint8]
 
 NONE, PART, FULL = 0, 1, 2
-"""What a rule says of a pair of blocks: no pair of tokens, some (or cheap to say: not surely all), or all."""
+"""How much of a block pair a rule keeps: no token pair, some (or not known to be all), or all."""
 
 _STRIP_ELEMENTS = 1 << 22
 
 
 class Rule:
-    """The base of all rules. A subclass gives `sees`; `unit`, in tokens, when it only looks at position // unit.
+    """The base class of rules. A subclass must define `sees`, and `unit` (tokens) if it depends on position // unit.
 
-    Positions count from the start of the document, so a packed document is seen as if it were alone. The other
-    properties and `of_document` are for rules with a part that content chooses, which are in `content`. A rule that has
-    a `short_name` is told as `spec.parse_pattern` reads it.
+    Positions count from the start of the document. `awaits_content`, `for_one_call`, `sure`, `num_chosen` and
+    `of_document` are for content-chosen rules (see `content`). A rule with a `short_name` prints in the form that
+    `parse.parse_pattern` reads.
     """
 
     short_name: ClassVar[str] = ""
 
     def __str__(self) -> str:
-        if "short_name" not in vars(type(self)):  # a subclass of one that has a name is another rule
+        if "short_name" not in vars(type(self)):  # an inherited name belongs to another rule
             return repr(self)
-        told = []
+        arguments = []
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if field.default is MISSING:
-                told.append(str(value))
+                arguments.append(str(value))
             elif value != field.default:
-                told.append(f"{field.name.removesuffix('_tokens')}={int(value)}")
-        return f"{self.short_name}:{','.join(told)}" if told else self.short_name
+                arguments.append(f"{field.name.removesuffix('_tokens')}={int(value)}")
+        return f"{self.short_name}:{','.join(arguments)}" if arguments else self.short_name
 
     @property
     def unit(self) -> int:
@@ -53,35 +53,38 @@ class Rule:
 
     @property
     def awaits_content(self) -> bool:
-        """Whether some part of it is chosen by queries and keys that are not known yet."""
+        """Whether part of the rule depends on queries and keys that are not known yet."""
         return False
 
     @property
     def for_one_call(self) -> bool:
-        """Whether it holds what content chose in one attention call: what is planned for it is not remembered."""
+        """Whether the rule holds the choices of one attention call, so that its plans must not be cached."""
         return False
 
     @property
     def sure(self) -> Rule:
-        """What it keeps whatever content chooses."""
+        """The part of the rule that does not depend on content."""
         return self
 
     def num_chosen(self, positions: Positions) -> Positions:
-        """(n,): how many keys besides `sure` content chooses for the queries at `positions`, at most."""
+        """(n,): upper bound on the keys that content chooses, besides `sure`, for queries at `positions` (n,)."""
         return np.zeros_like(positions)
 
     def of_document(self, number: int) -> Rule:
-        """The rule of the packed document with this number; content chooses for each one apart."""
+        """The rule of packed document `number`; content-chosen rules differ per document."""
         return self
 
     def sees(self, q: Positions, k: Positions) -> Mask:
-        """For positions that broadcast, e.g. q (n, 1) and k (1, m): may q see k? Later keys are cut off elsewhere."""
+        """Whether q may see k, elementwise for positions that broadcast, e.g. q (n, 1) and k (1, m).
+
+        The result need not be causal: callers drop later keys.
+        """
         raise NotImplementedError
 
     def kinds(self, num_blocks: int, block: int) -> Kinds:
-        """(num_blocks, num_blocks) of NONE, PART, FULL, queries first. Only entries with key <= query count.
+        """(num_blocks, num_blocks) of NONE, PART, FULL, queries first, for blocks of `block` tokens.
 
-        On the diagonal FULL means all that causality leaves.
+        Only entries with key <= query are valid. On the diagonal FULL means all causal pairs.
         """
         per_block = block // math.gcd(self.unit, block)
         kinds = np.zeros((num_blocks, num_blocks), dtype=np.uint8)
@@ -92,7 +95,7 @@ class Rule:
         return kinds
 
     def row_kinds(self, rows: Positions, num_blocks: int, block: int) -> Kinds:
-        """(len(rows), num_blocks): as `kinds`, of the query blocks `rows`."""
+        """(len(rows), num_blocks): the rows `rows` of `kinds`."""
         cell = math.gcd(self.unit, block)
         per_block = block // cell
         keys = (np.arange(num_blocks * per_block, dtype=np.int64) * cell)[None, :]
@@ -158,7 +161,7 @@ class Window(Rule):
 class Sinks(Rule):
     """The first `tokens` keys of the document (attention sinks, Xiao et al. 2023, arXiv:2309.17453).
 
-    Earlier queries see what causality leaves of them. Join it with a window: `Sinks(4) | Window(1024)`.
+    Usually joined with a window: `Sinks(4) | Window(1024)`.
 
     ::
 
@@ -187,7 +190,7 @@ class Sinks(Rule):
 @dataclass(frozen=True)
 class Strided(Rule):
     """Every `every`-th unit counted back from the query's own, and the last `local` units (Sparse Transformer,
-    Child et al. 2019, arXiv:1904.10509). `unit_tokens` 1 is the paper's, 128 strides whole blocks.
+    Child et al. 2019, arXiv:1904.10509). The paper uses `unit_tokens` 1; 128 strides whole blocks.
 
     ::
 
@@ -220,7 +223,7 @@ class Strided(Rule):
 
 @dataclass(frozen=True)
 class Union(Rule):
-    """What any of its rules lets through, in one softmax: a key that two rules keep still counts once."""
+    """The pairs that any of `rules` keeps, in one softmax; a key kept by several rules counts once."""
 
     rules: tuple[Rule, ...]
 
@@ -258,12 +261,12 @@ class Union(Rule):
 
 
 def by_extremes(some: Any, every: Any) -> Kinds:
-    """Kinds from "the most favourable pair of the two blocks is seen" and "the least favourable is"."""
+    """Kinds from `some`, whether any token pair of the blocks is kept, and `every`, whether all are."""
     return np.asarray(some, dtype=np.uint8) + np.asarray(every, dtype=np.uint8)
 
 
 def by_distance(kinds: NDArray[Any]) -> NDArray[Any]:
-    """(2 n - 1,), of the distances query minus key from 1 - n to n - 1, to (n, n), queries first."""
+    """Toeplitz (n, n), queries first, from (2 n - 1,) values for the distances query - key from 1 - n to n - 1."""
     num_blocks = (len(kinds) + 1) // 2
     return np.lib.stride_tricks.sliding_window_view(kinds[::-1], num_blocks)[::-1].copy()
 

@@ -4,9 +4,8 @@ Plain, hashable Python; no tensor, process group or clock may enter. Two segment
 the same one or wholly ordered, so once they are cut at document boundaries every pair of pieces is seen
 fully, seen not at all, or is the diagonal: tiles are exact and no mask tensor is ever built.
 
-The hops are a shift permutation: in hop t rank r reads straight from rank (r - t) mod cp, instead of
-forwarding round the ring, so leaving out what no query needs is exact.
-Sparse patterns will enter here: as more tiles per hop (and tile lists), with the same ranges and bytes.
+The hops are a shift permutation: in hop t rank r receives directly from rank (r - t) mod cp, instead of forwarding
+round the ring, so keys that no query needs can be skipped. `sparse_schedule` does the same for sparse patterns.
 """
 
 from __future__ import annotations

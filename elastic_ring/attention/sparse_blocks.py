@@ -1,10 +1,9 @@
-"""From a sparse schedule to what one rank of a ring of GPUs runs and sends, in whole blocks of 128 tokens.
+"""From a sparse schedule to what one GPU rank computes and sends, in whole blocks of 128 tokens.
 
-A rank computes on its own keys, and then stage by stage on those that it fetched, which lie packed side by side; small
-fetches are one stage. Inside, heads are in the order of the schedule's head groups, those of equally many heads one
-after another, so that each group's heads are neighbours and so are groups that can run together. *Rows* are the vectors
-of single (token, K/V head) pairs: what is sent are rows, whatever group they belong to. numpy only; tensors are
-`device_blocks`'s. Nothing that waits or sends may enter.
+A rank computes on its own keys first, then stage by stage on fetched keys, which are packed contiguously; small fetches
+form a single stage. Internally, heads are ordered by head group, and groups with equal numbers of heads are adjacent so
+that one kernel call can serve them. A *row* is the vector of one (token, K/V head) pair; messages are ranges of rows of
+any group. numpy only: `device_blocks` makes the tensors. Waiting and sending must not enter.
 """
 
 from __future__ import annotations
@@ -27,19 +26,20 @@ from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_schedule import HeadGroup, SparseSchedule
 
 WORTH_COPYING = 0.75
-"""Queries are gathered for the fetched keys only where at most so many of a rank's blocks see any of them."""
+"""Queries are gathered for a call on fetched keys only if at most this share of a rank's blocks sees any of the keys.
+"""
 
 NUM_TURNS = 3
-"""Of so many stages partials may be on their way at once, out of as many buffers and into as many parts of the inbox:
-what came back for the last so many is added in one pass over memory, once the rank has nothing else to do."""
+"""Number of stages whose dK and dV may be in flight at once; the number of send buffers and of inbox slots. The results
+of the last NUM_TURNS stages are added in one pass over memory at the end."""
 
 KEPT_SHARE = 0.25
-"""Fetched keys wait for the backward pass where they are at most so much of the own ones, which wait there anyway."""
+"""Fetched keys are kept for backward if they are at most this share of a rank's own keys, which are kept anyway."""
 
 
 @dataclass(frozen=True)
-class Message:
-    """Rows [start, stop) of a packed buffer that go to `peer`, or come from it, in `hop`."""
+class StageMessage:
+    """Rows [start, stop) of a packed buffer that are sent to `peer`, or received from it, in `hop`."""
 
     hop: int
     peer: int
@@ -49,7 +49,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Region:
-    """One head group: its K/V heads and query heads as ranges of the inner order, and how many tokens it fetches."""
+    """One head group: its K/V heads and query heads as ranges of the internal order, and the number of tokens it
+    fetches."""
 
     kv_heads: Range
     heads: Range
@@ -62,27 +63,27 @@ class Region:
 
 @dataclass(frozen=True)
 class BlockStage:
-    """The keys of one or more hops, which lie packed side by side and meet the queries together.
+    """The keys of one or more hops, packed contiguously and computed on together.
 
-    `fetched` are the messages that fill a buffer of `num_fetched_rows` rows, for each size of head groups hop by hop,
-    so that the keys of all groups of that size lie together and a hop's are one message; `served` those of a buffer of
-    `num_served_rows`, hop by hop.
+    `fetched` are the messages that fill a buffer of `num_fetched_rows` rows, ordered by size of head group and then by
+    hop: the keys of all groups of one size are adjacent, and each hop sends them as one message. `served` are the
+    messages of a buffer of `num_served_rows` rows, ordered by hop.
     """
 
     hops: tuple[int, ...]
     regions: tuple[Region, ...]
-    fetched: tuple[Message, ...]
-    served: tuple[Message, ...]
+    fetched: tuple[StageMessage, ...]
+    served: tuple[StageMessage, ...]
     num_fetched_rows: int
     num_served_rows: int
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Of one rank. `head_order` and `kv_head_order` are the heads in the inner order.
+    """The plan of one rank. `head_order` and `kv_head_order` are the heads in the internal order.
 
-    `num_row_visits` is in how many rounds of kernels, its own keys' included, the most visited query takes part.
-    `small` says that what any rank fetches is at most `KEPT_SHARE` of what any rank holds, and one stage.
+    `num_row_visits` is the largest number of kernel rounds, own keys included, in which any query takes part. `small`
+    says that all fetches form one stage and that what any rank fetches is at most `KEPT_SHARE` of what any rank holds.
     """
 
     head_order: tuple[int, ...]
@@ -98,11 +99,12 @@ class BlockPlan:
 
     @property
     def num_added_apart(self) -> int:
-        """Of how many stages, from the first on, what came back is added before the end: another's takes its place."""
+        """Number of leading stages whose returned dK and dV are added before the end, because a later stage reuses
+        their slot."""
         return max(0, len(self.stages) - NUM_TURNS)
 
     def inbox_rows(self, index: int) -> Range:
-        """Where in the inbox what comes back of stage `index` lies."""
+        """The rows of the inbox that receive the dK and dV of stage `index`."""
         start = sum(self._inbox_sizes[: index % NUM_TURNS])
         return start, start + self.stages[index].num_served_rows
 
@@ -115,13 +117,15 @@ class BlockPlan:
         return [self.most_rows(lambda stage: stage.num_served_rows, turn, NUM_TURNS) for turn in range(NUM_TURNS)]
 
     def most_rows(self, which: Callable[[BlockStage], int], slot: int = 0, num_slots: int = 1) -> int:
-        """Of the stages that take turns in one of so many buffers, the most rows."""
+        """The largest number of rows among the stages that use buffer `slot` of `num_slots` in rotation."""
         return max((which(stage) for stage in self.stages[slot::num_slots]), default=0)
 
     def buffer_bytes(self, row_bytes: int, partial_row_bytes: int, *, kept: bool = False) -> int:
-        """What a forward and a backward pass hold in shared buffers: two of keys, three of partials and an inbox of
-        three parts, which stages take in turn, and one of what is served. A row is the K and V, or dK and dV, of all
-        sequences; kept keys need no buffer here."""
+        """Bytes of shared buffers for a forward and a backward pass.
+
+        Buffers: 2 for K/V, `NUM_TURNS` for dK/dV, `NUM_TURNS` inbox slots, 1 for sends; stages use them in rotation. A
+        row holds K and V, or dK and dV, of all sequences of the batch. Kept keys need no buffer here.
+        """
         num_keys, num_partials = (
             sum(self.most_rows(lambda stage: stage.num_fetched_rows, turn, num_turns) for turn in range(num_turns))
             for num_turns in (0 if kept else 2, NUM_TURNS)
@@ -132,10 +136,13 @@ class BlockPlan:
 
 @dataclass(frozen=True, eq=False)
 class StageTables:
-    """`readers` are for each group the own blocks whose queries see any key of the stage, and `kept` says which of
-    these keys each of them sees; `keys` are the places of these keys' blocks among those of all groups of as many
-    heads, in the order of `kept`. `served_rows` are the own rows (token * K/V heads + inner K/V head) that are served;
-    `places[i]` says for each own row where the i-th of the hops that read from this rank has it among these, or -1."""
+    """The index arrays of one stage on one rank.
+
+    `readers`: for each group the own blocks whose queries see any key of the stage. `kept`: which of these keys each of
+    them sees. `keys`: the positions of these keys' blocks among those of all groups of the same size, in the order of
+    `kept`. `served_rows`: the own rows (token * K/V heads + internal K/V head) that are sent. `places[i]`: for each own
+    row its index among the rows that the i-th hop reading from this rank returns, or -1.
+    """
 
     kept: tuple[Mask, ...]
     keys: tuple[Positions, ...]
@@ -146,7 +153,7 @@ class StageTables:
 
 @dataclass(frozen=True, eq=False)
 class HostTables:
-    """What a plan's tables are made of, and nobody needs afterwards: masks by pair of blocks."""
+    """Inputs of a plan's device tables, not needed afterwards: masks over pairs of blocks."""
 
     own: Mask
     own_earlier: Mask
@@ -154,7 +161,7 @@ class HostTables:
 
 
 def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
-    """Raises `ValueError` for what the block-sparse kernels cannot run on a ring, by name and with a way out."""
+    """Raises: `ValueError` for patterns and layouts that block-sparse kernels cannot run on a ring, with a way out."""
     check_documents(pattern.document_starts)
     for rule in dict.fromkeys(pattern.heads):
         for number, (start, stop) in enumerate(pattern.documents(layout.seq_len)):
@@ -170,8 +177,8 @@ def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
 
 
 def group_hops(schedule: SparseSchedule, limit_rows: int) -> tuple[tuple[int, ...], ...]:
-    """The hops of each stage, the same on every rank: as many in a row as bring no rank more than `limit_rows` rows
-    and have none serve more; at least one."""
+    """The hops of each stage, the same on every rank: as many consecutive hops as keep both the rows fetched and the
+    rows served by any rank within `limit_rows`; at least one."""
     cp = schedule.cp
     of_hops = [[schedule.num_head_tokens(rank, hop) for rank in range(cp)] for hop in range(cp)]
     groups: list[tuple[int, ...]] = []
@@ -189,11 +196,9 @@ def group_hops(schedule: SparseSchedule, limit_rows: int) -> tuple[tuple[int, ..
     return tuple(groups)
 
 
-def plan_blocks(
-    schedule: SparseSchedule, cp_rank: int, limit_rows: int | None = None
-) -> tuple[BlockPlan, HostTables]:
-    """What a rank runs and sends in stages of at most `limit_rows` rows (None: one stage), and what its tables are
-    made of. Pure. Raises `ValueError` as `check_blocks` does."""
+def plan_blocks(schedule: SparseSchedule, cp_rank: int, limit_rows: int | None = None) -> tuple[BlockPlan, HostTables]:
+    """The plan of a rank in stages of at most `limit_rows` rows (None: one stage), and the inputs of its tables. Pure.
+    Raises: `ValueError` as `check_blocks` does."""
     check_blocks(schedule.pattern, schedule.layout)
     kv_order = [head for alike in _by_size(schedule) for _, group in alike for head in group.kv_heads]
     sharing = schedule.num_heads // schedule.num_kv_heads
@@ -225,7 +230,7 @@ _Numbered = tuple[int, HeadGroup]
 
 
 def _by_size(schedule: SparseSchedule) -> list[list[_Numbered]]:
-    """The head groups in the inner order, those of equally many heads together."""
+    """The head groups in the internal order, as lists of groups with equal numbers of heads."""
     ordered = sorted(enumerate(schedule.groups), key=_size)
     return [list(alike) for _, alike in groupby(ordered, _size)]
 
@@ -249,8 +254,8 @@ def _stage(
     return stage, StageTables(kept, keys, readers, served_rows, places)
 
 
-def _joined(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """One message where all are of one hop: its groups lie one after another on both sides."""
+def _joined(messages: tuple[StageMessage, ...]) -> tuple[StageMessage, ...]:
+    """The messages of one hop as one message: its groups are contiguous on both sides."""
     return (replace(messages[0], stop=messages[-1].stop),) if messages else ()
 
 
@@ -284,12 +289,12 @@ def _blocks_of(layout: Layout, cp_rank: int) -> Positions:
 
 def _packed(
     schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...]
-) -> tuple[list[Positions], tuple[Positions, ...], tuple[Message, ...]]:
-    """For each group in the inner order the blocks that are fetched for it, and where they lie among those of its size;
-    and what brings them."""
+) -> tuple[list[Positions], tuple[Positions, ...], tuple[StageMessage, ...]]:
+    """For each group in the internal order the fetched blocks and their positions among those of its size; and the
+    messages that bring them."""
     fetched: list[Positions] = []
     places: list[Positions] = []
-    messages: list[Message] = []
+    messages: list[StageMessage] = []
     row = 0
     for alike in _by_size(schedule):
         blocks: list[list[Positions]] = [[] for _ in alike]
@@ -305,7 +310,7 @@ def _packed(
                     num_blocks += len(blocks[index][-1])
             row = begun + num_blocks * BLOCK_TOKENS * _size(alike[0])
             if row > first:
-                messages.append(Message(hop, own.source, first, row))
+                messages.append(StageMessage(hop, own.source, first, row))
         fetched += map(_joined_blocks, blocks)
         places += map(_joined_blocks, at)
     return fetched, tuple(places), tuple(messages)
@@ -318,7 +323,7 @@ def _joined_blocks(parts: list[Positions]) -> Positions:
 def _regions(
     schedule: SparseSchedule, own_blocks: Positions, fetched: list[Positions]
 ) -> tuple[tuple[Region, ...], tuple[Mask, ...], tuple[Positions, ...]]:
-    """For each group in the inner order which of the blocks `fetched` for it its queries keep, and whose."""
+    """For each group in the internal order its region, and which of the blocks in `fetched` which own blocks keep."""
     regions: list[Region] = []
     kept: list[Mask] = []
     readers: list[Positions] = []
@@ -329,7 +334,7 @@ def _regions(
     for group, keys in zip(groups, fetched, strict=True):
         num_heads = len(group.kv_heads)
         seen = kept_between(group.rules * num_heads, documents, own_blocks, keys)
-        # Where content chooses, their number would be another in every call, and some kernels compile for each.
+        # Routed patterns keep all rows: their number would change from call to call, and some kernels compile for each.
         seeing = np.asarray(seen.any(axis=(0, 2))) | (schedule.for_one_call and bool(keys.size))
         readers.append(_worth_taking(seeing))
         kept.append(seen[:, readers[-1]])
@@ -341,7 +346,7 @@ def _regions(
 
 
 def _worth_taking(seeing: Mask) -> Positions:
-    """The blocks that see something; all of them where leaving the others out would cost copies for little."""
+    """The blocks that see any key; all blocks if gathering would save too little."""
     found = np.flatnonzero(seeing)
     scattered = len(found) > 0 and found[-1] - found[0] + 1 != len(found)
     return np.arange(len(seeing)) if scattered and len(found) > WORTH_COPYING * len(seeing) else found
@@ -349,9 +354,9 @@ def _worth_taking(seeing: Mask) -> Positions:
 
 def _served(
     schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...], num_kv_heads: int
-) -> tuple[tuple[Message, ...], np.ndarray]:
-    """What others fetch from this rank, as messages and as the own rows that make them up."""
-    messages: list[Message] = []
+) -> tuple[tuple[StageMessage, ...], np.ndarray]:
+    """What other ranks fetch from this one: the messages, and the own rows that fill them."""
+    messages: list[StageMessage] = []
     rows: list[np.ndarray] = []
     at = 0
     for hop in hops:
@@ -366,12 +371,12 @@ def _served(
                     rows.append((np.concatenate(tokens)[:, None] * num_kv_heads + heads[None, :]).ravel())
                     at += len(rows[-1])
             if at > begun:
-                messages.append(Message(hop, schedule.reader(cp_rank, hop), begun, at))
+                messages.append(StageMessage(hop, schedule.reader(cp_rank, hop), begun, at))
     return tuple(messages), np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)
 
 
-def _places(served: tuple[Message, ...], served_rows: np.ndarray, num_own_rows: int) -> np.ndarray:
-    """(hops that read, own rows) int32. No hop reads a row twice: groups share no K/V head."""
+def _places(served: tuple[StageMessage, ...], served_rows: np.ndarray, num_own_rows: int) -> np.ndarray:
+    """(hops that read, own rows) int32. Groups share no K/V head, so no hop reads a row twice."""
     hops = sorted({message.hop for message in served})
     places = np.full((len(hops), num_own_rows), -1, dtype=np.int32)
     for message in served:

@@ -1,8 +1,8 @@
-"""Moving the keys of a sparse schedule: in each hop one message of the ranges that each head group needs.
+"""The exchange of a sparse schedule on CPUs: one message per hop, with the key ranges that each head group needs.
 
-Like `exchange`, but head groups may need different tokens. One `SparseExchange` serves one pass of one
-attention call. `ahead` is how many hops are posted before their kernels run: 1 is hop by hop, cp - 1 posts
-everything at once, which is what a packed all-to-all-v does. No kernel and no merging may enter.
+Like `exchange`, but head groups may need different tokens. One `SparseExchange` serves one pass of one attention call.
+`ahead` is the number of hops posted before their kernels run: 1 is hop by hop; cp - 1 posts everything at once, like a
+packed all-to-all-v. Kernels and merging must not enter.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ _KEYS, _PARTIALS = 0, 1
 
 
 @dataclass(eq=False)
-class _Message:
+class _TileMessage:
     hop: int
     buffer: torch.Tensor
     work: PendingWork | None
 
 
 class SparseExchange:
-    """A message is flat: for each head group K then V (or dK then dV), each (B, n, heads of the group, D).
+    """Sends and receives flat messages: for each head group K then V (or dK then dV), each (B, n, heads of the group,
+    D).
 
-    `views` cuts a message into those. No cycle of waits can form: a rank that posts a hop waits only for
-    sends of hops whose receivers have posted them before they wait for anything later.
+    `views` splits a message into these tensors. Waits cannot form a cycle: a rank that posts a hop waits only for sends
+    of hops that their receivers post before they wait for anything later.
     """
 
     def __init__(
@@ -54,43 +55,43 @@ class SparseExchange:
         self._ledger = ledger
         self._ahead = ahead
         self._posted = 0
-        self._sends: list[_Message] = []
-        self._keys: dict[int, _Message] = {}
-        self._partials: dict[int, _Message] = {}
+        self._sends: list[_TileMessage] = []
+        self._keys: dict[int, _TileMessage] = {}
+        self._partials: dict[int, _TileMessage] = {}
 
     def post_keys(self, hop: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Start what hops up to `hop + ahead` receive and send; k, v (B, S_local, Hkv, D)."""
+        """Post the receives and sends of all hops up to `hop + ahead`; k, v (B, S_local, Hkv, D)."""
         self._settle_sends(before=hop)
         while self._posted < min(hop + self._ahead, self._schedule.cp - 1):
             self._posted += 1
             self._post(self._posted, k, v)
 
     def take_keys(self, hop: int) -> torch.Tensor | None:
-        """The message of `hop`, or None when it needs no keys. Blocks until it has arrived."""
+        """Wait for the keys of `hop` and return them; None if the hop needs no keys."""
         return self._take(self._keys, hop)
 
     def expect_partials(self, hop: int, k: torch.Tensor) -> None:
-        """Start receiving the dK and dV that `hop`'s reader computes for this rank's keys."""
+        """Post the receive of the dK and dV that the reader of `hop` computes for this rank's keys."""
         buffer = self.empty(self._schedule.requested(self._cp_rank, hop), k, accumulate_dtype(k.dtype))
         if buffer.numel():
             self._partials[hop] = self._receive(hop, _PARTIALS, self._schedule.reader(self._cp_rank, hop), buffer)
 
     def send_partials(self, hop: int, partials: torch.Tensor) -> None:
-        """Return the dK and dV of `hop` to the owner of its keys."""
+        """Send the dK and dV of `hop` to the rank that owns the keys."""
         self._send(hop, _PARTIALS, self._schedule.hops[self._cp_rank][hop].source, partials)
 
     def take_partials(self, hop: int) -> torch.Tensor | None:
-        """The dK and dV for `schedule.requested(cp_rank, hop)`, or None when nobody read them."""
+        """Wait for the dK and dV of `schedule.requested(cp_rank, hop)`; None if no rank reads these keys."""
         return self._take(self._partials, hop)
 
     def finish(self) -> None:
-        """Wait until the last buffer has left; the pass is over."""
+        """Wait until all sends are complete. Ends the pass."""
         self._settle_sends(before=self._schedule.cp)
         assert not self._keys, sorted(self._keys)
         assert not self._partials, sorted(self._partials)
 
     def abandon(self) -> list[torch.Tensor]:
-        """Give up after an error: let go of the group and its works, return the buffers of those under way."""
+        """Drop the group and its works after an error. Returns the buffers still in flight."""
         messages = [*self._sends, *self._keys.values(), *self._partials.values()]
         for message in messages:
             message.work = None
@@ -98,7 +99,7 @@ class SparseExchange:
         return [message.buffer for message in messages]
 
     def empty(self, ranges: tuple[tuple[Range, ...], ...], k: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A message for the token ranges of each head group, not filled."""
+        """An uninitialized message for the token ranges of each head group."""
         total = sum(
             num_tokens(own) * len(group.kv_heads) for own, group in zip(ranges, self._schedule.groups, strict=True)
         )
@@ -107,7 +108,7 @@ class SparseExchange:
     def views(
         self, message: torch.Tensor, ranges: tuple[tuple[Range, ...], ...], k: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each head group its K and V (or dK and dV) inside `message`, (B, n, heads of the group, D) each."""
+        """For each head group views of its K and V (or dK and dV) in `message`, each (B, n, heads of the group, D)."""
         cut: list[tuple[torch.Tensor, torch.Tensor]] = []
         offset = 0
         for own, group in zip(ranges, self._schedule.groups, strict=True):
@@ -142,15 +143,15 @@ class SparseExchange:
         work = self._group.send([buffer], peer, self._tag(hop, kind))
         self._ledger.sent_bytes[self._direction, hop] += buffer.nbytes
         assert work is not None, "this rank is not in the group"
-        self._sends.append(_Message(hop, buffer, work))
+        self._sends.append(_TileMessage(hop, buffer, work))
 
-    def _receive(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> _Message:
+    def _receive(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> _TileMessage:
         assert self._group is not None
         work = self._group.recv([buffer], peer, self._tag(hop, kind))
         assert work is not None, "this rank is not in the group"
-        return _Message(hop, buffer, work)
+        return _TileMessage(hop, buffer, work)
 
-    def _take(self, messages: dict[int, _Message], hop: int) -> torch.Tensor | None:
+    def _take(self, messages: dict[int, _TileMessage], hop: int) -> torch.Tensor | None:
         message = messages.get(hop)
         if message is None:
             return None
@@ -164,7 +165,7 @@ class SparseExchange:
             self._wait(message)
             self._sends.remove(message)
 
-    def _wait(self, message: _Message) -> None:
+    def _wait(self, message: _TileMessage) -> None:
         assert message.work is not None
         with self._ledger.waiting(self._direction, message.hop):
             message.work.wait()
@@ -174,14 +175,14 @@ class SparseExchange:
 
 
 def select_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
-    """(B, S, some heads, D): a view where they are neighbours, else a copy."""
+    """x[:, :, heads], (B, S, len(heads), D): a view if the heads are consecutive, else a copy."""
     if heads == tuple(range(heads[0], heads[0] + len(heads))):
         return x[:, :, heads[0] : heads[0] + len(heads)]
     return x[:, :, list(heads)]
 
 
 def as_index(ranges: tuple[Range, ...]) -> Any:
-    """What indexes these rows: a slice where they are neighbours."""
+    """An index of these rows: a slice for a single range, else an int64 tensor."""
     if len(ranges) == 1:
         return slice(*ranges[0])
     return torch.cat([torch.arange(start, stop) for start, stop in ranges])

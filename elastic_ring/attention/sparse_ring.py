@@ -1,8 +1,9 @@
-"""Ring attention over a sparse schedule: hops of just the keys that are seen, kernels over just those tiles.
+"""Ring attention over a sparse schedule: each hop fetches only the keys that are seen, and kernels run only those
+tiles.
 
-`SparseRingAttention` is to `plan_sparse` what `ring.RingAttention` is to `plan`: the same calls, the same
-promises. On a CPU it runs hop by hop over tiles of any shape, in here; on a GPU over whole blocks, stage by stage, in
-`block_pass`. Process groups are passed in: none is made, found by environment or torn down here.
+`SparseRingAttention` is the sparse counterpart of `ring.RingAttention`, with the same interface; it runs a schedule of
+`plan_sparse`. On a CPU this file runs it hop by hop over gathered tiles of any shape; on a GPU `block_pass` runs it
+stage by stage over whole blocks. Process groups are arguments: this file must not create, look up or destroy one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger
 from elastic_ring.attention.kernels import masked_cpu
 from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward, merge_
 from elastic_ring.attention.packed_exchange import PackedExchange
-from elastic_ring.attention.recomputation import KeepsResults, Result
+from elastic_ring.attention.recomputation import RecomputableRing, Result
 from elastic_ring.attention.schedule import Direction
 from elastic_ring.attention.sparse_exchange import SparseExchange, as_index, select_heads
 from elastic_ring.attention.sparse_schedule import SparseSchedule
@@ -38,15 +39,18 @@ Observer = Callable[[Direction, int, int], None]
 """Called as observer(direction, call_index, hop) just before a hop's tiles run."""
 
 STAGE_LIMIT_BYTES = 1 << 29
-"""Where fetched keys meet the queries in blocks, at most so much K and V at a time, of what is fetched and of what is
-served; a stage more is a round of kernels and a merge more, behind which the exchange of the next is hidden."""
+"""Upper bound, per stage, of the K and V bytes that a rank fetches, and of those that it serves. Every further stage
+costs one more round of kernels and one more merge, but overlaps with the exchange of the next stage."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What calls hold on their device: `buffer_bytes` in buffers that all rings share, `kept_bytes` each from forward
-    to backward, `table_bytes` the tables of a plan with what kernels have made of them so far. Not what a pass takes
-    and gives back: of more than three stages its sums are of fp32."""
+    """Device memory of a ring's calls, in bytes.
+
+    `buffer_bytes`: buffers that all rings share. `kept_bytes`: kept by each call from forward to backward.
+    `table_bytes`: the tables of a plan, with what kernels have derived from them so far. Temporaries of a pass are not
+    counted; with more than three stages its sums are fp32.
+    """
 
     num_stages: int
     buffer_bytes: int
@@ -54,27 +58,38 @@ class Footprint:
     table_bytes: int
 
 
-class SparseRingAttention(KeepsResults):
-    """Exact attention under `schedule.pattern` over a sequence whose slices lie on the ranks of a ring.
+@dataclass(eq=False)
+class SparsePlans:
+    """What a rank derived from one schedule, shared by all rings with the same schedule, cp_rank and options."""
 
-    `group` is a process group of exactly the ring's ranks in cp_rank order, or None for cp = 1; every rank
-    makes the same calls in the same order. `ahead` hops are posted before their kernels run (1 overlaps hop
-    by hop; cp - 1 posts all at once); `first_call_index` is the first call's place among those of the group;
-    `observer` sees every hop. A query that sees nothing gives 0. All results are added up in a fixed order, so
-    equal calls give equal bits.
+    blocks: dict[tuple[torch.device, int], DeviceBlocks] = field(default_factory=dict)
+    tiles: tuple[tuple[SparseTile, ...], ...] | None = None
 
-    On a GPU, or where `kernel` names one of `block_kernels`, hops are fetched by stages, two of them ahead of their
-    kernels, and `ahead` says nothing; the pattern must keep whole blocks of 128 tokens of one document, and the layout
-    cut at their boundaries. `deterministic` takes a kernel whose gradients repeat bit for bit. `partials` is the type
-    that dK and dV travel in: None for the kernel's own, which those of GPUs have rounded to already. `buffers` may be
-    shared by rings that are used one after another. `stage_bytes` bounds what is fetched, and what is served, at a
-    time: hops share a stage while both fit on every rank, and a hop alone may be more. `keep_keys` has fetched keys
-    wait for backward, which then need not fetch them again; None: where they are one stage and at most a quarter of any
-    rank's own. Both must be the same on all ranks. `coalesced` posts the messages of a direction as one operation;
-    None: on a GPU.
 
-    Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
-    the buffers which the group may still write to are kept until this object is dropped.
+class SparseRingAttention(RecomputableRing):
+    """Exact attention under `schedule.pattern` over a sequence that is sharded over the ranks of a ring.
+
+    `group` is a process group of exactly the ring's ranks in cp_rank order, or None for cp = 1; all ranks make the same
+    calls in the same order. `ahead` hops are posted before their kernels run: 1 overlaps hop by hop, cp - 1 posts all
+    at once. `first_call_index` is the index of the first call among the group's calls. `observer` is called before
+    every hop. A query that sees no key gives 0. Sums are added in a fixed order, so equal calls give bitwise equal
+    results.
+
+    On a GPU, or where `kernel` names one of `block_kernels`, hops are fetched in stages, two stages ahead of their
+    kernels, and `ahead` is ignored. The pattern must then keep whole blocks of 128 tokens, and documents and the
+    layout's cuts must start at block boundaries. Options of this path:
+
+    - `deterministic` selects a kernel whose gradients repeat bit for bit.
+    - `partials` is the dtype in which dK and dV are sent; None: the dtype in which the kernel returns them.
+    - `buffers` may be shared by rings that are used one after another.
+    - `stage_bytes` bounds the bytes fetched and the bytes served per stage. Hops share a stage while both fit on every
+      rank; a single hop may exceed the bound.
+    - `keep_keys` keeps fetched keys for backward, which then does not fetch them again. None: if they are one stage and
+      at most a quarter of any rank's own keys. `stage_bytes` and `keep_keys` must be the same on all ranks.
+    - `coalesced` posts the messages of one direction as one operation; None: on a GPU.
+
+    Raises: `ValueError` if schedule, cp_rank and group do not match. After a call that raised, buffers that the group
+    may still write to are kept until this object is dropped.
     """
 
     def __init__(
@@ -94,6 +109,7 @@ class SparseRingAttention(KeepsResults):
         stage_bytes: int = STAGE_LIMIT_BYTES,
         keep_keys: bool | None = None,
         coalesced: bool | None = None,
+        plans: SparsePlans | None = None,
     ) -> None:
         check_group(schedule, cp_rank, group)
         if ahead < 1:
@@ -112,19 +128,18 @@ class SparseRingAttention(KeepsResults):
         self._buffers = HopBuffers() if buffers is None else buffers
         self._stage_bytes, self._keep_keys = stage_bytes, keep_keys
         self._coalesced = coalesced
-        self._blocks: dict[tuple[torch.device, int], DeviceBlocks] = {}
         self._abandoned: list[torch.Tensor] = []
-        # Kept here too: of a schedule that content chose nobody else remembers them.
-        self._own_tiles: tuple[tuple[SparseTile, ...], ...] | None = None
+        # Kept here because the module-level caches skip schedules that content chose.
+        self._plans = SparsePlans() if plans is None else plans
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
         """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D).
 
-        `scale` multiplies the scores and is 1/sqrt(D) by default. Raises `ValueError` for tensors that do
-        not fit each other or the schedule, `RunFailed` when the kernel fails its self-test, and whatever the
-        group raises when a peer is lost.
+        `scale` multiplies the scores; default 1/sqrt(D). Raises: `ValueError` for tensors that do not match each other
+        or the schedule, `RunFailed` if the kernel fails its self-test, and whatever the group raises when a peer is
+        lost.
         """
         self.check_call(q, k, v)
         if self._in_blocks(q):
@@ -133,8 +148,8 @@ class SparseRingAttention(KeepsResults):
         return out
 
     def footprint(self, q: torch.Tensor) -> Footprint:
-        """What calls with such queries (B, S_local, H, D) hold beside the tensors that go in and out, where they run in
-        blocks. Raises `ValueError` as a call does."""
+        """Memory of calls with queries like q (B, S_local, H, D) on the block path, besides their inputs and outputs.
+        Raises: `ValueError` as a call does."""
         blocks = self._blocks_for(q)
         kept, row = self._keeps(blocks), 2 * q.size(0) * q.size(3)
         sizes = (row * q.dtype.itemsize, row * self._partial_dtype(q).itemsize)
@@ -143,12 +158,12 @@ class SparseRingAttention(KeepsResults):
             sizes[0] * blocks.plan.num_fetched_rows if kept else 0, blocks.num_bytes,
         )  # fmt: skip
 
-    def reset_calls(self) -> None:
-        """Count calls from 0 again; all ranks do so at the same place (once a step)."""
-        self._next_call_index = 0
+    def reset_calls(self, first_call_index: int = 0) -> None:
+        """Restart call numbers at `first_call_index`. All ranks must do so between the same calls (once a step)."""
+        self._next_call_index = first_call_index
 
     def check_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raises as a call does, before anything is sent."""
+        """Raise what a call with these tensors would raise, before anything is sent."""
         check_tensors(q, k, v)
         check_local_length(q, self.schedule.layout, self.cp_rank)
         if (q.size(2), k.size(2)) != (self.schedule.num_heads, self.schedule.num_kv_heads):
@@ -163,18 +178,16 @@ class SparseRingAttention(KeepsResults):
             raise RunFailed(f"the sparse CPU kernel fails its self-test: {failure}")
 
     def check_graphable(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Raises `ValueError` where a graph of calls would not do what they do."""
+        """Raises: `ValueError` where a CUDA graph of the calls would not repeat them."""
         check_captured(self._observer, self.ledger, self._group, q.device)
         if self.schedule.for_one_call:
             raise ValueError("the schedule is of blocks that content chose for one call; plan a static pattern")
 
-    def held(self) -> list[torch.Tensor]:
-        """The memory that calls share just now."""
-        return self._buffers.held()
+    def shared_buffers(self) -> list[torch.Tensor]:
+        """The buffers that calls share at present."""
+        return self._buffers.shared_buffers()
 
-    def run_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> Result:
+    def run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
         call_index = self._next_call_index
         self._next_call_index += 1
         if self._in_blocks(q):
@@ -236,7 +249,7 @@ class SparseRingAttention(KeepsResults):
                         _put(dv, slice(None), group.kv_heads, share[1])
                 elif message.numel():
                     exchange.send_partials(index, message)
-                # One hop late, so that the reader of hop t - 1 had a hop's time to compute and return it.
+                # One hop late, which gives the reader of hop t - 1 the time of one hop to compute and return them.
                 self._add_partials(dk, dv, exchange, index - 1)
             self._add_partials(dk, dv, exchange, self.schedule.cp - 1)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -251,7 +264,7 @@ class SparseRingAttention(KeepsResults):
         dq: torch.Tensor,
         share: tuple[torch.Tensor, ...],
     ) -> None:
-        """Add one tile's share to `dq` (B, S_local, H, D) and to its head group's dK, dV in `share`."""
+        """Add one tile's gradients to `dq` (B, S_local, H, D) and to dK, dV of its head group in `share`."""
         q, _, _, out, lse = saved
         rows, tile_q, tile_k, tile_v = _gather(tile, q, keys)
         tile_dout, tile_out, tile_lse = (_heads(x[:, rows], tile.heads) for x in (dout, out, lse))
@@ -264,7 +277,7 @@ class SparseRingAttention(KeepsResults):
         share[1][:, columns] += part_v
 
     def _keys(self, exchange: SparseExchange, index: int, k: torch.Tensor, v: torch.Tensor) -> _Pairs:
-        """For each head group the keys and values that hop `index` computes on."""
+        """For each head group the K and V that hop `index` computes on."""
         if index == 0:
             return [(select_heads(k, g.kv_heads), select_heads(v, g.kv_heads)) for g in self.schedule.groups]
         message = exchange.take_keys(index)
@@ -272,7 +285,8 @@ class SparseRingAttention(KeepsResults):
         return [] if message is None else exchange.views(message, fetch, k)
 
     def _add_partials(self, dk: torch.Tensor, dv: torch.Tensor, exchange: SparseExchange, hop: int) -> None:
-        """Add what the reader of `hop` computed for own keys. Called in hop order, the order of sums."""
+        """Add the dK and dV that the reader of `hop` computed for this rank's keys. Call in hop order, which fixes the
+        sums' bits."""
         message = exchange.take_partials(hop)
         if message is None:
             return
@@ -285,9 +299,9 @@ class SparseRingAttention(KeepsResults):
                     _put(total, rows, group.kv_heads, _heads(total[:, rows], group.kv_heads) + part)
 
     def _tiles(self) -> tuple[tuple[SparseTile, ...], ...]:
-        if self._own_tiles is None:
-            self._own_tiles = tiles(self.schedule, self.cp_rank)
-        return self._own_tiles
+        if self._plans.tiles is None:
+            self._plans.tiles = tiles(self.schedule, self.cp_rank)
+        return self._plans.tiles
 
     def _observe(self, direction: Direction, call_index: int, hop: int) -> None:
         if self._observer is not None:
@@ -297,7 +311,8 @@ class SparseRingAttention(KeepsResults):
         return q.is_cuda or self._kernel is not None
 
     def _sparse_kernel(self, q: torch.Tensor) -> SparseKernel:
-        return select_sparse(q.size(-1), q.dtype, self._deterministic, self._kernel, q.device.type)
+        head_ratio = self.schedule.num_heads // self.schedule.num_kv_heads
+        return select_sparse(q.size(-1), head_ratio, q.dtype, self._deterministic, self._kernel, q.device.type)
 
     def _partial_dtype(self, q: torch.Tensor) -> torch.dtype:
         if self._partials is not None:
@@ -305,13 +320,14 @@ class SparseRingAttention(KeepsResults):
         return q.dtype if self._sparse_kernel(q).keeps_type else accumulate_dtype(q.dtype)
 
     def _blocks_for(self, q: torch.Tensor) -> DeviceBlocks:
-        """Held as long as this object, which runs forward and backward by the same."""
+        """The device plan, cached for the lifetime of this object so that forward and backward use the same one."""
         row_bytes = 2 * q.size(0) * q.size(3) * max(q.dtype, self._partial_dtype(q), key=lambda x: x.itemsize).itemsize
         key = (q.device, self._stage_bytes // max(1, row_bytes))
-        if key not in self._blocks:
-            make = on_device.fresh if self.schedule.for_one_call else on_device  # nobody will ask for it again
-            self._blocks[key] = make(self.schedule, self.cp_rank, *key)
-        return self._blocks[key]
+        blocks = self._plans.blocks
+        if key not in blocks:
+            make = on_device.fresh if self.schedule.for_one_call else on_device  # a routed schedule never repeats
+            blocks[key] = make(self.schedule, self.cp_rank, *key)
+        return blocks[key]
 
     def _keeps(self, blocks: DeviceBlocks) -> bool:
         if self._keep_keys and len(blocks.stages) > 1:
@@ -358,7 +374,7 @@ class _SparseFunction(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: SparseRingAttention, scale: float
     ) -> torch.Tensor:
-        # Detached as in `ring`.
+        # Detached as in `ring.py`.
         out, lse, ctx.call_index, fetched = ring._forward(q.detach(), k.detach(), v.detach(), scale)
         ctx.ring, ctx.scale = ring, scale
         ctx.save_for_backward(q, k, v, out, lse, *(() if fetched is None else (fetched,)))
@@ -372,9 +388,7 @@ class _SparseFunction(torch.autograd.Function):
         return (*grads, None, None)
 
 
-def _gather(
-    tile: SparseTile, q: torch.Tensor, keys: _Pairs
-) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gather(tile: SparseTile, q: torch.Tensor, keys: _Pairs) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The tile's row index, and its q, k, v."""
     rows, columns = as_index(tile.q), as_index(tile.k)
     k, v = keys[tile.group]
@@ -390,7 +404,7 @@ def _heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
 
 
 def _put(whole: torch.Tensor, rows: Any, heads: tuple[int, ...], part: torch.Tensor) -> None:
-    """whole[:, rows, heads] = part; `part` may be that very view."""
+    """Assign whole[:, rows, heads] = part; `part` may be a view of the target."""
     first = heads[0]
     if heads == tuple(range(first, first + len(heads))):
         whole[:, rows, first : first + len(heads)] = part

@@ -1,9 +1,9 @@
 """From a sparse pattern and a layout to hops: the exact keys that each rank fetches for each K/V head.
 
-The hops are those of `schedule`: in hop t rank r reads straight from rank (r - t) mod cp. K/V heads whose
-query heads follow the same rules form a head group and share their ranges; a key that no query of a rank
-sees through a group's rules is not fetched for that group. Which tiles the kernels then run is in
-`sparse_tiles`. numpy, no tensors; nothing that waits or sends may enter.
+The hops are those of `schedule`: in hop t rank r reads directly from rank (r - t) mod cp. K/V heads whose query heads
+follow the same rules form a head group and share their key ranges; a key that no query of a rank sees under a group's
+rules is not fetched for that group. `sparse_tiles` derives the kernel calls. numpy only: tensors and communication must
+not enter.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import lru_cache
 import numpy as np
 
 from elastic_ring.attention.blocks import row_kinds, visible
+from elastic_ring.attention.cached import static_lru_cache
 from elastic_ring.attention.layout import Layout, Range
-from elastic_ring.attention.remembered import remembered
 from elastic_ring.attention.rules import FULL, NONE, Mask, Positions, Rule
 from elastic_ring.attention.schedule import Direction, Side
 from elastic_ring.attention.sparse import SparsePattern
@@ -23,22 +23,22 @@ from elastic_ring.attention.sparse import SparsePattern
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """K/V heads that travel together: each one's query heads follow `rules`, in this order."""
+    """K/V heads that are fetched together: the query heads of each follow `rules`, in this order."""
 
     kv_heads: tuple[int, ...]
     rules: tuple[Rule, ...]
 
     def query_heads(self, rule: Rule) -> tuple[int, ...]:
-        """The query heads that follow `rule`, those of one K/V head after those of another."""
+        """The query heads that follow `rule`, grouped by K/V head."""
         num_sharing = len(self.rules)
         return tuple(kv * num_sharing + i for kv in self.kv_heads for i in range(num_sharing) if self.rules[i] == rule)
 
 
 @dataclass(frozen=True)
 class SparseHop:
-    """What one rank fetches in one hop: for each head group, ranges of the source's local slice, ascending.
+    """What one rank fetches in one hop: for each head group, ascending ranges of the source's local slice.
 
-    In hop 0 a rank reads its own keys and fetches nothing.
+    Hop 0 uses the rank's own keys and fetches nothing.
     """
 
     source: int
@@ -50,7 +50,8 @@ class SparseHop:
 
 @dataclass(frozen=True)
 class SparseSchedule:
-    """`hops[cp_rank][hop]` for every rank of the ring. Equal when pattern, layout and heads are."""
+    """`hops[cp_rank][hop]` for every rank of the ring. Compares equal if pattern, layout and numbers of heads are
+    equal."""
 
     pattern: SparsePattern
     layout: Layout
@@ -65,7 +66,7 @@ class SparseSchedule:
 
     @property
     def for_one_call(self) -> bool:
-        """Whether it holds what content chose in one call."""
+        """Whether the pattern was chosen by content for a single call."""
         return self.pattern.for_one_call
 
     def reader(self, cp_rank: int, hop: int) -> int:
@@ -77,7 +78,7 @@ class SparseSchedule:
         return self.hops[self.reader(cp_rank, hop)][hop].fetch
 
     def num_head_tokens(self, cp_rank: int, hop: int) -> int:
-        """Tokens times K/V heads that `cp_rank` fetches in `hop`."""
+        """Number of tokens times K/V heads that `cp_rank` fetches in `hop`."""
         own = self.hops[cp_rank][hop]
         return sum(len(group.kv_heads) * own.num_fetched_tokens(i) for i, group in enumerate(self.groups))
 
@@ -94,10 +95,10 @@ class SparseSchedule:
         partial_itemsize: int | None = None,
         keys_kept: bool = False,
     ) -> int:
-        """Bytes that `cp_rank` receives (or sends) in one hop of one attention call, as `Schedule.hop_bytes`.
+        """Bytes that `cp_rank` receives (or sends) in one hop of one attention call, like `Schedule.hop_bytes`.
 
-        dK and dV travel in `partial_itemsize` bytes an element, by default in at least 4, as they do on CPUs; on GPUs
-        they travel in the kernel's own type. Where keys are kept from forward, backward moves nothing else.
+        `partial_itemsize` is the element size of dK and dV in bytes; default max(itemsize, 4), as on CPUs. On GPUs they
+        have the kernel's own dtype. With `keys_kept`, backward moves only dK and dV.
         """
         pulled = self.num_head_tokens(cp_rank, hop)
         served = self.num_head_tokens(self.reader(cp_rank, hop), hop)
@@ -108,11 +109,11 @@ class SparseSchedule:
         return num_bytes
 
     def received_bytes(self, cp_rank: int, head_dim: int, itemsize: int, direction: Direction = "forward") -> int:
-        """All hops of one attention call on one sequence."""
+        """Bytes received over all hops of one attention call with batch size 1."""
         return sum(self.hop_bytes(cp_rank, hop, head_dim, itemsize, direction) for hop in range(self.cp))
 
     def work(self, cp_rank: int) -> int:
-        """Pairs of query and key that `cp_rank` computes, over all query heads."""
+        """Number of query-key pairs that `cp_rank` computes, over all query heads."""
         pairs = self.pattern.row_pairs(self.layout.seq_len)
         times = self.num_heads // len(self.pattern.heads)
         return times * sum(int(pairs[start:stop].sum()) for start, stop in self.layout.segments[cp_rank])
@@ -120,9 +121,9 @@ class SparseSchedule:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of one block that lies in one piece on a rank.
+    """The part of one block that is contiguous on a rank.
 
-    `positions` count from the document's start, `local` from the start of the rank's slice.
+    `positions` count from the start of the document, `local` from the start of the rank's slice.
     """
 
     document: int
@@ -131,10 +132,10 @@ class Chunk:
     local: Range
 
 
-@remembered(maxsize=64)
+@static_lru_cache(maxsize=64)
 def plan_sparse(pattern: SparsePattern, layout: Layout, num_heads: int, num_kv_heads: int) -> SparseSchedule:
-    """The hops of every rank. Pure, so cached. Raises `ValueError` when documents or heads do not fit, and for a
-    pattern that content has yet to choose."""
+    """The hops of every rank. Pure, hence cached. Raises: `ValueError` if documents or heads do not match, and for a
+    pattern whose blocks content has not chosen yet."""
     groups = head_groups(pattern.rules(num_heads), num_kv_heads)
     documents = pattern.documents(layout.seq_len)
     owned = [_owned(layout, rank) for rank in range(layout.cp)]
@@ -165,10 +166,8 @@ def head_groups(rules: tuple[Rule, ...], num_kv_heads: int) -> tuple[HeadGroup, 
 
 
 @lru_cache(maxsize=256)
-def chunks_of(
-    layout: Layout, cp_rank: int, documents: tuple[Range, ...], block: int
-) -> tuple[Chunk, ...]:
-    """A rank's slice cut at documents and at their blocks, in local order."""
+def chunks_of(layout: Layout, cp_rank: int, documents: tuple[Range, ...], block: int) -> tuple[Chunk, ...]:
+    """A rank's slice, cut at document and block boundaries, in local order."""
     starts = [start for start, _ in documents]
     chunks: list[Chunk] = []
     offset = 0
@@ -194,15 +193,13 @@ def runs(chosen: Mask) -> tuple[Range, ...]:
 
 
 def _owned(layout: Layout, cp_rank: int) -> Positions:
-    """The positions that a rank holds, in local order."""
+    """The positions of a rank's tokens, in local order."""
     ranges = [np.arange(start, stop, dtype=np.int64) for start, stop in layout.segments[cp_rank]]
     return np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
 
 
-def _needed(
-    rule: Rule, pattern: SparsePattern, layout: Layout, documents: tuple[Range, ...], cp_rank: int
-) -> Mask:
-    """(seq_len,): the keys that some query of `cp_rank` sees by `rule`. Keys it holds itself may be left out."""
+def _needed(rule: Rule, pattern: SparsePattern, layout: Layout, documents: tuple[Range, ...], cp_rank: int) -> Mask:
+    """(seq_len,): the keys that any query of `cp_rank` sees under `rule`. Its own keys may be omitted."""
     needed = np.zeros(layout.seq_len, dtype=bool)
     foreign = np.ones(layout.seq_len, dtype=bool)
     for start, stop in layout.segments[cp_rank]:
@@ -217,7 +214,7 @@ def _needed(
 
 
 def _mark(rule: Rule, block: int, chunks: list[Chunk], foreign: Mask, needed: Mask) -> None:
-    """Set `needed` (length,) for the keys of one document that queries of `chunks` see; only where `foreign`."""
+    """Set `needed` (length,) for the keys of one document that the queries of `chunks` see, restricted to `foreign`."""
     length = len(needed)
     edges = np.arange(0, length, block)
     open_blocks = np.logical_or.reduceat(foreign, edges)
@@ -231,9 +228,9 @@ def _mark(rule: Rule, block: int, chunks: list[Chunk], foreign: Mask, needed: Ma
         whole |= full.any(0)
         partly |= ((kinds != NONE) & ~full).any(0)
     needed |= np.repeat(whole, block)[:length]
-    looked_at = open_blocks & ~whole & partly
-    for strip in strips if looked_at.any() else ():
-        seen = (row_kinds(rule, length, block, rows[strip]) != NONE) & looked_at
+    partial_columns = open_blocks & ~whole & partly
+    for strip in strips if partial_columns.any() else ():
+        seen = (row_kinds(rule, length, block, rows[strip]) != NONE) & partial_columns
         for at in np.flatnonzero(seen.any(1)):
             columns = np.flatnonzero(seen[at])
             keys = (columns[:, None] * block + np.arange(block)[None, :]).ravel()
@@ -244,4 +241,3 @@ def _mark(rule: Rule, block: int, chunks: list[Chunk], foreign: Mask, needed: Ma
 
 
 _STRIP_ROWS = 256
-

@@ -1,8 +1,8 @@
-"""What the kernels of one rank run in each hop: dense, causal and masked tiles that leave out every other pair.
+"""The kernel calls of one rank in each hop: dense, causal and masked tiles that skip unseen pairs.
 
-A tile's keys are gathered: all blocks that a block of queries sees wholly make one tile without a mask. Of
-blocks seen in part, rows and columns without any pair are left out first, so that a dilated pattern gives
-small dense tiles. numpy, no tensors; sending and computing are elsewhere.
+The keys of a tile are gathered: all blocks that a query block sees in full form one tile without a mask. In blocks seen
+in part, rows and columns without any pair are dropped first, so that a dilated pattern gives small dense tiles. numpy
+only: tensors, communication and kernels must not enter.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from elastic_ring.attention.blocks import row_kinds, visible
+from elastic_ring.attention.cached import static_lru_cache
 from elastic_ring.attention.layout import Range
-from elastic_ring.attention.remembered import remembered
 from elastic_ring.attention.rules import FULL, NONE, Kinds, Mask, Positions, Rule
 from elastic_ring.attention.sparse_schedule import Chunk, SparseSchedule, chunks_of, runs
 
 
 @dataclass(frozen=True)
 class SparseTile:
-    """One kernel call. `q` are ranges of local rows; `k` ranges of the own slice (hop 0) or of the hop's buffer
-    for head group `group`. `heads` are the query heads. `mask` (nq, nk) marks what is seen; None sees all,
-    and with `causal` key i of a square tile is seen from query i on.
+    """One kernel call.
+
+    `q` are ranges of local rows, `k` ranges of the rank's own slice (hop 0) or of the hop's receive buffer for head
+    group `group`, `heads` the query heads. `mask` (nq, nk) marks the visible pairs; None: all of them, or with `causal`
+    the lower triangle of a square tile.
     """
 
     group: int
@@ -35,7 +37,7 @@ class SparseTile:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of query and key that the tile computes, for one head; of a masked tile all."""
+        """Query-key pairs that the tile computes for one head; a masked tile computes all of its pairs."""
         num_rows, num_columns = num_tokens(self.q), num_tokens(self.k)
         return num_rows * (num_rows + 1) // 2 if self.causal else num_rows * num_columns
 
@@ -44,9 +46,9 @@ def num_tokens(ranges: tuple[Range, ...]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-@remembered(maxsize=32)
+@static_lru_cache(maxsize=32)
 def tiles(schedule: SparseSchedule, cp_rank: int) -> tuple[tuple[SparseTile, ...], ...]:
-    """For each hop of `cp_rank` its tiles, in the order in which they are computed."""
+    """For each hop of `cp_rank` its tiles, in the order of computation."""
     documents = schedule.pattern.documents(schedule.layout.seq_len)
     block = schedule.pattern.block
     queries = chunks_of(schedule.layout, cp_rank, documents, block)
@@ -62,14 +64,14 @@ def tiles(schedule: SparseSchedule, cp_rank: int) -> tuple[tuple[SparseTile, ...
                     start, stop = documents[chunk.document]
                     here, row = rule.of_document(chunk.document), np.array([chunk.block])
                     kinds = row_kinds(here, stop - start, block, row)[0]
-                    for q, k, causal, mask in _of_chunk(here, kinds, chunk, keys):
+                    for q, k, causal, mask in _tiles_of_chunk(here, kinds, chunk, keys):
                         found.append(SparseTile(number, heads, q, place(k), causal, mask))
         by_hop.append(tuple(found))
     return tuple(by_hop)
 
 
 class _KeyChunks:
-    """A source's chunks of one document at a time, as arrays."""
+    """A source's chunks as arrays, by document."""
 
     def __init__(self, chunks: tuple[Chunk, ...]) -> None:
         self._of: dict[int, list[Chunk]] = {}
@@ -78,7 +80,8 @@ class _KeyChunks:
         self._arrays = {document: np.array([(c.block, *c.local) for c in own]) for document, own in self._of.items()}
 
     def full(self, document: int, kinds: Kinds, row: int) -> tuple[Range, ...]:
-        """The local ranges of the blocks that query block `row` sees wholly, except its own; `kinds` (n,) are its."""
+        """Local ranges of the blocks that query block `row` sees in full, except its own; `kinds` (n,) is the row's
+        block kinds."""
         if document not in self._arrays:
             return ()
         blocks, starts, stops = self._arrays[document].T
@@ -86,7 +89,7 @@ class _KeyChunks:
         return _joined(starts[chosen], stops[chosen])
 
     def partial(self, document: int, kinds: Kinds, row: int) -> list[Chunk]:
-        """The chunks of blocks that must be looked at token by token: kept in part, or the query's own."""
+        """The chunks that need a mask: those of partly kept blocks and of the query block itself."""
         if document not in self._arrays:
             return []
         blocks = self._arrays[document][:, 0]
@@ -96,7 +99,7 @@ class _KeyChunks:
 
 
 class _Place:
-    """From ranges of the source's slice to where their keys lie; they stay where they are in hop 0."""
+    """Maps ranges of the source's slice to the receive buffer; the identity in hop 0."""
 
     def __init__(self, fetch: tuple[Range, ...] | None) -> None:
         self._starts: Positions | None = None
@@ -117,20 +120,20 @@ class _Place:
 _Piece = tuple[tuple[Range, ...], tuple[Range, ...], bool, Mask | None]
 
 
-def _of_chunk(rule: Rule, kinds: Kinds, chunk: Chunk, keys: _KeyChunks) -> Iterator[_Piece]:
-    """The tiles of one chunk of queries over one source's keys, as (q, k, causal, mask) in local ranges."""
+def _tiles_of_chunk(rule: Rule, kinds: Kinds, chunk: Chunk, keys: _KeyChunks) -> Iterator[_Piece]:
+    """The tiles of one query chunk over one source's keys, as (q, k, causal, mask) in local ranges."""
     full = keys.full(chunk.document, kinds, chunk.block)
     if full:
         yield (chunk.local,), full, False, None
-    looked_at = keys.partial(chunk.document, kinds, chunk.block)
-    if not looked_at:
+    partial_chunks = keys.partial(chunk.document, kinds, chunk.block)
+    if not partial_chunks:
         return
-    positions = np.concatenate([np.arange(*other.positions, dtype=np.int64) for other in looked_at])
-    local = np.concatenate([np.arange(*other.local, dtype=np.int64) for other in looked_at])
+    positions = np.concatenate([np.arange(*other.positions, dtype=np.int64) for other in partial_chunks])
+    local = np.concatenate([np.arange(*other.local, dtype=np.int64) for other in partial_chunks])
     seen = visible(rule, np.arange(*chunk.positions, dtype=np.int64), positions)
-    # Key blocks whose pairs lie in the same rows share a tile.
-    owners = np.repeat(np.arange(len(looked_at)), [o.positions[1] - o.positions[0] for o in looked_at])
-    rows_of = np.stack([seen[:, owners == i].any(1) for i in range(len(looked_at))])
+    # Key blocks whose visible pairs lie in the same rows share a tile.
+    owners = np.repeat(np.arange(len(partial_chunks)), [o.positions[1] - o.positions[0] for o in partial_chunks])
+    rows_of = np.stack([seen[:, owners == i].any(1) for i in range(len(partial_chunks))])
     patterns, which = np.unique(rows_of, axis=0, return_inverse=True)
     for number, rows in enumerate(patterns):
         if rows.any():
@@ -159,7 +162,7 @@ def _ranges(indices: Positions) -> tuple[Range, ...]:
 
 
 def _joined(starts: Positions, stops: Positions) -> tuple[Range, ...]:
-    """Ascending ranges, neighbours that touch made one."""
+    """Ascending ranges, with adjacent ones merged."""
     if not len(starts):
         return ()
     breaks = np.flatnonzero(starts[1:] != stops[:-1]) + 1

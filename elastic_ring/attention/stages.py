@@ -1,9 +1,9 @@
-"""Which hops share one round of kernels: each alone, or several gathered where slices are short.
+"""Stages: groups of hops whose kernels run together, so that short slices need fewer kernel calls.
 
-A *stage* is the keys of one or more hops, side by side in one buffer, and the tiles over them: for the
-forward pass cut so that each query row lies in few tiles (its partial results have to be merged), for the
-backward pass so that each key lies in few (its dK and dV have to be added before they are sent). What moves
-in which hop, from whom and how much stays the schedule's decision. Plain, hashable Python; no tensor.
+A stage concatenates the keys of one or more hops in one buffer and holds the tiles over them. Forward tiles
+minimise the tiles per query row, whose partial results must be merged; backward tiles minimise the tiles per
+key, whose dK and dV must be summed before they are sent. The schedule decides what each hop transfers.
+Plain, hashable Python; no tensors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from elastic_ring.attention.schedule import Schedule, Tile
 
 @dataclass(frozen=True)
 class Stage:
-    """`offsets[i]` is where the keys of `hops[i]` begin in the stage's buffer of `num_tokens` keys.
+    """The keys of `hops[i]` begin at `offsets[i]` in the stage's buffer of `num_tokens` keys.
 
-    Tiles name local query rows, and keys by their place in the buffer (stage 0: in the own slice).
+    `by_rows` are the forward tiles, `by_keys` the backward tiles. A tile indexes local query rows and keys in the
+    buffer (stage 0: keys in the rank's own slice).
     """
 
     hops: tuple[int, ...]
@@ -31,17 +32,17 @@ class Stage:
 
     @cached_property
     def keys_once(self) -> bool:
-        """Every key of the buffer lies in exactly one tile of `by_keys`."""
+        """Whether every key of the buffer lies in exactly one tile of `by_keys`."""
         ranges = sorted(tile.k for tile in self.by_keys)
         return _cover(ranges, self.num_tokens)
 
 
 @lru_cache(maxsize=64)
 def stages(schedule: Schedule, cp_rank: int, hops_per_stage: int) -> tuple[Stage, ...]:
-    """Hop 0 alone, then `hops_per_stage` hops at a time. The grouping is the same on every rank.
+    """Hop 0 alone, then `hops_per_stage` hops at a time; the same grouping on every rank.
 
-    Kept while one schedule is looked at from all sides; what lasts is `rank_plan`'s, for packed documents never come
-    again.
+    The cache serves repeated calls while one schedule is planned. `rank_plan` caches across calls; packed documents
+    give a new schedule each time.
     """
     own = schedule.hops[cp_rank]
     groups = [range(i, min(i + hops_per_stage, schedule.cp)) for i in range(1, schedule.cp, hops_per_stage)]
@@ -51,7 +52,7 @@ def stages(schedule: Schedule, cp_rank: int, hops_per_stage: int) -> tuple[Stage
 
 @lru_cache(maxsize=256)
 def choose_hops_per_stage(schedule: Schedule, bytes_per_token: int, limit_bytes: int) -> int:
-    """The most hops whose keys fit into `limit_bytes` in one stage on every rank; at least 1."""
+    """The largest number of hops per stage whose keys fit into `limit_bytes` on every rank; at least 1."""
     for hops_per_stage in range(schedule.cp - 1, 1, -1):
         most = max(
             stage.num_tokens
@@ -64,7 +65,7 @@ def choose_hops_per_stage(schedule: Schedule, bytes_per_token: int, limit_bytes:
 
 
 def num_row_visits(plan: tuple[Stage, ...], *, backward: bool) -> int:
-    """In how many tiles the most visited query row lies: how often its result is rounded when kept short."""
+    """The largest number of tiles over any query row: how often its result is rounded in a 16-bit accumulator."""
     tiles = [tile for stage in plan for tile in (stage.by_keys if backward else stage.by_rows)]
     cuts = sorted({edge for tile in tiles for edge in tile.q})
     return max((sum(tile.q[0] <= start < tile.q[1] for tile in tiles) for start in cuts), default=0)
@@ -72,7 +73,7 @@ def num_row_visits(plan: tuple[Stage, ...], *, backward: bool) -> int:
 
 @lru_cache(maxsize=256)
 def most_tokens(schedule: Schedule, hops_per_stage: int) -> tuple[int, int]:
-    """The most keys, and the most returned partials, that any rank has in any stage after its own."""
+    """(keys, returned partials): the largest number of tokens of each, over all ranks and all stages after stage 0."""
     keys = inbox = 0
     for cp_rank in range(schedule.cp):
         for stage in stages(schedule, cp_rank, hops_per_stage)[1:]:
@@ -99,7 +100,7 @@ def _gather(schedule: Schedule, cp_rank: int, group: tuple[int, ...]) -> Stage:
 
 
 def _by_rows(tiles: list[Tile]) -> tuple[Tile, ...]:
-    """Tiles over the same pairs, in which a row has one tile for each unbroken run of keys it sees."""
+    """The same (query, key) pairs with one tile per row and contiguous run of keys."""
     found = _regroup([(tile.q, tile.k) for tile in tiles])
     return tuple(Tile(q, k, causal=False) for q, k in found)
 
@@ -110,7 +111,7 @@ def _by_keys(tiles: list[Tile]) -> tuple[Tile, ...]:
 
 
 def _regroup(rectangles: list[tuple[Range, Range]]) -> list[tuple[Range, Range]]:
-    """Cut along the first axis; join along the second; then join equal neighbours along the first again."""
+    """Cut rectangles along the first axis, join them along the second, then join equal neighbours along the first."""
     cuts = sorted({edge for first, _ in rectangles for edge in first})
     strips: list[tuple[Range, Range]] = []
     for strip in pairwise(cuts):

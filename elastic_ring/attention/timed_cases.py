@@ -1,4 +1,7 @@
-"""What a calibration times: hops of many sizes, and attention calls dense and sparse. No clock in here, no fitting."""
+"""The cases that a calibration times: hops of several sizes, dense and sparse attention calls.
+
+No clocks and no fitting in this file.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import Any, Protocol
 import torch
 
 from elastic_ring.attention.choice import Sizes, sparse_kernels
+from elastic_ring.attention.cost_model import CostModel
 from elastic_ring.attention.exchange import Group, PendingWork, one_operation
 from elastic_ring.attention.families import BigBird
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.layout import contiguous
-from elastic_ring.attention.machine import Machine
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.schedule import plan
@@ -25,22 +28,22 @@ from elastic_ring.attention.sparse_schedule import plan_sparse
 LEAST_BYTES = 1 << 10
 NUM_MESSAGE_SIZES = 7
 MOST_IN_A_ROW, BYTES_IN_A_ROW = 16, 8 << 20
-"""Short messages are timed so many, or so many bytes, in a row: ranks leave a barrier some ten microseconds apart."""
+"""Short messages are timed in sequences of up to 16 messages and 8 MiB: ranks leave a barrier about 10 us apart."""
 
 
 class Ranks(Group, Protocol):
-    """A group that ranks also agree over. `torch.distributed.ProcessGroup` objects are."""
+    """A group with `allgather`, such as `torch.distributed.ProcessGroup`."""
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], /) -> PendingWork: ...
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How much may be spent. Measuring ends repeats early once `limit_s` seconds are over, never inside one call, and
-    every case has its warm-ups and one repeat at least. Two messages of `most_bytes` bytes are held at once.
-    `num_tokens` are the shortest and the longest sequence that kernels are timed on, None: by the device.
+class TimingBudget:
+    """The limits of a calibration.
 
-    Raises `ValueError` for what cannot be measured with.
+    Repeats end after `limit_s` seconds; a running call is not interrupted, and every case gets its warm-ups and at
+    least one repeat. `most_bytes` is the longest message; two of them are allocated. `num_tokens` are the shortest and
+    the longest sequence for kernels (None: chosen by device). Raises `ValueError` for values too small to measure.
     """
 
     limit_s: float = 30.0
@@ -66,9 +69,9 @@ class Effort:
 
 @dataclass(frozen=True)
 class Case:
-    """Something to time: `count` messages or kernel calls that move or compute `amount` bytes or FLOPs in all.
+    """A timed function: `count` messages or kernel calls of `amount` bytes or FLOPs in total.
 
-    `run` returns when it is done, or on a GPU when it is queued. Cases that are not `fitted` only check the fit.
+    `run` returns when the work is done, on a GPU when it is queued. Cases with `fitted` False only check the fit.
     """
 
     name: str
@@ -78,9 +81,10 @@ class Case:
     fitted: bool = True
 
 
-def message_cases(group: Ranks, device: torch.device, effort: Effort) -> Iterator[Case]:
-    """Hops of sizes up to `most_bytes`: every rank sends to the next and receives from the one before. Every other
-    size only checks the fit.
+def message_cases(group: Ranks, device: torch.device, effort: TimingBudget) -> Iterator[Case]:
+    """Hops of up to `most_bytes`: every rank sends to the next and receives from the previous one.
+
+    Every other size only checks the fit.
     """
     ratio = (effort.most_bytes / LEAST_BYTES) ** (1 / (NUM_MESSAGE_SIZES - 1))
     for index in range(NUM_MESSAGE_SIZES):
@@ -91,14 +95,14 @@ def message_cases(group: Ranks, device: torch.device, effort: Effort) -> Iterato
 
 
 class Hops:
-    """`count` hops of `num_bytes`, one after another. Its memory is taken by the first call: the warm-up."""
+    """`count` hops of `num_bytes` in sequence. The first call, a warm-up, allocates the buffers."""
 
     def __init__(self, group: Ranks, device: torch.device, num_bytes: int, count: int) -> None:
         self._group, self._device, self._num_bytes, self._count = group, device, num_bytes, count
         self._made: torch.Tensor | None = None
 
     def __call__(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """`meanwhile` runs while a hop is under way."""
+        """Run the hops; `meanwhile` runs while each hop is in progress."""
         if self._made is None:
             self._made = torch.ones(2, self._num_bytes, dtype=torch.uint8, device=self._device)
         outgoing, incoming = self._made.unbind(0)
@@ -123,9 +127,9 @@ class Hops:
 
 
 def dense_cases(
-    device: torch.device, sizes: Sizes, dtype: torch.dtype, deterministic: bool, effort: Effort
+    device: torch.device, sizes: Sizes, dtype: torch.dtype, deterministic: bool, effort: TimingBudget
 ) -> Iterator[Case]:
-    """Causal forward passes of one rank, by the dense ring and its kernel."""
+    """Causal forward passes of one rank on the dense ring."""
     for num_tokens, fitted in lengths(device, effort):
         ring = RingAttention(plan(Pattern(), contiguous(num_tokens, 1)), 0, None, deterministic=deterministic)
         pairs = sizes.num_heads * num_tokens * (num_tokens + 1) // 2
@@ -134,10 +138,10 @@ def dense_cases(
 
 
 def sparse_cases(
-    device: torch.device, sizes: Sizes, dtype: torch.dtype, deterministic: bool, effort: Effort
+    device: torch.device, sizes: Sizes, dtype: torch.dtype, deterministic: bool, effort: TimingBudget
 ) -> Iterator[Case]:
-    """The same of whole blocks of 128 tokens at two densities, and at a third that only checks the fit."""
-    per_tile = Machine(per_tile=device.type == "cpu")
+    """Forward passes over whole blocks of 128 tokens at two densities, and at a third that only checks the fit."""
+    per_tile = CostModel(per_tile=device.type == "cpu")
     (low, _), (middle, _), (high, _) = lengths(device, effort)
     few, some, many = (BigBird(blocks, 0, blocks) for blocks in (1, 2, 4))
     for num_tokens, rule, fitted in (
@@ -153,7 +157,7 @@ def sparse_cases(
 
 
 class _Attends:
-    """One forward pass. Its tensors are made by the first call."""
+    """One forward pass. The first call creates the tensors."""
 
     def __init__(
         self, ring: RingAttention | SparseRingAttention, device: torch.device, sizes: Sizes, dtype: torch.dtype,
@@ -175,8 +179,8 @@ class _Attends:
             self._ring(*self._made)
 
 
-def lengths(device: torch.device, effort: Effort) -> list[tuple[int, bool]]:
-    """(tokens, whether the fit is made from them): the shortest, one between that checks it, the longest."""
+def lengths(device: torch.device, effort: TimingBudget) -> list[tuple[int, bool]]:
+    """(tokens, fitted): the shortest length, a middle one that only checks the fit, and the longest."""
     low, high = effort.num_tokens or ((2048, 4096) if device.type == "cpu" else (8192, 32768))
     middle = max(low + BLOCK_TOKENS, round(math.sqrt(low * high) / BLOCK_TOKENS) * BLOCK_TOKENS)
     return [(low, True), (middle, False), (high, True)]

@@ -1,141 +1,145 @@
-"""The phase between `Build` and the last `Resumed`."""
+"""Handlers of the phase Building: from the `Build` command until every member has sent `Resumed`. Pure, no I/O."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from elastic_ring.control import phases, recovery
-from elastic_ring.control.messages import BuildFailed, Published, Report, Resumed, Stand, Trouble
-from elastic_ring.control.state import Building, Loss, Running
-from elastic_ring.control.turn import Turn
+from elastic_ring.control.messages import BuildFailed, MemberFailed, Published, Report, Resumed, Standby
+from elastic_ring.control.state import Building, LostWorker, Running
+from elastic_ring.control.transition import Transition
 
 
-def resumed(turn: Turn, event: Resumed) -> None:
-    phase = turn.phase
+def resumed(ctx: Transition, event: Resumed) -> None:
+    phase = ctx.phase
     assert isinstance(phase, Building)
-    if event.worker not in phase.crew.seats or event.worker in phase.resumed:
-        turn.say(f"{event.worker} has no need to resume")
+    if event.worker not in phase.membership.members or event.worker in phase.resumed:
+        ctx.explain(f"{event.worker} has no need to resume")
         return
-    turn.edit_phase(resumed=phase.resumed | {event.worker})
-    turn.say(f"{event.worker} resumed")
-    complete_if_all(turn)
+    ctx.edit_phase(resumed=phase.resumed | {event.worker})
+    ctx.explain(f"{event.worker} resumed")
+    complete_if_all(ctx)
 
 
-def parked_early(turn: Turn, event: Report) -> None:
-    """A member that is at a boundary or at the end already has resumed; its news was overtaken."""
-    phase = turn.phase
+def paused_early(ctx: Transition, event: Report) -> None:
+    """A `Report` of a paused member implies that it resumed before; its `Resumed` is late or lost."""
+    phase = ctx.phase
     assert isinstance(phase, Building)
-    if event.kind == "aborted" or event.worker not in phase.crew.seats:
-        turn.say(f"late answer of {event.worker} to the stop before this build")
+    if event.kind == "aborted" or event.worker not in phase.membership.members:
+        ctx.explain(f"late answer of {event.worker} to the stop before this build")
         return
-    turn.edit_phase(resumed=phase.resumed | {event.worker}, parked={**phase.parked, event.worker: event})
-    turn.say(f"{event.worker} resumed and is parked again")
-    complete_if_all(turn)
+    ctx.edit_phase(resumed=phase.resumed | {event.worker}, paused={**phase.paused, event.worker: event})
+    ctx.explain(f"{event.worker} resumed and is paused again")
+    complete_if_all(ctx)
 
 
-def published(turn: Turn, event: Published) -> None:
-    """A vote of this generation completes only if every member entered it: all have resumed."""
-    phase = turn.phase
+def published(ctx: Transition, event: Published) -> None:
+    """A committed vote of this generation implies that all members resumed, since each of them must take part."""
+    phase = ctx.phase
     assert isinstance(phase, Building)
-    if event.vote.cast != phase.crew.cast or event.vote.step < phase.crew.step:
-        turn.say("stale: vote of an earlier generation")
+    if event.vote.membership_id != phase.membership.id or event.vote.step < phase.membership.step:
+        ctx.explain("stale: vote of an earlier generation")
         return
-    recovery.learn_vote(turn, phase.crew, event.vote)
-    turn.edit_phase(resumed=frozenset(phase.crew.seats))
-    turn.say(f"step {event.vote.step} is committed, so everyone has resumed")
-    complete_if_all(turn)
+    recovery.learn_vote(ctx, phase.membership, event.vote)
+    ctx.edit_phase(resumed=frozenset(phase.membership.members))
+    ctx.explain(f"step {event.vote.step} is committed, so everyone has resumed")
+    complete_if_all(ctx)
 
 
-def complete_if_all(turn: Turn) -> None:
-    phase = turn.phase
+def complete_if_all(ctx: Transition) -> None:
+    phase = ctx.phase
     assert isinstance(phase, Building)
-    if len(phase.resumed) < len(phase.crew.seats):
+    if len(phase.resumed) < len(phase.membership.members):
         return
-    change = turn.state.last_change
+    change = ctx.state.last_change
     assert change is not None
-    assert change.generation == phase.crew.generation
-    weaker = turn.state.promise if change.promise == "bit-exact" else change.promise
-    turn.set(last_change=replace(change, resumed_at=turn.now), promise=weaker, fruitless_builds=0,
-             pool_changed_at=turn.now)
-    leaving = turn.live(phase.crew.leaving)
-    draining = [worker for worker in leaving if turn.state.workers[worker].draining]
-    turn.enter(Running(replace(phase.crew, leaving=(), donors=())))
-    turn.say(f"generation {phase.crew.generation} runs")
+    assert change.generation == phase.membership.generation
+    weaker = ctx.state.promise if change.promise == "bit-exact" else change.promise
+    ctx.set(
+        last_change=replace(change, resumed_at=ctx.now), promise=weaker, fruitless_builds=0, pool_changed_at=ctx.now
+    )
+    leaving = ctx.ready_among(phase.membership.leaving)
+    draining = [worker for worker in leaving if ctx.state.workers[worker].draining]
+    ctx.enter(Running(replace(phase.membership, leaving=(), donors=())))
+    ctx.explain(f"generation {phase.membership.generation} runs")
     for worker in leaving:
         if worker not in draining:
-            turn.send(Stand(turn.cause, worker, turn.state.term, turn.state.generation))
+            ctx.send(Standby(ctx.cause, worker, ctx.state.term, ctx.state.generation))
     if draining:
-        turn.release(draining)
-        turn.say(f"handed over and leaving: {', '.join(draining)}")
-    for report in phase.parked.values():
-        phases.park(turn, report)
+        ctx.release(draining)
+        ctx.explain(f"handed over and leaving: {', '.join(draining)}")
+    for report in phase.paused.values():
+        phases.pause(ctx, report)
 
 
-def lost(turn: Turn, losses: tuple[Loss, ...]) -> None:
-    """Anyone with a seat, or a donor that is not done, ends this attempt; others only shrink the pool."""
-    phase = turn.phase
+def lost(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
+    """The loss of a member, or of a donor that still sends, ends this attempt; other losses only shrink the pool."""
+    phase = ctx.phase
     assert isinstance(phase, Building)
-    needed = set(phase.crew.seats)
-    needed |= {donor for donor, newcomer in phase.crew.donors if newcomer not in phase.resumed}
+    needed = set(phase.membership.members)
+    needed |= {donor for donor, newcomer in phase.membership.donors if newcomer not in phase.resumed}
     gone = tuple(loss for loss in losses if loss.worker in needed)
     if gone:
-        turn.set(fruitless_builds=0)
-        give_up(turn, f"lost {', '.join(loss.worker for loss in gone)}", gone)
+        ctx.set(fruitless_builds=0)
+        give_up(ctx, f"lost {', '.join(loss.worker for loss in gone)}", gone)
 
 
-def build_failed(turn: Turn, event: BuildFailed) -> None:
-    phase = turn.phase
+def build_failed(ctx: Transition, event: BuildFailed) -> None:
+    phase = ctx.phase
     assert isinstance(phase, Building)
-    _again(turn, f"{event.worker} could not build: {event.detail}")
+    _again(ctx, f"{event.worker} could not build: {event.detail}")
 
 
-def trouble(turn: Turn, event: Trouble) -> None:
-    phase = turn.phase
+def trouble(ctx: Transition, event: MemberFailed) -> None:
+    phase = ctx.phase
     assert isinstance(phase, Building)
-    if phases.is_fatal(turn, event):
+    if phases.is_fatal(ctx, event):
         return
     if event.kind == "device":
-        lost(turn, phases.fence_broken(turn, event))
+        lost(ctx, phases.kill_broken(ctx, event))
         return
     why = f"{event.worker} reports {event.kind} trouble in step {event.step}"
     if event.kind == "user":
-        turn.edit_phase(incident=phases.noted(phase.incident, event))
-        give_up(turn, why)
+        ctx.edit_phase(incident=phases.noted(phase.incident, event))
+        give_up(ctx, why)
     else:
-        _again(turn, why)
+        _again(ctx, why)
 
 
-def expire(turn: Turn) -> None:
-    """Ask again at half time. At the deadline kill only such as nobody's state depends on.
+def expire(ctx: Transition) -> None:
+    """Send the order again after half of `build_s`. At the deadline give up this attempt.
 
-    A ring that does not close keeps everyone waiting, so silence alone accuses nobody. Whoever is really stuck
-    does not answer the `Stop` that follows either, and that is when it is killed.
+    One stuck member blocks all others in the rendezvous, so a missing answer does not show who is stuck. A silent
+    member is killed here only if every shard has another member that resumed. A stuck member does not answer the
+    `Stop` that follows, and is killed then.
     """
-    phase = turn.phase
+    phase = ctx.phase
     assert isinstance(phase, Building)
-    silent = [worker for worker in phase.crew.seats if worker not in phase.resumed]
-    if turn.now >= phase.deadline:
-        answered = {rank % phase.crew.mesh.cp for rank, w in enumerate(phase.crew.seats) if w in phase.resumed}
-        if len(answered) == phase.crew.mesh.cp:
-            turn.fence(turn.live(silent), f"did not resume within {turn.options.build_s} s")
-        _again(turn, f"{len(silent)} member(s) did not resume within {turn.options.build_s} s")
-    elif turn.now >= phase.deadline - turn.options.build_s / 2 and not phase.asked_again:
-        for worker in turn.live(silent):
-            turn.send(replace(phase.order, worker=worker))
-        turn.edit_phase(asked_again=True)
-        turn.say(f"build ordered once more from {len(silent)} silent member(s)")
+    silent = [worker for worker in phase.membership.members if worker not in phase.resumed]
+    if ctx.now >= phase.deadline:
+        answered = {
+            rank % phase.membership.mesh.cp for rank, w in enumerate(phase.membership.members) if w in phase.resumed
+        }
+        if len(answered) == phase.membership.mesh.cp:
+            ctx.kill(ctx.ready_among(silent), f"did not resume within {ctx.options.build_s} s")
+        _again(ctx, f"{len(silent)} member(s) did not resume within {ctx.options.build_s} s")
+    elif ctx.now >= phase.deadline - ctx.options.build_s / 2 and not phase.asked_again:
+        for worker in ctx.ready_among(silent):
+            ctx.send(replace(phase.order, worker=worker))
+        ctx.edit_phase(asked_again=True)
+        ctx.explain(f"build ordered once more from {len(silent)} silent member(s)")
 
 
-def _again(turn: Turn, why: str) -> None:
-    fruitless = turn.state.fruitless_builds + 1
-    turn.set(fruitless_builds=fruitless)
-    if fruitless >= turn.options.build_failure_limit:
-        turn.end("RunFailed", f"the ring could not be closed in {fruitless} attempts, though nobody died; last: {why}")
+def _again(ctx: Transition, why: str) -> None:
+    fruitless = ctx.state.fruitless_builds + 1
+    ctx.set(fruitless_builds=fruitless)
+    if fruitless >= ctx.options.build_failure_limit:
+        ctx.end("RunFailed", f"the ring could not be closed in {fruitless} attempts, though nobody died; last: {why}")
     else:
-        give_up(turn, why)
+        give_up(ctx, why)
 
 
-def give_up(turn: Turn, why: str, losses: tuple[Loss, ...] = ()) -> None:
-    phase = turn.phase
+def give_up(ctx: Transition, why: str, losses: tuple[LostWorker, ...] = ()) -> None:
+    phase = ctx.phase
     assert isinstance(phase, Building)
-    recovery.begin_closing(turn, phase.crew, recovery.add_losses(phase.incident, losses), why)
+    recovery.begin_closing(ctx, phase.membership, recovery.add_losses(phase.incident, losses), why)

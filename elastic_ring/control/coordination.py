@@ -1,7 +1,7 @@
-"""The control core: `advance(state, event, now) -> Decision`, a pure function, and its one transition table.
+"""The control core: the pure function `advance(state, event, now) -> Decision` and its transition table.
 
-The coordinator actor, the simulator and the property tests all run this. No clock, no I/O, no ray, no torch
-may enter. `now` is seconds on any clock that does not run backwards within one term.
+The coordinator actor, the simulator and the property tests run it. No clock, no I/O, no ray and no torch may enter.
+`now` is in seconds, on any clock that does not go back within a term.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic_ring.control import building, phases, pool, reconnect, recovery
+from elastic_ring.control import building, phases, reconnect, recovery, worker_pool
 from elastic_ring.control.messages import (
     BuildFailed,
     Command,
@@ -18,6 +18,7 @@ from elastic_ring.control.messages import (
     DrainRequested,
     Event,
     Finalized,
+    MemberFailed,
     NodeDraining,
     NodeJoined,
     NodeLost,
@@ -25,11 +26,10 @@ from elastic_ring.control.messages import (
     Report,
     Resumed,
     Status,
-    StopRequested,
     Tick,
-    Trouble,
     WorkerLost,
     WorkerReady,
+    WorkerStarting,
 )
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import (
@@ -39,24 +39,28 @@ from elastic_ring.control.state import (
     Finishing,
     Forming,
     Idle,
-    Loss,
+    LostWorker,
     Phase,
     Reconnecting,
     Running,
     State,
     able_to_form,
+    visibly_starting,
 )
-from elastic_ring.control.turn import Turn
+from elastic_ring.control.transition import Transition
 from elastic_ring.errors import IllegalTransition
 
 _STORY_LENGTH = 20
-Handler = Callable[[Turn, Any], None]
+Handler = Callable[[Transition, Any], None]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """`state` is the same object as before exactly if the event changed nothing; then there are no commands,
-    or only a fence for an unknown worker."""
+    """The result of `advance`.
+
+    `state` is the same object as before if and only if the event changed nothing. Then `commands` is empty or only
+    kills an unknown worker.
+    """
 
     state: State
     commands: tuple[Command, ...]
@@ -68,10 +72,11 @@ def initial(options: ControlOptions) -> State:
 
 
 def advance(state: State, event: Event, now: float) -> Decision:
-    """What follows from one event.
+    """Apply one event. `now` is in seconds.
 
-    Raises: IllegalTransition with the recent story if the phase has no row for the event. Stale, duplicate and
-    late messages are not errors: they change nothing and the reason says so.
+    Stale, duplicate and late messages are no errors: they change nothing, and the reason says so.
+
+    Raises: IllegalTransition, with the recent events, if the table has no row for this event in this phase.
     """
     stale = stale_because(state, event)
     if stale:
@@ -82,23 +87,24 @@ def advance(state: State, event: Event, now: float) -> Decision:
         raise IllegalTransition(
             f"{type(event).__name__} while {type(state.phase).__name__} (term {state.term}, generation "
             f"{state.generation}): {event}\nThe story so far:\n{told}",
-            event=type(event).__name__, phase=type(state.phase).__name__,
+            event=type(event).__name__,
+            phase=type(state.phase).__name__,
         )
-    turn = Turn(state, event, now)
-    handler(turn, event)
-    _settle(turn)
-    reason = "; ".join(turn.reasons) or "nothing to do"
-    if turn.state is state or turn.state == state:
-        return Decision(state, tuple(turn.commands), reason)
+    ctx = Transition(state, event, now)
+    handler(ctx, event)
+    _settle(ctx)
+    reason = "; ".join(ctx.reasons) or "nothing to do"
+    if ctx.state is state or ctx.state == state:
+        return Decision(state, tuple(ctx.commands), reason)
     story = (*state.story, (type(event).__name__, reason[:400]))[-_STORY_LENGTH:]
-    return Decision(replace(turn.state, story=story), tuple(turn.commands), reason)
+    return Decision(replace(ctx.state, story=story), tuple(ctx.commands), reason)
 
 
 def stale_because(state: State, event: Event) -> str:
-    """Why a message no longer, or not yet, speaks to this coordinator; empty if it does."""
+    """Why the event is ignored: another term or generation, or a lost sender. Empty if it counts."""
     if isinstance(event, CoordinatorStarted):
         return "" if event.term > state.term else f"term {event.term} began before"
-    if not isinstance(event, Trouble | Report | Resumed | BuildFailed | Finalized | Status):
+    if not isinstance(event, MemberFailed | Report | Resumed | BuildFailed | Finalized | Status):
         return ""
     if event.term != state.term:
         return f"term {event.term}, not {state.term}"
@@ -107,50 +113,47 @@ def stale_because(state: State, event: Event) -> str:
     if event.generation != state.generation:
         return f"generation {event.generation}, not {state.generation}"
     known = state.workers.get(event.worker)
-    return "" if known is not None and known.life != "dying" else f"{event.worker} counts as lost"
+    return "" if known is not None and known.status != "stopping" else f"{event.worker} counts as lost"
 
 
 # ---------------------------------------------------------------- rows that several phases share
 
 
-def _worker_ready(turn: Turn, event: WorkerReady) -> None:
-    if pool.worker_ready(turn, event) and isinstance(turn.phase, Reconnecting):
-        said = Status(event.cause, event.worker, turn.state.term, 0, "spare")
-        turn.edit_phase(answers={**turn.phase.answers, event.worker: said})
+def _worker_ready(ctx: Transition, event: WorkerReady) -> None:
+    if worker_pool.worker_ready(ctx, event) and isinstance(ctx.phase, Reconnecting):
+        said = Status(event.cause, event.worker, ctx.state.term, 0, "spare")
+        ctx.edit_phase(answers={**ctx.phase.answers, event.worker: said})
 
 
-def _worker_lost(turn: Turn, event: WorkerLost) -> None:
-    _pass_on(turn, pool.lose(turn, [event.worker], event.reason, event.detail))
+def _worker_lost(ctx: Transition, event: WorkerLost) -> None:
+    if event.worker not in ctx.state.workers:
+        recovery.learn_cause(ctx, event)
+    _pass_on(ctx, worker_pool.worker_lost(ctx, event))
 
 
-def _node_lost(turn: Turn, event: NodeLost) -> None:
-    _pass_on(turn, pool.lose_node(turn, event.node))
+def _node_lost(ctx: Transition, event: NodeLost) -> None:
+    _pass_on(ctx, worker_pool.lose_node(ctx, event.node))
 
 
-def _pass_on(turn: Turn, losses: tuple[Loss, ...]) -> None:
-    handler = _LOSSES.get(type(turn.phase))
+def _pass_on(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
+    handler = _LOSSES.get(type(ctx.phase))
     if losses and handler is not None:
-        handler(turn, losses)
+        handler(ctx, losses)
 
 
-def _drain(turn: Turn, event: DrainRequested) -> None:
-    pool.drain(turn, [event.worker])
+def _drain(ctx: Transition, event: DrainRequested) -> None:
+    worker_pool.drain(ctx, [event.worker])
 
 
-def _stop_requested(turn: Turn, event: StopRequested) -> None:
-    turn.set(stop_reason=turn.state.stop_reason or event.reason or "asked to")
-    turn.say("stop asked for")
+def _tick(ctx: Transition, event: Tick) -> None:
+    """Does nothing: `_settle` checks deadlines after every event."""
 
 
-def _tick(turn: Turn, event: Tick) -> None:
-    """Deadlines are looked at after every event."""
+def _ignore(ctx: Transition, event: Any) -> None:
+    ctx.explain(f"late {type(event).__name__}, nothing to do")
 
 
-def _ignore(turn: Turn, event: Any) -> None:
-    turn.say(f"late {type(event).__name__}, nothing to do")
-
-
-_LOSSES: dict[type, Callable[[Turn, tuple[Loss, ...]], None]] = {
+_LOSSES: dict[type, Callable[[Transition, tuple[LostWorker, ...]], None]] = {
     Building: building.lost,
     Running: phases.running_lost,
     Closing: phases.closing_lost,
@@ -160,13 +163,13 @@ _LOSSES: dict[type, Callable[[Turn, tuple[Loss, ...]], None]] = {
 
 _EVERYWHERE: dict[type, Handler] = {
     CoordinatorStarted: reconnect.restart,
-    NodeJoined: pool.node_joined,
+    NodeJoined: worker_pool.node_joined,
     NodeLost: _node_lost,
-    NodeDraining: pool.node_draining,
+    NodeDraining: worker_pool.node_draining,
+    WorkerStarting: worker_pool.worker_starting,
     WorkerReady: _worker_ready,
     WorkerLost: _worker_lost,
     DrainRequested: _drain,
-    StopRequested: _stop_requested,
     Status: reconnect.late_ready,
     Tick: _tick,
 }
@@ -177,25 +180,25 @@ _BY_PHASE: dict[type, dict[type, Handler]] = {
     Building: {
         **_EVERYWHERE,
         Resumed: building.resumed,
-        Report: building.parked_early,
+        Report: building.paused_early,
         Published: building.published,
         BuildFailed: building.build_failed,
-        Trouble: building.trouble,
+        MemberFailed: building.trouble,
     },
     Running: {
         **_EVERYWHERE,
         Report: phases.running_report,
         Published: phases.running_published,
-        Trouble: phases.running_trouble,
+        MemberFailed: phases.running_trouble,
         Resumed: _ignore,
-        BuildFailed: _ignore,  # of a donor without a seat, which was told to stand by
+        BuildFailed: _ignore,  # from a donor outside the mesh, which was ordered to become a spare
     },
     Closing: {**_EVERYWHERE, Report: phases.closing_report, Published: phases.running_published},
     Finishing: {
         **_EVERYWHERE,
         Finalized: phases.finalized,
         Published: phases.running_published,
-        Trouble: phases.finishing_trouble,
+        MemberFailed: phases.finishing_trouble,
         Report: _ignore,
         Resumed: _ignore,
         BuildFailed: _ignore,  # as above
@@ -203,7 +206,7 @@ _BY_PHASE: dict[type, dict[type, Handler]] = {
     Reconnecting: {
         **_EVERYWHERE,
         Status: reconnect.answered,
-        Trouble: reconnect.disturbed,
+        MemberFailed: reconnect.disturbed,
         Report: reconnect.disturbed,
         Published: _ignore,
         Resumed: _ignore,
@@ -212,7 +215,7 @@ _BY_PHASE: dict[type, dict[type, Handler]] = {
     },
     Ended: {
         **dict.fromkeys(_EVERYWHERE, _ignore),
-        **dict.fromkeys((Trouble, Report, Published, Resumed, BuildFailed, Finalized), _ignore),
+        **dict.fromkeys((MemberFailed, Report, Published, Resumed, BuildFailed, Finalized), _ignore),
         CoordinatorStarted: reconnect.restart_ended,
     },
 }
@@ -224,50 +227,46 @@ TABLE: dict[tuple[type[Phase], type[Event]], Handler] = {
 # ---------------------------------------------------------------- what follows after every event
 
 
-def _settle(turn: Turn) -> None:
-    """Deadlines first, then whatever the new state allows; each step may change the phase for the next."""
-    if isinstance(turn.phase, Idle | Ended):
+def _settle(ctx: Transition) -> None:
+    """Check deadlines, then do what the new state allows. The order matters: a call may change the phase."""
+    if isinstance(ctx.phase, Idle | Ended):
         return
-    _pass_on(turn, pool.expire(turn))
-    if isinstance(turn.phase, Reconnecting):
-        reconnect.settle(turn)
-    if turn.state.stop_reason and isinstance(turn.phase, Forming | Building | Closing | Finishing):
-        turn.end("", f"stopped: {turn.state.stop_reason}")
-        return
-    if isinstance(turn.phase, Building):
-        building.expire(turn)
-    if isinstance(turn.phase, Finishing):
-        phases.expire_finishing(turn)
-    if isinstance(turn.phase, Running):
-        phases.settle_running(turn)
-    if isinstance(turn.phase, Closing):
-        phases.expire_closing(turn)
-        recovery.try_close(turn)
-    if isinstance(turn.phase, Forming):
-        recovery.try_form(turn)
-    if isinstance(turn.phase, Forming) and turn.state.last_change is None:
-        pool.refuse_if_nobody_starts(turn)
-    if _may_start_workers(turn):
-        pool.fill_slots(turn)
+    _pass_on(ctx, worker_pool.expire(ctx))
+    if isinstance(ctx.phase, Reconnecting):
+        reconnect.settle(ctx)
+    if isinstance(ctx.phase, Building):
+        building.expire(ctx)
+    if isinstance(ctx.phase, Finishing):
+        phases.expire_finishing(ctx)
+    if isinstance(ctx.phase, Running):
+        phases.settle_running(ctx)
+    if isinstance(ctx.phase, Closing):
+        phases.expire_closing(ctx)
+        recovery.try_close(ctx)
+    if isinstance(ctx.phase, Forming):
+        recovery.try_form(ctx)
+    if isinstance(ctx.phase, Forming) and ctx.state.last_change is None:
+        worker_pool.refuse_if_nobody_starts(ctx)
+    if _may_start_workers(ctx):
+        worker_pool.fill_slots(ctx)
 
 
-def _may_start_workers(turn: Turn) -> bool:
-    """Not while the ring closes nor in the first moments after: a process that starts takes CPU and disk
-    from the recovery that it follows."""
-    phase, change = turn.phase, turn.state.last_change
+def _may_start_workers(ctx: Transition) -> bool:
+    """False during a recovery and for `restart_delay_s` after it: a starting process takes CPU and disk from it."""
+    phase, change = ctx.phase, ctx.state.last_change
     if isinstance(phase, Closing):
         return bool(phase.waiting)
     if isinstance(phase, Running) and change is not None and change.resumed_at is not None:
-        return turn.now >= change.resumed_at + turn.options.restart_delay_s
+        return ctx.now >= change.resumed_at + ctx.options.restart_delay_s
     return not isinstance(phase, Ended | Building)
 
 
 def next_deadline(state: State) -> float | None:
-    """When a `Tick` is due at the latest; None if only an event can change anything."""
+    """The latest time for the next `Tick`, in seconds on the clock of `now`; None if there is no deadline."""
     if isinstance(state.phase, Idle | Ended):
         return None
-    due = [worker.deadline for worker in state.workers.values() if worker.life != "ready"]
-    due += pool.start_deadlines(state)
+    due = [worker.deadline for worker in state.workers.values() if worker.status != "ready"]
+    due += worker_pool.start_deadlines(state)
     due += _phase_deadlines(state)
     return min(due, default=None)
 
@@ -290,5 +289,8 @@ def _phase_deadlines(state: State) -> list[float]:
         case Forming():
             if phase.full_since is not None:
                 return [phase.full_since + options.spare_grace_s]
-            return [phase.since + options.start_s] if len(able_to_form(state)) // options.cp >= options.min_dp else []
+            if len(able_to_form(state)) // options.cp < options.min_dp:
+                return []
+            # A worker that shows progress in starting has its own deadline.
+            return [] if visibly_starting(state) else [phase.since + options.start_s]
     return []

@@ -1,7 +1,7 @@
-"""What must hold for every decision of the control core, whoever runs it: simulator, tests or a real journal.
+"""Invariants of every decision of the control core, for the simulator, the tests and journals of real runs.
 
-Independent of the handlers on purpose: it looks only at states, events and commands. What needs the truth
-about the workers (samples, digests) is checked where that truth is: in the simulator and by the real run.
+It reads only states, events and commands, and must not import the handlers that it checks. Samples and digests are
+checked where they are known: in the simulator and in the run itself.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from elastic_ring.control.messages import (
     Event,
     Finalized,
     KillWorker,
+    MemberFailed,
     Report,
     Resumed,
     StartWorker,
     Stop,
-    Trouble,
 )
 from elastic_ring.control.state import Building, Closing, Ended, Reconnecting, Running, State, spares
 
-_FROM_MEMBERS = (Trouble, Report, Resumed, BuildFailed, Finalized)
+_FROM_MEMBERS = (MemberFailed, Report, Resumed, BuildFailed, Finalized)
 
 
 class InvariantBroken(AssertionError):
-    """A promise does not hold; the message begins with its number.
+    """An invariant is violated; the message begins with its number.
 
-    1 to 6 are those of the design page; 7: no node is told to hold more members than it has GPUs.
+    1: agreement on term, generation and build. 2: stale messages have no effect. 3: committed steps are never lost.
+    4: each step and sequence counts once (checked by the simulator). 5: only verified shards are used. 6: holders of a
+    shard are spread over nodes. 7: no node gets more members than it has GPUs.
     """
 
 
@@ -46,8 +48,8 @@ def check(before: State, event: Event, decision: Decision) -> None:
     if builds and builds[0].generation > (before.last_change.generation if before.last_change else 0):
         reports = _reports(before, event)
         _verified(builds[0], reports)
-        holding = set() if builds[0].fresh else set(reports)  # before a fresh start all are told to stand by
-        _within_seats(builds[0], after, holding)
+        holding = set() if builds[0].fresh else set(reports)  # a fresh start follows `Standby` to all
+        _within_gpus(builds[0], after, holding)
         if len(after.nodes) > 1:
             _spread(builds[0], before, after, holding)
 
@@ -64,14 +66,16 @@ def _agreement(before: State, after: State, builds: list[Build], decision: Decis
             require(command.term == after.term, 1, f"a command of term {command.term} in term {after.term}")
     require(len({replace(build, worker="", cause="") for build in builds}) <= 1, 1, "members are told different builds")
     if builds and isinstance(before.phase, Building) and isinstance(after.phase, Building):
-        again = before.phase.crew == after.phase.crew
+        again = before.phase.membership == after.phase.membership
         require(again or builds[0].generation > before.generation, 1, "two builds in one generation")
     elif builds:
         built = before.last_change.generation if before.last_change else 0
         require(builds[0].generation > built, 1, "a build repeats a generation")
     for build in builds:
-        require(len(set(build.seats)) == build.mesh.size, 1, "a worker has two seats or a seat has none")
-        require(all(after.workers[w].life == "ready" for w in build.seats), 1, "a seat for one that is not ready")
+        require(len(set(build.members)) == build.mesh.size, 1, "a worker has two ranks or a rank has none")
+        require(
+            all(after.workers[w].status == "ready" for w in build.members), 1, "a rank for a worker that is not ready"
+        )
 
 
 def _stale(before: State, event: Event, decision: Decision) -> None:
@@ -96,7 +100,7 @@ def _reports(before: State, event: Event) -> Mapping[str, Report]:
     phase = before.phase
     known = dict(phase.reports) if isinstance(phase, Closing) else {}
     if isinstance(phase, Running | Building):
-        known = dict(phase.parked)
+        known = dict(phase.paused)
     if isinstance(event, Report):
         known.setdefault(event.worker, event)
     return known
@@ -107,7 +111,7 @@ def _verified(build: Build, reports: Mapping[str, Report]) -> None:
         return
     healed = {worker for heal in build.heals for worker in heal.newcomers}
     sources = [(heal.donor, heal.cp_rank) for heal in build.heals]
-    sources += [(w, build.mesh.seat(rank).cp_rank) for rank, w in enumerate(build.seats) if w not in healed]
+    sources += [(w, build.mesh.coordinate(rank).cp_rank) for rank, w in enumerate(build.members) if w not in healed]
     for worker, cp_rank in sources:
         report = reports.get(worker)
         holds = report is not None and report.healthy and report.shard == cp_rank
@@ -117,33 +121,33 @@ def _verified(build: Build, reports: Mapping[str, Report]) -> None:
         require(report.applied == build.step or rolls, 5, f"{worker} is at {report.applied}, not {build.step}")
 
 
-def _within_seats(build: Build, after: State, holding: set[str]) -> None:
-    """A newcomer needs a GPU that nobody holds; `holding` do, with a seat or without, until they are to stand by."""
-    members, in_use = _on_nodes(after, set(build.seats)), _on_nodes(after, holding | set(build.seats))
-    newcomers = _on_nodes(after, set(build.seats) - holding)
+def _within_gpus(build: Build, after: State, holding: set[str]) -> None:
+    """A newcomer needs a free GPU. Workers in `holding` use theirs until `Standby`, in the new mesh or not."""
+    members, in_use = _on_nodes(after, set(build.members)), _on_nodes(after, holding | set(build.members))
+    newcomers = _on_nodes(after, set(build.members) - holding)
     for node in after.nodes.values():
-        if node.num_seats is not None:
-            told = f"on {node.node}, which has {node.num_seats} GPU(s)"
-            require(members[node.node] <= node.num_seats, 7, f"{members[node.node]} members are to sit {told}")
-            fits = not newcomers[node.node] or in_use[node.node] <= node.num_seats
+        if node.num_gpus is not None:
+            told = f"on {node.node}, which has {node.num_gpus} GPU(s)"
+            require(members[node.node] <= node.num_gpus, 7, f"{members[node.node]} members are to sit {told}")
+            fits = not newcomers[node.node] or in_use[node.node] <= node.num_gpus
             require(fits, 7, f"{newcomers[node.node]} newcomer(s) and {in_use[node.node]} that need one in all {told}")
 
 
 def _on_nodes(state: State, workers: Iterable[str]) -> Counter[str]:
-    """How many of these workers are ready on each node."""
+    """Node → how many of these workers are ready on it."""
     known = state.workers
-    return Counter(known[name].node for name in workers if name in known and known[name].life == "ready")
+    return Counter(known[name].node for name in workers if name in known and known[name].status == "ready")
 
 
 def _spread(build: Build, before: State, after: State, holding: set[str]) -> None:
-    """No spare that was left standing would have kept holders of one shard further apart."""
+    """No unused spare would have spread the holders of a shard over more nodes than the chosen one."""
     node_of = {name: worker.node for name, worker in after.workers.items()}
-    holders = Counter((rank % build.mesh.cp, node_of[w]) for rank, w in enumerate(build.seats))
-    taken = _on_nodes(after, holding | set(build.seats))
-    full = {n.node for n in after.nodes.values() if n.num_seats is not None and taken[n.node] >= n.num_seats}
-    idle = [worker for worker in spares(after) if worker not in build.seats and node_of[worker] not in full]
+    holders = Counter((rank % build.mesh.cp, node_of[w]) for rank, w in enumerate(build.members))
+    taken = _on_nodes(after, holding | set(build.members))
+    full = {n.node for n in after.nodes.values() if n.num_gpus is not None and taken[n.node] >= n.num_gpus}
+    idle = [worker for worker in spares(after) if worker not in build.members and node_of[worker] not in full]
     was_spare = set(spares(before))
-    for rank, worker in enumerate(build.seats):
+    for rank, worker in enumerate(build.members):
         cp_rank = rank % build.mesh.cp
         if worker not in was_spare or holders[cp_rank, node_of[worker]] < 2:
             continue

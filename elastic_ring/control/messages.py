@@ -1,8 +1,8 @@
-"""What the control core hears (events) and says (commands). Plain frozen data, JSON both ways.
+"""Input (events) and output (commands) of the control core: frozen data, to and from JSON.
 
-Nothing here knows of Ray, torch, clocks or sockets. Every event carries a `cause`, an id that the
-commands it leads to and their log lines repeat. Members' events and all commands carry (term, generation);
-whoever receives one that is older than what it has seen ignores it.
+No Ray, torch, clocks or sockets here. Every event carries a `cause`: an id that the commands it leads to, and their
+log lines, repeat. Events of members and most commands carry (term, generation); receivers ignore older ones than
+they have seen.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from elastic_ring.mesh import Mesh
 
 @dataclass(frozen=True)
 class Vote:
-    """The result of one step's vote: enough for a rank that missed it to apply the same update.
+    """The result of one step's vote, from which a rank that missed it can apply the same update.
 
-    `values` is the float64 vector that all ranks agree on (see `train.step` for its fields); opaque here.
-    `cast` is the (term, generation) of the `Build` whose members cast it: a vote fits only the gradient
-    that was reduced by the same members, since another mesh sums in another order.
+    `values` is the float64 vector that all ranks agree on (fields: `train.step`); opaque here. `membership_id` is the
+    (term, generation) of the `Build` whose members voted. A vote fits only the gradient that these members reduced:
+    another mesh sums in another order.
     """
 
     step: int
     values: tuple[float, ...]
-    cast: tuple[int, int] = (0, 0)
+    membership_id: tuple[int, int] = (0, 0)
 
 
-# ---------------------------------------------------------------- events: facts going in
+# ---------------------------------------------------------------- events
 
 
 @dataclass(frozen=True)
 class CoordinatorStarted:
-    """A coordinator begins to speak. First event of every term; `term` is larger than any before."""
+    """A coordinator started. First event of every term; `term` is larger than all before."""
 
     cause: str
     term: int
@@ -43,20 +43,21 @@ class CoordinatorStarted:
 
 @dataclass(frozen=True)
 class NodeJoined:
-    """A node with room for `num_slots` workers in all is in the cluster (again: its room has changed).
+    """A node joined the cluster, or its capacity changed.
 
-    `num_seats`: how many of them may be members at once, one for each GPU; None where nothing limits that.
+    `num_slots`: workers that fit on it. `num_gpus`: how many of them may be members at the same time, one for each
+    GPU; None: no limit.
     """
 
     cause: str
     node: str
     num_slots: int
-    num_seats: int | None = None
+    num_gpus: int | None = None
 
 
 @dataclass(frozen=True)
 class NodeLost:
-    """A node is gone, confirmed by a second source; so is everything on it."""
+    """A node and all its workers are gone, confirmed by a second source."""
 
     cause: str
     node: str
@@ -64,15 +65,24 @@ class NodeLost:
 
 @dataclass(frozen=True)
 class NodeDraining:
-    """A node will leave (preemption, autoscaler): its workers hand over at the next boundary."""
+    """A node will leave (preemption, autoscaler): its workers hand over their state at the next boundary."""
 
     cause: str
     node: str
 
 
 @dataclass(frozen=True)
+class WorkerStarting:
+    """A worker's process runs and warms up. `cpu_s`: CPU time used so far, in seconds."""
+
+    cause: str
+    worker: str
+    cpu_s: float
+
+
+@dataclass(frozen=True)
 class WorkerReady:
-    """A started worker is warm: imports done, device up, waiting for a place."""
+    """A started worker is warm: imports done, device initialised. It can become a member."""
 
     cause: str
     worker: str
@@ -82,39 +92,37 @@ class WorkerReady:
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """A worker's process is gone or was fenced. `reason`: died, hung, exited, start-failed, unreachable."""
+    """A worker's process is gone or written off. `reason`: died, hung, exited, start-failed, unreachable.
+
+    `step` and `phase`: what it did last. `signal`: what ended it ("SIGKILL"). -1 and empty: unknown.
+    """
 
     cause: str
     worker: str
     reason: str
     detail: str = ""
+    step: int = -1
+    phase: str = ""
+    signal: str = ""
 
 
 @dataclass(frozen=True)
 class DrainRequested:
-    """One worker shall leave at the next boundary."""
+    """One worker is to leave at the next boundary."""
 
     cause: str
     worker: str
 
 
 @dataclass(frozen=True)
-class StopRequested:
-    """The user wants the run to end now (Ctrl-C, job stop)."""
+class MemberFailed:
+    """A member's step loop stopped with an error.
 
-    cause: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """A member's step loop stopped by itself.
-
-    kind: `peer` (an exchange failed: triggers the abort, proves nothing about who is dead),
-    `user` (the model, loss or data raised: `detail` is the traceback), `device` (this worker's own device erred, or
-    had no room for a newcomer: the worker is killed and replaced), `skipped` (too many skipped steps),
-    `check` (the start-up check refused the model). `step` is the step that was under way or that the ring was
-    being built for, whatever the worker itself has applied: a newcomer has applied none.
+    `kind`: `peer` (an exchange failed: all abort, but it does not show which peer died), `user` (the model, loss or
+    data raised; `detail` is the traceback), `device` (this worker's device failed or lacked memory for a newcomer: the
+    worker is killed and replaced), `skipped` (too many skipped steps), `check` (the start-up check refused the model,
+    or the weights could not be written). `step` is the step that ran or that the ring was built for, not the worker's
+    own count: a newcomer has applied none.
     """
 
     cause: str
@@ -128,15 +136,14 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Report:
-    """A parked member's answer to `Stop`, or on its own at a boundary or the last step.
+    """State of a paused member: the answer to `Stop`, or unasked at a boundary or after the last step.
 
-    `kind`: aborted, boundary, finished. `applied` is the number of steps whose update is in the shard
-    (the next step to run). `vote` is the held result of step `applied`, if any. `shard` is the `cp_rank`
-    whose verified state it holds, None if none (never had one, or failed inside apply, or mid-heal).
-    `has_gradient`: it still holds the reduced gradient of step `applied`, so it could apply a vote for it.
-    `healthy` is the device probe's answer. `last_vote` is the result that made it step `applied - 1` →
-    `applied` in this generation's groups, so that members one step behind can follow. `gradient_cast` is the
-    (term, generation) of the `Build` in which the kept gradient was reduced.
+    `kind`: aborted, boundary, finished. `applied`: number of steps in the shard, so also the next step to run. `vote`:
+    result of step `applied` if the member has it. `shard`: `cp_rank` of its verified state; None if it has none (a
+    newcomer, or it failed in apply or during a heal). `has_gradient`: it keeps the reduced gradient of step `applied`
+    and can apply a vote for it. `gradient_membership_id`: (term, generation) of the `Build` in which that gradient was
+    reduced. `healthy`: result of the device probe. `last_vote`: the vote of step `applied - 1`, if it was applied in
+    this generation; members one step behind can apply it.
     """
 
     cause: str
@@ -150,15 +157,15 @@ class Report:
     has_gradient: bool
     healthy: bool = True
     last_vote: Vote | None = None
-    gradient_cast: tuple[int, int] = (0, 0)
+    gradient_membership_id: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
 class Published:
-    """The newest vote result that the coordinator itself has seen; it counts as one more holder of it.
+    """The newest vote that the coordinator received.
 
-    Only while `vote.cast` names the last `Build`: a vote of an older one may belong to a step that was
-    decided to run again.
+    It counts only if `vote.membership_id` is that of the last `Build`: an older vote may belong to a step that
+    runs again.
     """
 
     cause: str
@@ -167,7 +174,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A member finished its `Build`: groups up, rolled forward, healed and verified; it trains on."""
+    """A member finished its `Build`: groups built, state rolled forward, healed and verified. It trains on."""
 
     cause: str
     worker: str
@@ -178,7 +185,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class BuildFailed:
-    """A member could not finish its `Build` (a peer vanished, a digest differed). It is parked again."""
+    """A member could not finish its `Build` (a peer was lost, a digest differed). It is paused again."""
 
     cause: str
     worker: str
@@ -200,7 +207,7 @@ class Finalized:
 
 @dataclass(frozen=True)
 class Status:
-    """Answer to `Hello`. `activity`: spare, running, parked, building, finished."""
+    """The answer to `Hello`. `activity`: spare, running, paused, building, finished."""
 
     cause: str
     worker: str
@@ -211,7 +218,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed; deadlines are looked at."""
+    """Time has passed: check the deadlines."""
 
     cause: str
 
@@ -221,11 +228,11 @@ Event = (
     | NodeJoined
     | NodeLost
     | NodeDraining
+    | WorkerStarting
     | WorkerReady
     | WorkerLost
     | DrainRequested
-    | StopRequested
-    | Trouble
+    | MemberFailed
     | Report
     | Published
     | Resumed
@@ -235,12 +242,12 @@ Event = (
     | Tick
 )
 
-# ---------------------------------------------------------------- commands: orders going out
+# ---------------------------------------------------------------- commands
 
 
 @dataclass(frozen=True)
 class StartWorker:
-    """Start a worker under this id on this node. Agents ignore one of an older term."""
+    """Start a worker with this id on this node. Agents ignore commands of an older term."""
 
     cause: str
     worker: str
@@ -250,7 +257,7 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class KillWorker:
-    """Fence: SIGKILL by the node's agent. A `WorkerLost` follows. Agents ignore one of an older term."""
+    """SIGKILL by the node's agent; `WorkerLost` follows. Agents ignore commands of an older term."""
 
     cause: str
     worker: str
@@ -260,7 +267,7 @@ class KillWorker:
 
 @dataclass(frozen=True)
 class Hello:
-    """A new coordinator introduces itself; the worker adopts the term and answers `Status`."""
+    """Sent by a new coordinator; the worker adopts the term and answers `Status`."""
 
     cause: str
     worker: str
@@ -269,11 +276,11 @@ class Hello:
 
 @dataclass(frozen=True)
 class Stop:
-    """mode `abort`: abort every group, park, probe, answer `Report`. Sent before the `Build` of the same
-    generation, so a worker that has that `Build` already ignores it: it is a late copy. Asked twice, it
-    answers twice.
+    """Stop training.
 
-    mode `boundary`: put a boundary request into the next vote and go on; all members park after that step.
+    `mode` `abort`: abort every group, pause, probe the device, answer `Report`; a repeated `Stop` gets a repeated
+    answer. It precedes the `Build` of the same generation, so a worker that has that `Build` ignores it as late.
+    `mode` `boundary`: request a boundary in the next vote and train on; all members pause after that step.
     """
 
     cause: str
@@ -285,9 +292,9 @@ class Stop:
 
 @dataclass(frozen=True)
 class Heal:
-    """`donor` sends its verified state of `cp_rank` to each of `newcomers`, once it has rolled forward.
+    """`donor` rolls forward, then sends its verified state of `cp_rank` to each of `newcomers`.
 
-    The donor may have no seat in the new mesh (a drained worker that hands over).
+    The donor need not be in the new mesh (a drained worker hands over its state).
     """
 
     cp_rank: int
@@ -297,10 +304,10 @@ class Heal:
 
 @dataclass(frozen=True)
 class Build:
-    """Close the ring: rendezvous under (term, generation), build groups, roll forward, heal, go on.
+    """Rendezvous under (term, generation), build the groups, roll forward, heal, train on.
 
-    `seats[global_rank]` is the worker of that rank. `step` is the next step to run. `roll_forward` is the
-    vote that members still at `step - 1` apply first. `fresh`: nobody holds state; initialise from the seed.
+    `members[global_rank]` is the worker of that rank; `step` runs next. Members still at `step - 1` first apply the
+    vote `roll_forward`. `fresh`: no state exists; initialise from the seed.
     """
 
     cause: str
@@ -308,7 +315,7 @@ class Build:
     term: int
     generation: int
     mesh: Mesh
-    seats: tuple[str, ...]
+    members: tuple[str, ...]
     step: int
     roll_forward: Vote | None
     heals: tuple[Heal, ...]
@@ -316,8 +323,8 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Stand:
-    """Stand by as a spare: drop groups and state of older generations."""
+class Standby:
+    """Become a spare: drop the groups and the state of older generations."""
 
     cause: str
     worker: str
@@ -327,7 +334,7 @@ class Stand:
 
 @dataclass(frozen=True)
 class Release:
-    """Leave: exit cleanly. Sent at the end of a drain and of the run."""
+    """Exit cleanly. Sent at the end of a drain and of the run."""
 
     cause: str
     worker: str
@@ -355,24 +362,23 @@ class EndRun:
     term: int = 0
 
 
-Command = (
-    StartWorker | KillWorker | Hello | Stop | Build | Stand | Release | Finalize | EndRun
-)
+Command = StartWorker | KillWorker | Hello | Stop | Build | Standby | Release | Finalize | EndRun
 
-# ---------------------------------------------------------------- JSON both ways, for the journal
+# ---------------------------------------------------------------- JSON for the journal
 
-_KINDS: dict[str, type] = {
-    kind.__name__: kind for kind in (*typing.get_args(Event), *typing.get_args(Command))
-}
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in (*typing.get_args(Event), *typing.get_args(Command))}
 
 
 def to_json(message: Event | Command) -> dict[str, Any]:
-    """A flat mapping with the message's class name under "type"; `from_json` is its inverse."""
+    """The fields of the message, with its class name under "type". `from_json` is the inverse."""
     return {"type": type(message).__name__, **dataclasses.asdict(message)}
 
 
 def from_json(data: dict[str, Any]) -> Event | Command:
-    """Raises: KeyError for an unknown type, TypeError for unknown or missing fields."""
+    """The inverse of `to_json`.
+
+    Raises: KeyError for an unknown type, TypeError for unknown or missing fields.
+    """
     fields = dict(data)
     message: Event | Command = _decode(_KINDS[fields.pop("type")], fields)
     return message

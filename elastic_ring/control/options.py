@@ -1,23 +1,24 @@
-"""What the control core is told once: sizes, limits and timeouts. Plain data; reads no environment and no clock."""
+"""Settings of the control core: sizes, limits and timeouts. Plain data; no environment and no clock."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-LADDER = ("holder", "copy", "checkpoint")
-"""Where the state of a `cp_rank` may come from, best first. Only live holders exist in every run."""
+RECOVERY_OPTIONS = ("holder", "copy", "checkpoint")
+"""Sources of the state of a `cp_rank`, best first. Only live holders exist in every run."""
 
 
 @dataclass(frozen=True)
 class ControlOptions:
-    """`dp`, `cp`, `spares` are what is wanted; the mesh shrinks to `min_dp` and grows to `max_dp` rings.
+    """Settings of one run. `dp`, `cp`, `spares` are the wanted sizes; the mesh has `min_dp` to `max_dp` rings.
 
-    Timeouts, all in seconds: `report_s` for a member to answer `Stop` (and for a killed worker to be gone),
-    `build_s` to close the ring, `start_s` for a worker to be warm, `hello_s` to answer a new coordinator,
-    `boundary_s` from a boundary request until every member has parked, `finalize_s` to write the weights,
-    `spare_grace_s` that the first formation waits for spares, `grow_delay_s` of quiet before the mesh grows,
-    `backoff_s` for a node whose workers do not start, `restart_delay_s` from a closed ring to the start of
-    whoever replaces the lost.
+    Timeouts, all in seconds: `report_s` for a member to answer `Stop` and for a killed worker to be gone; `build_s` to
+    build the groups; `start_s` for a worker to be ready or to show progress; `start_max_s` to be ready in spite of
+    progress; `hello_s` to answer a new coordinator; `boundary_s` from a boundary request until all members have
+    paused; `finalize_s` to write the weights.
+    Delays, all in seconds: `spare_grace_s` that the first formation waits for spares; `grow_delay_s` without a change
+    of the worker pool before the mesh grows; `backoff_s` before the next start on a node whose workers fail to start,
+    or the next try to write the weights; `restart_delay_s` from the end of a recovery to the start of replacements.
 
     Raises: ValueError naming the setting, its value and what is allowed.
     """
@@ -32,6 +33,7 @@ class ControlOptions:
     report_s: float = 2.0
     build_s: float = 60.0
     start_s: float = 120.0
+    start_max_s: float = 1800.0
     hello_s: float = 5.0
     boundary_s: float = 60.0
     finalize_s: float = 600.0
@@ -45,11 +47,21 @@ class ControlOptions:
     build_failure_limit: int = 10
     round_limit: int = 25
     finalize_limit: int = 3
-    rungs: tuple[str, ...] = ()
+    recovery_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("dp", "cp", "total_steps", "min_dp", "crash_loop_limit", "user_error_limit",
-                     "start_failure_limit", "build_failure_limit", "round_limit", "finalize_limit"):
+        for name in (
+            "dp",
+            "cp",
+            "total_steps",
+            "min_dp",
+            "crash_loop_limit",
+            "user_error_limit",
+            "start_failure_limit",
+            "build_failure_limit",
+            "round_limit",
+            "finalize_limit",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.spares < 0:
@@ -60,17 +72,21 @@ class ControlOptions:
         for name in ("spare_grace_s", "grow_delay_s", "restart_delay_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
+        if self.start_max_s < self.start_s:
+            raise ValueError(f"start_max_s={self.start_max_s} with start_s={self.start_s}: raise the first")
         if self.min_dp > self.dp:
             raise ValueError(f"min_dp={self.min_dp} with dp={self.dp}: lower min_dp or ask for more rings")
         if self.max_dp is not None and self.max_dp < self.dp:
             raise ValueError(f"max_dp={self.max_dp} with dp={self.dp}: raise max_dp or leave it out")
-        unknown = [rung for rung in self.rungs if rung not in LADDER[1:]]
+        unknown = [option for option in self.recovery_options if option not in RECOVERY_OPTIONS[1:]]
         if unknown:
-            raise ValueError(f"rungs={self.rungs}: {unknown} not known; allowed are {LADDER[1:]}")
+            raise ValueError(
+                f"recovery_options={self.recovery_options}: {unknown} not known; allowed are {RECOVERY_OPTIONS[1:]}"
+            )
 
     @property
     def dp_limit(self) -> int:
-        """The largest number of rings that the mesh may have."""
+        """The maximum number of rings."""
         return self.dp if self.max_dp is None else self.max_dp
 
     @property

@@ -1,6 +1,7 @@
-"""Who sits where next: one mapping of all losses known at once to seats and heals. Pure, no protocol.
+"""Placement: from all losses known so far to the members by rank and the heals of the next mesh.
 
-Invariant 6 is minimised, not enforced: holders of one shard share a node only where the nodes leave no choice.
+Pure; no protocol, no messages sent here. Holders of one shard share a node only where the nodes leave no choice
+(invariant 6).
 """
 
 from __future__ import annotations
@@ -9,25 +10,24 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from elastic_ring.control.gpu_capacity import placeable
 from elastic_ring.control.messages import Heal
-from elastic_ring.control.options import LADDER
-from elastic_ring.control.seats import able_to_sit
+from elastic_ring.control.options import RECOVERY_OPTIONS
 from elastic_ring.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Everything known when the reports are in.
+    """Everything known once all reports have arrived.
 
-    `mesh` and `seats` are those of the last generation that ran (`seats` is empty for a first formation).
-    `hints` are ranks that a later attempt gave to workers without a seat in it. `holders` maps workers with a
-    verified shard at the next step to its `cp_rank`; `empty` are live members without one. Whoever is in
-    `draining` may donate but gets a seat only when there is no other way to keep `min_dp` rings. `seats_on`:
-    how many members may sit at once on each node that has a limit.
+    `mesh` and `members`: those of the last generation that ran (`members` is empty for a first formation). `hints`:
+    worker → rank in a later attempt, for workers outside `members`. `holders`: worker → `cp_rank` of its verified shard
+    at the next step. `empty`: live members without one. Workers in `draining` may donate, but become members only if
+    `min_dp` rings are impossible without them. `gpus_on`: node → maximum number of members, for nodes with a limit.
     """
 
     mesh: Mesh
-    seats: tuple[str, ...]
+    members: tuple[str, ...]
     holders: Mapping[str, int]
     empty: tuple[str, ...]
     spares: tuple[str, ...]
@@ -37,23 +37,26 @@ class Situation:
     draining: frozenset[str] = frozenset()
     hints: Mapping[str, int] = field(default_factory=dict)
     fresh: bool = False
-    seats_on: Mapping[str, int] = field(default_factory=dict)
+    gpus_on: Mapping[str, int] = field(default_factory=dict)
 
     def able(self, workers: Iterable[str]) -> list[str]:
-        """Those of `workers` that can sit at once; they are asked in the order holders, empty, spares.
+        """The `workers` that can be members at the same time; `workers` come in the order holders, empty, spares.
 
-        A holder has its GPU. A live member without a shard may never have got one, so it stands in line, first.
+        A holder has its GPU. A live member without a shard may have none, so it counts as a newcomer, before spares.
         """
         leaving = (worker for worker in self.empty if worker in self.draining)
-        return able_to_sit(workers, (*self.holders, *leaving), self.node_of, self.seats_on)
+        return placeable(workers, (*self.holders, *leaving), self.node_of, self.gpus_on)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`leaving` took part until now and have no seat; `newcomers` are healed; `action` and `promise` in words."""
+    """The next mesh. `newcomers` get healed; `leaving` took part until now and are not in the mesh.
+
+    `action`: as in `state.Change`. `promise`: "bit-exact" or "sample-exact".
+    """
 
     mesh: Mesh
-    seats: tuple[str, ...]
+    members: tuple[str, ...]
     heals: tuple[Heal, ...]
     newcomers: tuple[str, ...]
     leaving: tuple[str, ...]
@@ -63,10 +66,10 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Short:
-    """Every shard is held, but there are not workers enough for `min_dp` rings: wait.
+class NotEnoughWorkers:
+    """Every shard has a holder, but there are too few workers for `min_dp` rings: wait.
 
-    `num_workers` could sit at once, `num_crowded` more are there for whom their node has no seat left.
+    `num_workers` could be members at the same time; `num_crowded` more are on nodes without a free GPU.
     """
 
     num_workers: int
@@ -75,44 +78,44 @@ class Short:
 
 
 @dataclass(frozen=True)
-class Unheld:
+class NoHolder:
     """These `cp_rank`s have no verified holder."""
 
     cp_ranks: tuple[int, ...]
 
 
-def next_rung(available: Sequence[str]) -> str | None:
-    """The best rung of the ladder below a live holder that this run has; None if there is none."""
-    return next((rung for rung in LADDER[1:] if rung in available), None)
+def next_recovery_option(available: Sequence[str]) -> str | None:
+    """The best recovery option after a live holder that this run has; None if there is none."""
+    return next((option for option in RECOVERY_OPTIONS[1:] if option in available), None)
 
 
-def plan(situation: Situation) -> Plan | Short | Unheld:
-    """Spares into the gaps if they suffice, else as many whole rings as there are workers for.
+def plan(situation: Situation) -> Plan | NotEnoughWorkers | NoHolder:
+    """Fill the gaps with spares if there are enough, else form as many whole rings as there are workers for.
 
-    Only workers that can sit at once take part, so that no choice below can exceed a node's limit.
+    Only workers that can be members at the same time are candidates, so no later choice can exceed a node's limit.
     """
     cp = situation.mesh.cp
     held = set(situation.holders.values())
-    unheld = tuple(cp_rank for cp_rank in range(cp) if cp_rank not in held)
-    if unheld and not situation.fresh:
-        return Unheld(unheld)
+    no_holder = tuple(cp_rank for cp_rank in range(cp) if cp_rank not in held)
+    if no_holder and not situation.fresh:
+        return NoHolder(no_holder)
     everyone = (*situation.holders, *situation.empty, *situation.spares)
     able = situation.able(worker for worker in everyone if worker not in situation.draining)
     if len(able) // cp < situation.min_dp:
         able = situation.able(everyone)
     dp = min(situation.target_dp, len(able) // cp)
     if dp < max(1, situation.min_dp):
-        return Short(len(able), max(1, situation.min_dp) * cp - len(able), len(everyone) - len(able))
-    seating = _Seating(situation, Mesh(dp, cp), able)
-    seating.keep()
-    seating.move_surplus()
-    seating.keep_empty()
-    seating.fill()
-    return _describe(situation, Mesh(dp, cp), seating.seats())
+        return NotEnoughWorkers(len(able), max(1, situation.min_dp) * cp - len(able), len(everyone) - len(able))
+    placement = _Placement(situation, Mesh(dp, cp), able)
+    placement.keep()
+    placement.move_surplus()
+    placement.keep_empty()
+    placement.fill()
+    return _describe(situation, Mesh(dp, cp), placement.members())
 
 
-class _Seating:
-    """The seats while they fill: first who stays, then surplus holders of the same shard, then newcomers."""
+class _Placement:
+    """A mesh that is being filled: members that stay, then surplus holders of the same shard, then newcomers."""
 
     def __init__(self, situation: Situation, mesh: Mesh, able: Iterable[str]) -> None:
         self.situation = situation
@@ -123,46 +126,47 @@ class _Seating:
         self.ring_on: Counter[tuple[int, str]] = Counter()
         self.new_ring: dict[int, int] = {}
 
-    def seats(self) -> tuple[str, ...]:
+    def members(self) -> tuple[str, ...]:
         assert all(worker is not None for worker in self.taken), self.taken
         return tuple(worker for worker in self.taken if worker is not None)
 
     def keep(self) -> None:
-        """Holders of the kept rings stay where they are."""
+        """Holders in kept rings keep their ranks."""
         old = self.situation.mesh
         wanted = [
-            (rank, worker) for worker, rank in self._preferred().items()
-            if worker in self.free and self.situation.holders.get(worker) == old.seat(rank).cp_rank
+            (rank, worker)
+            for worker, rank in self._preferred().items()
+            if worker in self.free and self.situation.holders.get(worker) == old.coordinate(rank).cp_rank
         ]
-        self.new_ring = self._kept_rings(Counter(old.seat(rank).dp_rank for rank, _ in wanted))
-        self._sit_again(wanted)
+        self.new_ring = self._kept_rings(Counter(old.coordinate(rank).dp_rank for rank, _ in wanted))
+        self._place_again(wanted)
 
     def keep_empty(self) -> None:
-        """A live member that lost its shard keeps its place, if no holder needs it, and is healed there."""
+        """A live member that lost its shard keeps its rank, unless a holder took it, and is healed there."""
         empty = set(self.situation.empty)
-        self._sit_again([(rank, w) for w, rank in self._preferred().items() if w in self.free and w in empty])
+        self._place_again([(rank, w) for w, rank in self._preferred().items() if w in self.free and w in empty])
 
     def _preferred(self) -> dict[str, int]:
-        """Worker → old global rank; where it sat when the mesh last ran goes before any later attempt."""
-        return {**self.situation.hints, **{worker: rank for rank, worker in enumerate(self.situation.seats)}}
+        """Worker → old global rank; the rank in the last mesh that ran overrides that of a later attempt."""
+        return {**self.situation.hints, **{worker: rank for rank, worker in enumerate(self.situation.members)}}
 
-    def _sit_again(self, wanted: Sequence[tuple[int, str]]) -> None:
+    def _place_again(self, wanted: Sequence[tuple[int, str]]) -> None:
         for rank, worker in wanted:
-            seat = self.situation.mesh.seat(rank)
-            if seat.dp_rank in self.new_ring:
-                new_rank = self.new_ring[seat.dp_rank] * self.mesh.cp + seat.cp_rank
+            coordinate = self.situation.mesh.coordinate(rank)
+            if coordinate.dp_rank in self.new_ring:
+                new_rank = self.new_ring[coordinate.dp_rank] * self.mesh.cp + coordinate.cp_rank
                 if self.taken[new_rank] is None:
-                    self._sit(new_rank, worker)
+                    self._place(new_rank, worker)
 
     def _kept_rings(self, num_survivors: Counter[int]) -> dict[int, int]:
-        """Old dp_rank → new one: the rings with most survivors, each at its old place where that still exists."""
+        """Old dp_rank → new dp_rank of the rings with most survivors; unchanged where it still exists."""
         order = sorted(range(self.situation.mesh.dp), key=lambda ring: (-num_survivors[ring], ring))
         kept = sorted(order[: self.mesh.dp])
         gaps = iter(sorted(set(range(self.mesh.dp)) - set(kept)))
         return {ring: ring if ring < self.mesh.dp else next(gaps) for ring in kept}
 
     def move_surplus(self) -> None:
-        """Holders without a place fill gaps of their own shard: no heal needed."""
+        """Holders without a rank fill gaps of their own shard, which need no heal."""
         surplus: dict[int, list[str]] = defaultdict(list)
         for worker in self.free:
             if worker in self.situation.holders:
@@ -172,17 +176,20 @@ class _Seating:
             if candidates:
                 best = min(candidates, key=lambda worker: self._cost(rank, self.situation.node_of[worker]))
                 candidates.remove(best)
-                self._sit(rank, best)
+                self._place(rank, best)
 
     def fill(self) -> None:
-        """Newcomers: spares before holders whose own shard is not needed; spread first, then pack the ring."""
+        """Fill the rest with newcomers: spares, then holders whose shard has enough holders.
+
+        Spreading the holders of a shard over nodes comes before packing a ring on few nodes.
+        """
         pool: dict[str, list[str]] = defaultdict(list)
         spare = set(self.situation.spares)
         for worker in sorted(self.free, key=lambda worker: worker not in spare):
             pool[self.situation.node_of[worker]].append(worker)
         gaps = self._gaps()
         left_in_ring = Counter(rank // self.mesh.cp for rank in gaps)
-        # While spares last, only their nodes are looked at: turning a holder over to another shard comes last.
+        # Consider only nodes with spares while there are any: moving a holder to another shard is the last resort.
         num_spares = sum(worker in spare for worker in self.free)
         shelf = {node: workers for node, workers in pool.items() if workers[0] in spare} if num_spares else pool
         fewest: Counter[int] = Counter()
@@ -190,9 +197,9 @@ class _Seating:
             ring = rank // self.mesh.cp
             node = self._best_node(rank, shelf, left_in_ring[ring], fewest)
             workers = shelf.pop(node)
-            self._sit(rank, workers.pop(0))
+            self._place(rank, workers.pop(0))
             left_in_ring[ring] -= 1
-            # Back at the end of the line, so that the next search meets less used nodes first.
+            # Reinsert the node at the end, so that the next search meets less used nodes first.
             if workers and (shelf is pool or workers[0] in spare):
                 shelf[node] = workers
             elif not workers:
@@ -202,13 +209,11 @@ class _Seating:
         self._swap_apart(gaps)
         self._trade_with_idle(gaps, spare)
 
-    def _best_node(
-        self, rank: int, shelf: Mapping[str, list[str]], num_left_in_ring: int, fewest: Counter[int]
-    ) -> str:
-        """Fewest holders of the shard, then most of the ring, then room for the rest of it.
+    def _best_node(self, rank: int, shelf: Mapping[str, list[str]], num_left_in_ring: int, fewest: Counter[int]) -> str:
+        """The node with fewest holders of the shard, then most members of the ring, then room for its other members.
 
-        `fewest` remembers the least number of holders seen per shard; it only rises while nodes fill, so the
-        search may end at the first node that reaches it with all else at its best.
+        `fewest` has the minimum number of holders per shard. It only rises while nodes fill, so the search stops at
+        the first node that reaches it and is best by the other criteria.
         """
         ring, cp_rank = divmod(rank, self.mesh.cp)
         holders_on, ring_on = self.holders_on, self.ring_on
@@ -228,48 +233,48 @@ class _Seating:
         return best
 
     def _nodes_of_ring(self, ring: int) -> dict[str, None]:
-        """In the order of the ranks that sit on them."""
+        """The nodes of a ring's members, by rank (a dict as an ordered set)."""
         node_of, first = self.situation.node_of, ring * self.mesh.cp
         taken = self.taken[first : first + self.mesh.cp]
         return {node_of[worker]: None for worker in taken if worker is not None}
 
     def _swap_apart(self, gaps: Sequence[int]) -> None:
-        """Two newcomers of one ring trade places where that parts holders of one shard."""
+        """Swap two newcomers of a ring where that moves holders of one shard to different nodes."""
         by_ring: dict[int, list[int]] = defaultdict(list)
         for rank in gaps:
             by_ring[rank // self.mesh.cp].append(rank)
         for rank in gaps:
-            if self.holders_on[self._spot(rank)] < 2:
+            if self.holders_on[self._shard_and_node(rank)] < 2:
                 continue
             for other in by_ring[rank // self.mesh.cp]:
                 if self._gain(rank, other) > 0:
                     first, second = self._leave(rank), self._leave(other)
-                    self._sit(rank, second)
-                    self._sit(other, first)
+                    self._place(rank, second)
+                    self._place(other, first)
                     break
 
     def _trade_with_idle(self, gaps: Sequence[int], spare: set[str]) -> None:
-        """A spare that was left standing takes a newcomer's place where that parts holders of one shard."""
+        """Replace a newcomer by an unused spare where that moves holders of one shard to different nodes."""
         for rank in gaps:
-            cp_rank, node = self._spot(rank)
+            cp_rank, node = self._shard_and_node(rank)
             if self.taken[rank] not in spare or self.holders_on[cp_rank, node] < 2:
                 continue
             least = self.holders_on[cp_rank, node] - 1
             for idle in [worker for worker in self.free if worker in spare]:
                 if self.holders_on[cp_rank, self.situation.node_of[idle]] < least:
                     self.free[self._leave(rank)] = None
-                    self._sit(rank, idle)
+                    self._place(rank, idle)
                     break
 
     def _gain(self, rank: int, other: int) -> int:
-        """How many same-node pairs of one shard fewer there are after the two trade places."""
-        (one, here), (two, there) = self._spot(rank), self._spot(other)
+        """By how many a swap reduces the pairs of holders of one shard on one node."""
+        (one, here), (two, there) = self._shard_and_node(rank), self._shard_and_node(other)
         if here == there or one == two:
             return 0
         on = self.holders_on
         return on[one, here] - 1 - on[one, there] + on[two, there] - 1 - on[two, here]
 
-    def _spot(self, rank: int) -> tuple[int, str]:
+    def _shard_and_node(self, rank: int) -> tuple[int, str]:
         worker = self.taken[rank]
         assert worker is not None
         return rank % self.mesh.cp, self.situation.node_of[worker]
@@ -281,7 +286,7 @@ class _Seating:
     def _gaps(self) -> list[int]:
         return [rank for rank, worker in enumerate(self.taken) if worker is None]
 
-    def _sit(self, rank: int, worker: str) -> None:
+    def _place(self, rank: int, worker: str) -> None:
         self.free.pop(worker, None)
         self.taken[rank] = worker
         ring, cp_rank = divmod(rank, self.mesh.cp)
@@ -300,50 +305,51 @@ class _Seating:
         return worker
 
 
-def _describe(situation: Situation, mesh: Mesh, seats: tuple[str, ...]) -> Plan:
-    newcomers = tuple(
-        worker for rank, worker in enumerate(seats) if situation.holders.get(worker) != rank % mesh.cp
-    )
-    seated = set(seats)
-    leaving = tuple(w for w in (*situation.holders, *situation.empty) if w not in seated)
-    heals = () if situation.fresh else _heals(situation, mesh, seats)
-    action = "formed" if situation.fresh else _action(situation, mesh, newcomers, seated)
-    old = situation.seats
+def _describe(situation: Situation, mesh: Mesh, members: tuple[str, ...]) -> Plan:
+    newcomers = tuple(worker for rank, worker in enumerate(members) if situation.holders.get(worker) != rank % mesh.cp)
+    placed = set(members)
+    leaving = tuple(w for w in (*situation.holders, *situation.empty) if w not in placed)
+    heals = () if situation.fresh else _heals(situation, mesh, members)
+    action = "formed" if situation.fresh else _action(situation, mesh, newcomers, placed)
+    old = situation.members
     in_place = mesh == situation.mesh and all(
-        new == before or before not in seated for new, before in zip(seats, old, strict=False)
+        new == before or before not in placed for new, before in zip(members, old, strict=False)
     )
     promise = "bit-exact" if in_place or situation.fresh else "sample-exact"
     reason = f"{action}: {mesh}, {len(newcomers)} newcomer(s), {len(leaving)} without a seat"
-    return Plan(mesh, seats, heals, newcomers, leaving, action, promise, reason)
+    return Plan(mesh, members, heals, newcomers, leaving, action, promise, reason)
 
 
-def _action(situation: Situation, mesh: Mesh, newcomers: tuple[str, ...], seated: set[str]) -> str:
+def _action(situation: Situation, mesh: Mesh, newcomers: tuple[str, ...], placed: set[str]) -> str:
     if mesh.dp != situation.mesh.dp:
         return "mesh shrank" if mesh.dp < situation.mesh.dp else "grew"
-    if any(worker in situation.draining and worker not in seated for worker in situation.seats):
+    if any(worker in situation.draining and worker not in placed for worker in situation.members):
         return "drained"
-    # Whoever was healed in an attempt that failed afterwards is no newcomer any more, but still a spare.
-    num_spares = len(seated - set(situation.seats))
+    # A spare that was healed in an attempt that failed later is no newcomer now, but still counts as a spare here.
+    num_spares = len(placed - set(situation.members))
     if num_spares:
         return "spare took its place" if num_spares == 1 else "spares took their places"
     return "healed in place" if newcomers else "rebuilt in place"
 
 
-def _heals(situation: Situation, mesh: Mesh, seats: tuple[str, ...]) -> tuple[Heal, ...]:
-    """Donors are verified holders; those with a seat first, in turn, so that no one sends everything."""
-    everyone_seated = set(seats)
-    seated = {w for rank, w in enumerate(seats) if situation.holders.get(w) == rank % mesh.cp}
+def _heals(situation: Situation, mesh: Mesh, members: tuple[str, ...]) -> tuple[Heal, ...]:
+    """The heals of the next mesh: newcomers of a shard are divided among its donors.
+
+    Donors are verified holders in the new mesh, or leaving ones if there are none.
+    """
+    everyone_seated = set(members)
+    placed = {w for rank, w in enumerate(members) if situation.holders.get(w) == rank % mesh.cp}
     healers: dict[int, list[str]] = defaultdict(list)
     for worker, cp_rank in situation.holders.items():
         healers[cp_rank].append(worker)
     heals = []
     for cp_rank in range(mesh.cp):
-        needy = [seats[rank] for rank in mesh.replicas(cp_rank) if seats[rank] not in seated]
+        needy = [members[rank] for rank in mesh.replicas(cp_rank) if members[rank] not in placed]
         if not needy:
             continue
-        in_mesh = [worker for worker in healers[cp_rank] if worker in seated]
+        in_mesh = [worker for worker in healers[cp_rank] if worker in placed]
         donors = in_mesh or [worker for worker in healers[cp_rank] if worker not in everyone_seated]
-        assert donors, f"cp_rank {cp_rank} has a holder, but it was given another shard's seat"
+        assert donors, f"cp_rank {cp_rank} has a holder, but it was given a rank of another shard"
         for index, donor in enumerate(donors):
             if needy[index :: len(donors)]:
                 heals.append(Heal(cp_rank, donor, tuple(needy[index :: len(donors)])))

@@ -1,6 +1,6 @@
-"""What the parked members' reports say together: which step comes next, who can be there, by which vote.
+"""Decides from the reports of paused members which step runs next, who holds its state, and which vote to apply.
 
-Pure; knows nothing of seats, nodes or spares.
+Pure; knows no mesh, nodes or spares.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from elastic_ring.control.messages import Report, Vote
 
 @dataclass(frozen=True)
 class Quorum:
-    """`step` runs next. `holders` maps each worker with a verified shard at `step` to its `cp_rank`.
+    """`step` runs next. `holders`: worker with a verified shard at `step` → its `cp_rank`.
 
-    `roll_forward` is the vote that some of them apply first; None if nobody is behind.
-    `newest_vote` is the newest result that anybody holds.
+    `roll_forward`: the vote that holders one step behind apply first; None if there are none. `newest_vote`: the newest
+    vote that any member or the coordinator has.
     """
 
     step: int
@@ -26,20 +26,20 @@ class Quorum:
 
 
 def decide(
-    reports: Mapping[str, Report], known: Vote | None, committed: int, built_step: int, built_cast: tuple[int, int]
+    reports: Mapping[str, Report], known: Vote | None, committed: int, built_step: int, built_id: tuple[int, int]
 ) -> Quorum:
-    """`known` is the newest vote that the coordinator holds, `committed` the steps it knows to be committed.
+    """Decide the next step. `known`: newest vote of the coordinator. `committed`: number of steps known as committed.
 
-    `built_step` and `built_cast` are those of the last `Build`. Its step was decided from all the votes there
-    were, so a vote from there on counts only if that build's members cast it: any other belongs to a step
-    that was given up and runs again.
+    `built_step` and `built_id` are those of the last `Build`. Its step followed from all votes known then, so a vote
+    for this step or a later one counts only if that build's members cast it; any other belongs to a step that runs
+    again.
 
-    The vote of step k completes on one rank only if every rank entered it with its reduced gradient. So
-    whoever is one step behind another of the same generation still has that gradient and needs only the vote.
-    A gradient that other members reduced (`gradient_cast`) does not fit the vote: such a worker is no holder.
+    The vote of step k completes on one rank only if every rank entered it with its reduced gradient. So a member one
+    step behind another of its generation still has that gradient and needs only the vote. A gradient reduced by other
+    members (`gradient_membership_id`) does not fit the vote, so its owner is no holder.
     """
     heard = [vote for report in reports.values() for vote in (report.vote, report.last_vote) if vote is not None]
-    votes = [vote for vote in heard if vote.step < built_step or vote.cast == built_cast]
+    votes = [vote for vote in heard if vote.step < built_step or vote.membership_id == built_id]
     if known is not None:
         votes.append(known)
     reached = [report.applied for report in reports.values() if report.shard is not None]
@@ -55,9 +55,9 @@ def decide(
         elif report.applied == step - 1 and _can_follow(report, forward):
             holders[worker] = report.shard
             behind = True
-    newest = max(votes, key=lambda vote: (vote.step, vote.cast), default=None)
+    newest = max(votes, key=lambda vote: (vote.step, vote.membership_id), default=None)
     return Quorum(step, forward if behind else None, holders, newest)
 
 
 def _can_follow(report: Report, forward: Vote | None) -> bool:
-    return forward is not None and report.has_gradient and report.gradient_cast == forward.cast
+    return forward is not None and report.has_gradient and report.gradient_membership_id == forward.membership_id

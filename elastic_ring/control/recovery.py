@@ -1,6 +1,6 @@
-"""From an incident to the next `Build`: stop, collect reports, decide the step, map the losses, build.
+"""Recovery, from an incident to the next `Build`: stop members, collect reports, decide the step, place workers.
 
-The only place that turns a quorum and a plan into commands.
+The only module that turns a quorum and a plan into commands. Pure, no I/O.
 """
 
 from __future__ import annotations
@@ -8,237 +8,287 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elastic_ring.control import policy, quorum
-from elastic_ring.control.messages import Build, Report, Stand, Vote
+from elastic_ring.control import crash_loop, policy, quorum
+from elastic_ring.control.messages import Build, Report, Standby, Vote, WorkerLost
 from elastic_ring.control.state import (
     Building,
     Change,
     Closing,
-    Crew,
     Forming,
     Incident,
-    Loss,
+    LostWorker,
+    Membership,
     able_to_form,
+    gpus_on,
     node_of,
-    seats_on,
     spares,
+    visibly_starting,
 )
-from elastic_ring.control.turn import Turn
+from elastic_ring.control.transition import Transition
 from elastic_ring.mesh import Mesh
-
-OF_ONE_DEVICE = ("poisoned device", "device error")
-"""Losses that say nothing about the step: a chip failed under it."""
 
 
 def open_incident(
-    turn: Turn, crew: Crew, cause: str, losses: tuple[Loss, ...] = (), planned: tuple[str, ...] = ()
+    ctx: Transition,
+    membership: Membership,
+    cause: str,
+    losses: tuple[LostWorker, ...] = (),
+    planned: tuple[str, ...] = (),
 ) -> Incident:
-    """What interrupts a running crew."""
-    return add_losses(Incident(cause, turn.now, crew, planned=planned), losses)
+    """A new incident of running members, noticed now."""
+    return add_losses(Incident(cause, ctx.now, membership, planned=planned), losses)
 
 
-def add_losses(incident: Incident, losses: tuple[Loss, ...]) -> Incident:
-    seats = incident.base.seats if incident.base else ()
-    ranks = {worker: rank for rank, worker in enumerate(seats)} if losses else {}
+def add_losses(incident: Incident, losses: tuple[LostWorker, ...]) -> Incident:
+    members = incident.base.members if incident.base else ()
+    ranks = {worker: rank for rank, worker in enumerate(members)} if losses else {}
     ranked = tuple(replace(loss, global_rank=ranks.get(loss.worker)) for loss in losses)
     return replace(incident, lost=incident.lost + ranked)
 
 
-def begin_closing(turn: Turn, crew: Crew, incident: Incident, why: str) -> None:
-    """Stop everyone who may hold state, under a new generation that collects its reports anew."""
-    turn.set(generation=turn.state.generation + 1)
-    live = turn.live(crew.everyone)
-    turn.stop(live, "abort")
-    turn.enter(Closing(crew, incident, turn.now + turn.options.report_s))
-    turn.say(f"closing generation {crew.generation} as {turn.state.generation}, {len(live)} to report: {why}")
+def learn_cause(ctx: Transition, event: WorkerLost) -> None:
+    """What ended a worker whose death was reported before its cause was known.
+
+    On GPU nodes the agent reports a death when the exit begins; the signal or exit code follows once the kernel has
+    freed the GPU's memory. The crash may have been counted by then.
+    """
+    if not event.signal and event.reason != "exited":
+        return
+
+    def learned(losses: tuple[LostWorker, ...]) -> tuple[LostWorker, ...]:
+        return tuple(
+            replace(lost, reason=event.reason, detail=event.detail, signal=event.signal)
+            if lost.worker == event.worker and lost.reason in ("died", "hung") and not lost.signal
+            else lost
+            for lost in losses
+        )
+
+    if isinstance(ctx.phase, Closing | Building):
+        incident = replace(ctx.phase.incident, lost=learned(ctx.phase.incident.lost))
+        if incident != ctx.phase.incident:
+            ctx.edit_phase(incident=incident)
+            ctx.explain(f"{event.worker} ended by {event.signal or event.reason}")
+    crashes = tuple(replace(crash, deaths=learned(crash.deaths)) for crash in ctx.state.crashes)
+    if crashes != ctx.state.crashes:
+        ctx.set(crashes=crashes)
 
 
-def learn_vote(turn: Turn, crew: Crew, vote: Vote | None) -> bool:
-    """Remember a vote result that counts; True if it was news. See `quorum.decide` for which ones count."""
-    if vote is None or (vote.step >= crew.step and vote.cast != crew.cast):
+def begin_closing(ctx: Transition, membership: Membership, incident: Incident, why: str) -> None:
+    """Stop all workers that may hold state; a new generation collects their reports."""
+    ctx.set(generation=ctx.state.generation + 1)
+    live = ctx.ready_among(membership.everyone)
+    ctx.stop(live, "abort")
+    ctx.enter(Closing(membership, incident, ctx.now + ctx.options.report_s))
+    ctx.explain(f"closing generation {membership.generation} as {ctx.state.generation}, {len(live)} to report: {why}")
+
+
+def learn_vote(ctx: Transition, membership: Membership, vote: Vote | None) -> bool:
+    """Record a vote and its step as committed; True if it was new. `quorum.decide` says which votes count."""
+    if vote is None or (vote.step >= membership.step and vote.membership_id != membership.id):
         return False
-    known = turn.state.newest_vote
+    known = ctx.state.newest_vote
     if known is not None and known.step >= vote.step:
         return False
-    turn.set(newest_vote=vote)
-    turn.commit(vote.step + 1)
+    ctx.set(newest_vote=vote)
+    ctx.commit(vote.step + 1)
     return True
 
 
-def try_close(turn: Turn) -> None:
-    """Go on once every member has reported or is gone."""
-    phase = turn.phase
+def try_close(ctx: Transition) -> None:
+    """Rebuild once every member has reported or is gone."""
+    phase = ctx.phase
     assert isinstance(phase, Closing)
-    everyone = phase.crew.everyone
-    live = turn.live(everyone)
-    if turn.pending_deaths(everyone) or any(worker not in phase.reports for worker in live):
+    everyone = phase.membership.everyone
+    live = ctx.ready_among(everyone)
+    if ctx.pending_deaths(everyone) or any(worker not in phase.reports for worker in live):
         return
     reports = {worker: phase.reports[worker] for worker in live}
-    base = phase.incident.base or phase.crew
-    rebuild(turn, phase.crew, phase.incident, reports, base.mesh.dp)
+    base = phase.incident.base or phase.membership
+    rebuild(ctx, phase.membership, phase.incident, reports, base.mesh.dp)
 
 
-def rebuild(turn: Turn, crew: Crew, incident: Incident, reports: Mapping[str, Report], target_dp: int) -> None:
-    """All reports are in and nothing trains: decide the step, place everyone, order the next generation."""
-    state = turn.state
-    decided = quorum.decide(reports, state.newest_vote, state.committed, crew.step, crew.cast)
+def rebuild(
+    ctx: Transition, membership: Membership, incident: Incident, reports: Mapping[str, Report], target_dp: int
+) -> None:
+    """All members have reported and none trains: decide the step, place the workers, order the next build."""
+    state = ctx.state
+    decided = quorum.decide(reports, state.newest_vote, state.committed, membership.step, membership.id)
     if decided.step > state.committed:
-        turn.set(newest_vote=decided.newest_vote)
-        turn.commit(decided.step)
+        ctx.set(newest_vote=decided.newest_vote)
+        ctx.commit(decided.step)
     if decided.roll_forward is not None:
         incident = replace(incident, rolled_forward=decided.roll_forward.step)
     if not incident.counted:
         incident = replace(incident, counted=True)
-        if _is_crash_loop(turn, incident, decided.step):
+        if _is_crash_loop(ctx, incident, (incident.base or membership).mesh, decided.step):
             return
-    base = incident.base or crew
+    base = incident.base or membership
     situation = policy.Situation(
         mesh=base.mesh,
-        seats=base.seats,
+        members=base.members,
         holders=decided.holders,
         empty=tuple(worker for worker in reports if worker not in decided.holders),
-        spares=spares(turn.state),
-        node_of=node_of(turn.state),
+        spares=spares(ctx.state),
+        node_of=node_of(ctx.state),
         target_dp=target_dp,
-        min_dp=turn.options.min_dp,
-        draining=frozenset(w.worker for w in turn.state.workers.values() if w.draining),
-        hints=_hints(base, crew),
-        seats_on=seats_on(turn.state),
+        min_dp=ctx.options.min_dp,
+        draining=frozenset(w.worker for w in ctx.state.workers.values() if w.draining),
+        hints=_hints(base, membership),
+        gpus_on=gpus_on(ctx.state),
     )
     planned = policy.plan(situation)
-    if isinstance(planned, policy.Unheld):
-        _nobody_holds(turn, crew, incident, planned, decided.step)
-    elif isinstance(planned, policy.Short):
-        _wait(turn, incident, planned)
+    if isinstance(planned, policy.NoHolder):
+        _nobody_holds(ctx, membership, incident, planned, decided.step)
+    elif isinstance(planned, policy.NotEnoughWorkers):
+        _wait(ctx, incident, planned)
     else:
-        order_build(turn, planned, incident, decided.step, decided.roll_forward, situation, fresh=False)
+        order_build(ctx, planned, incident, decided.step, decided.roll_forward, situation, fresh=False)
 
 
-def _hints(base: Crew, crew: Crew) -> dict[str, int]:
-    if crew is base or crew.mesh != base.mesh:
+def _hints(base: Membership, membership: Membership) -> dict[str, int]:
+    if membership is base or membership.mesh != base.mesh:
         return {}
-    seated = set(base.seats)
-    return {worker: rank for rank, worker in enumerate(crew.seats) if worker not in seated}
+    placed = set(base.members)
+    return {worker: rank for rank, worker in enumerate(membership.members) if worker not in placed}
 
 
-def _is_crash_loop(turn: Turn, incident: Incident, step: int) -> bool:
-    """Counts recoveries, not deaths: a node that takes four members with it counts once."""
-    died = [loss for loss in incident.lost if loss.global_rank is not None and loss.reason not in OF_ONE_DEVICE]
-    if not died or incident.planned:
+def _is_crash_loop(ctx: Transition, incident: Incident, mesh: Mesh, step: int) -> bool:
+    """End the run and return True if one step's own work has likely killed members too often."""
+    crash = crash_loop.crash_of(incident, mesh, step, ctx.options.total_steps)
+    if crash is None:
         return False
-    crashes = turn.state.crashes.again(step)
-    turn.set(crashes=crashes)
-    if crashes.count < turn.options.crash_loop_limit:
+    known = tuple(before for before in ctx.state.crashes if before.step == crash.step)
+    ctx.set(crashes=(*known, crash))
+    counted = crash_loop.counted(ctx.state.crashes)
+    if len(counted) < ctx.options.crash_loop_limit:
         return False
-    told = "; ".join(
-        f"rank {loss.global_rank} ({loss.worker} on {loss.node}): {loss.reason} {loss.detail}".strip() for loss in died
-    )
-    if step < turn.options.total_steps:
-        what, look = f"step {step}", f"the batch of step {step} and at the memory it needs"
+    if crash.step < ctx.options.total_steps:
+        what, look = f"step {crash.step}", f"the batch of step {crash.step} and at the memory it needs"
     else:
         what, look = "writing the weights", "the memory of rank 0's node: it holds the whole model once"
-    turn.end(
+    ctx.end(
         "CrashLoop",
-        f"{what} killed members {crashes.count} times, last: {told}. Look at {look}; once more would kill the next "
-        "members too.",
-        step=step,
-        recoveries=crashes.count,
+        f"{what} killed members in {len(counted)} recoveries, so it is not run once more. Counted: "
+        f"{crash_loop.told(counted)}. Look at {look}. The last death: {crash.deaths[0].detail}",
+        step=crash.step,
+        recoveries=len(counted),
     )
     return True
 
 
-def _nobody_holds(turn: Turn, crew: Crew, incident: Incident, unheld: policy.Unheld, step: int) -> None:
-    if step == 0 and turn.state.committed == 0:
-        turn.say("no step was ever committed: a fresh start")
-        for worker in turn.live(crew.everyone):
-            turn.send(Stand(turn.cause, worker, turn.state.term, turn.state.generation))
-        turn.enter(Forming(turn.now))
+def _nobody_holds(
+    ctx: Transition, membership: Membership, incident: Incident, no_holder: policy.NoHolder, step: int
+) -> None:
+    if step == 0 and ctx.state.committed == 0:
+        ctx.explain("no step was ever committed: a fresh start")
+        for worker in ctx.ready_among(membership.everyone):
+            ctx.send(Standby(ctx.cause, worker, ctx.state.term, ctx.state.generation))
+        ctx.enter(Forming(ctx.now))
         return
     # Its result was voted, and applying it raised on every holder: in the step itself, or in the build after it.
     if incident.raised_step in (step - 1, step) and not incident.lost:
-        told = f"{turn.state.user_detail}\nraised in the apply of step {step - 1}, on every holder"
-        turn.end("UserCodeFailed", told, step=step - 1)
+        told = f"{ctx.state.user_detail}\nraised in the apply of step {step - 1}, on every holder"
+        ctx.end("UserCodeFailed", told, step=step - 1)
         return
-    rung = policy.next_rung(turn.options.rungs)
-    assert rung is None, f"rung {rung} is offered, but nothing here climbs down to it yet"
-    ranks = ", ".join(str(rank) for rank in unheld.cp_ranks)
+    option = policy.next_recovery_option(ctx.options.recovery_options)
+    assert option is None, f"option {option} is offered, but nothing here climbs down to it yet"
+    ranks = ", ".join(str(rank) for rank in no_holder.cp_ranks)
     lost = "; ".join(f"{loss.worker} on {loss.node}: {loss.reason} {loss.detail}".strip() for loss in incident.lost)
-    turn.end(
+    ctx.end(
         "ShardLost",
-        f"cp_rank {ranks} has no verified holder left after step {turn.state.committed - 1} was committed, and this "
-        f"run keeps neither copies nor checkpoints. Lost: {lost or 'nobody'}. Run it again with more rings (dp) on "
-        f"more nodes, so that no single loss takes every holder of a shard.",
+        f"cp_rank {ranks} has no verified holder left after step {ctx.state.committed - 1} was committed, and there is "
+        f"nothing beyond the dp replicas: no extra in-memory copies, no checkpoints. "
+        f"Lost: {lost or 'nobody'}. Run it again with more rings (dp) on more nodes, "
+        f"so that no single loss takes every holder of a shard.",
         cp_ranks=ranks,
         step=step,
     )
 
 
-def _wait(turn: Turn, incident: Incident, short: policy.Short) -> None:
-    phase = turn.phase
+def _wait(ctx: Transition, incident: Incident, short: policy.NotEnoughWorkers) -> None:
+    phase = ctx.phase
     assert isinstance(phase, Closing), "a boundary keeps all its members, so it cannot be short of them"
-    reason = f"{short.num_missing} more worker(s) for {turn.options.min_dp} ring(s) of {turn.options.cp}"
+    reason = f"{short.num_missing} more worker(s) for {ctx.options.min_dp} ring(s) of {ctx.options.cp}"
     if short.num_crowded:
         reason += f", each with a GPU of its own: {short.num_crowded} are there whose nodes have none left"
     if phase.waiting != reason:
-        turn.edit_phase(waiting=reason, incident=incident)
-        turn.say(f"every shard is held; waiting for {reason}")
+        ctx.edit_phase(waiting=reason, incident=incident)
+        ctx.explain(f"every shard is held; waiting for {reason}")
 
 
 def order_build(
-    turn: Turn, plan: policy.Plan, incident: Incident, step: int, roll_forward: Vote | None,
-    situation: policy.Situation, fresh: bool,
+    ctx: Transition,
+    plan: policy.Plan,
+    incident: Incident,
+    step: int,
+    roll_forward: Vote | None,
+    situation: policy.Situation,
+    fresh: bool,
 ) -> None:
-    rounds = turn.state.rounds.again(step)
-    turn.set(rounds=rounds)
-    if rounds.count > turn.options.round_limit:
-        turn.end("RunFailed", _why_no_commit(incident, rounds.count, step), step=step)
+    rounds = ctx.state.rounds.again(step)
+    ctx.set(rounds=rounds)
+    if rounds.count > ctx.options.round_limit:
+        ctx.end("RunFailed", _why_no_commit(incident, rounds.count, step), step=step)
         return
-    state = turn.state
+    state = ctx.state
     donors = tuple((heal.donor, newcomer) for heal in plan.heals for newcomer in heal.newcomers)
-    crew = Crew(state.term, state.generation, plan.mesh, plan.seats, step, plan.leaving, donors)
+    membership = Membership(state.term, state.generation, plan.mesh, plan.members, step, plan.leaving, donors)
 
     def order(worker: str) -> Build:  # thousands are made: `dataclasses.replace` looks at every field of each
-        return Build(turn.cause, worker, state.term, state.generation, plan.mesh, plan.seats, step, roll_forward,
+        return Build(ctx.cause, worker, state.term, state.generation, plan.mesh, plan.members, step, roll_forward,
                      plan.heals, fresh)  # fmt: skip
 
-    _free_gpus(turn, plan, situation)
+    _free_gpus(ctx, plan, situation)
     leaving_donors = {heal.donor for heal in plan.heals} & set(plan.leaving)
-    for worker in (*plan.seats, *(worker for worker in plan.leaving if worker in leaving_donors)):
-        turn.send(order(worker))
+    for worker in (*plan.members, *(worker for worker in plan.leaving if worker in leaving_donors)):
+        ctx.send(order(worker))
     base = incident.base
     draining = situation.draining
     newcomers = set(plan.newcomers)
     rerun = base is not None and not incident.planned and incident.rolled_forward is None
-    turn.set(last_change=Change(
-        term=state.term, generation=state.generation, mesh=plan.mesh, previous_mesh=base.mesh if base else None,
-        seats=plan.seats, step=step, cause=incident.cause, action=plan.action, promise=plan.promise,
-        reason=plan.reason, lost=incident.lost,
-        drained=tuple(worker for worker in plan.leaving if worker in draining),
-        newcomers=plan.newcomers,
-        survivors=tuple(w for w in plan.seats if w not in newcomers) if base else (),
-        rolled_forward=incident.rolled_forward,
-        step_rerun=step if rerun and step < state.options.total_steps else None,
-        planned=bool(incident.planned) and not incident.lost,
-        noticed_at=incident.noticed_at, closed_at=turn.now,
-    ))
-    turn.enter(Building(crew, order(""), incident, turn.now + state.options.build_s))
+    ctx.set(
+        last_change=Change(
+            term=state.term,
+            generation=state.generation,
+            mesh=plan.mesh,
+            previous_mesh=base.mesh if base else None,
+            members=plan.members,
+            step=step,
+            cause=incident.cause,
+            action=plan.action,
+            promise=plan.promise,
+            reason=plan.reason,
+            lost=incident.lost,
+            drained=tuple(worker for worker in plan.leaving if worker in draining),
+            newcomers=plan.newcomers,
+            survivors=tuple(w for w in plan.members if w not in newcomers) if base else (),
+            rolled_forward=incident.rolled_forward,
+            step_rerun=step if rerun and step < state.options.total_steps else None,
+            planned=bool(incident.planned) and not incident.lost,
+            noticed_at=incident.noticed_at,
+            closed_at=ctx.now,
+        )
+    )
+    # What the user's code raised before this build says nothing about what follows it.
+    incident = replace(incident, raised_step=None)
+    ctx.enter(Building(membership, order(""), incident, ctx.now + state.options.build_s))
     how = f"; roll forward step {roll_forward.step}" if roll_forward else ""
-    turn.say(f"generation {state.generation} at step {step}: {plan.reason} ({plan.promise}){how}")
+    ctx.explain(f"generation {state.generation} at step {step}: {plan.reason} ({plan.promise}){how}")
 
 
-def _free_gpus(turn: Turn, plan: policy.Plan, situation: policy.Situation) -> None:
-    """After a build that failed without a death: have the spares beside a newcomer let go of their GPUs once more.
+def _free_gpus(ctx: Transition, plan: policy.Plan, situation: policy.Situation) -> None:
+    """After a failed build without a death, send `Standby` again to the spares on the newcomers' nodes.
 
-    A `Stand` that never arrived, or that an older coordinator did not come to send, leaves a spare with a GPU that
-    counts as free, and the newcomer would wait for it in every attempt.
+    If a `Standby` was lost, or an older coordinator stopped before it sent it, a spare still uses a GPU that counts as
+    free, and the newcomer would wait for that GPU in every attempt.
     """
-    if not turn.state.fruitless_builds:
+    if not ctx.state.fruitless_builds:
         return
-    seated = set(plan.seats)
-    crowded = {situation.node_of[worker] for worker in plan.newcomers} & set(situation.seats_on)
+    placed = set(plan.members)
+    crowded = {situation.node_of[worker] for worker in plan.newcomers} & set(situation.gpus_on)
     for worker in situation.spares:
-        if worker not in seated and situation.node_of[worker] in crowded:
-            turn.send(Stand(turn.cause, worker, turn.state.term, turn.state.generation))
+        if worker not in placed and situation.node_of[worker] in crowded:
+            ctx.send(Standby(ctx.cause, worker, ctx.state.term, ctx.state.generation))
 
 
 def _why_no_commit(incident: Incident, num_builds: int, step: int) -> str:
@@ -249,32 +299,42 @@ def _why_no_commit(incident: Incident, num_builds: int, step: int) -> str:
     )
 
 
-def try_form(turn: Turn) -> None:
-    """A fresh start as soon as dp rings and the spares are warm, or time is up and there are rings enough."""
-    phase, options = turn.phase, turn.options
+def try_form(ctx: Transition) -> None:
+    """Start fresh as soon as `dp` rings and the spares are ready.
+
+    After `start_s`, `min_dp` rings suffice if no worker shows progress in starting.
+    """
+    phase, options = ctx.phase, ctx.options
     assert isinstance(phase, Forming)
-    ready = spares(turn.state)
-    dp = min(options.dp, len(able_to_form(turn.state)) // options.cp)
+    ready = spares(ctx.state)
+    dp = min(options.dp, len(able_to_form(ctx.state)) // options.cp)
     if dp == options.dp and phase.full_since is None:
-        turn.edit_phase(full_since=turn.now)
+        ctx.edit_phase(full_since=ctx.now)
     elif dp < options.dp and phase.full_since is not None:
-        turn.edit_phase(full_since=None)
-    phase = turn.phase
+        ctx.edit_phase(full_since=None)
+    phase = ctx.phase
     assert isinstance(phase, Forming)
     if phase.full_since is not None:
-        starting = any(worker.life == "starting" for worker in turn.state.workers.values())
+        starting = any(worker.status == "starting" for worker in ctx.state.workers.values())
         complete = len(ready) >= options.dp * options.cp + options.spares or not starting
-        if not complete and turn.now < phase.full_since + options.spare_grace_s:
+        if not complete and ctx.now < phase.full_since + options.spare_grace_s:
             return
-    elif dp < options.min_dp or turn.now < phase.since + options.start_s:
+    elif dp < options.min_dp or ctx.now < phase.since + options.start_s or visibly_starting(ctx.state):
         return
     situation = policy.Situation(
-        mesh=Mesh(dp, options.cp), seats=(), holders={}, empty=(), spares=ready,
-        node_of=node_of(turn.state),
-        target_dp=dp, min_dp=options.min_dp, fresh=True, seats_on=seats_on(turn.state),
+        mesh=Mesh(dp, options.cp),
+        members=(),
+        holders={},
+        empty=(),
+        spares=ready,
+        node_of=node_of(ctx.state),
+        target_dp=dp,
+        min_dp=options.min_dp,
+        fresh=True,
+        gpus_on=gpus_on(ctx.state),
     )
     plan = policy.plan(situation)
     assert isinstance(plan, policy.Plan), plan
-    turn.set(generation=turn.state.generation + 1)
-    cause = "start" if turn.state.last_change is None else "fresh start"
-    order_build(turn, plan, Incident(cause, turn.now, None, counted=True), 0, None, situation, fresh=True)
+    ctx.set(generation=ctx.state.generation + 1)
+    cause = "start" if ctx.state.last_change is None else "fresh start"
+    order_build(ctx, plan, Incident(cause, ctx.now, None, counted=True), 0, None, situation, fresh=True)

@@ -1,4 +1,4 @@
-"""The journal as a proof: the same events through the same core must give the same commands. Reads no files."""
+"""Journal lines and their replay: the same events must give the same commands again. Reads no files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_ring.errors import ElasticRingError, JournalDamaged
 
 
 def journal_line(event: Event, decision: Decision, now: float) -> dict[str, Any]:
-    """What is written before any of the commands leaves. `term` is the writer's.
+    """The journal line of one event, written before its commands are sent. `term` is the writer's.
 
     An event that changed nothing (`decision.state` is the state before) need not be written.
     """
@@ -28,8 +28,10 @@ def journal_line(event: Event, decision: Decision, now: float) -> dict[str, Any]
 
 
 def packed(commands: Iterable[Command]) -> list[dict[str, Any]]:
-    """Commands as JSON. What is told to many workers in a row stands once, with `workers` instead of `worker`: a
-    `Build` names every seat, and a thousand of them would be a thousand times a thousand names."""
+    """Commands as JSON. Equal commands to consecutive workers become one, with `workers` instead of `worker`.
+
+    A `Build` lists all members, so n copies of it would have n * n names.
+    """
     lines: list[dict[str, Any]] = []
     last: tuple[type, dict[str, Any]] | None = None
     for command in commands:
@@ -50,14 +52,14 @@ def packed(commands: Iterable[Command]) -> list[dict[str, Any]]:
 
 
 def term_note(term: int, num_lines: int) -> dict[str, Any]:
-    """What a coordinator of `term` writes first: how many lines it has read. See `standing`."""
+    """The first line of a coordinator of `term`: how many lines it has read. See `standing`."""
     return {"note": "term", "term": term, "num_lines": num_lines}
 
 
 def standing(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines that count: without those which an older coordinator wrote behind the back of its successor.
+    """The lines that count: without those that a replaced coordinator wrote after its successor had read the journal.
 
-    It may not know yet that it was replaced; its commands did not leave, because it looks before it sends.
+    It sent no commands for them, because it checks for a newer term before it sends.
     """
     kept: list[tuple[int, Mapping[str, Any]]] = []
     term = 0
@@ -71,11 +73,10 @@ def standing(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def replay(options: ControlOptions, lines: Iterable[str | Mapping[str, Any]]) -> State:
-    """The state after all lines. Lines are JSON texts or already read mappings.
+    """The state after all lines. `lines` are JSON texts or parsed mappings.
 
-    Lines of an older term than one before them are passed over: a coordinator that had been replaced, and did
-    not know it yet, wrote them, and its commands did not leave. A last line that was cut off while it was
-    written is passed over too, for the same reason.
+    Skipped, because no commands were sent for them: lines of an older term than one before them, which a replaced
+    coordinator wrote, and an incomplete last line.
 
     Raises: JournalDamaged at the first other line that cannot be read or whose commands differ.
     """
@@ -96,7 +97,7 @@ def replay(options: ControlOptions, lines: Iterable[str | Mapping[str, Any]]) ->
         except ElasticRingError as error:
             raise JournalDamaged(f"line {number + 1} has no place here: {error}", line=number + 1) from error
         given = packed(decision.commands)
-        # Texts, not values: a NaN in a vote is unequal to itself.
+        # Compare texts: a NaN in a vote is unequal to itself.
         if json.dumps(given, sort_keys=True) != json.dumps(recorded, sort_keys=True):
             raise JournalDamaged(
                 f"line {number + 1} records other commands than its event gives.\nrecorded: {recorded}\ngiven: {given}",

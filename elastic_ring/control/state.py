@@ -1,6 +1,6 @@
-"""What the control core knows: workers, nodes, and one phase object that carries exactly its own data.
+"""The state of the control core: workers, nodes, and one phase object with the data of that phase only.
 
-Nothing here decides; every value is frozen and treated as such (the mappings are never changed in place).
+No decisions here. All values are immutable; mappings are replaced, never changed in place.
 """
 
 from __future__ import annotations
@@ -9,34 +9,38 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_ring.control.gpu_capacity import placeable
 from elastic_ring.control.messages import Build, EndRun, Report, Status, Vote
 from elastic_ring.control.options import ControlOptions
-from elastic_ring.control.seats import able_to_sit
 from elastic_ring.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One started process. `life`: starting, ready, dying (told to leave or killed, not yet confirmed).
+    """One started process. `status`: starting, ready, stopping (released or killed, its end not confirmed).
 
-    `deadline` is when a starting worker counts as failed, or a dying one is (again) killed. `written_off`:
-    dying for so long that nobody waits for it any more; it still fills its slot.
+    `deadline`: when a starting worker counts as failed or a stopping one is killed (again). `start_deadline`: upper
+    bound of `deadline`, however much progress a start shows. `start_cpu_s`: CPU seconds that the start has reported;
+    None: no report. `written_off`: stopping, and no recovery waits for it; it still uses its slot.
     """
 
     worker: str
     node: str
-    life: str
+    status: str
     deadline: float
     draining: bool = False
     written_off: bool = False
+    start_deadline: float = 0.0
+    start_cpu_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Node:
-    """`num_slots` workers fit in all, of which `num_seats` may be members at once (None: no limit).
+    """A node with room for `num_slots` workers, of which `num_gpus` may be members at the same time (None: no limit).
 
-    `start_failures` counts in a row, `last_failure` is what the last worker itself answered; no worker is started
-    here before `backoff_until`."""
+    `start_failures`: consecutive failed starts. `last_failure`: the last one's own error, empty if it gave none. No
+    worker starts here before `backoff_until`.
+    """
 
     node: str
     num_slots: int
@@ -44,52 +48,71 @@ class Node:
     start_failures: int = 0
     backoff_until: float = 0.0
     last_failure: str = ""
-    num_seats: int | None = None
+    num_gpus: int | None = None
 
 
 @dataclass(frozen=True)
-class Crew:
-    """Who was told to build one generation. `leaving` have no seat but may still hold state."""
+class Membership:
+    """The workers of one `Build`. `members[global_rank]` is the worker of that rank; `step` runs first.
+
+    `leaving` are not in the mesh but may still hold state. `donors`: (donor, newcomer) pairs.
+    """
 
     term: int
     generation: int
     mesh: Mesh
-    seats: tuple[str, ...]
+    members: tuple[str, ...]
     step: int
     leaving: tuple[str, ...] = ()
     donors: tuple[tuple[str, str], ...] = ()
 
     @property
     def everyone(self) -> tuple[str, ...]:
-        return self.seats + self.leaving
+        return self.members + self.leaving
 
     @property
-    def cast(self) -> tuple[int, int]:
+    def id(self) -> tuple[int, int]:
         return self.term, self.generation
 
 
 @dataclass(frozen=True)
-class Loss:
-    """`global_rank` in the mesh before the incident; None for one that had no seat in it (a newcomer)."""
+class LostWorker:
+    """A lost worker. `global_rank`: in the mesh before the incident; None if it was not in it (a newcomer).
+
+    `step`, `phase` and `signal` as in `WorkerLost`. `draining`: it was already going to leave.
+    """
 
     worker: str
     node: str
     global_rank: int | None
     reason: str
     detail: str = ""
+    step: int = -1
+    phase: str = ""
+    signal: str = ""
+    draining: bool = False
+
+
+@dataclass(frozen=True)
+class Crash:
+    """Deaths in one incident that the work of `step` may have caused; their ranks are those in `mesh`."""
+
+    step: int
+    mesh: Mesh
+    deaths: tuple[LostWorker, ...]
 
 
 @dataclass(frozen=True)
 class Incident:
-    """All that happened since the last generation that ran; one recovery, however many deaths it took.
+    """Everything since the last generation that ran: one recovery, with any number of losses.
 
-    `raised_step`: the step in which the user's code raised; None if it did not.
+    `base`: the membership that last ran. `raised_step`: the step in which the user's code raised; None if it did not.
     """
 
     cause: str
     noticed_at: float
-    base: Crew | None
-    lost: tuple[Loss, ...] = ()
+    base: Membership | None
+    lost: tuple[LostWorker, ...] = ()
     planned: tuple[str, ...] = ()
     counted: bool = False
     rolled_forward: int | None = None
@@ -100,22 +123,22 @@ class Incident:
 class Change:
     """The facts of one generation, for the run's summary. `resumed_at` is None until all its members resumed.
 
-    `action`: formed, rebuilt in place, healed in place, spare took its place, spares took their places,
-    drained, mesh shrank, grew. `step_rerun` is the step that runs again, `rolled_forward` the one whose vote
-    travelled; None if there was none.
+    `action`: formed, rebuilt in place, healed in place, spare took its place, spares took their places, drained, mesh
+    shrank, grew. `step_rerun`: the step that runs again. `rolled_forward`: the step that some members completed from
+    its vote. Both are None if there is none.
     """
 
     term: int
     generation: int
     mesh: Mesh
     previous_mesh: Mesh | None
-    seats: tuple[str, ...]
+    members: tuple[str, ...]
     step: int
     cause: str
     action: str
     promise: str
     reason: str
-    lost: tuple[Loss, ...]
+    lost: tuple[LostWorker, ...]
     drained: tuple[str, ...]
     newcomers: tuple[str, ...]
     survivors: tuple[str, ...]
@@ -132,12 +155,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Idle:
-    """No coordinator has spoken yet."""
+    """No coordinator has started yet."""
 
 
 @dataclass(frozen=True)
 class Forming:
-    """Nobody holds state; workers gather for a fresh start. `full_since`: since when there are dp rings."""
+    """No state exists; wait for workers for a fresh start. `full_since`: since when there are enough for dp rings."""
 
     since: float
     full_since: float | None = None
@@ -145,32 +168,32 @@ class Forming:
 
 @dataclass(frozen=True)
 class Building:
-    """`order` is sent to everyone (its `worker` is empty). `parked`: who was faster than the others' news."""
+    """A `Build` was sent: `order`, with each worker's name. `paused`: members that already paused again."""
 
-    crew: Crew
+    membership: Membership
     order: Build
     incident: Incident
     deadline: float
     resumed: frozenset[str] = frozenset()
-    parked: Mapping[str, Report] = field(default_factory=dict)
+    paused: Mapping[str, Report] = field(default_factory=dict)
     asked_again: bool = False
 
 
 @dataclass(frozen=True)
 class Running:
-    """`boundary` are the reasons of a boundary request on its way; `parked` who has reached it or the end."""
+    """Members train. `boundary`: reasons of a pending boundary request. `paused`: members at it or at the end."""
 
-    crew: Crew
+    membership: Membership
     boundary: tuple[str, ...] = ()
     deadline: float | None = None
-    parked: Mapping[str, Report] = field(default_factory=dict)
+    paused: Mapping[str, Report] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Closing:
-    """`Stop` is sent under a new generation; `crew` is the last one. `waiting`: for which capacity."""
+    """`Stop` was sent under a new generation; `membership` is the old one. `waiting`: for which capacity."""
 
-    crew: Crew
+    membership: Membership
     incident: Incident
     deadline: float
     reports: Mapping[str, Report] = field(default_factory=dict)
@@ -180,21 +203,21 @@ class Closing:
 
 @dataclass(frozen=True)
 class Finishing:
-    """Every step is committed and ring 0 writes the weights. `trouble`: why it could not; the deadline tries again."""
+    """All steps are committed; ring 0 writes the weights. `trouble`: why it failed; retried at the deadline."""
 
-    crew: Crew
+    membership: Membership
     deadline: float
     trouble: str = ""
 
 
 @dataclass(frozen=True)
 class Reconnecting:
-    """A new coordinator asks round; `before` is the phase in which the old one fell silent."""
+    """A new coordinator collects a `Status` from every worker. `before`: the last phase of the old coordinator."""
 
     before: Forming | Building | Running | Closing | Finishing
     deadline: float
     answers: Mapping[str, Status] = field(default_factory=dict)
-    lost: tuple[Loss, ...] = ()
+    lost: tuple[LostWorker, ...] = ()
     disturbed: str = ""
     asked_again: bool = False
 
@@ -209,7 +232,7 @@ Phase = Idle | Forming | Building | Running | Closing | Finishing | Reconnecting
 
 @dataclass(frozen=True)
 class Counted:
-    """How often something happened in a row at one step."""
+    """How often something happened consecutively at one step."""
 
     step: int = -1
     count: int = 0
@@ -220,11 +243,12 @@ class Counted:
 
 @dataclass(frozen=True)
 class State:
-    """`committed` steps are known to be committed; `newest_vote` is the newest result the core itself holds.
+    """The whole state of the control core.
 
-    `rounds` counts builds in a row that no commit followed. `user_errors` counts what the user's code raised in a step
-    that no commit followed, `user_detail` is the last traceback of it.
-    `promise` is the weakest of all changes so far. `story` is the last (event, reason) pairs that mattered.
+    `committed`: number of steps known as committed. `newest_vote`: the newest vote that the core has. `crashes`: the
+    latest, all of one step (see `control.crash_loop`). `rounds`: consecutive builds without a commit. `user_errors`:
+    errors of the user's code in one step without a commit; `user_detail`: the last traceback. `promise`: the weakest
+    of all changes so far. `story`: the last (event, reason) pairs that changed the state.
     """
 
     options: ControlOptions
@@ -236,66 +260,71 @@ class State:
     num_started: int = 0
     committed: int = 0
     newest_vote: Vote | None = None
-    crashes: Counted = field(default_factory=Counted)
+    crashes: tuple[Crash, ...] = ()
     user_errors: Counted = field(default_factory=Counted)
     user_detail: str = ""
     rounds: Counted = field(default_factory=Counted)
     fruitless_builds: int = 0
     finalize_failures: int = 0
     pool_changed_at: float = 0.0
-    stop_reason: str = ""
     last_change: Change | None = None
     promise: str = "bit-exact"
     story: tuple[tuple[str, str], ...] = ()
 
 
-# ---------------------------------------------------------------- questions
+# ---------------------------------------------------------------- queries
 
 
-def crew_of(state: State) -> Crew | None:
-    """The last crew that was told to build, whatever became of it; None before the first and after the end."""
+def membership_of(state: State) -> Membership | None:
+    """The membership of the last `Build`, even if it failed; None before the first and after the end."""
     phase = state.phase.before if isinstance(state.phase, Reconnecting) else state.phase
-    return None if isinstance(phase, Idle | Forming | Ended) else phase.crew
+    return None if isinstance(phase, Idle | Forming | Ended) else phase.membership
 
 
 def mesh_of(state: State) -> Mesh | None:
-    crew = crew_of(state)
-    return crew.mesh if crew else None
+    membership = membership_of(state)
+    return membership.mesh if membership else None
 
 
 def members(state: State) -> tuple[str, ...]:
-    """Workers by global rank in the last crew; dead ones stay listed until the next one is built."""
-    crew = crew_of(state)
-    return crew.seats if crew else ()
+    """The workers of the last `Build` by global rank, including those lost since."""
+    membership = membership_of(state)
+    return membership.members if membership else ()
 
 
 def spares(state: State) -> tuple[str, ...]:
-    """Ready, staying, and without any part in the last crew; in the order of their start."""
-    crew = crew_of(state)
-    taken = set(crew.everyone) if crew else set()
+    """Ready workers that are not draining and not in the last membership, in the order of their start."""
+    membership = membership_of(state)
+    taken = set(membership.everyone) if membership else set()
     return tuple(
-        worker.worker for worker in state.workers.values()
-        if worker.life == "ready" and not worker.draining and worker.worker not in taken
+        worker.worker
+        for worker in state.workers.values()
+        if worker.status == "ready" and not worker.draining and worker.worker not in taken
     )
 
 
-def seats_on(state: State) -> dict[str, int]:
-    """How many members may sit on each node that has a limit."""
-    return {node.node: node.num_seats for node in state.nodes.values() if node.num_seats is not None}
+def gpus_on(state: State) -> dict[str, int]:
+    """Node → maximum number of members, for nodes with a limit."""
+    return {node.node: node.num_gpus for node in state.nodes.values() if node.num_gpus is not None}
 
 
 def node_of(state: State) -> dict[str, str]:
-    """The node of every worker."""
+    """Worker → node."""
     return {worker.worker: worker.node for worker in state.workers.values()}
 
 
 def able_to_form(state: State) -> list[str]:
-    """Who of the last crew and the spares can sit in the next mesh at once, leaving aside whoever is to go."""
-    crew = crew_of(state)
-    part = [name for name in crew.everyone if name in state.workers] if crew else []
+    """Members and spares, not draining, that can all be members of the next mesh."""
+    membership = membership_of(state)
+    part = [name for name in membership.everyone if name in state.workers] if membership else []
     staying = [name for name in part if not state.workers[name].draining]
-    limits = seats_on(state)
-    return able_to_sit((*staying, *spares(state)), part, node_of(state) if limits else {}, limits)
+    limits = gpus_on(state)
+    return placeable((*staying, *spares(state)), part, node_of(state) if limits else {}, limits)
+
+
+def visibly_starting(state: State) -> list[str]:
+    """Workers that are starting and have shown progress."""
+    return [w.worker for w in state.workers.values() if w.status == "starting" and w.start_cpu_s is not None]
 
 
 def phase_name(state: State) -> str:
@@ -305,8 +334,8 @@ def phase_name(state: State) -> str:
 
 
 def describe(state: State) -> dict[str, Any]:
-    """A flat picture for the status page; plain JSON values only."""
-    mesh, seated = mesh_of(state), members(state)
+    """The state as JSON values, for the status page."""
+    mesh, placed = mesh_of(state), members(state)
     return {
         "run": state.options.run,
         "phase": phase_name(state),
@@ -316,13 +345,15 @@ def describe(state: State) -> dict[str, Any]:
         "mesh": None if mesh is None else {"dp": mesh.dp, "cp": mesh.cp},
         "members": [
             {"global_rank": rank, "worker": name, "node": state.workers[name].node if name in state.workers else None}
-            for rank, name in enumerate(seated)
+            for rank, name in enumerate(placed)
         ],
         "spares": list(spares(state)),
-        "starting": [worker.worker for worker in state.workers.values() if worker.life == "starting"],
-        "leaving": [worker.worker for worker in state.workers.values() if worker.life == "dying" or worker.draining],
+        "starting": [worker.worker for worker in state.workers.values() if worker.status == "starting"],
+        "leaving": [
+            worker.worker for worker in state.workers.values() if worker.status == "stopping" or worker.draining
+        ],
         "nodes": {
-            node.node: {"num_slots": node.num_slots, "num_seats": node.num_seats, "draining": node.draining}
+            node.node: {"num_slots": node.num_slots, "num_gpus": node.num_gpus, "draining": node.draining}
             for node in state.nodes.values()
         },
         "committed_steps": state.committed,
@@ -333,7 +364,7 @@ def describe(state: State) -> dict[str, Any]:
 
 
 def waiting_for(state: State, now: float) -> str:
-    """What a run that does not train is short of, for its driver; empty while there is nothing to say."""
+    """What a run that does not train waits for, as text for its driver; empty if nothing."""
     phase = state.phase
     if isinstance(phase, Closing) and phase.waiting:
         return f"waiting, with every shard held, for {phase.waiting}"
@@ -342,5 +373,7 @@ def waiting_for(state: State, now: float) -> str:
     ready, able, wanted = len(spares(state)), len(able_to_form(state)), state.options.dp * state.options.cp
     failures = [f"{node.node}: {node.last_failure}" for node in state.nodes.values() if node.last_failure]
     last = f"; last failed start on {failures[-1]}" if failures else ""
+    if starting := len(visibly_starting(state)):
+        last = f", {starting} starting{last}"
     crowded = f", but GPUs for {able} of them only" if able < min(ready, wanted) else ""
     return f"waiting for workers: {ready} of {wanted} ready on {len(state.nodes)} node(s) with an agent{crowded}{last}"

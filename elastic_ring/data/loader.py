@@ -1,7 +1,7 @@
-"""A rank's slice of a sequence, read ahead by one, and a digest of what was really consumed.
+"""A rank's slice of each sequence, prefetched by one, and a digest of the data that a step consumed.
 
-The digest is over the slices that went into a step, not over the plan. On a GPU it is taken before they are copied
-there; now and then what has arrived is copied back and compared (`ArrivedCopies`).
+The digest covers the slices that entered a step, not the plan. On a GPU it is computed before the copy to the device;
+`ArrivedCopies` checks the copies in some steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic_ring.errors import DigestMismatch
 if TYPE_CHECKING:
     from elastic_ring.attention.layout import Layout
 
-# The target of a position that has none: the next token belongs to another document, or only fills this one up.
+# Target of a position without one: the next token belongs to another document or is padding.
 IGNORE = -100
 LOOK_S = 0.2
 
@@ -34,11 +34,11 @@ _LANES = (0x243F6A8885A308D3, 0x13198A2E03707344)
 
 @dataclass(frozen=True)
 class Slice:
-    """What one rank of a ring holds of one sequence, in the order of its layout; S is the local length.
+    """One rank's part of one sequence, in layout order; S is the local length.
 
-    tokens, targets, positions: int64 (1, S); document_ids: int32 (1, S). `positions` count in the global
-    sequence. `document_starts` are those of the whole sequence, for the attention's mask. num_targets: how
-    many targets are not -100, counted here so that no device has to be asked.
+    tokens, targets, positions: int64 (1, S); document_ids: int32 (1, S). `positions` count in the global sequence.
+    `document_starts` are those of the whole sequence, for the attention mask. num_targets: the number of targets other
+    than -100, counted on the host so that no device has to be synchronised.
     """
 
     tokens: Tensor
@@ -62,17 +62,17 @@ class Slice:
 
 
 def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Pinned on the way to a GPU: a copy that the host does not wait for reads pageable memory after its owner has
-    let go of it, and then now and then a step trains on other tokens."""
+    """Copy through pinned memory: a non-blocking copy may read pageable memory after it was freed and reused."""
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
-def slice_sample(
-    sample: Sample, layout: Layout, cp_rank: int, *, sample_id: int, index_in_batch: int
-) -> Slice:
-    """Cuts the slice of `cp_rank` out of a sequence of layout.seq_len = context_tokens tokens."""
+def slice_sample(sample: Sample, layout: Layout, cp_rank: int, *, sample_id: int, index_in_batch: int) -> Slice:
+    """The slice of `cp_rank` of a sequence with context_tokens = layout.seq_len tokens.
+
+    Raises: ValueError where layout and sequence differ in length.
+    """
     context_tokens = len(sample.tokens) - 1
     segments = layout.segments[cp_rank]
     if layout.seq_len != context_tokens:
@@ -103,10 +103,10 @@ def slice_sample(
 
 
 class Loader:
-    """Reads samples on one thread of its own, one ahead of the step. Close it, or use it in a `with`.
+    """Reads samples on its own thread, one ahead of the step. Close it, or use it in a `with`.
 
-    All reads go through that thread, in order; a read that was foretold and not asked for is dropped.
-    `while_waiting` is called every LOOK_S of a wait; what it raises ends the wait.
+    All reads run on that thread, in order; a prefetched sample that is not requested next is dropped. While `load`
+    waits it calls `while_waiting` every LOOK_S seconds; an exception from it ends the wait.
     """
 
     def __init__(self, source: Source, while_waiting: Callable[[], None] | None = None) -> None:
@@ -116,7 +116,7 @@ class Loader:
         self._ahead: tuple[int, Future[Sample]] | None = None
 
     def prefetch(self, sample_id: int) -> None:
-        """Begins to read a sequence. What goes wrong is raised by the `load` that asks for it."""
+        """Start to read a sequence. Errors are raised by the `load` of that sequence."""
         if self._ahead is not None and self._ahead[0] == sample_id:
             return
         self._drop()
@@ -125,16 +125,16 @@ class Loader:
     def load(
         self, sample_id: int, index_in_batch: int, layout: Layout, cp_rank: int, *, next_id: int | None = None
     ) -> Slice:
-        """The slice of one sequence; `next_id` is read on while the caller computes.
+        """The slice of one sequence; prefetches `next_id` while the caller computes.
 
-        Raises whatever the source raises for this sequence.
+        Raises: whatever the source raises for this sequence.
         """
         self.prefetch(sample_id)
         assert self._ahead is not None
         future = self._ahead[1]
         while not wait([future], timeout=LOOK_S).done:
             if self._while_waiting is not None:
-                self._while_waiting()  # raises when nobody needs the sequence any more; the read goes on
+                self._while_waiting()  # may raise to end the wait; the read itself goes on
         self._ahead = None
         sample = future.result()
         if next_id is not None:
@@ -142,7 +142,7 @@ class Loader:
         return slice_sample(sample, layout, cp_rank, sample_id=sample_id, index_in_batch=index_in_batch)
 
     def close(self) -> None:
-        """Waits for the read under way, if any; the thread ends."""
+        """Wait for a read in progress, if any, and end the thread."""
         self._drop()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
@@ -164,23 +164,26 @@ _COPIED = ("tokens", "targets", "positions", "document_ids")
 
 
 class ArrivedCopies:
-    """What of a step's slices has arrived on the device that computes, copied back behind the step's own work, so that
-    nothing waits for it; compared once something else has waited for the device."""
+    """Check that slices arrived unchanged on the device.
+
+    `keep` enqueues copies back to the host behind the step's work, so that nothing waits for them; call `check` once
+    the device has been synchronised.
+    """
 
     def __init__(self, on: bool) -> None:
-        """`on` False keeps nothing."""
+        """With `on` False, nothing is copied or checked."""
         self._on = on
         self._kept: list[tuple[int, str, Tensor, Tensor]] = []
 
     def keep(self, piece: Slice, batch: Any) -> None:
-        """`batch` has the tensors of `piece` on the device."""
+        """Enqueue copies of `batch`, which has the tensors of `piece` on the device."""
         for name in _COPIED if self._on else ():
             there = getattr(batch, name)
             back = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.is_cuda)
             self._kept.append((piece.sample_id, name, getattr(piece, name), back.copy_(there, non_blocking=True)))
 
     def check(self, step: int) -> None:
-        """Raises DigestMismatch when something else arrived than the digest says."""
+        """Raises DigestMismatch where a copy differs from the slice that the digest covers."""
         kept, self._kept = self._kept, []
         for sample_id, name, sent, back in kept:
             if not torch.equal(sent, back):
@@ -193,16 +196,14 @@ class ArrivedCopies:
 def consumed_digest(step: int, slices: Iterable[Slice]) -> tuple[float, ...]:
     """An additive digest of the tokens and targets that a rank consumed in a step.
 
-    Two independent 64-bit sums of a mix (splitmix64's finaliser, Steele et al. 2014) of (step,
-    index_in_batch, position, token, target), each as two limbs of 32 bits: low, high, low, high. Limbs add
-    exactly in float64 over up to 2**21 ranks; the sums over all ranks are those of the whole batch whatever
-    the mesh and layout. `digest_value` reads them.
+    Two independent 64-bit sums of a hash (splitmix64's finaliser, Steele et al. 2014) of (step, index_in_batch,
+    position, token, target), each as two 32-bit limbs: low, high, low, high. Limbs add exactly in float64 over up to
+    2**21 ranks, and the total over all ranks does not depend on mesh or layout. `digest_value` decodes it.
     """
     sums = [0, 0]
     for part in slices:
         positions, tokens, targets = (
-            tensor.cpu().numpy().reshape(-1).astype(np.uint64)
-            for tensor in (part.positions, part.tokens, part.targets)
+            tensor.cpu().numpy().reshape(-1).astype(np.uint64) for tensor in (part.positions, part.tokens, part.targets)
         )
         for lane, secret in enumerate(_LANES):
             place = np.array([secret], dtype=np.uint64)
@@ -214,7 +215,7 @@ def consumed_digest(step: int, slices: Iterable[Slice]) -> tuple[float, ...]:
 
 
 def digest_value(limbs: Iterable[float]) -> tuple[int, int]:
-    """The two 64-bit sums from limbs that were added over ranks, steps or both."""
+    """The two 64-bit sums of limbs that were added over ranks, steps or both."""
     low_a, high_a, low_b, high_b = (int(limb) for limb in limbs)
     return (low_a + (high_a << 32)) % 2**64, (low_b + (high_b << 32)) % 2**64
 

@@ -1,8 +1,7 @@
-"""Which sequences each step uses, from (seed, step) alone.
+"""Which sequences each step uses: a pure function of (seed, step).
 
-An epoch is one permutation of all sequences; steps walk through it and over into the next, so each epoch uses
-every sequence once. Neither the world's size nor what happened before enters, which is why a step that runs
-again, on whatever mesh, uses the same sequences.
+An epoch is a permutation of all sequences, and steps take consecutive batches across epochs, so each epoch uses every
+sequence once. World size and history do not enter: a repeated step uses the same sequences on any mesh.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from numpy.typing import NDArray
 
 
 class Order:
-    """The order of one run. Keeps the permutations of the two newest epochs it was asked for."""
+    """The sample order of one run. Caches the permutations of the two most recent epochs."""
 
     def __init__(self, seed: int, global_batch: int, num_sequences: int) -> None:
-        """Raises ValueError where a step would need a sequence twice, or a number is out of range."""
+        """Raises ValueError when a batch is larger than the corpus, or a number is out of range."""
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed={seed}: must be in [0, 2**64)")
         if global_batch < 1:
@@ -44,15 +43,13 @@ class Order:
         return tuple(ids)
 
     def epoch(self, step: int) -> int:
-        """The epoch that the step's first sequence belongs to."""
+        """The epoch of the step's first sequence."""
         return step * self.global_batch // self.num_sequences
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._epochs:
-            # Sorting raw words, not Generator.permutation: numpy promises that the former never changes.
-            words = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64)).random_raw(
-                self.num_sequences
-            )
+            # Sort raw words: numpy guarantees a stable raw stream, but not a stable Generator.permutation.
+            words = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64)).random_raw(self.num_sequences)
             self._epochs[epoch] = np.argsort(words, kind="stable")
             while len(self._epochs) > 2:
                 self._epochs.pop(next(iter(self._epochs)))
@@ -60,15 +57,15 @@ class Order:
 
 
 def sample_ids(seed: int, step: int, global_batch: int, num_sequences: int) -> tuple[int, ...]:
-    """`Order.sample_ids` for one step. Sorts a whole epoch each time; a loop keeps an `Order`."""
+    """`Order.sample_ids` for one step. Sorts a whole epoch per call; use an `Order` in a loop."""
     return Order(seed, global_batch, num_sequences).sample_ids(step)
 
 
 def share(ids: Sequence[int], dp_rank: int, dp: int) -> tuple[tuple[int, int], ...]:
-    """The (index_in_batch, sample_id) pairs that ring `dp_rank` of `dp` takes: every dp-th, from `dp_rank`
-    on.
+    """The (index_in_batch, sample_id) pairs of ring `dp_rank` of `dp`: every dp-th, starting at `dp_rank`.
 
-    Over all rings each index occurs once; rings differ by at most one sequence.
+    The rings' shares are disjoint, cover the batch, and differ by at most one sequence. Raises ValueError for a rank
+    out of range.
     """
     if not 0 <= dp_rank < dp:
         raise ValueError(f"dp_rank={dp_rank}: must be in [0, dp={dp})")

@@ -1,13 +1,13 @@
-"""Documents packed end to end into sequences of a fixed length, read by random access.
+"""Documents packed end to end into sequences of a fixed length, with random access.
 
-The corpus is one stream of tokens: each document followed by an end-of-document token. Sequence i is the
-`context_tokens + 1` tokens that begin at token `i * context_tokens`, so that every token of the stream is an
-input exactly once and the last token of a sequence is only ever a target there. What is left at the end,
-less than one sequence, is not used. With `align_tokens` documents are filled up with end-of-document tokens to
-multiples of that many, so that each begins at such a multiple; what fills up is an input and never a target.
+The corpus is one token stream: each document followed by an end-of-document token. Sequence i is the `context_tokens +
+1` tokens from token `i * context_tokens` on: every token of the stream is an input once, and a sequence's last token
+is only a target there. The remainder, less than one sequence, is unused. With `align_tokens`, documents are padded
+with end-of-document tokens to a multiple of it, so that each starts at such a multiple; padding is an input and never
+a target.
 
-A stream is made of chunks, each small enough to be held in memory; where a chunk comes from is the business
-of `text` and `shards`. No order, no mesh and no torch in here.
+A stream consists of chunks that each fit in memory; `text` and `shards` provide them. No order, no mesh and no torch
+in here.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Starts = NDArray[np.int64]
 class Sample:
     """One packed sequence.
 
-    tokens: int64, context_tokens + 1. document_starts: the positions in [0, context_tokens) at which a
-    document begins here, ascending; the first is 0 even when that document began in the sequence before.
-    ends_document: the last target, `tokens[context_tokens]`, already belongs to the next document.
-    padding: the token with which documents are filled up: where it follows itself it is no target. None: nowhere.
+    tokens: int64 (context_tokens + 1,). document_starts: the positions in [0, context_tokens) where a document starts,
+    ascending; the first is 0 even if that document began in the previous sequence. ends_document: whether the last
+    target, `tokens[context_tokens]`, belongs to the next document. padding: the padding token; where it follows itself
+    it is not a target. None: no padding.
     """
 
     tokens: NDArray[np.int64]
@@ -47,25 +47,24 @@ class Sample:
 
 
 class Chunk(Protocol):
-    """A run of the stream that is read in one piece."""
+    """A part of the stream that is read in one piece."""
 
     @property
     def name(self) -> str:
-        """For messages: which file, and which part of it."""
+        """For messages: the file, and which part of it."""
 
     @property
     def num_tokens(self) -> int:
-        """Known without reading the tokens; end-of-document tokens included."""
+        """The number of tokens with end-of-document tokens; known without reading them."""
 
     def load(self) -> tuple[Tokens, Starts]:
-        """The chunk's tokens, and the offsets in them at which documents begin."""
+        """(the chunk's tokens, the offsets at which documents start in them)."""
 
 
 class PackedSource:
     """Sequences of `context_tokens + 1` tokens over a list of chunks.
 
-    Keeps at most `cache_bytes` of loaded chunks (one chunk may exceed it alone). `read` may be called from
-    several threads.
+    Caches at most `cache_bytes` of chunks, but always the last one. `read` is thread-safe.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class PackedSource:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens of the stream, those of the unused rest included."""
+        """All tokens of the stream, with the unused remainder."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     @property
@@ -101,17 +100,13 @@ class PackedSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal fingerprints mean equal samples. What it covers is said by the config that opened the
-        source."""
+        """Equal fingerprints mean equal samples; the config that opened the source documents what it covers."""
         return self._digest()
 
     def read(self, sample_id: int) -> Sample:
-        """Raises ValueError where the id does not exist, or the corpus is not (any more) what it was when
-        opened."""
+        """One sequence. Raises ValueError for an id out of range, or if the corpus changed since it was opened."""
         if not 0 <= sample_id < self.num_sequences:
-            raise ValueError(
-                f"sample_id={sample_id}: {self.describe} has sequences 0 to {self.num_sequences - 1}"
-            )
+            raise ValueError(f"sample_id={sample_id}: {self.describe} has sequences 0 to {self.num_sequences - 1}")
         start = sample_id * self.context_tokens
         tokens = np.empty(self.context_tokens + 1, dtype=np.int64)
         starts = [0]
@@ -152,7 +147,7 @@ class PackedSource:
 
 
 def check_context(context_tokens: int, align_tokens: int = 1) -> None:
-    """Raises ValueError for a context that no sequence can have, or whose sequences would begin out of line."""
+    """Raises ValueError for a context below 1 token, or one that is not a multiple of `align_tokens`."""
     if context_tokens < 1:
         raise ValueError(f"context_tokens={context_tokens}: a sequence needs at least 1 token")
     if align_tokens < 1:
@@ -165,5 +160,5 @@ def check_context(context_tokens: int, align_tokens: int = 1) -> None:
 
 
 def aligned(num_tokens: Starts, align_tokens: int) -> Starts:
-    """Tokens of documents once they are filled up."""
+    """Documents' lengths in tokens, with padding."""
     return -(-num_tokens // align_tokens) * align_tokens

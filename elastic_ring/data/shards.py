@@ -1,9 +1,9 @@
-"""Token shards: Parquet or Arrow IPC files with one list of tokens a row, a row a document.
+"""Token shards: Parquet or Arrow IPC files with one document per row, as a list of tokens.
 
-Read through `pyarrow.fs`, so a local path, s3://, gs:// or hdfs:// alike. The index comes from metadata: for
-Parquet from the footers; for Arrow, whose footers do not count list values, from one pass over the list
-offsets (of local uncompressed files only the offsets are touched, they are memory-mapped). Tokens are
-loaded a row group or record batch at a time, so that is the unit of memory.
+Read through `pyarrow.fs`: a local path, s3://, gs:// or hdfs://. The index comes from metadata: from the footers for
+Parquet; for Arrow, whose footers do not count list values, from one pass over the list offsets (local uncompressed
+files are memory-mapped, so only offsets are read). Tokens are loaded one row group or record batch at a time, which
+bounds memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -31,21 +31,25 @@ from elastic_ring.data.packing import (
     aligned,
     check_context,
 )
+from elastic_ring.validation import settings
 
 _PARQUET = (".parquet", ".pq")
 _ARROW = (".arrow", ".feather", ".ipc")
 
 
-@dataclass(frozen=True)
+@settings
 class TokenShards:
     """`uri` is one shard or a directory of them (.parquet, .pq, .arrow, .feather, .ipc), used in path order.
 
-    column: a list of integers a row. vocab_size: tokens are in [0, vocab_size). end_of_document: the token
-    that is put after each row; with `rows_end_documents` the rows have it already, and a row without it is
-    refused. Empty rows are no documents. The fingerprint covers names, sizes, row and token counts and the
-    footers' statistics, not every token. align_tokens: each document begins at a multiple of it, as block-sparse
-    kernels want (128); the length of every row must then be known, so opening reads the column once.
+    column: a list of integers per row. vocab_size: tokens are in [0, vocab_size). end_of_document: the token appended
+    to each row; with `rows_end_documents` rows must already end with it. Empty rows are skipped. align_tokens: each
+    document starts at a multiple of it; block-sparse kernels need 128. The lengths of all rows must then be known, so
+    opening reads the column once.
+
+    The fingerprint covers names, sizes, row and token counts and the footers' statistics, not every token.
     """
+
+    _prefix: ClassVar[str] = "TokenShards "
 
     context_tokens: int
     uri: str
@@ -57,6 +61,8 @@ class TokenShards:
 
     def __post_init__(self) -> None:
         check_context(self.context_tokens, self.align_tokens)
+        if not self.uri:
+            raise ValueError("TokenShards uri='': give --data shards:URI, a token shard or a directory of them")
         if not 1 <= self.vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(f"TokenShards vocab_size={self.vocab_size}: must be in [1, {MAX_VOCAB_SIZE}]")
         if not 0 <= self.end_of_document < self.vocab_size:
@@ -66,7 +72,7 @@ class TokenShards:
             )
 
     def open(self) -> PackedSource:
-        """Reads the metadata of every shard. Raises ValueError naming the shard and what is wrong with it."""
+        """Read the metadata of every shard. Raises ValueError with the shard and the reason."""
         filesystem, paths = _list_shards(self.uri)
         chunks: list[_RowBlock] = []
         facts: list[object] = ["shards", self.context_tokens, self.vocab_size, self.end_of_document]
@@ -108,7 +114,7 @@ class _RowBlock:
 
 
 def _list_shards(uri: str) -> tuple[Any, list[tuple[str, int]]]:
-    """The file system and the (path, size in bytes) of every shard, in path order."""
+    """The file system, and (path, size in bytes) of every shard, in path order."""
     try:
         located = uri if "://" in uri else str(Path(uri).absolute())
         filesystem, path = pafs.FileSystem.from_uri(located)
@@ -121,9 +127,7 @@ def _list_shards(uri: str) -> tuple[Any, list[tuple[str, int]]]:
     if info.type == pafs.FileType.NotFound:
         raise ValueError(f"TokenShards uri={uri!r}: does not exist")
     endings = _PARQUET + _ARROW
-    shards = sorted(
-        (file.path, file.size) for file in found if file.is_file and file.path.lower().endswith(endings)
-    )
+    shards = sorted((file.path, file.size) for file in found if file.is_file and file.path.lower().endswith(endings))
     if not shards:
         raise ValueError(f"TokenShards uri={uri!r}: no file here ends in {', '.join(endings)}")
     return filesystem, shards
@@ -151,20 +155,18 @@ def _index_parquet(filesystem: Any, path: str, config: TokenShards) -> tuple[lis
             elif config.rows_end_documents and statistics is not None and statistics.has_null_count:
                 num_tokens = leaf.num_values - statistics.null_count
             elif statistics is not None and statistics.has_null_count and statistics.null_count == 0:
-                # No row is empty or null, so each gets its end-of-document token.
+                # No row is empty or null, so each adds one end-of-document token.
                 num_tokens = leaf.num_values + rows.num_rows
             else:
                 num_tokens = _count(parquet.read_row_group(group, columns=[config.column]).column(0), config)
             blocks.append(_RowBlock(filesystem, path, group, num_tokens, config))
-            extremes = (
-                [statistics.min, statistics.max] if statistics is not None and statistics.has_min_max else []
-            )
+            extremes = [statistics.min, statistics.max] if statistics is not None and statistics.has_min_max else []
             facts.append([rows.num_rows, num_tokens, leaf.total_compressed_size, extremes])
     return blocks, facts
 
 
 def _index_arrow(filesystem: Any, path: str, config: TokenShards) -> tuple[list[_RowBlock], list[object]]:
-    # Mapped for the index only: a file that shrinks under a mapping kills the process that reads it.
+    # Map for the index only: if a mapped file shrinks, reading it kills the process (SIGBUS).
     local = isinstance(filesystem, pafs.LocalFileSystem)
     with pa.memory_map(path) if local else filesystem.open_input_file(path) as file:
         _check_column(pa.ipc.open_file(file).schema, config.column, path)
@@ -190,7 +192,7 @@ def _read_batch(filesystem: Any, path: str, index: int, column: str) -> Any:
 
 
 def _open_arrow(file: Any, column: str) -> Any:
-    """A reader that decodes no column but the one with the tokens."""
+    """A reader that decodes only the token column."""
     schema = pa.ipc.open_file(file).schema
     options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(column)])
     return pa.ipc.open_file(file, options=options)
@@ -198,9 +200,7 @@ def _open_arrow(file: Any, column: str) -> Any:
 
 def _check_column(schema: Any, column: str, path: str) -> None:
     if column not in schema.names:
-        raise ValueError(
-            f"{path}: no column {column!r}; it has {', '.join(schema.names)}: set `column` to one of them"
-        )
+        raise ValueError(f"{path}: no column {column!r}; it has {', '.join(schema.names)}: set `column` to one of them")
     kind = schema.field(column).type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not is_list or not pa.types.is_integer(kind.value_type):
@@ -211,13 +211,12 @@ def _check_range(low: int, high: int, vocab_size: int, name: str) -> None:
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise ValueError(
-            f"{name}: token {wrong} is outside the vocabulary [0, {vocab_size}); "
-            "set vocab_size to the tokenizer's"
+            f"{name}: token {wrong} is outside the vocabulary [0, {vocab_size}); set vocab_size to the tokenizer's"
         )
 
 
 def _lengths(lists: Any) -> Starts:
-    """Tokens a row, empty and null rows left out."""
+    """Tokens per row, without empty and null rows."""
     values = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
     kept: Starts = values[values > 0]
     return kept
@@ -228,17 +227,15 @@ def _count(lists: Any, config: TokenShards) -> int:
 
 
 def _in_stream(lengths: Starts, config: TokenShards) -> Starts:
-    """Tokens that rows of these lengths become, with what ends them and fills them up."""
+    """Tokens in the stream for rows of these lengths, with end-of-document tokens and padding."""
     return aligned(lengths + (not config.rows_end_documents), config.align_tokens)
 
 
 def _pack(lists: Any, config: TokenShards, name: str) -> tuple[Tokens, Starts]:
-    """Rows laid end to end, each ended by the end-of-document token, and where each begins."""
+    """(rows concatenated, each with its end-of-document token and padding; the offset of each)."""
     values = pc.list_flatten(lists)
     if values.null_count:
-        raise ValueError(
-            f"{name}: column {config.column!r} has {values.null_count} null tokens; drop or replace them"
-        )
+        raise ValueError(f"{name}: column {config.column!r} has {values.null_count} null tokens; drop or replace them")
     flat = values.to_numpy()
     if len(flat):
         _check_range(int(flat.min()), int(flat.max()), config.vocab_size, name)
@@ -262,7 +259,7 @@ def _pack(lists: Any, config: TokenShards, name: str) -> tuple[Tokens, Starts]:
 
 
 def _reading(path: str, action: Any) -> Any:
-    """Runs one read; whatever Arrow or the file system has against it becomes a ValueError with the path."""
+    """Run one read; errors of Arrow or the file system become a ValueError with the path."""
     try:
         return action()
     except (OSError, pa.ArrowException) as error:

@@ -1,7 +1,6 @@
-"""Where sequences come from: the door of the data room.
+"""Entry point of the data package: what a corpus is, opening it, and splitting off validation sequences.
 
-A frozen config says what a corpus is, `open_source` opens it, `hold_out` keeps the validation sequences
-apart. Order, mesh and slices are the business of `order` and `loader`.
+Order, mesh and slices belong to `order` and `loader`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ __all__ = [
 
 
 class Source(Protocol):
-    """Packed sequences by random access. Reading the same id twice gives the same tokens."""
+    """Packed sequences with random access. Reading the same id twice gives the same tokens."""
 
     @property
     def num_sequences(self) -> int: ...
@@ -40,13 +39,13 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the corpus: differs where another process, or this one earlier, saw another corpus."""
+        """A digest of the corpus, to detect that another process, or an earlier run, saw different data."""
 
     def read(self, sample_id: int) -> Sample: ...
 
 
 class SourceConfig(Protocol):
-    """What `open_source` takes: picklable, nothing read before `open`. A user's own source is one too."""
+    """What `open_source` takes: picklable, and nothing is read before `open`. Users may bring their own."""
 
     @property
     def context_tokens(self) -> int: ...
@@ -59,7 +58,7 @@ class SourceConfig(Protocol):
 
 @dataclass(frozen=True)
 class _View:
-    """Sequences [start, stop) of another source, counted from 0."""
+    """Sequences [start, stop) of another source, renumbered from 0."""
 
     base: Source
     start: int
@@ -84,7 +83,7 @@ class _View:
 
 
 def open_source(config: SourceConfig) -> Source:
-    """Opens a corpus. Raises ValueError where it cannot be read or is shorter than one sequence."""
+    """Open a corpus. Raises ValueError where it is unreadable or shorter than one sequence."""
     source = config.open()
     if source.num_sequences < 1:
         raise ValueError(
@@ -94,14 +93,12 @@ def open_source(config: SourceConfig) -> Source:
     return source
 
 
-def hold_out(
-    source: Source, *, fraction: float = 0.0, num_sequences: int | None = None
-) -> tuple[Source, Source]:
+def hold_out(source: Source, *, fraction: float = 0.0, num_sequences: int | None = None) -> tuple[Source, Source]:
     """(training, validation): the last sequences are for validation and never trained on.
 
-    `num_sequences` of them, or else `fraction` of all, rounded up. Each part counts its sequences from 0. The
-    one token that the parts share is the last target of the first and an input, never a target, of the
-    second. Raises ValueError where nothing is left to train on.
+    `num_sequences` of them, or else `fraction` of all, rounded up. Each part numbers its sequences from 0. The parts
+    share one token: the last target of the first and an input, never a target, of the second. Raises ValueError where
+    nothing is left to train on.
     """
     if not 0.0 <= fraction < 1.0:
         raise ValueError(f"validation fraction={fraction}: must be at least 0 and below 1")

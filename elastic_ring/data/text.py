@@ -1,7 +1,7 @@
-"""Sources of plain text, a byte a token: the standard library of the running Python, or files of the user's.
+"""Plain-text sources, one token per byte: the running Python's standard library, or the user's files.
 
-Paths may be local or anything that fsspec opens (s3://, gs://, hf:// ...). Nothing is decoded, so no file can
-be wrongly encoded. Empty files are no documents.
+Paths may be local or anything that fsspec opens (s3://, gs://, hf:// ...). Nothing is decoded, so encodings do not
+matter. Empty files are skipped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import fsspec
 import numpy as np
@@ -25,20 +25,24 @@ from elastic_ring.data.packing import (
     Tokens,
     check_context,
 )
+from elastic_ring.validation import Must, settings
 
-# Whole files up to this size; a larger one is read in pieces, so that memory stays bounded.
+# Larger files are read in pieces of this size, to bound memory.
 PIECE_BYTES = 16 * 2**20
+
+# Binary tables, and JSON lines, whose keys and quotes are not part of the documents.
+_NOT_TEXT = (".parquet", ".pq", ".arrow", ".feather", ".ipc", ".jsonl", ".ndjson")
 
 # Not every distribution installs the standard library's own tests, so the corpus leaves them out.
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
-@dataclass(frozen=True)
+@settings
 class StdlibText:
-    """The .py files of the running Python's standard library, in path order, each a document of bytes.
+    """The .py files of the running Python's standard library, in path order, one document per file.
 
-    Without site-packages and without test directories. The fingerprint covers every byte. With `align_tokens`
-    each document begins at a multiple of it, as block-sparse kernels want: 128.
+    Without site-packages and test directories. The fingerprint covers every byte. With `align_tokens` each document
+    starts at a multiple of it; block-sparse kernels need 128.
     """
 
     context_tokens: int
@@ -52,7 +56,7 @@ class StdlibText:
         return BYTE_VOCAB_SIZE
 
     def open(self) -> PackedSource:
-        """Lists the files; reads none yet. Raises ValueError where there are none."""
+        """List the files without reading them. Raises ValueError where there are none."""
         root = Path(sysconfig.get_path("stdlib"))
         found = []
         for directory, directories, names in os.walk(root):
@@ -70,30 +74,34 @@ class StdlibText:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@settings
 class TextFiles:
-    """Files as documents of bytes: `paths` are files, directories (with everything below) or glob patterns.
+    """Files as documents of bytes: `paths` are files, directories (searched recursively) or glob patterns.
 
-    In the order given, in path order within each; a file that two entries name counts once. The fingerprint
-    covers every byte, so reading it reads the corpus once. `align_tokens` as for `StdlibText`.
+    In the given order, and in path order within each entry; a file named twice counts once. The fingerprint covers
+    every byte, so computing it reads the corpus once. `align_tokens` as for `StdlibText`.
     """
 
+    _prefix: ClassVar[str] = "TextFiles "
+
     context_tokens: int
-    paths: tuple[str, ...]
+    paths: Annotated[tuple[str, ...], Must("a tuple of at least one path or pattern")]
     align_tokens: int = 1
 
     def __post_init__(self) -> None:
         check_context(self.context_tokens, self.align_tokens)
-        # A single string would pass for a tuple of one-letter paths.
-        if not isinstance(self.paths, tuple) or not self.paths:
-            raise ValueError(f"TextFiles paths={self.paths!r}: give a tuple of at least one path or pattern")
+        if not all(self.paths) or not self.paths:
+            raise ValueError(
+                f"TextFiles paths={self.paths!r}: give a tuple of at least one path or pattern, none of them empty "
+                "(--data PATH)"
+            )
 
     @property
     def vocab_size(self) -> int:
         return BYTE_VOCAB_SIZE
 
     def open(self) -> PackedSource:
-        """Lists the files; reads none yet. Raises ValueError that names the path with nothing readable."""
+        """List the files without reading them. Raises ValueError with the path that has no readable file."""
         ordered: dict[str, None] = {}
         filesystem: Any = None
         for entry in self.paths:
@@ -107,7 +115,7 @@ class TextFiles:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Bytes [start, stop) of a file; the piece that ends it also holds `num_ends` end-of-document tokens."""
+    """Bytes [start, stop) of a file; a file's last piece also holds `num_ends` end-of-document tokens."""
 
     filesystem: Any
     path: str
@@ -126,16 +134,14 @@ class _Piece:
 
     def load(self) -> tuple[Tokens, Starts]:
         ends = self.stop == self.file_bytes
-        # The piece that ends a file reads on to wherever the file ends now, so that growth is noticed.
+        # The last piece reads to the file's current end, so that a file that grew is detected.
         data = _read(self.filesystem, self.path, self.start, None if ends else self.stop)
         tokens = np.full(len(data) + (self.num_ends if ends else 0), END_OF_DOCUMENT, dtype=np.int32)
         tokens[: len(data)] = np.frombuffer(data, dtype=np.uint8)
         return tokens, np.array([0] if self.start == 0 else [], dtype=np.int64)
 
 
-def _open(
-    filesystem: Any, paths: Sequence[str], context_tokens: int, align_tokens: int, describe: str
-) -> PackedSource:
+def _open(filesystem: Any, paths: Sequence[str], context_tokens: int, align_tokens: int, describe: str) -> PackedSource:
     pieces: list[_Piece] = []
     for path in paths:
         size_bytes = _size_bytes(filesystem, path)
@@ -162,20 +168,27 @@ def _open(
 def _url_to_filesystem(entry: str) -> tuple[Any, str]:
     try:
         filesystem, path = fsspec.core.url_to_fs(entry)
-    except (ValueError, ImportError, OSError) as error:
+    except Exception as error:  # as in `_expand`
         raise ValueError(f"TextFiles path {entry!r}: cannot be opened: {error}") from error
     return filesystem, path
 
 
 def _expand(filesystem: Any, path: str, entry: str) -> list[str]:
-    """The files that one entry of `paths` names, in path order."""
+    """The files of one entry of `paths`, in path order."""
     try:
         if fsspec.core.has_magic(path) and not filesystem.exists(path):
             found = sorted(match for match in filesystem.glob(path) if filesystem.isfile(match))
         else:
             found = sorted(filesystem.find(path))
-    except OSError as error:
+    except Exception as error:  # object stores raise their own classes: no credentials, no such bucket
         raise ValueError(f"TextFiles path {entry!r}: cannot be listed: {error}") from error
+    tables = [name for name in found if name.lower().endswith(_NOT_TEXT)]
+    if tables:
+        raise ValueError(
+            f"TextFiles path {tables[0]!r}: is no plain text, and its bytes are not what a model should learn: for "
+            "Parquet or Arrow with a column of tokens give TokenShards (--data shards:URI); write JSON lines out as "
+            "text files or token shards first"
+        )
     if not found:
         raise ValueError(f"TextFiles path {entry!r}: no such file, no file below it, or none that matches")
     return found
@@ -183,15 +196,15 @@ def _expand(filesystem: Any, path: str, entry: str) -> list[str]:
 
 def _size_bytes(filesystem: Any, path: str) -> int:
     try:
-        # Opened, not only looked at: a file that nobody may read has a size too.
+        # Open it: an unreadable file has a size too.
         with filesystem.open(path, "rb") as file:
             return int(file.seek(0, os.SEEK_END))
-    except OSError as error:
+    except Exception as error:  # as in `_expand`
         raise ValueError(f"{path}: cannot be read: {error}") from error
 
 
 def _read(filesystem: Any, path: str, start: int, stop: int | None) -> bytes:
     try:
         return bytes(filesystem.cat_file(path, start=start, end=stop))
-    except OSError as error:
+    except Exception as error:  # as in `_expand`
         raise ValueError(f"{path}: cannot be read: {error}") from error

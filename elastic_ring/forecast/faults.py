@@ -1,4 +1,4 @@
-"""Random schedules of what goes wrong, by seed. Data only: `simulate` makes it happen."""
+"""Random fault schedules, by seed. Data only; `simulate` injects the faults."""
 
 from __future__ import annotations
 
@@ -9,9 +9,24 @@ from typing import Any
 from elastic_ring.control.options import ControlOptions
 
 FAULTS = {
-    "kill": 10, "freeze": 3, "glitch": 2, "raise": 1, "apply": 2, "poison": 2, "corrupt": 1, "drain": 3,
-    "kill-node": 2, "drain-node": 1, "join": 3, "restart": 3, "split": 2, "stop": 0.1, "bad-start": 1, "echo": 3,
-    "kill-in-vote": 8, "kill-in-build": 5, "kill-in-heal": 3,
+    "kill": 10,
+    "freeze": 3,
+    "glitch": 2,
+    "raise": 1,
+    "apply": 2,
+    "poison": 2,
+    "corrupt": 1,
+    "drain": 3,
+    "kill-node": 2,
+    "drain-node": 1,
+    "join": 3,
+    "restart": 3,
+    "split": 2,
+    "bad-start": 1,
+    "echo": 3,
+    "kill-in-vote": 8,
+    "kill-in-build": 5,
+    "kill-in-heal": 3,
 }
 """Fault → weight in the random schedule. `OWN` are those that a worker finds in itself, in a step or in a build."""
 
@@ -22,7 +37,7 @@ OWN = ("device", "raise")
 class Schedule:
     """What happens in one simulated run. Rates are shares of messages; times are seconds of virtual time.
 
-    `nodes`: how many workers fit on each; `seats`: how many GPUs each has, none given where nothing limits members.
+    `nodes`: how many workers fit on each; `gpus`: how many GPUs each has, none given where nothing limits members.
     """
 
     options: ControlOptions
@@ -31,7 +46,7 @@ class Schedule:
     lost: float
     doubled: float
     faults_end_s: float
-    seats: tuple[int, ...] = ()
+    gpus: tuple[int, ...] = ()
 
 
 def random_schedule(seed: int) -> Schedule:
@@ -44,42 +59,60 @@ def random_schedule(seed: int) -> Schedule:
     for index in range(total + rng.choice([0, 0, 1, 3])):
         slots[index % num_nodes] += 1
     options = ControlOptions(
-        run="simulated", dp=dp, cp=cp, total_steps=rng.randint(3, 40), spares=spares_wanted,
-        min_dp=rng.choice([1, 1, dp]), max_dp=rng.choice([None, dp + 1, dp + 2]), report_s=1.0, build_s=6.0,
-        start_s=5.0, hello_s=1.0, boundary_s=6.0, finalize_s=4.0, spare_grace_s=0.5, grow_delay_s=0.5, backoff_s=3.0,
-        crash_loop_limit=rng.choice([3, 50]), build_failure_limit=100,
+        run="simulated",
+        dp=dp,
+        cp=cp,
+        total_steps=rng.randint(3, 40),
+        spares=spares_wanted,
+        min_dp=rng.choice([1, 1, dp]),
+        max_dp=rng.choice([None, dp + 1, dp + 2]),
+        report_s=1.0,
+        build_s=6.0,
+        start_s=5.0,
+        hello_s=1.0,
+        boundary_s=6.0,
+        finalize_s=4.0,
+        spare_grace_s=0.5,
+        grow_delay_s=0.5,
+        backoff_s=3.0,
+        crash_loop_limit=rng.choice([3, 50]),
+        build_failure_limit=100,
     )
     kinds = rng.choices(list(FAULTS), weights=list(FAULTS.values()), k=rng.randint(0, 12))
     horizon = rng.choice([3.0, 8.0])
     clustered = rng.random() < 0.3
     moment = rng.uniform(0.5, horizon)
-    faults = sorted(
-        (moment + rng.uniform(0, 0.4) if clustered else rng.uniform(0.3, horizon), kind) for kind in kinds
-    )
+    faults = sorted((moment + rng.uniform(0, 0.4) if clustered else rng.uniform(0.3, horizon), kind) for kind in kinds)
     lossy = rng.random() < 0.4
-    schedule = Schedule(options, tuple(slots), tuple(faults), rng.choice([0.02, 0.1]) if lossy else 0.0,
-                        0.1 if rng.random() < 0.5 else 0.0, horizon + 1.0)
+    schedule = Schedule(
+        options,
+        tuple(slots),
+        tuple(faults),
+        rng.choice([0.02, 0.1]) if lossy else 0.0,
+        0.1 if rng.random() < 0.5 else 0.0,
+        horizon + 1.0,
+    )
     # Numbers of their own: whatever has no limits is the same run as before there were any.
     limits, own = random.Random(f"seats of {seed}"), random.Random(f"own troubles of {seed}")
-    schedule = _with_seats(schedule, limits) if limits.random() < 0.35 else schedule
-    return _with_own_troubles(schedule, own) if own.random() < 0.3 else schedule
+    schedule = _with_gpus(schedule, limits) if limits.random() < 0.35 else schedule
+    return _with_own_failures(schedule, own) if own.random() < 0.3 else schedule
 
 
-def _with_seats(schedule: Schedule, rng: random.Random) -> Schedule:
+def _with_gpus(schedule: Schedule, rng: random.Random) -> Schedule:
     """The same on nodes with GPUs, even or uneven, now and then too few of them, and standby processes beside them;
     with some more of what takes or frees a single GPU."""
     num_nodes, wanted = len(schedule.nodes), schedule.options.dp * schedule.options.cp
-    seats = [0] * num_nodes
+    gpus = [0] * num_nodes
     even = rng.random() < 0.5
     for index in range(max(1, wanted + rng.choice([-1, 0, 0, 0, 1, 2]))):
-        seats[index % num_nodes if even else rng.randrange(num_nodes)] += 1
-    slots = tuple(num_seats + rng.choice([0, 1, 1, 2]) for num_seats in seats)
+        gpus[index % num_nodes if even else rng.randrange(num_nodes)] += 1
+    slots = tuple(num_gpus + rng.choice([0, 1, 1, 2]) for num_gpus in gpus)
     more = [(rng.uniform(0.5, schedule.faults_end_s), rng.choice(["drain", "kill"])) for _ in range(rng.randint(0, 4))]
-    return replace(schedule, nodes=slots, seats=tuple(seats), faults=tuple(sorted([*schedule.faults, *more])))
+    return replace(schedule, nodes=slots, gpus=tuple(gpus), faults=tuple(sorted([*schedule.faults, *more])))
 
 
-def _with_own_troubles(schedule: Schedule, rng: random.Random) -> Schedule:
-    """The same with some workers whose chip errs, or whose code raises."""
+def _with_own_failures(schedule: Schedule, rng: random.Random) -> Schedule:
+    """The same with some workers whose GPU errs, or whose code raises."""
     more = [(rng.uniform(0.3, schedule.faults_end_s), rng.choice(OWN)) for _ in range(rng.randint(1, 5))]
     return replace(schedule, faults=tuple(sorted([*schedule.faults, *more])))
 
@@ -88,9 +121,11 @@ def describe_seed(seed: int) -> dict[str, Any]:
     """The schedule of a seed in words, for whoever replays it."""
     schedule = random_schedule(seed)
     return {
-        "seed": seed, "options": schedule.options, "nodes": schedule.nodes, "seats": schedule.seats,
+        "seed": seed,
+        "options": schedule.options,
+        "nodes": schedule.nodes,
+        "gpus": schedule.gpus,
         "faults": schedule.faults,
-        "lost": schedule.lost, "doubled": schedule.doubled,
+        "lost": schedule.lost,
+        "doubled": schedule.doubled,
     }
-
-

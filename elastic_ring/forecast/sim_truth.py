@@ -1,7 +1,4 @@
-"""What the simulated workers really hold against what the control core decides: invariants 3, 4 and 5.
-
-Sees everything, changes nothing.
-"""
+"""Checks the control core's decisions against the actual state of simulated workers: invariants 3 to 5. Read-only."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import Build, Command, EndRun
-from elastic_ring.control.state import Closing, Ended, State, crew_of
+from elastic_ring.control.state import Closing, Ended, State, membership_of
 from elastic_ring.forecast.sim_worker import SimWorker
 
 if TYPE_CHECKING:
@@ -24,14 +21,16 @@ def check_decision(world: World, before: State, after: State, commands: tuple[Co
         require(known == vote, 3, f"step {vote.step} was committed twice, by different votes")
     if isinstance(before.phase, Closing):
         world.healthy_reports = {name for name, report in before.phase.reports.items() if report.healthy}
+    elif isinstance(after.phase, Ended):
+        world.healthy_reports = set()  # the run ended without asking anyone
     order = next((command for command in commands if isinstance(command, Build)), None)
     if order is None or (order.term, order.generation) in world.groups:
         return
-    crew = crew_of(before)
-    for name in crew.everyone if crew is not None else ():
+    membership = membership_of(before)
+    for name in membership.everyone if membership is not None else ():
         record = after.workers.get(name)
-        if crew is not None and record is not None and record.life == "ready":
-            reached = _reached(world.workers[name], crew.cast)
+        if membership is not None and record is not None and record.status == "ready":
+            reached = _reached(world.workers[name], membership.id)
             require(reached <= order.step, 3, f"{name} has {reached} steps, but step {order.step} is ordered")
     for heal in order.heals:
         donor = world.workers[heal.donor]
@@ -42,12 +41,12 @@ def check_decision(world: World, before: State, after: State, commands: tuple[Co
             require(donor.applied == order.step or can_follow, 5, f"{donor.name} shall donate an older shard")
 
 
-def _reached(worker: SimWorker, cast: tuple[int, int]) -> int:
+def _reached(worker: SimWorker, membership_id: tuple[int, int]) -> int:
     """Steps whose result this survivor holds, as far as they were not given up before the last build."""
     if not worker.alive:
         return 0
     held = worker.vote
-    voted = held.step + 1 if held is not None and held.cast == cast else 0
+    voted = held.step + 1 if held is not None and held.membership_id == membership_id else 0
     return max(voted, worker.applied)
 
 
@@ -60,20 +59,22 @@ def check_end(world: World, end: EndRun) -> None:
     elif end.error == "ShardLost":
         _check_lost(world, end, state)
     elif end.error == "CrashLoop":
-        require(state.crashes.count >= world.options.crash_loop_limit, 3, "a crash loop that was none")
+        step = int(dict(end.facts)["step"])
+        in_work = [phase for at, phase in world.deaths if at == step and phase in ("forward", "apply")]
+        require(len(in_work) >= world.options.crash_loop_limit, 3, f"only {len(in_work)} deaths in the work of {step}")
     elif end.error == "UserCodeFailed":
         step = int(dict(end.facts)["step"])
         told = f"user code raised {world.raised[step]} times in step {step}"
         require(world.raised[step] >= world.options.user_error_limit, 3, told)
     else:
-        require(end.error == "" and world.facts.get("stop"), 3, f"{end.error}: {end.message}")
+        require(False, 3, f"{end.error}: {end.message}")
 
 
 def _check_committed(world: World) -> None:
     last = world.groups[max(world.groups)].order
     total = world.options.total_steps
     histories = set()
-    for name in last.seats:
+    for name in last.members:
         shard = world.workers[name].shard
         if shard is not None:
             histories.add(shard.history)
@@ -89,5 +90,5 @@ def _check_lost(world: World, end: EndRun, state: State) -> None:
     lost, step = {int(rank) for rank in facts["cp_ranks"].split(",")}, int(facts["step"])
     for name in world.healthy_reports & set(state.workers):
         worker = world.workers[name]
-        if worker.alive and worker.shard is not None and worker.shard.cp_rank in lost:
+        if worker.alive and not worker.poisoned and worker.shard is not None and worker.shard.cp_rank in lost:
             require(worker.applied != step, 3, f"{name} holds the shard that was given up")

@@ -20,14 +20,14 @@ from elastic_ring.control.messages import (
     Finalize,
     Finalized,
     Hello,
+    MemberFailed,
     Published,
     Release,
     Report,
     Resumed,
-    Stand,
+    Standby,
     Status,
     Stop,
-    Trouble,
     Vote,
     WorkerReady,
 )
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 BATCH = 12
 """Sequences in the simulated global batch."""
 SETTLED_STEPS = 2
-"""As `runtime.contexts` has it."""
+"""As `runtime.gpu.cuda_contexts` has it."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Group:
 
 
 class SimWorker:
-    """`doing`: spare, joining, rolling, healing, donating, compute, reduce, vote, apply, stopped, parked, gone."""
+    """`doing`: spare, joining, rolling, healing, donating, compute, reduce, vote, apply, stopped, paused, gone."""
 
     def __init__(self, world: World, name: str, node: str) -> None:
         self.world, self.name, self.node = world, name, node
@@ -83,7 +83,7 @@ class SimWorker:
         self.report_kind = "aborted"
         self.inbox: list[Command] = []
         self.holds_gpu, self.joins_until = False, 0.0
-        self.seated_at: int | None = None  # the steps applied when it got its place
+        self.placed_at: int | None = None  # the steps applied when it got its place
 
     # ------------------------------------------------------------ commands
 
@@ -98,21 +98,21 @@ class SimWorker:
         elif isinstance(command, Release):
             if command.term >= self.term:
                 self.world.die(self, "exited")
-        elif isinstance(command, Stop | Build | Stand | Finalize):
+        elif isinstance(command, Stop | Build | Standby | Finalize):
             self._ordered(command)
 
     def _hello(self, command: Hello) -> None:
         if command.term < self.term:
             return
         self.term = command.term
-        activity = {"spare": "spare", "stopped": "parked", "parked": "parked"}.get(self.doing)
+        activity = {"spare": "spare", "stopped": "paused", "paused": "paused"}.get(self.doing)
         if activity is None:
             activity = "building" if self.doing in ("joining", "rolling", "healing", "donating") else "running"
-        if self.doing == "parked" and self.report_kind == "finished":
+        if self.doing == "paused" and self.report_kind == "finished":
             activity = "finished"
         self.world.tell(Status("w", self.name, self.term, self.generation, activity))
 
-    def _ordered(self, command: Stop | Build | Stand | Finalize) -> None:
+    def _ordered(self, command: Stop | Build | Standby | Finalize) -> None:
         if (command.term, command.generation) < (self.term, self.generation):
             return
         known = command.generation == self.generation
@@ -124,8 +124,8 @@ class SimWorker:
         if isinstance(command, Stop):
             if self.group is not None and self.group.order.generation == command.generation:
                 return  # The build that this stop made room for is here already: it comes late.
-            if not known or self.doing != "parked":
-                self._abort("parked")
+            if not known or self.doing != "paused":
+                self._abort("paused")
             self._report("aborted")
         elif isinstance(command, Build):
             group = self.world.group(command)
@@ -134,21 +134,21 @@ class SimWorker:
                 self.group = group
                 self.joins_until = self.world.now + self.world.options.report_s
                 self._soon()
-        elif isinstance(command, Stand) and self._settled:
+        elif isinstance(command, Standby) and self._settled:
             self.world.die(self, "exited")
-        elif isinstance(command, Stand):
-            self.holds_gpu, self.seated_at = False, None
+        elif isinstance(command, Standby):
+            self.holds_gpu, self.placed_at = False, None
             if self.doing != "spare":
                 self._abort("spare")
                 self._forget()
-        elif self.group is not None and self.doing == "parked" and known:
+        elif self.group is not None and self.doing == "paused" and known:
             self._finalize(self.group)
 
     @property
     def _settled(self) -> bool:
         """Whether it has let go of its node's other GPUs: it can stand by for one alone, and ends."""
-        on_gpus = self.world.seats.get(self.node) is not None
-        return on_gpus and self.seated_at is not None and self.applied >= self.seated_at + SETTLED_STEPS
+        on_gpus = self.world.gpus.get(self.node) is not None
+        return on_gpus and self.placed_at is not None and self.applied >= self.placed_at + SETTLED_STEPS
 
     def _abort(self, doing: str) -> None:
         if self.group is not None:
@@ -163,7 +163,7 @@ class SimWorker:
 
     def _finalize(self, group: Group) -> None:
         group.finalizing.add(self.name)
-        ring = [group.order.seats[rank] for rank in group.order.mesh.ring(0)]
+        ring = [group.order.members[rank] for rank in group.order.mesh.ring(0)]
         if set(ring) <= group.finalizing and not group.left & set(ring):
             self.world.tell(Finalized("w", ring[0], self.term, self.generation, "weights"))
 
@@ -177,14 +177,25 @@ class SimWorker:
         self.report_kind = kind
         shard, gradient = self.shard, self.gradient
         fits = gradient is not None and shard is not None and gradient[0] == self.applied
-        self.world.tell(Report(
-            "w", self.name, self.term, self.generation, kind, self.applied, self.vote,
-            shard.cp_rank if shard else None, fits, not self.poisoned, self.last_vote,
-            gradient[1] if gradient is not None and fits else (0, 0),
-        ))
+        self.world.tell(
+            Report(
+                "w",
+                self.name,
+                self.term,
+                self.generation,
+                kind,
+                self.applied,
+                self.vote,
+                shard.cp_rank if shard else None,
+                fits,
+                not self.poisoned,
+                self.last_vote,
+                gradient[1] if gradient is not None and fits else (0, 0),
+            )
+        )
 
     def trouble(self, kind: str = "peer") -> None:
-        """Stop by oneself; repeat until someone answers."""
+        """Stop with an error; report it until a coordinator answers."""
         step = self.applied
         if self.doing in ("rolling", "healing") and self.group is not None:
             step = self.group.order.step
@@ -195,7 +206,7 @@ class SimWorker:
 
     def _complain(self, kind: str, step: int, aborts: int) -> None:
         if self.alive and self.num_aborts == aborts and not self.frozen:
-            self.world.tell(Trouble("w", self.name, self.term, self.generation, kind, step, "trace"))
+            self.world.tell(MemberFailed("w", self.name, self.term, self.generation, kind, step, "trace"))
             self.world.later(1.0, lambda: self._complain(kind, step, aborts))
 
     def _own_trouble(self) -> bool:
@@ -234,31 +245,31 @@ class SimWorker:
     def _work(self, aborts: int) -> None:
         if not self.alive or self.frozen or aborts != self.num_aborts:
             return
-        if self.group is None or self.doing == "parked":
+        if self.group is None or self.doing == "paused":
             return
         getattr(self, "_" + self.doing)(self.group)
-        if self.doing not in ("spare", "parked", "stopped"):
+        if self.doing not in ("spare", "paused", "stopped"):
             self._soon()
 
     def _broken(self, group: Group) -> bool:
-        return bool(group.left & {*group.order.seats, *(heal.donor for heal in group.order.heals)})
+        return bool(group.left & {*group.order.members, *(heal.donor for heal in group.order.heals)})
 
     def _fail_build(self, detail: str) -> None:
-        self._abort("parked")
+        self._abort("paused")
         self.world.tell(BuildFailed("w", self.name, self.term, self.generation, detail))
 
     def _joining(self, group: Group) -> None:
-        if self.name in group.order.seats and not self._take_gpu():
+        if self.name in group.order.members and not self._take_gpu():
             return
         group.joined.add(self.name)
         if self._broken(group):
             self._fail_build("a peer vanished")
-        elif {*group.order.seats, *(heal.donor for heal in group.order.heals)} <= group.joined:
+        elif {*group.order.members, *(heal.donor for heal in group.order.heals)} <= group.joined:
             self.doing = "rolling"
 
     def _take_gpu(self) -> bool:
-        """Hold one from here to the next `Stand`. Whoever finds none free looks again for a while, then gives up."""
-        if not self.holds_gpu and not self.world.free_seat(self.node):
+        """Hold one from here to the next `Standby`. Whoever finds none free looks again for a while, then gives up."""
+        if not self.holds_gpu and not self.world.has_free_gpu(self.node):
             if self.world.now >= self.joins_until:
                 self._fail_build("none of the GPUs got free")
             return False
@@ -272,18 +283,18 @@ class SimWorker:
         newcomers = {worker for heal in order.heals for worker in heal.newcomers}
         if order.fresh:
             self._forget()
-            self.shard = Shard(order.seats.index(self.name) % order.mesh.cp)
+            self.shard = Shard(order.members.index(self.name) % order.mesh.cp)
         elif self.name in newcomers:
             self._forget()
         else:
             vote, gradient = order.roll_forward, self.gradient
-            if self.shard and vote and self.applied == vote.step and gradient == (vote.step, vote.cast):
+            if self.shard and vote and self.applied == vote.step and gradient == (vote.step, vote.membership_id):
                 self._apply_vote(vote)
             if self.shard is None or self.applied != order.step:
                 self._fail_build("no shard at this step")
                 return
         self.gradient, self.vote = None, None
-        self.world.strike("kill-in-build", group, self.name)
+        self.world.inject("kill-in-build", group, self.name)
         donates = any(heal.donor == self.name for heal in order.heals)
         self.doing = "healing" if self.name in newcomers else "donating" if donates else "resuming"
 
@@ -300,32 +311,32 @@ class SimWorker:
                 return
             require(donor.shard.cp_rank == heal.cp_rank, 5, f"{heal.donor} donates another shard")
             self.shard = donor.shard
-            self.world.strike("kill-in-heal", group, self.name)
+            self.world.inject("kill-in-heal", group, self.name)
             group.healed.add(self.name)
             self.doing = "resuming"
 
     def _donating(self, group: Group) -> None:
         mine = {worker for heal in group.order.heals if heal.donor == self.name for worker in heal.newcomers}
         if mine <= group.healed:
-            self.doing = "resuming" if self.name in group.order.seats else "parked"
+            self.doing = "resuming" if self.name in group.order.members else "paused"
         elif self._broken(group):
             self._fail_build("a newcomer vanished")
 
     def _resuming(self, group: Group) -> None:
         assert self.shard is not None
-        rank = group.order.seats.index(self.name)
-        require(self.shard.cp_rank == rank % group.order.mesh.cp, 1, f"{self.name} trains in another shard's seat")
+        rank = group.order.members.index(self.name)
+        require(self.shard.cp_rank == rank % group.order.mesh.cp, 1, f"{self.name} trains at a rank of another shard")
         require([vote.step for vote in self.shard.history] == list(range(self.applied)), 4, "a step twice or never")
         if group.base is None:
             group.base = self.shard.history
         require(self.shard.history == group.base, 5, f"{self.name} resumes with other state than its peers")
-        self.seated_at = self.applied if self.seated_at is None else self.seated_at
+        self.placed_at = self.applied if self.placed_at is None else self.placed_at
         self.world.tell(Resumed("w", self.name, self.term, self.generation, self.applied))
         self._next_step(boundary=False)
 
     def _next_step(self, boundary: bool) -> None:
         if self.applied >= self.world.options.total_steps or boundary:
-            self.doing = "parked"
+            self.doing = "paused"
             kind = "finished" if self.applied >= self.world.options.total_steps else "boundary"
             self._announce(kind, self.num_aborts)
         else:
@@ -341,8 +352,8 @@ class SimWorker:
             self.doing = "reduce"
 
     def _reduce(self, group: Group) -> None:
-        cp_rank = group.order.seats.index(self.name) % group.order.mesh.cp
-        twins = {group.order.seats[rank] for rank in group.order.mesh.replicas(cp_rank)}
+        cp_rank = group.order.members.index(self.name) % group.order.mesh.cp
+        twins = {group.order.members[rank] for rank in group.order.mesh.replicas(cp_rank)}
         if twins <= group.reduced[self.applied]:
             self.gradient = (self.applied, (group.order.term, group.order.generation))
             group.entered.setdefault(self.applied, {})[self.name] = self.wants_boundary
@@ -354,13 +365,13 @@ class SimWorker:
         step, order = self.applied, group.order
         entered = group.entered[step]
         broken = self._broken(group)
-        if set(order.seats) <= set(entered) and not (broken and self.world.random.random() < 0.5):
+        if set(order.members) <= set(entered) and not (broken and self.world.random.random() < 0.5):
             num_sequences = sum(len(range(dp_rank, BATCH, order.mesh.dp)) for dp_rank in range(order.mesh.dp))
             require(num_sequences == BATCH, 4, "not every sequence of the batch was used once")
             values = (float(step), float(num_sequences), float(order.mesh.dp), float(any(entered.values())))
             self.vote = group.votes.setdefault(step, Vote(step, values, (order.term, order.generation)))
             self.doing = "apply"
-            self.world.strike("kill-in-vote", group, self.name)
+            self.world.inject("kill-in-vote", group, self.name)
         elif broken:
             self.trouble()
 
@@ -372,7 +383,7 @@ class SimWorker:
             self.trouble()
             return
         self._apply_vote(vote)
-        if group.order.seats[0] == self.name:
+        if group.order.members[0] == self.name:
             self.world.tell(Published("w", vote))
         self._next_step(boundary=bool(vote.values[3]))
 

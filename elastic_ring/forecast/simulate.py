@@ -28,7 +28,6 @@ from elastic_ring.control.messages import (
     NodeJoined,
     NodeLost,
     StartWorker,
-    StopRequested,
     Tick,
     Vote,
     WorkerLost,
@@ -40,7 +39,7 @@ from elastic_ring.forecast.sim_worker import Group, SimWorker
 
 
 class NotFinished(AssertionError):
-    """Faults have ceased and there is capacity, but the run does not end."""
+    """The run does not end, although faults have stopped and there is capacity."""
 
 
 @dataclass
@@ -70,7 +69,7 @@ Listener = Callable[[float, int, Event, coordination.Decision], None]
 def simulate(
     seed: int, schedule: Schedule | None = None, limit_s: float = 600.0, listen: Listener | None = None
 ) -> Outcome:
-    """One run. `listen` hears (now, term, event, decision) of every coordinator.
+    """Simulate one run. `listen` is called with (now, term, event, decision) of every coordinator.
 
     Raises: InvariantBroken, NotFinished, and whatever the control core raises.
     """
@@ -92,7 +91,7 @@ class World:
         self.order = itertools.count()
         self.workers: dict[str, SimWorker] = {}
         self.nodes: dict[str, int] = {}
-        self.seats: dict[str, int] = {}
+        self.gpus: dict[str, int] = {}
         self.joined_at = 0.0  # what is told of one node comes in its order: the newest word holds
         self.groups: dict[tuple[int, int], Group] = {}
         self.coordinators: list[Coordinator] = []
@@ -102,19 +101,20 @@ class World:
         self.seen: list[Event] = []
         self.facts: dict[str, int] = {}
         self.raised: Counter[int] = Counter()  # by step: how often somebody's user code raised
+        self.deaths: list[tuple[int, str]] = []  # the steps applied and the phase, of each that was killed
         self.healthy_reports: set[str] = set()
 
     def begin(self) -> None:
         """The first coordinator, the nodes and the schedule's faults."""
         self._start_coordinator(coordination.initial(self.options), [])
         for index, slots in enumerate(self.schedule.nodes):
-            self._join(slots, self.schedule.seats[index] if self.schedule.seats else None)
+            self._join(slots, self.schedule.gpus[index] if self.schedule.gpus else None)
         for at, kind in self.schedule.faults:
             self.later(at, lambda kind=kind: self.fault(kind))  # type: ignore[misc]
         self.later(self.schedule.faults_end_s, self.relieve)
 
     def run_for(self, duration_s: float) -> None:
-        """Let time pass, or the run end."""
+        """Advance the virtual clock by `duration_s`, or until the run ends."""
         until = self.now + duration_s
         while self.queue and self.end is None and self.queue[0][0] <= until:
             at, _, action = heapq.heappop(self.queue)
@@ -239,13 +239,15 @@ class World:
 
     def die(self, worker: SimWorker, reason: str) -> None:
         if worker.alive:
-            worker.alive = False
+            worker.alive, doing = False, worker.doing
             worker._abort("gone")
-            self.tell(WorkerLost("n", worker.name, reason, "SIGKILL"), reliable=True)
+            phase = {"compute": "forward", "resuming": "rebuild"}.get(doing, doing)
+            self.deaths.append((worker.applied, phase))
+            self.tell(WorkerLost("n", worker.name, reason, "SIGKILL", worker.applied, phase, "SIGKILL"), reliable=True)
 
-    def free_seat(self, node: str) -> bool:
+    def has_free_gpu(self, node: str) -> bool:
         """Whether some GPU of the node is held by no living process."""
-        limit = self.seats.get(node)
+        limit = self.gpus.get(node)
         return limit is None or sum(w.alive and w.holds_gpu for w in self.workers.values() if w.node == node) < limit
 
     def group(self, order: Build) -> Group:
@@ -253,24 +255,24 @@ class World:
 
     # ------------------------------------------------------------ faults
 
-    def _join(self, slots: int, seats: int | None = None) -> None:
+    def _join(self, slots: int, gpus: int | None = None) -> None:
         name = f"n{len(self.nodes)}.{next(self.order)}"
         self.nodes[name] = slots
         self.joined_at = self.now
-        if seats is not None:
-            self.seats[name] = seats
-        self.tell(NodeJoined("n", name, slots, seats), reliable=True)
+        if gpus is not None:
+            self.gpus[name] = gpus
+        self.tell(NodeJoined("n", name, slots, gpus), reliable=True)
 
-    def _join_with_seats(self) -> None:
+    def _join_with_gpus(self) -> None:
         """A node of this schedule's kind comes, or one that is there has more GPUs than before, or fewer."""
         if self.nodes and self.random.random() < 0.3 and self.now > self.joined_at + 1.0:
             known = self.random.choice(list(self.nodes))
             self.joined_at = self.now
-            self.seats[known] = max(0, self.seats[known] + self.random.choice([-1, 1]))
-            self.tell(NodeJoined("n", known, self.nodes[known], self.seats[known]), reliable=True)
+            self.gpus[known] = max(0, self.gpus[known] + self.random.choice([-1, 1]))
+            self.tell(NodeJoined("n", known, self.nodes[known], self.gpus[known]), reliable=True)
         else:
-            seats = self.random.randint(0, 4)
-            self._join(seats + self.random.randint(0, 2), seats)
+            gpus = self.random.randint(0, 4)
+            self._join(gpus + self.random.randint(0, 2), gpus)
 
     def take_fault(self, kind: str) -> bool:
         if kind in self.armed:
@@ -278,9 +280,9 @@ class World:
             return True
         return False
 
-    def strike(self, kind: str, group: Group, spared: str) -> None:
-        """An armed kill goes off: some other member of the group dies at this very moment."""
-        others = [name for name in group.order.seats if name != spared and self.workers[name].alive]
+    def inject(self, kind: str, group: Group, spared: str) -> None:
+        """If a fault of this kind is armed, kill another member of the group now."""
+        others = [name for name in group.order.members if name != spared and self.workers[name].alive]
         if others and self.take_fault(kind):
             self.die(self.workers[self.random.choice(others)], "died")
 
@@ -290,14 +292,12 @@ class World:
         victim = self.random.choice(alive) if alive else None
         if kind in ("corrupt", "bad-start") or kind.startswith("kill-in"):
             self.armed.append(kind)
-        elif kind == "join" and self.schedule.seats:
-            self._join_with_seats()
+        elif kind == "join" and self.schedule.gpus:
+            self._join_with_gpus()
         elif kind == "join":
             self._join(self.random.randint(1, 4))
         elif kind in ("restart", "split") and self.coordinators[-1].alive:
             self._restart(old_lives_on=kind == "split")
-        elif kind == "stop":
-            self.tell(StopRequested("u", "ctrl-c"), reliable=True)
         elif kind == "echo":
             for event in self.random.choices(self.seen, k=20) if self.seen else ():
                 self.later(self.random.uniform(0, 1), lambda event=event: self._echo(event))  # type: ignore[misc]
@@ -307,7 +307,7 @@ class World:
             self._worker_fault(kind, victim)
 
     def _echo(self, event: Event) -> None:
-        """Members' messages come again, late; agents and users repeat no old news."""
+        """Deliver a member's message again, late. Messages of agents and users are not repeated."""
         if hasattr(event, "generation") or type(event).__name__ in ("Published", "WorkerReady"):
             self._hear(event, False)
 
@@ -329,7 +329,7 @@ class World:
             victim.frozen = True
             thaws = self.random.random() < 0.3
             self.later(1.5, victim.thaw if thaws else lambda: self.die(victim, "hung"))
-        elif kind == "glitch" and victim.group is not None and victim.name in victim.group.order.seats:
+        elif kind == "glitch" and victim.group is not None and victim.name in victim.group.order.members:
             victim.trouble()
         elif kind == "raise":
             victim.raises = True
@@ -354,5 +354,4 @@ class World:
             worker.poisoned = worker.raises = worker.breaks_apply = worker.errs = False
         self.armed.clear()
         largest = self.options.dp_limit * self.options.cp
-        self._join(self.options.num_workers_wanted, largest if self.schedule.seats else None)
-
+        self._join(self.options.num_workers_wanted, largest if self.schedule.gpus else None)

@@ -1,7 +1,7 @@
-"""First values of parameters that depend on (seed, name, shape) alone: not on mesh, order or device.
+"""Initial values of parameters: a function of (seed, name, shape) alone, not of mesh, order or device.
 
-Values are drawn on the CPU in blocks of rows, each block from its own generator, so a rank that holds some
-rows of a large parameter draws (nearly) only these.
+Values are drawn on the CPU in blocks of rows, each with its own generator, so a rank that holds some rows of a large
+parameter draws little more than these.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# Fills `tensor` (fp32, the whole parameter, on the CPU) in place, with random numbers from the generator
-# only.
+# (name, tensor, generator): fills the whole parameter (fp32, CPU) in place, with numbers from this generator only.
 InitFn = Callable[[str, Tensor, torch.Generator], None]
 
 _BLOCK_ELEMENTS = 2**20
 _STD = 0.02
 _GAINS = re.compile(r"(^|\.)(weight|scale|gain|gamma|g)$")
 _BIASES = re.compile(r"bias$|(^|\.|_)(b|beta)$")
-# What writes into the residual stream, in our names and those of common decoders.
+# Projections into the residual stream, by this model's names and those of common decoders.
 _RESIDUAL = re.compile(r"(^|\.)(output|down|wo|w2|o_proj|out_proj|down_proj|c_proj)\.weight$")
 
 
 @dataclass(frozen=True)
 class Initialiser:
-    """Biases 0, one-dimensional weights (norms) 1, all else normal(0, 0.02).
+    """Biases 0, one-dimensional weights (norms) 1, all others normal(0, 0.02).
 
-    Projections into the residual stream are scaled down by sqrt(2 num_layers) (GPT-2). `init_fn` replaces all
-    of that; then a whole parameter is drawn even where only some rows are wanted.
+    Projections into the residual stream are scaled by 1 / sqrt(2 num_layers) (GPT-2). `init_fn` replaces these rules;
+    it always draws the whole parameter, even where only some rows are needed.
     """
 
     seed: int
@@ -44,9 +43,9 @@ class Initialiser:
             raise ValueError(f"num_layers={self.num_layers}: must be at least 1")
 
     def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor:
-        """The fp32 value of a parameter on the CPU, or of its rows [start, stop) along dim 0.
+        """The initial fp32 value of a parameter on the CPU, or its rows [start, stop) along dim 0.
 
-        `name` is the parameter's in the unwrapped module.
+        `name` is the parameter's name in the unwrapped module.
         """
         shape = tuple(shape)
         if self.init_fn is not None:
@@ -67,7 +66,7 @@ class Initialiser:
         block_rows = max(1, _BLOCK_ELEMENTS // max(1, num_columns))
         out = torch.empty(stop - start, num_columns, dtype=torch.float32, device="cpu")
         for block in range(start // block_rows, -(-stop // block_rows)):
-            # Always a whole block: torch draws other numbers for another size.
+            # Draw whole blocks: torch's numbers depend on the tensor's size.
             first = block * block_rows
             drawn = torch.empty(block_rows, num_columns, dtype=torch.float32, device="cpu")
             drawn.normal_(0.0, std, generator=self._generator(name, shape, block))
@@ -81,12 +80,12 @@ class Initialiser:
 
 
 def initialise(name: str, shape: Sequence[int], seed: int, *, num_layers: int = 1) -> Tensor:
-    """The fp32 first value of one parameter under the default rules."""
+    """The initial fp32 value of one parameter under the default rules."""
     return Initialiser(seed, num_layers).tensor(name, shape)
 
 
 def initialise_module(module: nn.Module, initialiser: Initialiser) -> None:
-    """Fills every parameter of an unsharded, materialised module in place; a tied one by its first name."""
+    """Fill every parameter of an unsharded, materialised module in place; a tied one under its first name."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(initialiser.tensor(name, parameter.shape))

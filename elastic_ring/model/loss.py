@@ -1,4 +1,4 @@
-"""Cross-entropy that never holds the logits of a whole sequence, and the default loss function of a step.
+"""Cross-entropy in chunks, which never holds the logits of a whole sequence, and the default loss function.
 
 A loss is a sum and a count, never a mean: rings hold different numbers of targets, and the step divides once.
 """
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 IGNORE = -100
 
 
-class Batch(Protocol):
-    """What a loss function is handed: one rank's slice of a sequence and the attention of its ring.
+class BatchLike(Protocol):
+    """The argument of a loss function: one rank's slice of a sequence and the attention of its ring.
 
-    tokens, targets, positions int64 and document_ids int32, all (1, S) with the local length S; attention
-    takes q (1, S, H, D), k and v (1, S, H_kv, D) and gives (1, S, H, D).
+    tokens, targets, positions: int64 (1, S); document_ids: int32 (1, S), with the local length S. attention takes q
+    (1, S, H, D), k and v (1, S, H_kv, D) and returns (1, S, H, D).
     """
 
     @property
@@ -33,14 +33,13 @@ class Batch(Protocol):
     def attention(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]: ...
 
 
-def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """(sum of -log softmax(hidden @ weight.T)[target], number of targets), 0-dim tensors.
+def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+    """(sum of -log softmax(hidden @ weight.T)[target], number of targets), as 0-dim tensors.
 
-    hidden (N, width), weight (vocab_size, width), targets int64 (N,) where -100 does not count. At most
-    `chunk_tokens` rows of logits exist at a time; backward computes them again. Logits are computed in the
-    dtype of `hidden`; softmax, sum and the weight's gradient in fp32 (fp64 for fp64 inputs).
+    hidden (N, width), weight (vocab_size, width), targets int64 (N,), where -100 does not count. At most
+    `chunk_tokens` rows of logits exist at a time; backward recomputes them. Logits have the dtype of `hidden`;
+    softmax, sum and the weight's gradient are fp32 (fp64 for fp64 inputs). Raises: ValueError for chunk_tokens below
+    1.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1")
@@ -48,12 +47,11 @@ def chunked_cross_entropy(
     return loss_sum, (targets != IGNORE).sum()
 
 
-def language_model_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-    """The default loss function: next-token cross-entropy of this rank's slice, (fp32 sum, number of
-    targets).
+def language_model_loss(model: nn.Module, batch: BatchLike) -> tuple[Tensor, int]:
+    """The default loss function: next-token cross-entropy of this rank's slice, (fp32 sum, number of targets).
 
-    The model is called like `Transformer.forward` with targets. Zero targets give a zero that still has a
-    graph, since every rank of a ring must run backward.
+    The model is called like `Transformer.forward` with targets. Without targets the loss is a zero with a graph, since
+    every rank of a ring must run backward.
     """
     loss_sum, num_tokens = model(
         batch.tokens,
@@ -66,7 +64,7 @@ def language_model_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Keeps log-sum-exp from forward, so that backward needs one more matrix product and no softmax pass."""
+    """Saves the log-sum-exp of forward, so that backward needs no second softmax reduction."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:

@@ -1,13 +1,13 @@
-"""Our decoder: RMSNorm, rotary embedding on global positions, grouped-query attention, SwiGLU.
+"""The built-in decoder: RMSNorm, rotary embedding on global positions, grouped-query attention, SwiGLU.
 
-It knows nothing of rings: attention is a callable that it is handed. It can be built on the meta device,
-since its parameters are filled by `init` and nothing else is kept; each of `blocks` is one FSDP2 unit. What a layer
-computes around attention is `pieces`'.
+Attention is a callable argument; rings and process groups must not enter this module. The model can be built on the
+meta device, because its parameters are filled by `init` and it has no buffers; each of `blocks` is one FSDP2 unit.
+`fused_ops` computes a layer's operations around attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, overload
@@ -16,22 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from elastic_ring.attention.layers import of_layer
-from elastic_ring.attention.parked import Parked
+from elastic_ring.attention.layers import AttentionFn, of_layer
+from elastic_ring.attention.offload import OffloadedTensor
 from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.fused_ops import EAGER, compiled, rotated
 from elastic_ring.model.loss import chunked_cross_entropy
-from elastic_ring.model.pieces import EAGER, compiled, rotated
-
-# q (B, S, H, D), k and v (B, S, H_kv, D) -> out (B, S, H, D); S is the local length.
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Rotation:
     """cos and sin (B, S, 1, D/2) of the rotary angles, fp32 or wider.
 
-    A plain object, since FSDP2's mixed precision casts every tensor argument of a block, and bfloat16 angles
-    would blur positions.
+    Not a tensor argument, because FSDP2's mixed precision would cast it to bfloat16, too coarse for angles.
     """
 
     cos: Tensor
@@ -39,20 +35,19 @@ class Rotation:
 
     @classmethod
     def at(cls, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
-        """For global positions (B, S). The angles are taken in fp64: at position 10**6 fp32 is off by 0.03
-        rad."""
+        """For global positions (B, S). Computes angles in fp64: at position 10**6 fp32 is off by 0.03 rad."""
         pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
         angles = positions.to(torch.float64).unsqueeze(-1) * theta ** (-pairs / head_dim)
         kept = torch.promote_types(dtype, torch.float32)
         return cls(angles.cos().to(kept).unsqueeze(2), angles.sin().to(kept).unsqueeze(2))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Turns x (B, S, H, D)."""
+        """Rotate x (B, S, H, D)."""
         return rotated(x, self.cos, self.sin)
 
 
 class SelfAttention(nn.Module):
-    """The weights of the projections around the attention that the caller brings; a block computes with them."""
+    """The projection weights around attention; `Block` computes with them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -64,7 +59,7 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The weights of SwiGLU (Shazeer 2020)."""
+    """The weights of SwiGLU (Shazeer 2020); `Block` computes with them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -74,7 +69,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer; recomputes its activations in backward where the config says so."""
+    """One layer, with activation checkpointing if the config asks for it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -87,17 +82,17 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.ffn = FeedForward(config)
 
-    def forward(self, x: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, attention: AttentionFn) -> Tensor:
         """x (B, S, width) -> (B, S, width)."""
         if not (self.checkpoint_activations and torch.is_grad_enabled()):
             return self._compute(x, rotation, attention)
-        # Inside forward, so that FSDP2's hooks on the block see one call. Nothing here draws random numbers.
-        # An attention that can give its result again is spared the second run: it is most of a long context's work.
+        # Checkpoint inside forward, so that FSDP2's hooks on the block see one call. There is no dropout, so no RNG
+        # state. Attention with a `recomputation` context reuses its saved result: it dominates a long context's cost.
         own = getattr(attention, "recomputation", None)
         contexts = noop_context_fn if own is None else own
         if own is not None and self.offload_activations:
             contexts = partial(own, offload=True)
-        start = Parked(x)
+        start = OffloadedTensor(x)
         out: Tensor = checkpoint(
             self._from_start, start, rotation, attention, use_reentrant=False, preserve_rng_state=False,
             context_fn=contexts,
@@ -106,16 +101,16 @@ class Block(nn.Module):
             start.leave()
         return out
 
-    def _from_start(self, start: Parked, rotation: Rotation, attention: Attention) -> Tensor:
+    def _from_start(self, start: OffloadedTensor, rotation: Rotation, attention: AttentionFn) -> Tensor:
         return self._compute(start.tensor(), rotation, attention)
 
-    def _compute(self, x: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+    def _compute(self, x: Tensor, rotation: Rotation, attention: AttentionFn) -> Tensor:
         pieces, own, ffn = compiled() if self.compile_blocks else EAGER, self.attention, self.ffn
         q, k, v = pieces.before(
             x, self.attention_norm.weight, own.query.weight, own.key.weight, own.value.weight, rotation.cos,
             rotation.sin, self.norm_eps, self.head_dim,
         )  # fmt: skip
-        # Flattened out here: in which order an attention leaves its result in memory depends on a sequence's documents.
+        # Flatten outside the compiled ops: the memory layout of attention's result depends on the sequence's documents.
         attended = attention(q, k, v).flatten(2)
         return pieces.after(
             x, attended, own.output.weight, self.ffn_norm.weight, ffn.gate.weight, ffn.up.weight, ffn.down.weight,
@@ -123,8 +118,8 @@ class Block(nn.Module):
         )  # fmt: skip
 
 
-class _Anything(torch.autograd.Function):
-    """Stands in for attention where only what is around it matters: zeros of the right shape, both ways."""
+class _ZeroAttention(torch.autograd.Function):
+    """A placeholder for attention in warm-up: zeros of the right shapes, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -137,8 +132,7 @@ class _Anything(torch.autograd.Function):
 
 
 class Transformer(nn.Module):
-    """The decoder. Parameters are whatever torch puts there (nothing, on meta): `init.initialise_module`
-    fills them."""
+    """The decoder. Parameters are uninitialised until `init.initialise_module` fills them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -158,7 +152,7 @@ class Transformer(nn.Module):
         *,
         positions: Tensor,
         document_ids: Tensor,
-        attention: Attention,
+        attention: AttentionFn,
         targets: None = None,
     ) -> Tensor: ...
 
@@ -169,7 +163,7 @@ class Transformer(nn.Module):
         *,
         positions: Tensor,
         document_ids: Tensor,
-        attention: Attention,
+        attention: AttentionFn,
         targets: Tensor,
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -179,15 +173,15 @@ class Transformer(nn.Module):
         *,
         positions: Tensor,
         document_ids: Tensor,
-        attention: Attention,
+        attention: AttentionFn,
         targets: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits (B, S, vocab_size); with targets, (loss sum, number of targets) as 0-dim tensors instead.
 
-        tokens, positions, targets int64 and document_ids int32, all (B, S); `positions` in the global
-        sequence; targets of -100 do not count. `document_ids` are what the trainer hands to every model;
-        `attention` already keeps documents apart, so this one has no use for them. The loss is taken in here
-        because the head's weight is only whole while FSDP2 has this module gathered.
+        tokens, positions, targets: int64 (B, S); document_ids: int32 (B, S). `positions` count in the global sequence;
+        targets of -100 do not count. `document_ids` are passed to every model and unused here, because `attention`
+        already separates documents. The loss is computed inside forward because FSDP2 keeps the head's weight gathered
+        only there.
         """
         x = self.embedding(tokens)
         rotation = Rotation.at(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
@@ -201,13 +195,13 @@ class Transformer(nn.Module):
             x.flatten(0, 1), self.head.weight, targets.flatten(), self.config.loss_chunk_tokens
         )
 
-    def rehearse(
+    def warm_up_kernels(
         self, lengths: Sequence[int], device: torch.device, dtype: torch.dtype, *, validates: bool = False
     ) -> None:
-        """Compile on `device` what the layers compile, for slices (1, S) of these `lengths` computed in `dtype`, and
-        with `validates` for passes without gradients too. Nothing where `compile_blocks` is off.
+        """Compile the layers' kernels on `device` for slices (1, S) of these `lengths` in `dtype`.
 
-        This module may be on meta: one layer's weights are made for it. Takes the memory that a layer takes in a step.
+        With `validates`, also for passes without gradients. Does nothing where `compile_blocks` is off. The module may
+        be on meta: one layer is materialised for it. Takes the memory of one layer in a step.
         """
         if not self.config.compile_blocks:
             return
@@ -220,8 +214,8 @@ class Transformer(nn.Module):
             positions = torch.arange(num_tokens, device=device).unsqueeze(0)
             rotation = Rotation.at(positions, self.config.head_dim, self.config.rope_theta, dtype)
             x = torch.zeros(1, num_tokens, self.config.width, dtype=dtype, device=device)
-            block(x.clone().requires_grad_(), rotation, _Anything.apply).backward(x)
+            block(x.clone().requires_grad_(), rotation, _ZeroAttention.apply).backward(x)
             block.zero_grad()
             if validates:
                 with torch.no_grad():
-                    block(x, rotation, _Anything.apply)
+                    block(x, rotation, _ZeroAttention.apply)

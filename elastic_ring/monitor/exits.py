@@ -54,15 +54,15 @@ class ExitWatch:
         return self
 
     def fileno(self) -> int:
-        """Readable when some watched process has ended: for an event loop's `add_reader`. Not for one that
-        was gone when `watch` was called; `wait(0)` tells of it all the same."""
+        """For select or an event loop: readable when a watched process has ended. A process that was gone when `watch`
+        was called does not make it readable, but is in the next `wait(0)`."""
         assert isinstance(self._selector, selectors.EpollSelector), "ExitWatch used before open"
         return self._selector.fileno()
 
     def watch(self, pid: int, key: str) -> None:
         """Report the end of `pid` under `key`. A process that is already gone is in the next `wait`.
 
-        Watch a process as soon as its pid is known: once it has been reaped the number can be another's.
+        Call it as soon as the pid is known: the kernel reuses the pid of a reaped process.
         """
         assert self._selector is not None, "ExitWatch.watch before open"
         assert key not in self._watched, f"{key} is watched already"
@@ -75,7 +75,7 @@ class ExitWatch:
         self._selector.register(pidfd, selectors.EVENT_READ, key)
 
     def unwatch(self, key: str) -> None:
-        """Forget `key`; one that is not watched, or no longer, is no mistake."""
+        """Stop watching `key`; does nothing for an unknown key."""
         _, pidfd = self._watched.pop(key, (0, -1))
         self._ending.discard(key)
         if pidfd >= 0:
@@ -84,9 +84,9 @@ class ExitWatch:
             os.close(pidfd)
 
     def kill(self, key: str, signal_number: int = signal.SIGKILL) -> bool:
-        """Signal the watched process through its pidfd, so never another that got its number.
+        """Signal the watched process through its pidfd, never another process that got its pid.
 
-        Returns False when it has ended already or is not watched.
+        Returns False when it has ended or is not watched.
         """
         _, pidfd = self._watched.get(key, (0, -1))
         if pidfd < 0:
@@ -98,7 +98,7 @@ class ExitWatch:
         return True
 
     def wait(self, timeout_s: float | None) -> list[ExitNotice]:
-        """Those that have ended, each once; empty after `timeout_s` (None: no limit, 0: only look)."""
+        """The processes that have ended, each once; empty after `timeout_s` (None: no limit, 0: no wait)."""
         assert self._selector is not None, "ExitWatch.wait before open"
         notices, self._gone = self._gone, []
         for ready, _ in self._selector.select(0 if notices else timeout_s):
@@ -112,9 +112,9 @@ class ExitWatch:
         return notices
 
     def ending(self) -> list[str]:
-        """Keys of processes that have begun to end, each once; `wait` tells of them later, and of what.
+        """Keys of processes that have begun to exit, each once; `wait` reports them later, with the cause.
 
-        A process that holds a GPU's memory runs no code of its own any more, yet lasts for tenths of a second.
+        The kernel needs tenths of a second to free the GPU memory of a process that runs no code any more.
         """
         new = [key for key, (pid, _) in list(self._watched.items()) if key not in self._ending and _is_ending(pid)]
         self._ending.update(new)
@@ -135,16 +135,16 @@ class ExitWatch:
 
 
 def describe_exit(notice: ExitNotice) -> str:
-    """`killed by SIGKILL`, `exit code 3`, or that nobody knows."""
+    """`killed by SIGKILL`, `exit code 3`, or `ended, cause unknown`."""
     if notice.signal is not None:
-        return f"killed by {_signal_name(notice.signal)}"
+        return f"killed by {signal_name(notice.signal)}"
     if notice.exit_code is not None:
         return f"exit code {notice.exit_code}"
     return "ended, cause unknown"
 
 
 def tail(path: str | os.PathLike[str], num_lines: int, *, max_bytes: int = 65536) -> list[str]:
-    """The last lines of a log, from at most its last `max_bytes`; none if there is no such file."""
+    """The last lines of a log, from at most its last `max_bytes`; empty if there is no such file."""
     if num_lines < 1:
         return []
     try:
@@ -156,7 +156,7 @@ def tail(path: str | os.PathLike[str], num_lines: int, *, max_bytes: int = 65536
     except FileNotFoundError:
         return []
     if start > 0 and len(lines) > 1:
-        lines = lines[1:]  # begins in the middle of a line
+        lines = lines[1:]  # the first one is not whole
     return [line.decode(errors="replace") for line in lines[-num_lines:]]
 
 
@@ -169,8 +169,8 @@ def _is_ending(pid: int) -> bool:
 
 
 def _cause(pid: int, pidfd: int) -> tuple[int | None, int | None, str]:
-    """(exit code, signal, source). The pidfd has the status once the parent has reaped the process, /proc has
-    it until then; between the two looks the parent may act, hence the second look at the pidfd."""
+    """(exit code, signal, source). /proc has the status until the parent reaps the process, the pidfd from then on.
+    The parent may reap between the first two reads, hence the third."""
     for look in (_status_from_pidfd, _status_from_proc, _status_from_pidfd):
         status = look(pid, pidfd)
         if status is not None:
@@ -184,7 +184,7 @@ def _status_from_pidfd(_: int, pidfd: int) -> int | None:
     try:
         fcntl.ioctl(pidfd, _GET_INFO, answer, True)
     except OSError as error:
-        # ESRCH: reaped on a kernel that keeps no record; the others: a kernel without this call.
+        # ESRCH: the process was reaped and this kernel keeps no record. The others: a kernel without this call.
         if error.errno in (errno.ESRCH, errno.ENOTTY, errno.EINVAL, errno.EOPNOTSUPP):
             return None
         raise
@@ -198,13 +198,16 @@ def _status_from_proc(pid: int, _: int) -> int | None:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # To a stranger the kernel shows 0 there, which would read as a clean exit.
+    # Other users read 0 here, which would look like a clean exit.
     if fields[0] not in "ZX" or os.geteuid() not in (0, owner):
         return None
     return int(fields[-1])
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int | None) -> str:
+    """ "SIGKILL" for 9; empty for None."""
+    if number is None:
+        return ""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,7 +1,7 @@
-"""The append-only story of a run: JSON lines on disk before a command leaves, and the counter of terms.
+"""The append-only journal of a run, JSON lines that are on disk before a command is sent, and the term counter.
 
-Knows lines and files, not what is in them: the control core's messages stay in `control/`. Replaying a
-journal, compressing it or sending it anywhere must not enter this module.
+Handles lines and files, not their meaning: the messages belong to `control/`. Replaying, compressing or sending a
+journal must not enter this module.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from elastic_ring.errors import JournalDamaged, RunFailed
+from elastic_ring.files import sync_directory
 
 LOOK_S, QUIET_S = 0.01, 0.2
-"""How often a half line is looked at, and how long it stays one before its writer counts as dead."""
+"""Seconds between looks at an incomplete line, and without change until its writer counts as dead."""
 _TERM_NAME = re.compile(r"[0-9]{6,}")
 
 
 class Journal:
-    """One writer's end of a journal. The constructor touches no file; `open` does.
+    """The writing end of a journal. The constructor touches no file; `open` does.
 
-    Appends go through one `os.write` on an O_APPEND descriptor, so that lines of two writers (an old
-    coordinator that was frozen and its successor) never mix inside a line.
+    Each line is one `os.write` on an O_APPEND descriptor, so lines of two writers (a coordinator that was frozen and
+    its successor) never interleave.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, durable: bool = True) -> None:
@@ -34,7 +35,7 @@ class Journal:
         self._fd: int | None = None
 
     def open(self) -> Journal:
-        """Create the file, or cut off a torn last line of a crashed writer. Raises JournalDamaged."""
+        """Create the file, or truncate an incomplete last line of a crashed writer. Raises: JournalDamaged."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         created = not self.path.exists()
         whole_bytes = 0 if created else _whole_bytes(self.path)
@@ -48,10 +49,10 @@ class Journal:
         return self
 
     def append(self, record: dict[str, Any], *, sync: bool = True) -> None:
-        """Write one line; with `durable` and `sync` it and all before it are on disk when this returns.
+        """Write one line; with `durable` and `sync`, it and all lines before it are on disk when this returns.
 
-        Raises: RunFailed when the line cannot be written whole (a full disk); the part of it that got
-        onto the disk is a torn last line, which `open` cuts off. The journal is closed by then.
+        Raises: RunFailed when the line cannot be written completely (a full disk). The journal is then closed; the
+        next `open` truncates the incomplete line.
         """
         assert self._fd is not None, "Journal.append before open"
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
@@ -61,11 +62,15 @@ class Journal:
                 os.fdatasync(self._fd)
         except OSError as error:
             self.close()
-            raise RunFailed(f"cannot write the journal {self.path}: {error}", path=str(self.path)) from error
-        if num_written != len(line):
-            self.close()  # a line after half a line would be damage in the middle
             raise RunFailed(
-                f"the journal {self.path} took only {num_written} of {len(line)} bytes: is the disk full?",
+                f"cannot write the journal {self.path}: {error}. Free space there, or start the run in another folder",
+                path=str(self.path),
+            ) from error
+        if num_written != len(line):
+            self.close()  # a line after an incomplete one would be damage in the middle
+            raise RunFailed(
+                f"the journal {self.path} took only {num_written} of {len(line)} bytes: is the disk full? Free "
+                "space there, or start the run in another folder",
                 path=str(self.path),
             )
 
@@ -82,7 +87,7 @@ class Journal:
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The records in order; a missing file has none, a torn last line is not one.
+    """The records in order; none for a missing file. An incomplete last line is skipped.
 
     Raises: JournalDamaged with the line number when any other line is not a JSON object.
     """
@@ -94,9 +99,9 @@ def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def claim_term(directory: str | os.PathLike[str]) -> int:
-    """The next term, 1 for the first. Files `terms/000001`, ... are made with O_EXCL: no two callers get one.
+    """The next term, starting at 1. Creates `terms/000001`, ... with O_EXCL, so each caller gets its own.
 
-    The directory must be on a file system where O_EXCL excludes (every local one, NFS since version 3).
+    The file system must support O_EXCL (all local ones, NFS since version 3).
     """
     folder = Path(directory) / "terms"
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,33 +113,24 @@ def claim_term(directory: str | os.PathLike[str]) -> int:
         except FileExistsError:
             continue
         os.close(fd)
-        # A term that a power cut could forget might be handed out again.
+        # Without fsync a power loss could let the same term be claimed again.
         sync_directory(folder)
         return term
 
 
 def newest_term(directory: str | os.PathLike[str], known: int) -> int:
-    """The newest term that was claimed; cheap when that is still `known`, the caller's own."""
+    """The newest claimed term; cheap when it is still `known`, the caller's own."""
     folder = Path(directory) / "terms"
     while (folder / f"{known + 1:06d}").exists():
         known += 1
     return known
 
 
-def sync_directory(folder: str | os.PathLike[str]) -> None:
-    """Make a new or renamed name in `folder` survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _is_torn(fd: int, whole_bytes: int) -> bool:
-    """Whether what follows the last whole line will never be one.
+    """Whether what follows the last complete line will stay incomplete.
 
-    A live writer, an old coordinator that does not know yet of its successor, may have appended since that line was
-    read, and be at the next one: its lines end, sooner or later, and a crashed writer's stays as it is.
+    A live writer (a coordinator that does not know its successor yet) may be writing right now: its lines get
+    completed, while a crashed writer's line does not change any more.
     """
     seen, since = b"", time.monotonic()
     while True:
@@ -159,11 +155,11 @@ def _whole_bytes(path: Path) -> int:
 
 
 def _lines(file: BinaryIO, path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each whole record and the offset of its end.
+    """Each complete record and the offset of its end.
 
-    Torn means: without a newline, or with a hole of NUL bytes (a power cut may keep the file's new length
-    and lose the page), and in either case last. Anything else that does not parse is damage: dropping it
-    silently would forget a command that has already left.
+    An incomplete (torn) line has no newline, or has NUL bytes (a power loss may keep the file's new length and lose
+    the page), and is the last. Any other line that does not parse is damage: skipping it could forget a command that
+    was sent.
     """
     end_bytes = 0
     hole = 0
@@ -171,7 +167,7 @@ def _lines(file: BinaryIO, path: str | os.PathLike[str]) -> Iterator[tuple[dict[
         if hole:
             raise _damaged(path, hole)
         if not line.endswith(b"\n"):
-            # Asking for more could give the line's other half, if its writer is alive and at it just now.
+            # Stop: if the writer is alive, another read could return the rest of this line as a line.
             return
         if b"\0" in line:
             hole = number

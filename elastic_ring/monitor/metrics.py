@@ -1,11 +1,12 @@
-"""What a run leaves in numbers: one line a committed step, its goodput, and the summary at the end.
+"""The numbers of a run: one line per committed step, goodput, and the summary at the end.
 
-Only what will never be undone is written here: a step's line comes once the next step is under way.
-Drawing and wording are in `report`; shipping metrics to a store must not enter this module.
+Only final results are written: a step's line appears once the next step is under way. Plots and texts belong to `plot`
+and `report`; sending metrics to a store must not enter this module.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.errors import RunFailed
+from elastic_ring.files import sync_directory
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.journal import Journal, read, sync_directory
+from elastic_ring.monitor.journal import Journal, read
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ CONFIG_NAME = "config.json"
 
 SUMMARY_KEYS = (
     "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact", "generations", "recoveries",
+    "compilations_after_step_0", "skipped_steps", "lost_workers",
 )  # fmt: skip
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
 RECOVERY_KEYS = (
@@ -41,16 +44,17 @@ RECOVERY_KEYS = (
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One committed step. `loss` is the mean over its tokens, `step_s` its own time on global rank 0.
+    """One committed step. `loss` is the mean over its tokens; `step_s` is measured on global rank 0.
 
-    Of that rank's K/V hops: `hop_bytes` is what it sent, `exposed_hop_wait_s` the time spent waiting with nothing to
-    compute (on CPUs the host's, on GPUs that of the kernels' stream), `hop_latency_mean_s` and `hop_latency_p99_s` are
-    over the step's exchanges, from free to start until arrived, on GPUs only. On GPUs the three times are measured in
-    one step of ten (`attention.ledger.EVENT_STEPS`); None where nothing was measured.
+    K/V exchange of that rank: `hop_bytes` is what it sent; `exposed_hop_wait_s` is the time in which nothing was left
+    to compute (on CPUs the host's, on GPUs the kernel stream's); `hop_latency_mean_s` and `hop_latency_p99_s` cover
+    the step's exchanges, from ready to start until arrived, on GPUs only. GPUs measure these three times in one step
+    of ten (`attention.ledger.EVENT_STEPS`); None where nothing was measured.
 
-    A step with a non-finite gradient is `skipped`; its loss may be nan. `samples` is the digest of what was consumed,
-    `val_loss` that of the held-out sequences where they were looked at, `committed_monotonic_s` when it was applied, on
-    the monotonic clock of the publishing rank's host."""
+    A step with a non-finite gradient is `skipped`; its loss may be nan. `samples` is the digest of the consumed data,
+    `val_loss` the loss of the held-out sequences where validated, `committed_monotonic_s` the commit time on the
+    monotonic clock of the publishing rank's host.
+    """
 
     step: int
     loss: float
@@ -72,7 +76,7 @@ class StepMetrics:
     committed_monotonic_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Valid JSON for any reader: a float that is not finite is null, except in `loss_hex`."""
+        """Strict JSON: a non-finite float becomes null; `loss_hex` keeps the exact loss."""
         flat = asdict(self)
         flat["loss_hex"] = float(self.loss).hex()
         return {
@@ -82,7 +86,7 @@ class StepMetrics:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> StepMetrics:
-        """The inverse of `to_json`, the loss bit for bit. Raises: KeyError, TypeError."""
+        """The inverse of `to_json`, with the loss bit for bit. Raises: KeyError, TypeError."""
         values = {field.name: line[field.name] for field in fields(cls) if field.name in line}
         for field in fields(cls):
             if field.type == "float" and values.get(field.name, 0.0) is None:
@@ -93,7 +97,7 @@ class StepMetrics:
 
 
 class MetricsLog:
-    """DIR/metrics.jsonl, one line a committed step, each step once however often it is reported."""
+    """DIR/metrics.jsonl: one line per committed step, however often the step is reported."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory) / METRICS_NAME
@@ -103,7 +107,7 @@ class MetricsLog:
         self._validated: set[int] = set()
 
     def open(self) -> MetricsLog:
-        """Go on with what is there. Raises JournalDamaged."""
+        """Open the file and continue it. Raises: JournalDamaged."""
         self._journal.open()
         lines = list(read(self.path))
         self._by_step = {line["step"]: (line["loss_hex"], line["step_s"]) for line in lines if "loss_hex" in line}
@@ -113,13 +117,13 @@ class MetricsLog:
 
     @property
     def last_step(self) -> int:
-        """The newest step that is written, -1 for none."""
+        """The last step written, -1 for none."""
         return self._last_step
 
     def record(self, metrics: StepMetrics) -> bool:
-        """Write a step; False if it is there already (a new coordinator hears of the last ones again).
+        """Write a step; False if it is there already (members report recent steps again to a new coordinator).
 
-        Raises: RunFailed when it is there with another loss: then something published has been undone.
+        Raises: RunFailed when it is there with another loss: a published step was undone.
         """
         line = metrics.to_json()
         known = self._by_step.get(metrics.step)
@@ -136,21 +140,23 @@ class MetricsLog:
         return True
 
     def validated(self, step: int, val_loss: float) -> None:
-        """Write what the held-out sequences gave after `step`, once: a line of its own, which may come before the
-        step's, because the ring validates before it goes on and may break off in between."""
+        """Write the validation loss after `step`, once.
+
+        It has its own line, possibly before the step's: the ring validates before it goes on, and may fail in between.
+        """
         if step not in self._validated:
             self._validated.add(step)
             self._journal.append({"step": step, "val_loss": val_loss if math.isfinite(val_loss) else None})
 
     def losses_hex(self) -> list[str]:
-        """One a step from 0 on. Raises: RunFailed naming the first step that is missing."""
+        """The losses of steps 0, 1, ... Raises: RunFailed with the first step that is missing."""
         for step in range(len(self._by_step)):
             if step not in self._by_step:
                 raise RunFailed(f"{self.path} has no line for step {step}", step=step)
         return [self._by_step[step][0] for step in range(len(self._by_step))]
 
     def step_times_s(self) -> dict[int, float]:
-        """For `Goodput`, after a restart."""
+        """Step -> seconds, to restore `Goodput` after a restart."""
         return {step: step_s for step, (_, step_s) in sorted(self._by_step.items())}
 
     def close(self) -> None:
@@ -164,8 +170,7 @@ class MetricsLog:
 
 
 def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """One mapping a committed step, in order, with `val_loss` where the ring validated after it; none before the
-    first step. Raises JournalDamaged."""
+    """One mapping per committed step, in order, with `val_loss` where validated. Raises: JournalDamaged."""
     lines = list(read(Path(directory) / METRICS_NAME))
     validated = {line["step"]: line["val_loss"] for line in lines if "loss_hex" not in line}
     steps = [{**line, **({"val_loss": validated[line["step"]]} if line["step"] in validated else {})}
@@ -174,25 +179,25 @@ def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class Goodput:
-    """Time spent on steps that stayed committed ÷ total time. Times come in, on one clock of the caller."""
+    """Time of steps that stayed committed ÷ total time. The caller passes all times, on one clock."""
 
     def __init__(self, start_s: float, step_times_s: Mapping[int, float] | None = None) -> None:
         self._start_s = start_s
         self._kept_s: dict[int, float] = dict(step_times_s or {})
 
     def committed(self, step: int, step_s: float) -> None:
-        """`step` took `step_s` in the attempt that was committed; attempts that were not count as loss."""
+        """`step` took `step_s` in the attempt that was committed; failed attempts count as lost time."""
         self._kept_s[step] = step_s
 
     def undone(self, first_step: int) -> int:
-        """`first_step` and all after it were taken back; returns how many committed steps that undid."""
+        """Remove `first_step` and all later steps; returns how many committed steps that undid."""
         gone = [step for step in self._kept_s if step >= first_step]
         for step in gone:
             del self._kept_s[step]
         return len(gone)
 
     def ratio(self, now_s: float) -> float:
-        """Between 0 and 1; 0 before any time has passed."""
+        """Goodput at `now_s`, between 0 and 1; 0 before any time has passed."""
         total_s = now_s - self._start_s
         return min(1.0, math.fsum(self._kept_s.values()) / total_s) if total_s > 0 else 0.0
 
@@ -206,10 +211,13 @@ def build_summary(
     exact: bool,
     generations: Iterable[Mapping[str, Any]],
     recoveries: Iterable[Mapping[str, Any]],
+    compilations_after_step_0: int = 0,
+    skipped_steps: int = 0,
+    lost_workers: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The content of summary.json, with exactly the promised keys in the promised order.
+    """The content of summary.json, with exactly the documented keys in the documented order.
 
-    Raises: KeyError when a generation or recovery lacks a key. Keys that nobody was promised are left out.
+    Raises: KeyError when a generation or recovery lacks a key. Additional keys of these are dropped.
     """
     return {
         "steps": len(losses_hex),
@@ -220,11 +228,14 @@ def build_summary(
         "exact": exact,
         "generations": [{key: one[key] for key in GENERATION_KEYS} for one in generations],
         "recoveries": [{key: one[key] for key in RECOVERY_KEYS} for one in recoveries],
+        "compilations_after_step_0": compilations_after_step_0,
+        "skipped_steps": skipped_steps,
+        "lost_workers": dict(lost_workers or {}),
     }
 
 
 def write_summary(directory: str | os.PathLike[str], summary: Mapping[str, Any]) -> Path:
-    """DIR/summary.json, whole or not at all, on disk when this returns."""
+    """Write DIR/summary.json atomically; it is on disk when this returns."""
     assert tuple(summary) == SUMMARY_KEYS, tuple(summary)
     path = Path(directory) / SUMMARY_NAME
     write_json(path, summary, durable=True)
@@ -232,10 +243,10 @@ def write_summary(directory: str | os.PathLike[str], summary: Mapping[str, Any])
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """What a run's status.json says; None where there is none.
+    """The content of a run's status.json; None where there is none.
 
-    One that is no JSON is taken for none: it is written without waiting for the disk, so that a host which loses power
-    may leave it empty, and nothing that a run needs is in it alone.
+    A file that is not JSON counts as missing: it is written without fsync, so a power loss may leave it empty, and it
+    holds nothing that a run needs to resume.
     """
     path = folder / STATUS_NAME
     try:
@@ -248,17 +259,42 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def overwrite_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+    """Write into a JSON file's existing blocks, for a full disk that has none for a new file.
+
+    A reader may see a half-written file. Raises: OSError where the file is missing or the content needs more room.
+    """
+    text = (json.dumps(content, allow_nan=False) + "\n").encode()
+    with Path(path).open("r+b", buffering=0) as file:
+        if file.write(text) != len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        file.truncate()
+
+
+def storage_trouble(folder: Path, error: OSError) -> str:
+    """The message for a run folder that cannot be written to."""
+    what = "its disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "nothing can be written there"
+    return f"run folder {str(folder)!r}: {what} ({error}). Free space there, or give another folder"
+
+
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any], *, durable: bool = False) -> None:
-    """Replace a JSON file in one rename, so that a reader finds the old content or the new one."""
+    """Replace a JSON file by rename, so that a reader sees either the old or the new content.
+
+    With `durable` it is on disk when this returns. Raises: OSError.
+    """
     path = Path(path)
-    # Own name for each writer: an old coordinator and its successor may both be at it.
+    # Unique per writer: an old coordinator and its successor may write at the same time.
     partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     if durable:
         sync_directory(path.parent)

@@ -1,7 +1,7 @@
-"""The live line of a run: a bar that redraws itself on a terminal, plain lines now and then anywhere else.
+"""The progress of a run: a bar on a terminal, a plain line every few seconds anywhere else.
 
-Writes to the stream that it is given, because what a job shows is its output; what it logs goes through
-`logging`. Nothing here may decide or measure.
+Writes to the given stream, because progress is a job's output; log lines go through `logging`. Nothing here decides or
+measures.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from elastic_ring.monitor.report import human_rate, recovery_line
 
 
 class _Bar(tqdm):
-    monitor_interval = 0  # tqdm's helper thread would redraw a stalled bar; ours has nothing new to say then
+    monitor_interval = 0  # no helper thread: it would only redraw a stalled bar
 
 
 class ProgressLine:
-    """Step, loss, tokens/s, generation and members of a run, as steps are committed."""
+    """Shows step, loss, tokens/s, generation and members of a run as steps are committed."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ProgressLine:
         self._latest_written = True
 
     def open(self, first_step: int = 0) -> ProgressLine:
-        """Begin at `first_step`, the number of steps that are done already."""
+        """Start at `first_step`, the number of steps already done."""
         self._num_done = first_step
         if _is_terminal(self._stream):
             self._bar = _Bar(
@@ -60,7 +60,7 @@ class ProgressLine:
         return self
 
     def step(self, metrics: StepMetrics) -> None:
-        """A step was committed."""
+        """Show a committed step."""
         num_new = max(0, metrics.step + 1 - self._num_done)
         self._num_done += num_new
         self._latest, self._latest_written = metrics, False
@@ -71,11 +71,11 @@ class ProgressLine:
             self._write_plain()
 
     def recovery(self, recovery: Mapping[str, Any]) -> None:
-        """Something broke and was mended: one line, above the bar."""
+        """Print one line about a recovery, above the bar."""
         self.note(recovery_line(recovery))
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line, above the bar."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
@@ -83,7 +83,7 @@ class ProgressLine:
             self._stream.flush()
 
     def close(self) -> None:
-        """Show the last step, whatever was left out before."""
+        """Show the last step, even if it came too soon after the line before."""
         if self._bar is not None:
             self._bar.refresh()
             self._bar.close()
@@ -106,7 +106,7 @@ class ProgressLine:
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """A pseudo-terminal that nobody gave a width (some CI systems) would get an empty bar."""
+    """Whether to draw a bar; false for a pseudo-terminal of width 0, as in some CI systems."""
     return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
 
 

@@ -1,7 +1,7 @@
-"""A run in words: the sentence of a recovery, and the state of a live or ended run from its folder.
+"""A run as text: one sentence per recovery, and the state of a live or ended run from its folder.
 
-Reads files and returns text; talking to a running coordinator must not enter this module, so that a run
-whose coordinator is gone can still be looked at. The picture is in `picture`, the live line in `progress`.
+Reads files and returns text. Calls to a coordinator must not enter this module: status must work without one. The plot
+is in `plot`, the live progress line in `progress`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, STATUS_NAME,
 
 _PARTS = ("detect", "close", "heal", "rerun")
 _NUM_RECOVERIES_SHOWN = 5
-_OLD_NEWS_S = 10.0
+_STALE_S = 10.0
 
 
 def recovery_line(recovery: Mapping[str, Any]) -> str:
-    """One sentence: `rank 3 died in backward of step 21; spare took its place in 0.4 s: detect 0.02, close
-    0.11, heal 0.05, rerun 0.2; no step lost`. Parts that did not take place (None) are left out."""
+    """One sentence, for example `rank 3 died in backward of step 21; spare took its place in 0.4 s: detect 0.02, close
+    0.11, heal 0.05, rerun 0.2; no step lost`. Omits phases that did not happen (None).
+    """
     cause = str(recovery["cause"])
     if "step" not in cause:
         cause += f" of step {recovery['step']}" if " in " in cause else f" in step {recovery['step']}"
@@ -35,7 +36,7 @@ def recovery_line(recovery: Mapping[str, Any]) -> str:
 
 
 def seconds(value_s: float | None) -> str:
-    """A duration in seconds to about two digits: 0.003, 0.02, 0.4, 1.2, 34."""
+    """A duration in seconds with about two digits: 0.003, 0.02, 0.4, 1.2, 34."""
     if value_s is None:
         return "?"
     digits = 3 if value_s < 0.01 else 2 if value_s < 1 else 1 if value_s < 10 else 0
@@ -44,9 +45,9 @@ def seconds(value_s: float | None) -> str:
 
 
 def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) -> str:
-    """What is known of a run: state, mesh, generation, step, members, spares, last recoveries.
+    """The known state of a run: phase, mesh, generation, step, members, spares, last recoveries.
 
-    Raises: ValueError when the folder is missing or holds nothing of a run; JournalDamaged.
+    Raises: ValueError when the folder is missing or is not a run folder; JournalDamaged.
     """
     folder = Path(run_folder)
     if not folder.is_dir():
@@ -64,7 +65,7 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
         _versions_line(folder / CONFIG_NAME),
         _mesh_line(status, summary),
         _step_line(status, summary, steps),
-        *_people_lines(status, now),
+        *_membership_lines(status, now),
         *_recovery_lines(recoveries),
         *_summary_lines(summary),
         *_last_decision(folder / JOURNAL_NAME),
@@ -79,7 +80,7 @@ def _lost(steps_undone: int) -> str:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """A file that its writer replaces in one rename: there, whole, or not there."""
+    """The content of a JSON object file; {} if it is missing. Raises ValueError for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -100,19 +101,19 @@ def _state_line(folder: Path, status: Mapping[str, Any], summary: Mapping[str, A
     if not status:
         return f"run {name}: state unknown, its {STATUS_NAME} is missing or cannot be read"
     state = f"run {name}: {status.get('phase', 'running')}"
-    silent_s = _silent_s(status, now)
-    if silent_s > _OLD_NEWS_S:
-        return f"{state}, but no news for {silent_s:.0f} s: its coordinator is gone or stuck"
-    return f"{state}, news of {max(0.0, silent_s):.1f} s ago"
+    age_s = _status_age_s(status, now)
+    if age_s > _STALE_S:
+        return f"{state}, but no news for {age_s:.0f} s: its coordinator is gone or stuck"
+    return f"{state}, news of {max(0.0, age_s):.1f} s ago"
 
 
-def _silent_s(status: Mapping[str, Any], now: float) -> float:
-    """How old the newest word of a run that has not ended is."""
+def _status_age_s(status: Mapping[str, Any], now: float) -> float:
+    """Seconds since the last status update of a run that has not ended."""
     return now - float(status.get("updated_unix_s", now))
 
 
 def _versions_line(path: Path) -> str:
-    """Nothing else here needs the recorded settings: where they cannot be read, the status is told all the same."""
+    """The recorded versions. An unreadable config is reported here and does not fail the status."""
     try:
         found = _load(path).get("versions", {})
     except (OSError, ValueError) as error:
@@ -130,9 +131,7 @@ def _mesh_line(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     return _row("mesh", f"{shape}   generation {generation}   term {term}")
 
 
-def _step_line(
-    status: Mapping[str, Any], summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]
-) -> str:
+def _step_line(status: Mapping[str, Any], summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
     total = status.get("total_steps") or summary.get("steps")
     step = status.get("step", summary.get("steps", len(steps)))
     text = f"{step} of {total}" if total is not None else str(step)
@@ -147,7 +146,7 @@ def _step_line(
 
 
 def human_rate(value: float) -> str:
-    """950, 12.3k, 4.56M: three digits."""
+    """A rate with three digits: 950, 12.3k, 4.56M."""
     for limit, unit in ((1e6, "M"), (1e3, "k")):
         if value >= limit:
             scaled = value / limit
@@ -155,8 +154,8 @@ def human_rate(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _people_lines(status: Mapping[str, Any], now: float) -> Iterable[str]:
-    if status.get("ended"):  # an earlier version listed its last members still
+def _membership_lines(status: Mapping[str, Any], now: float) -> Iterable[str]:
+    if status.get("ended"):  # statuses of earlier versions still list the last members
         yield _row("members", "none any more")
         return
     members = sorted(status.get("members") or [], key=lambda member: int(member["global_rank"]))
@@ -168,7 +167,7 @@ def _people_lines(status: Mapping[str, Any], now: float) -> Iterable[str]:
         spares = status.get("spares") or []
         names = [str(spare["worker"] if isinstance(spare, dict) else spare) for spare in spares]
         yield _row("spares", ", ".join(names) or "none: the next loss makes the mesh smaller")
-        if _silent_s(status, now) > _OLD_NEWS_S:
+        if _status_age_s(status, now) > _STALE_S:
             yield _row("", "members and spares are those of the last news, and may be gone")
 
 
@@ -190,7 +189,7 @@ def _summary_lines(summary: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _last_decision(path: Path) -> Iterable[str]:
-    """The newest journal line whose decision gave orders; the others only took note of something."""
+    """The newest journal record with commands; records without any only note an event."""
     newest: Mapping[str, Any] | None = None
     for record in read(path):
         if record.get("commands"):

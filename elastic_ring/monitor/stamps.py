@@ -1,8 +1,8 @@
 """Progress stamps: what a worker's training thread last did, in shared memory that its node agent reads.
 
-One small file per worker process, normally under /dev/shm. Writing costs about a microsecond, needs no
-lock and no system call, and goes on being readable when the writer is stopped, stuck or dead. Judging the
-stamps is `detect`'s work; nothing here may block.
+One small file per worker process, normally under /dev/shm. A write takes about a microsecond, no lock and no system
+call; the file stays readable when the writer is stopped, hung or dead. `detect` judges the stamps; nothing here may
+block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic_ring.errors import ElasticRingError
 
 
 class Phase(enum.IntEnum):
-    """Where the training thread is. The names in lower case are those of faults and messages."""
+    """What the training thread does. Faults and messages use the names in lower case."""
 
     STARTING = 0
     IDLE = 1
@@ -33,6 +33,7 @@ class Phase(enum.IntEnum):
     HEAL = 8
     VALIDATE = 9
     FINALIZE = 10
+    COMPILE = 11
 
 
 _MAGIC = 0x45525354
@@ -51,8 +52,8 @@ _NUM_READ_TRIES = 8
 class Stamp:
     """One reading. `counter` grows by one with each stamp and each touch; `hop` is -1 outside attention.
 
-    `whole` is False when the writer stands still in the middle of a stamp (it was stopped or killed there):
-    then step, phase and hop may be of two neighbouring stamps, counter and identity are still right.
+    `whole` is False when the writer was stopped or killed in the middle of a stamp: step, phase and hop may then be of
+    two neighbouring stamps; counter, pid and tid are right.
     """
 
     pid: int
@@ -67,14 +68,14 @@ class Stamp:
 
 
 def phase_name(phase: int) -> str:
-    """`backward` for `Phase.BACKWARD`; a number that this version does not know stays a number."""
+    """`backward` for `Phase.BACKWARD`; `phase 99` for a number that this version does not know."""
     return Phase(phase).name.lower() if phase in Phase._value2member_map_ else f"phase {phase}"
 
 
 class StampWriter:
-    """The worker's end. `stamp` is for one thread and `touch` for one thread, the same or another: each has
-    words of its own. Whoever touches says that it is alive, and nothing about other threads: where that is
-    not the training thread, a training thread that hangs with the GIL free goes unnoticed."""
+    """The worker's end. One thread may call `stamp`, and one, the same or another, `touch`: they write different words.
+    A touch shows that its thread is alive and nothing about others: a training thread that hangs with the GIL free goes
+    unnoticed while another one touches."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -83,11 +84,12 @@ class StampWriter:
         self._memory: mmap.mmap | None = None
         self._counter = 0
         self._num_touches = 0
+        self._interrupted: tuple[int, int, int] = (-1, Phase.STARTING, -1)
         self._now_ns = time.monotonic_ns
         self._words = memoryview(b"")
 
     def open(self) -> StampWriter:
-        """Create the file, with the calling thread as the watched one. It appears whole or not at all."""
+        """Create the file, whole or not at all. The calling thread is the watched one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -105,17 +107,17 @@ class StampWriter:
         return self
 
     def bind_thread(self) -> None:
-        """Make the calling thread the one whose waits for a CPU are no standstill: the one that touches."""
+        """Make the calling thread the watched one, whose waits for a CPU do not count as silence."""
         assert self._memory is not None, "StampWriter.bind_thread before open"
         _HEADER.pack_into(self._memory, 0, _MAGIC, _VERSION, os.getpid(), threading.get_native_id())
 
     def stamp(self, step: int, phase: int, hop: int = -1) -> None:
-        """Note progress: `step` under way (-1: none), its phase, the hop inside attention."""
+        """Record progress: the running `step` (-1: none), its phase, the hop inside attention (-1: none)."""
         self._counter = counter = self._counter + 1
         self.phase = phase
-        # Begun first, counter last, and a reader looks in the opposite order: where it finds them equal, no
-        # stamp began before it had read the whole of the last one. (Where a CPU reorders stores, as ARM may,
-        # it can rarely see two neighbours mixed; the counter, on which judgement stands, is one word.)
+        # The begun word is written first and the counter last; a reader reads them in the opposite order. Equal words
+        # mean that no stamp began during the read. (A CPU that reorders stores, as ARM may, can rarely show a mix of
+        # two neighbours; the detector relies on the counter only, which is one word.)
         words = self._words
         words[_BEGUN_SLOT] = counter
         _BODY.pack_into(words, _BODY_AT, step, self.generation, phase, hop, self._now_ns())
@@ -123,16 +125,28 @@ class StampWriter:
 
     @property
     def num_stamps(self) -> int:
-        """So many were left in this process, touches not counted: it grows while the training thread moves."""
+        """How many stamps this process has written, touches not counted."""
         return self._counter
 
+    def compile_begins(self) -> None:
+        """The stamping thread is about to compile: the node agent allows for a long silence."""
+        if self.phase != Phase.COMPILE:
+            step, _, phase, hop, _ = _BODY.unpack_from(self._words, _BODY_AT)
+            self._interrupted = (step, phase, hop)
+            self.stamp(step, Phase.COMPILE, hop)
+
+    def compile_ended(self) -> None:
+        """Back to the phase that the compilation interrupted, unless another one has begun since."""
+        if self.phase == Phase.COMPILE:
+            self.stamp(*self._interrupted)
+
     def touch(self) -> None:
-        """Alive, nothing new: what a thread that waits for its peers calls every 50 ms or more often."""
+        """The calling thread is alive. Call it several times a second."""
         self._num_touches = number = self._num_touches + 1
         self._words[_TOUCH_SLOT] = number
 
     def close(self, *, unlink: bool = True) -> None:
-        """Give the memory back; the file goes too unless its last stamp is still wanted."""
+        """Unmap the memory, and remove the file unless its last stamp is still wanted."""
         if self._memory is None:
             return
         self._words.release()
@@ -149,8 +163,8 @@ class StampWriter:
 
 
 class StampReader:
-    """The node agent's end. Maps the file at the first `read` that finds it and keeps it mapped, so the
-    last stamp of a dead worker stays readable. A new process at the same path needs a new reader."""
+    """The node agent's end. The first `read` that finds the file maps it, so the last stamp of a dead worker stays
+    readable. A new process at the same path needs a new reader."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -187,9 +201,7 @@ class StampReader:
         finally:
             os.close(fd)
         if memory is None or _HEADER.unpack_from(memory, 0)[:2] != (_MAGIC, _VERSION):
-            raise ElasticRingError(
-                f"{self.path} is no progress stamp of version {_VERSION}", path=str(self.path)
-            )
+            raise ElasticRingError(f"{self.path} is no progress stamp of version {_VERSION}", path=str(self.path))
         self._memory = memory
         self._words = memoryview(memory).cast("Q")
         return True

@@ -1,8 +1,8 @@
-"""A digest of tensors' bits that is computed where the tensors lie.
+"""A digest of tensors' bits, computed on the device that holds them.
 
-Two sums modulo 2**64 over all 64-bit words, each word mixed with its place (splitmix64's finaliser, Steele et al.
-2014), under two secrets. Integer sums do not depend on their order, so equal bits give equal digests however the
-device adds up. It finds damage and mix-ups, not an adversary. The host reads 16 bytes a tensor, of all at once.
+Two sums modulo 2**64 over all 64-bit words, each word hashed with its index (splitmix64's finaliser, Steele et al.
+2014) under two constants. Integer sums are independent of order, so equal bits give equal digests on every device.
+Detects corruption and mix-ups, not adversaries. The host reads 16 bytes per tensor, for all tensors at once.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _GOLDEN, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9,
 
 
 def device_digest(tensor: Tensor) -> bytes:
-    """16 bytes plus the tensor's size in bytes, for a tensor of any type and shape on any device."""
+    """The digest of a tensor of any dtype, shape and device: 16 bytes of sums after 8 bytes of its size in bytes."""
     return device_digests([tensor])[0]
 
 
 def device_digests(tensors: Sequence[Tensor]) -> list[bytes]:
-    """One digest for each of several tensors on one device, which is waited for once."""
+    """The digests of several tensors on one device, with one synchronisation."""
     if not tensors:
         return []
     sums = torch.zeros(len(tensors), len(_SECRETS), dtype=torch.int64, device=tensors[0].device)
@@ -48,7 +48,7 @@ def device_digests(tensors: Sequence[Tensor]) -> list[bytes]:
 
 
 def eager_sums(words: Tensor, sums: Tensor) -> None:
-    """Add both lanes' sums over `words` (int64) to `sums` (2,)."""
+    """Add both sums over `words` (int64) to `sums` (2,)."""
     for start in range(0, words.numel(), PIECE_WORDS):
         piece = words[start : start + PIECE_WORDS]
         places = torch.arange(start, start + piece.numel(), dtype=torch.int64, device=words.device)
@@ -72,7 +72,7 @@ def _mix(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, num_bits: int) -> Tensor:
-    """Logical right shift; torch's shift of a signed word copies the sign."""
+    """Logical right shift; torch's shift of a signed integer is arithmetic."""
     return (words >> num_bits) & ((1 << (64 - num_bits)) - 1)
 
 

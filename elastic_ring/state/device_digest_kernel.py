@@ -1,6 +1,6 @@
-"""`device_digest`'s sums in one pass over memory: a Triton kernel. Imported only where a tensor lies on a GPU.
+"""The sums of `device_digest` in one pass over memory, as a Triton kernel. Imported only for tensors on a GPU.
 
-The eager form in `device_digest` says what is computed; being integers, the sums are the same bit for bit.
+`device_digest.eager_sums` is the reference; integer sums make both equal bit for bit.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def _digest_kernel(  # type: ignore[no-untyped-def]
         mixed_b = _mixed(_mixed(places + secret_b, golden, first, second) ^ words, golden, first, second)
         total_a += tl.where(inside, mixed_a, 0)
         total_b += tl.where(inside, mixed_b, 0)
-    # Integer sums are the same in any order.
+    # Atomics are deterministic here: integer sums do not depend on order.
     tl.atomic_add(sums_ptr, tl.sum(total_a, axis=0))
     tl.atomic_add(sums_ptr + 1, tl.sum(total_b, axis=0))
 
 
 def add_sums(words: Tensor, sums: Tensor, secrets: tuple[int, int], constants: tuple[int, int, int]) -> None:
-    """Add both lanes' sums over `words` (int64, contiguous) to `sums` (2,) int64 on the same device."""
+    """Add both sums over `words` (int64, contiguous) to `sums` (2,) int64 on the same device."""
     if words.numel() == 0:
         return
     grid = (triton.cdiv(words.numel(), BLOCK_WORDS * PROGRAM_BLOCKS),)

@@ -1,7 +1,7 @@
-"""The sum of squares of fp32 numbers in fp64, in one pass over memory: a Triton kernel. Imported only where a tensor
-lies on a GPU. `device_squares` has the eager form.
+"""The fp64 sum of squares of fp32 numbers in one pass over memory, as a Triton kernel; `device_squares` has the eager
+form. Imported only for tensors on a GPU.
 
-Every program adds up the same numbers in the same order each time, and so does the sum over programs.
+Deterministic: each program adds the same numbers in the same order, and so does the sum over programs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ def _squares_kernel(  # type: ignore[no-untyped-def]
 
 
 def squares(flat: Tensor) -> Tensor:
-    """The fp64 sum, without dimension, of a contiguous fp32 tensor that is not empty."""
+    """The fp64 sum of squares, 0-dim, of a contiguous, non-empty fp32 tensor."""
     num_programs = triton.cdiv(flat.numel(), BLOCK_ELEMENTS * PROGRAM_BLOCKS)
     partials = torch.empty(num_programs, dtype=torch.float64, device=flat.device)
     with torch.cuda.device(flat.device):
-        _squares_kernel[(num_programs,)](
-            flat, partials, flat.numel(), block=BLOCK_ELEMENTS, num_blocks=PROGRAM_BLOCKS
-        )
+        _squares_kernel[(num_programs,)](flat, partials, flat.numel(), block=BLOCK_ELEMENTS, num_blocks=PROGRAM_BLOCKS)
     return partials.sum()

@@ -7,7 +7,6 @@ are not in it: they are reseeded for every sequence. No communication and no FSD
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,16 +15,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from elastic_ring.errors import DigestMismatch
 from elastic_ring.state.device_digest import device_digests
+from elastic_ring.state.header import Counters, Header, TensorSpec, put_tensors, take_tensors
 
-
-@dataclass(frozen=True)
-class Counters:
-    """`applied`: steps whose result is in the shard, i.e. the next step to run. Skips are results too."""
-
-    applied: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
+__all__ = ["Counters", "Shard", "digest_of", "raw_bytes"]
 
 
 @dataclass
@@ -66,29 +60,35 @@ class Shard:
         """Count one finished step."""
         old = self.counters
         in_a_row = old.skipped_in_a_row + 1 if skipped else 0
-        self.counters = replace(
-            old, applied=old.applied + 1, skipped=old.skipped + skipped, skipped_in_a_row=in_a_row
-        )
+        self.counters = replace(old, applied=old.applied + 1, skipped=old.skipped + skipped, skipped_in_a_row=in_a_row)
 
     # ------------------------------------------------------------ moving it
 
-    def pack(self) -> tuple[bytes, list[Tensor]]:
-        """(header, tensors): the tensors in a fixed order, the header says what they are and their digest."""
-        tensors: list[Tensor] = []
-        skeleton = _take_tensors({"params": self.params, "optimizer": self.optimizer.state_dict()}, tensors)
-        layout = [(t.dtype, tuple(t.shape), t.is_cuda) for t in tensors]
-        header = {
-            "cp_rank": self.cp_rank,
-            "counters": self.counters,
-            "skeleton": skeleton,
-            "layout": layout,
-            "digest": digest_of(self.counters, tensors),
-        }
-        return pickle.dumps(header), tensors
+    def pack(self) -> tuple[Header, list[Tensor]]:
+        """The tensors in a fixed order, and a header with their layout and digest."""
+        skeleton, tensors = self._flatten()
+        layout = tuple(TensorSpec.of(tensor) for tensor in tensors)
+        return Header(self.cp_rank, self.counters, skeleton, layout, digest_of(self.counters, tensors)), tensors
 
-    def load(self, header: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+    def check_header(self, header: Header) -> None:
+        """Raises DigestMismatch for a shard that does not fit this one's parameters."""
+        own = {name: (param.dtype, tuple(param.shape)) for name, param in self.params.items()}
+        try:
+            specs = {name: header.layout[slot.index] for name, slot in header.skeleton["params"].items()}
+            optimizer = header.skeleton["optimizer"]
+            fits = {name: (spec.dtype, spec.shape) for name, spec in specs.items()} == own
+            fits = fits and isinstance(optimizer["state"], dict) and isinstance(optimizer["param_groups"], list)
+        except (TypeError, KeyError, AttributeError, IndexError):
+            fits = False
+        if not fits:
+            raise DigestMismatch(
+                f"the header of a healed shard of cp_rank {header.cp_rank} is of other parameters than this model's",
+                cp_rank=header.cp_rank,
+            )
+
+    def load(self, header: Header, tensors: Sequence[Tensor]) -> None:
         """Become what `pack` described. The caller has verified the digest."""
-        state = _put_tensors(header["skeleton"], tensors)
+        state = put_tensors(header.skeleton, tensors)
         with torch.no_grad():
             for name, value in state["params"].items():
                 self.params[name].copy_(value)
@@ -97,12 +97,17 @@ class Shard:
         order = [param for group in self.optimizer.param_groups for param in group["params"]]
         for index, value in state["optimizer"]["state"].items():
             self.optimizer.state[order[index]] = value
-        self.cp_rank, self.counters = header["cp_rank"], header["counters"]
+        self.cp_rank, self.counters = header.cp_rank, header.counters
 
     def digest(self) -> str:
         """sha256 over counters, parameters and optimizer state; equal for equal bits."""
-        _, tensors = self.pack()
-        return digest_of(self.counters, tensors)
+        return digest_of(self.counters, self._flatten()[1])
+
+    def _flatten(self) -> tuple[Any, list[Tensor]]:
+        """The state with a `Slot` for each tensor, and the tensors."""
+        tensors: list[Tensor] = []
+        state = {"params": self.params, "optimizer": self.optimizer.state_dict()}
+        return take_tensors(state, tensors), tensors
 
 
 def digest_of(counters: Counters, tensors: Sequence[Tensor]) -> str:
@@ -124,31 +129,3 @@ def raw_bytes(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
     for tensor in tensors:
         flat = tensor.detach().contiguous().cpu().reshape(-1)
         yield flat.view(torch.uint8).numpy().data
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """Stands for tensor `index` in a skeleton."""
-
-    index: int
-
-
-def _take_tensors(tree: Any, out: list[Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        out.append(tree)
-        return _Slot(len(out) - 1)
-    if isinstance(tree, dict):
-        return {key: _take_tensors(value, out) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_take_tensors(value, out) for value in tree)
-    return tree
-
-
-def _put_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(tree, _Slot):
-        return tensors[tree.index]
-    if isinstance(tree, dict):
-        return {key: _put_tensors(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_put_tensors(value, tensors) for value in tree)
-    return tree

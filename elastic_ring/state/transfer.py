@@ -1,14 +1,13 @@
 """Healing: a donor sends its shard to newcomers over a link, and the digest decides.
 
-A newcomer's shard counts only after its own digest over what arrived equals the donor's digest over what
-left. Both ends of a link are process groups with the donor at rank 0: one for host memory, which also carries
-the description, and one for tensors on a device, the same where there is no other.
+A newcomer's shard counts only after its own digest over what arrived equals the donor's digest over what was sent. A
+link is two process groups with the donor at rank 0: one for host memory, which also carries the header
+(`state.header`), and one for tensors on a device. On CPUs there is only the first.
 """
 
 from __future__ import annotations
 
 import hashlib
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from elastic_ring.errors import DigestMismatch
+from elastic_ring.state.header import MAX_HEADER_BYTES, Header
 from elastic_ring.state.shard import Shard, digest_of
 
 CHUNK_BYTES = 64 << 20
@@ -43,11 +43,12 @@ class Link:
 def send_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] = lambda: None) -> int:
     """Send to every other rank of `link`; returns the bytes sent to each. `after_chunk` is called between chunks.
 
-    Returns once every newcomer has answered that all is there. Between hosts what has left a device is only on its way,
-    and who takes the link down then takes that down too.
+    Returns once every newcomer has acknowledged all data: between hosts a completed send may still be in flight, and
+    closing the link would drop it.
     """
     begun = time.monotonic()
-    header, tensors = shard.pack()
+    description, tensors = shard.pack()
+    header = description.to_bytes()
     packed = time.monotonic()
     receivers = [rank for rank in range(link.size()) if rank != DONOR]
     head = torch.frombuffer(bytearray(hashlib.sha256(header).digest() + header), dtype=torch.uint8)
@@ -67,7 +68,7 @@ def send_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] = la
         link.device._end_coalescing().wait()
         num_bytes += sum(piece.numel() for piece in batch)
         after_chunk()
-    _settle(on_device)
+    _synchronise(on_device)
     sent = time.monotonic()
     for receiver in receivers:
         link.host.recv([torch.empty(1, dtype=torch.uint8)], receiver, 0).wait()
@@ -76,19 +77,24 @@ def send_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] = la
 
 
 def receive_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] = lambda: None) -> int:
-    """Fill `shard` from the donor; returns the bytes received. Raises DigestMismatch and leaves it unused."""
+    """Fill `shard` from the donor; returns the bytes received.
+
+    Raises DigestMismatch, and leaves `shard` as it was, for damaged data and for a header that does not fit it.
+    """
     length = torch.zeros(1, dtype=torch.int64)
     link.host.recv([length], DONOR, 0).wait()
+    if not DIGEST_BYTES < int(length) <= MAX_HEADER_BYTES:
+        raise DigestMismatch(f"the header of a healed shard would take {int(length)} bytes")
     head = torch.empty(int(length), dtype=torch.uint8)
     link.host.recv([head], DONOR, 0).wait()
     raw = head.numpy().tobytes()
     if hashlib.sha256(raw[DIGEST_BYTES:]).digest() != raw[:DIGEST_BYTES]:
-        raise DigestMismatch("the description of a healed shard arrived damaged")
-    header = pickle.loads(raw[DIGEST_BYTES:])
+        raise DigestMismatch("the header of a healed shard arrived damaged")
+    header = Header.from_bytes(raw[DIGEST_BYTES:])
+    shard.check_header(header)
     device = next(iter(shard.params.values())).device
     tensors = [
-        torch.empty(shape, dtype=dtype, device=device if on_device else "cpu")
-        for dtype, shape, on_device in header["layout"]
+        torch.empty(spec.shape, dtype=spec.dtype, device=device if spec.is_cuda else "cpu") for spec in header.layout
     ]
     num_bytes = length.element_size() + head.numel()
     begun = time.monotonic()
@@ -104,15 +110,14 @@ def receive_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] =
         link.device._end_coalescing().wait()
         num_bytes += sum(piece.numel() for piece in batch)
         after_chunk()
-    _settle(on_device)
+    _synchronise(on_device)
     arrived = time.monotonic()
-    found = digest_of(header["counters"], tensors)
-    link.host.send([torch.ones(1, dtype=torch.uint8)], DONOR, 0).wait()  # all has arrived, whatever it is worth
-    if found != header["digest"]:
+    found = digest_of(header.counters, tensors)
+    link.host.send([torch.ones(1, dtype=torch.uint8)], DONOR, 0).wait()  # acknowledges arrival, before the verdict
+    if found != header.digest:
         raise DigestMismatch(
-            f"healed shard of cp_rank {header['cp_rank']} has digest {found[:16]}, its donor's is "
-            f"{header['digest'][:16]}",
-            cp_rank=header["cp_rank"],
+            f"healed shard of cp_rank {header.cp_rank} has digest {found[:16]}, its donor's is {header.digest[:16]}",
+            cp_rank=header.cp_rank,
         )
     shard.load(header, tensors)
     link.timings.update(wire_s=arrived - begun, verify_s=time.monotonic() - arrived)
@@ -120,19 +125,19 @@ def receive_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] =
 
 
 def _parts(tensors: list[Tensor], link: Link) -> tuple[list[Tensor], list[Tensor]]:
-    """Those for the host's group, those for the device's. A host's group takes all where there is no other."""
+    """The tensors for the host group and those for the device group; all for the host group if there is no other."""
     on_device = [tensor for tensor in tensors if tensor.is_cuda and link.device is not None]
     return [tensor for tensor in tensors if not (tensor.is_cuda and link.device is not None)], on_device
 
 
-def _settle(tensors: list[Tensor]) -> None:
+def _synchronise(tensors: list[Tensor]) -> None:
     """Wait until what was queued for the device is done."""
     if tensors:
         torch.cuda.current_stream(tensors[0].device).synchronize()
 
 
 def _batches(pieces: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive pieces of together at most BATCH_BYTES, or one that is larger: each one operation on the wire."""
+    """Consecutive pieces of at most BATCH_BYTES in all, or a single larger one: one batched operation each."""
     batch: list[Tensor] = []
     for piece in pieces:
         if batch and sum(other.numel() for other in batch) + piece.numel() > BATCH_BYTES:

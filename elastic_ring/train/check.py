@@ -1,7 +1,7 @@
-"""The start-up check: does the user's model give the same on a ring as on one rank?
+"""The start-up check: does the user's model compute the same on a ring as on one rank?
 
-A model that calls plain attention inside would train on a ring without any error, each rank attending to
-its own slice only. One short sequence shows it, before the first step.
+A model that calls plain attention would train on a ring without an error, each rank attending to its own slice only.
+One short sequence shows it before the first step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from elastic_ring.attention.layout import make_layout
 from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.errors import ElasticRingError
-from elastic_ring.model.pieces import as_written
-from elastic_ring.train.attending import attention_of, batch_of
+from elastic_ring.model.fused_ops import as_written
+from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.layouts import AUTO
 from elastic_ring.train.task import Batch, TrainingTask
 
@@ -31,44 +31,44 @@ class ModelRefused(ElasticRingError):
     """The model or loss cannot be trained on a ring as it is; the message says what to change."""
 
 
-def check_model(task: TrainingTask, wires: Any, state: Any) -> None:
+def check_model(task: TrainingTask, groups: Any, state: Any) -> None:
     """Compare loss and gradient of one short sequence at cp = 1 and on the ring. Raises ModelRefused.
 
-    Nothing is compiled for it: its lengths never come again.
+    The model runs uncompiled, since these lengths do not occur again.
     """
     with as_written(state.model):
-        _check_model(task, wires, state)
+        _check_model(task, groups, state)
 
 
-def _check_model(task: TrainingTask, wires: Any, state: Any) -> None:
+def _check_model(task: TrainingTask, groups: Any, state: Any) -> None:
     model: nn.Module = state.model
-    sample = _short_sample(task, state.loader, wires.mesh.cp)
-    _refuse_changing_buffers(task, state, sample, wires)
+    sample = _short_sample(task, state.loader, groups.mesh.cp)
+    _refuse_changing_buffers(task, state, sample, groups)
     model.eval()
-    alone, alone_gradient = _pass(task, state, sample, wires, cp=1)
-    if wires.mesh.cp > 1:
-        ring, ring_gradient = _pass(task, state, sample, wires, cp=wires.mesh.cp)
-        _sum(wires, ring)
-        # At cp = 1 every member of the ring computed the whole sequence, and FSDP2 added their gradients up.
+    alone, alone_gradient = _pass(task, state, sample, groups, cp=1)
+    if groups.mesh.cp > 1:
+        ring, ring_gradient = _pass(task, state, sample, groups, cp=groups.mesh.cp)
+        _sum(groups, ring)
+        # At cp = 1 every rank of the ring computed the whole sequence, and FSDP2 summed their gradients.
         parts = torch.stack([
-            torch.stack([(g - a / wires.mesh.cp).square().sum(), (a / wires.mesh.cp).square().sum()])
+            torch.stack([(g - a / groups.mesh.cp).square().sum(), (a / groups.mesh.cp).square().sum()])
             for g, a in zip(ring_gradient, alone_gradient, strict=True)
         ])  # fmt: skip
-        _sum(wires, parts)
+        _sum(groups, parts)
         _compare(task, alone, ring, _worst(parts))
     model.train()
 
 
-def _sum(wires: Any, tensor: Tensor) -> None:
-    with wires.launching():
-        work = wires.shard.allreduce([tensor])
+def _sum(groups: Any, tensor: Tensor) -> None:
+    with groups.launching():
+        work = groups.shard.allreduce([tensor])
     work.wait()
 
 
 def _worst(parts: Tensor) -> float:
     """The largest relative error of any parameter's gradient; parts: (parameters, [error², norm²]).
 
-    Parameter by parameter, because attention's own are a small part of the whole at the start.
+    Per parameter, because those of attention are a small part of the total gradient at the start.
     """
     error, norm = parts[:, 0].sqrt(), parts[:, 1].sqrt()
     counted = norm > 1e-6 * norm.max().clamp_min(1e-30)
@@ -80,7 +80,7 @@ def _compare(task: TrainingTask, alone: Tensor, ring: Tensor, gradient_error: fl
     if alone[1] != ring[1]:
         raise ModelRefused(
             f"the loss counted {int(alone[1])} targets on one rank and {int(ring[1])} on the ring: count the targets "
-            "of the slice that is handed in (those that are not -100)"
+            "of the slice that is passed in (those that are not -100)"
         )
     loss_error = float(abs(ring[0] - alone[0]) / abs(alone[0]).clamp_min(1e-30))
     if loss_error > tolerance or gradient_error > tolerance:
@@ -91,12 +91,12 @@ def _compare(task: TrainingTask, alone: Tensor, ring: Tensor, gradient_error: fl
         )
 
 
-def _pass(task: TrainingTask, state: Any, sample: Sample, wires: Any, *, cp: int) -> tuple[Tensor, list[Tensor]]:
+def _pass(task: TrainingTask, state: Any, sample: Sample, groups: Any, *, cp: int) -> tuple[Tensor, list[Tensor]]:
     """((loss sum, number of targets), local gradient of each parameter) of one forward and backward."""
     model: nn.Module = state.model
     for param in model.parameters():
         param.grad = None
-    batch = _batch(task, state, sample, wires, cp)
+    batch = _batch(task, state, sample, groups, cp)
     loss, num_targets = _checked(task.loss(model, batch))
     loss.backward()
     gradients = [
@@ -118,14 +118,20 @@ def _checked(result: Any) -> tuple[Tensor, int]:
     return result[0], int(result[1])
 
 
-def _batch(task: TrainingTask, state: Any, sample: Sample, wires: Any, cp: int) -> Batch:
-    cp_rank = wires.mesh.seat(wires.global_rank).cp_rank if cp > 1 else 0
-    # A layout chosen for the whole context would not fit; any that splits the sequence shows what is asked here.
+def _batch(task: TrainingTask, state: Any, sample: Sample, groups: Any, cp: int) -> Batch:
+    cp_rank = groups.mesh.coordinate(groups.global_rank).cp_rank if cp > 1 else 0
+    # A layout chosen for the whole context would not fit; any layout that splits the sequence serves here.
     name = "zigzag" if task.step.layout == AUTO else task.step.layout
     layout = make_layout(name, len(sample.tokens) - 1, cp)
     piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
     attention = attention_of(
-        task, piece, layout, cp_rank, wires.ring if cp > 1 else None, kernel_cache=state.kernel_cache, check=wires.check
+        task,
+        piece,
+        layout,
+        cp_rank,
+        groups.ring if cp > 1 else None,
+        kernel_cache=state.kernel_cache,
+        check=groups.check,
     )
     return batch_of(piece, attention, next(state.model.parameters()).device)
 
@@ -139,14 +145,14 @@ def _short_sample(task: TrainingTask, loader: Any, cp: int) -> Sample:
     return Sample(whole.tokens[: num_tokens + 1], starts, ends, whole.padding)
 
 
-def _refuse_changing_buffers(task: TrainingTask, state: Any, sample: Sample, wires: Any) -> None:
+def _refuse_changing_buffers(task: TrainingTask, state: Any, sample: Sample, groups: Any) -> None:
     """Buffers that a forward pass changes would differ between rings and after a re-run."""
     model: nn.Module = state.model
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     if not before:
         return
     with torch.no_grad():
-        task.loss(model, _batch(task, state, sample, wires, wires.mesh.cp))
+        task.loss(model, _batch(task, state, sample, groups, groups.mesh.cp))
     changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]
     if changed:
         raise ModelRefused(

@@ -1,6 +1,6 @@
-"""Before a run on GPUs starts: can the block-sparse kernels run its pattern, on its data, with its settings?
+"""Checks before a run on GPUs that the block-sparse kernels can run its pattern, on its data, with its settings.
 
-Reads settings and, of a source of the user's own, some sequences. No GPU and no Ray are needed, nothing is started.
+Reads settings and some sequences of a user-defined source. Needs no GPU and no Ray, and starts nothing.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def check_pattern(task: TrainingTask, cp: int, layouts: Layouts | None = None) -
 
 
 def check_places(data: SourceConfig) -> None:
-    """Raises ValueError where documents begin inside a block of the block-sparse kernels, or would sooner or later.
+    """Raises ValueError where documents begin inside a block of the block-sparse kernels.
 
-    Of a source that has no `align_tokens` only some sequences are looked at; a later one may still stop the run.
+    Of a source without `align_tokens` only some sequences are read; a later one may still stop the run.
     """
     align_tokens = getattr(data, "align_tokens", None)
     if align_tokens is None:

@@ -1,7 +1,6 @@
-"""What a run that lets torch.compile work on its model needs of it: a compiler, found at the start; everything compiled
-before a spare counts as warm; and word of whatever is compiled after that.
+"""Compiling outside the steps: find a compiler, compile the model while a worker warms up, count later compilations.
 
-No step and no model in here; what is compiled is the model's own business (`model.pieces`).
+No step and no model in here; the model decides what is compiled (`model.fused_ops`).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from elastic_ring.config import environment
+from elastic_ring.train.compile_events import EVENTS
 from elastic_ring.train.layouts import Layouts
 from elastic_ring.train.memory import is_out_of_memory
 from elastic_ring.train.task import TrainingTask
@@ -30,18 +30,18 @@ REASON_CHARACTERS = 400
 
 
 Find = Callable[[str], str | None]
-"""What is missing on this machine to compile for a device, 'cpu' or 'cuda', and how to get it; None when nothing is."""
+"""Names what is missing to compile for a device, 'cpu' or 'cuda', and how to install it; None if nothing is."""
 
 
 def find_compiler(device: str) -> str | None:
-    """For a CPU torch.compile writes C++, for a GPU it needs Triton, which compiles a launcher in C; both include
-    Python's headers."""
+    """torch.compile writes C++ for a CPU, and Triton for a GPU, whose launcher is compiled from C. Both need Python's
+    headers."""
     if device == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
 
         try:
             get_cpp_compiler()
-        except Exception as error:  # of torch's own kind, which differs between its versions
+        except Exception as error:  # the type differs between versions of torch
             return f"there is no C++ compiler ({type(error).__name__}): install g++, or name one in CXX"
     else:
         from torch.utils._triton import has_triton_package
@@ -76,7 +76,7 @@ def check_compiles(task: TrainingTask, device: str, find: Find = find_compiler) 
 
 
 def compiled_by(task: TrainingTask, device: str) -> dict[str, str]:
-    """What the bits of compiled code depend on besides its inputs, by name; empty where nothing is compiled."""
+    """The compilers that determine the bits of compiled code, by name; empty where nothing is compiled."""
     if not compiles(task):
         return {}
     if device != "cpu":
@@ -85,9 +85,9 @@ def compiled_by(task: TrainingTask, device: str) -> dict[str, str]:
         return {"compiler": f"triton {triton.__version__}"}  # the package's name is not the same everywhere
     from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 
-    told = str(get_compiler_version_info(get_cpp_compiler()))
-    version = re.search(r"(gcc|clang) version [^_]+", told)
-    return {"compiler": version[0] if version else told}
+    described = str(get_compiler_version_info(get_cpp_compiler()))
+    version = re.search(r"(gcc|clang) version [^_]+", described)
+    return {"compiler": version[0] if version else described}
 
 
 def slice_lengths(task: TrainingTask, cp: int, device_type: str) -> tuple[int, ...]:
@@ -96,27 +96,28 @@ def slice_lengths(task: TrainingTask, cp: int, device_type: str) -> tuple[int, .
     return tuple(sorted({layout.num_tokens(cp_rank) for cp_rank in range(cp)} - {0}))
 
 
-def rehearse_model(task: TrainingTask, device: torch.device, cp: int, find: Find = find_compiler) -> None:
-    """Have a model that compiles do it now, on `device`, for every slice that its place on a ring may bring.
+def warm_up_model(task: TrainingTask, device: torch.device, cp: int, find: Find = find_compiler) -> None:
+    """Compile the model's kernels now, on `device`, for every slice length that a place on the ring may get.
 
-    The model's `rehearse(lengths, device, dtype, validates=...)` does it; one without has nothing rehearsed. Raises
-    ValueError where nothing can be compiled. Too little memory on a GPU that others use is no error: the first step
-    compiles then, and says so.
+    Calls the model's `warm_up_kernels(lengths, device, dtype, validates=...)`, if it has one. Raises ValueError where
+    no compiler works. Running out of memory on a shared GPU is not an error: the first step compiles then, and logs it.
     """
     if not compiles(task):
         return
     check_compiler(device.type, find)
     with torch.device("meta"):
         model = task.model()
-    rehearse: Callable[..., None] | None = getattr(model, "rehearse", None)
-    if rehearse is None:
-        log.warning("%s compiles parts of itself and has no rehearse(): the first step compiles", type(model).__name__)
+    warm_up_kernels: Callable[..., None] | None = getattr(model, "warm_up_kernels", None)
+    if warm_up_kernels is None:
+        log.warning(
+            "%s compiles parts of itself and has no warm_up_kernels(): the first step compiles", type(model).__name__
+        )
         return
     begun, watch, lengths = time.monotonic(), CompileWatch(), slice_lengths(task, cp, device.type)
     dtype = getattr(torch, task.step.param_dtype)
     try:
         with torch.enable_grad():
-            rehearse(lengths, device, dtype, validates=bool(task.step.val_every_steps))
+            warm_up_kernels(lengths, device, dtype, validates=bool(task.step.val_every_steps))
     except Exception as error:
         if is_out_of_memory(error):
             log.warning("%s: too little memory to compile beside others, the first step will: %s", device, error)
@@ -132,33 +133,49 @@ def rehearse_model(task: TrainingTask, device: torch.device, cp: int, find: Find
 
 
 class CompileWatch:
-    """What torch.compile makes in this process from now on, whoever asks for it."""
+    """Counts what this process compiles from now on: flash-attn-4's and Triton's kernels and torch.compile's functions.
+
+    A kernel that is loaded from its compiler's cache on disk counts too: the process had not met that variant before.
+    """
 
     def __init__(self) -> None:
-        self._seen = _num_graphs()
+        EVENTS.attach()
+        self.count = 0
+        self._num_events = len(EVENTS.names)
+        self._num_graphs = _num_graphs()
         self._since_us = time.time_ns() // 1000
 
     def news(self) -> list[str]:
-        """For each function compiled since the last call: its name, and what it was not compiled for before."""
-        number, since_us = _num_graphs() - self._seen, self._since_us
+        """The name of each kernel and function compiled since the last call; for a function of torch.compile also why
+        what was compiled before did not fit."""
+        EVENTS.attach()
+        kernels = EVENTS.names[self._num_events :]
+        self._num_events += len(kernels)
+        found = [*kernels, *self._functions()]
+        self.count += len(found)
+        return found
+
+    def _functions(self) -> list[str]:
+        number, since_us = _num_graphs() - self._num_graphs, self._since_us
         if number <= 0:
             return []
-        self._seen, self._since_us = self._seen + number, time.time_ns() // 1000
+        self._num_graphs, self._since_us = self._num_graphs + number, time.time_ns() // 1000
         found = [
-            _told(entry) for entry in torch._dynamo.utils.get_compilation_metrics()
+            _describe(entry) for entry in torch._dynamo.utils.get_compilation_metrics()
             if entry.is_forward is not False and not entry.is_runtime and (entry.start_time_us or 0) >= since_us
         ]  # fmt: skip
         return found if len(found) == number else [*found[:number], *["?"] * (number - len(found))]
 
 
-def report_compiled(watch: CompileWatch, step: int) -> None:
-    """One warning for all that was compiled since the last call: a step that compiles is slow, and every rank waits."""
+def report_compiled(watch: CompileWatch, step: int) -> list[str]:
+    """What was compiled since the last call, with one warning: a step that compiles is slow, and every rank waits."""
     news = watch.news()
     if news:
         log.warning("step %d compiled %d more: %s; the warm-up did not cover it", step, len(news), "; ".join(news))
+    return news
 
 
-def _told(entry: Any) -> str:
+def _describe(entry: Any) -> str:
     reason = " ".join((entry.recompile_reason or "for the first time").split())
     return f"{entry.co_name} ({reason[:REASON_CHARACTERS]})"
 

@@ -1,6 +1,6 @@
-"""Where a run's tokens lie: the layout that its settings name, or with "auto" the one that suits the model's attention.
+"""The layout of a run's tokens: the one in its settings, or with "auto" the one that suits the model's attention.
 
-Every process comes to the same layout for the same ring, from the task alone. No ranks and no groups in here.
+Every process computes the same layout for the same ring from the task alone. No ranks and no groups in here.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from elastic_ring.attention.cost_model import CostModel
 from elastic_ring.attention.layers import WHICH_LAYER, LayerPatterns, PatternedAttention
 from elastic_ring.attention.layout import contiguous, make_layout
-from elastic_ring.attention.machine import Machine
 from elastic_ring.attention.model_layout import Call, LayoutChoice, choose_layout
+from elastic_ring.model.fused_ops import as_written
 from elastic_ring.model.loss import language_model_loss
-from elastic_ring.model.pieces import as_written
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.train.task import Attention, Batch, TrainingTask
+from elastic_ring.train.task import AttentionFn, Batch, TrainingTask
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,7 @@ NUM_PROBE_TOKENS = 16
 
 
 class Layouts:
-    """The layouts of one task, by ring size, each chosen once. Choosing is a pure function of the task, the ring's
-    size and the kind of device."""
+    """The layouts of one task by ring size, each chosen once: a pure function of task, ring size and device type."""
 
     def __init__(self, task: TrainingTask) -> None:
         self._task = task
@@ -37,7 +36,7 @@ class Layouts:
         self._chosen: dict[tuple[int, str], LayoutChoice] = {}
 
     def choice(self, cp: int, device_type: str) -> LayoutChoice:
-        """For rings of `cp` ranks on "cpu" or "cuda", whose kernels take whole blocks. "auto" says why in the log.
+        """For rings of `cp` ranks on "cpu" or "cuda" (whole blocks only). Logs the reason of a choice by "auto".
 
         Raises `ValueError` for a pattern that does not fit the model's layers or heads.
         """
@@ -52,7 +51,7 @@ class Layouts:
         if self._calls is None:
             self._calls = () if pattern is None else attention_calls(self._task)
         found = choose_layout(
-            pattern, self._calls, step.context_tokens, cp, self._task.machine or Machine(),
+            pattern, self._calls, step.context_tokens, cp, self._task.cost_model or CostModel(),
             itemsize=getattr(torch, step.param_dtype).itemsize, whole_blocks=device_type == "cuda",
         )  # fmt: skip
         log.info("layout auto at cp=%d: %s", cp, found.why)
@@ -60,42 +59,42 @@ class Layouts:
 
 
 def check_layers(task: TrainingTask) -> None:
-    """Raises `ValueError` where the model attends in a layer that the pattern has no rules for, or has other heads than
-    these rules; where layers differ and the model does not say which one calls; and for rules of a layer that our own
-    decoder under its own loss lacks. Other models may call some layers for longer sequences only: rules of a layer that
-    was not heard are told in the log.
+    """Raises `ValueError` where the model attends in a layer without rules or with other heads than its rules, where
+    layers differ and the model does not name the calling layer, and where our own decoder under its own loss lacks a
+    layer that has rules. Other models may call some layers for longer sequences only: rules of a layer that made no
+    call are logged.
     """
     if task.pattern is None:
         return
-    heard = _meta_pass(task)
-    if heard.unnamed and not task.pattern.same_everywhere:
+    traced = _meta_pass(task)
+    if traced.unnamed and not task.pattern.same_everywhere:
         raise ValueError(WHICH_LAYER)
-    for layer, num_heads, num_kv_heads, _ in heard.calls:
+    for layer, num_heads, num_kv_heads, _ in traced.calls:
         task.pattern.of_layer(layer).heads(num_heads, num_kv_heads)
-    called = {call[0] for call in heard.calls}
+    called = {call[0] for call in traced.calls}
     missing = {layer for group in task.pattern.groups for layer in group.layers or ()} - called
     if not missing or not called:
         return
-    told = (
+    problem = (
         f"pattern={str(task.pattern)!r} has rules for layer {min(missing)}, but the model attends in layers "
         f"{', '.join(map(str, sorted(called)))}"
     )
-    if heard.num_layers is not None and max(missing) >= heard.num_layers:
-        raise ValueError(f"{told}: name one of these")
-    if heard.ended:
-        log.warning("%s: it was not heard of in a pass over %d tokens", told, NUM_PROBE_TOKENS)
+    if traced.num_layers is not None and max(missing) >= traced.num_layers:
+        raise ValueError(f"{problem}: name one of these")
+    if traced.ended:
+        log.warning("%s: it made no call in a pass over %d tokens", problem, NUM_PROBE_TOKENS)
 
 
 def attention_calls(task: TrainingTask) -> tuple[Call, ...]:
-    """(layer, query heads, K/V heads, head dim) of the model's attention calls in their order, found without memory:
-    by its loss on the meta device, which ends where it first looks at a value. Without a pattern, layers are calls."""
+    """(layer, query heads, K/V heads, head dim) of the model's attention calls in order, from a pass of its loss on the
+    meta device, which ends at the first read of a value. Without a pattern, calls are numbered as layers."""
     return _meta_pass(task).calls
 
 
 @dataclass(frozen=True)
-class _Heard:
-    """Of a pass: its calls, whether some named no layer, whether the model came to its end (the loss beside it may look
-    at values before its own), and how many layers there are, None where that is not sure."""
+class _Traced:
+    """A pass on the meta device: its calls, whether some named no layer, whether the model's forward returned (the loss
+    may still read values), and the number of layers, None if unknown."""
 
     calls: tuple[Call, ...]
     unnamed: bool
@@ -103,7 +102,7 @@ class _Heard:
     num_layers: int | None
 
 
-def _meta_pass(task: TrainingTask) -> _Heard:
+def _meta_pass(task: TrainingTask) -> _Traced:
     found: list[Call] = []
     unnamed: list[int] = []
     ended: list[bool] = []
@@ -118,20 +117,20 @@ def _meta_pass(task: TrainingTask) -> _Heard:
         model = task.model()
         model.register_forward_hook(lambda *_: ended.append(True))
         integers = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.int64)
-        attention: Attention = attend if task.pattern is None else _Listening(task.pattern, attend)
+        attention: AttentionFn = attend if task.pattern is None else _TracingAttention(task.pattern, attend)
         try:
-            with as_written(model):  # no compiler knows the meta device
+            with as_written(model):  # compilers do not support the meta device
                 task.loss(model, Batch(integers, integers, integers, integers.int(), attention))
-        except Exception as error:  # a value was read, or the user's code wants more than shapes
+        except Exception as error:  # the user's code read a value
             log.debug("the pass on the meta device ended after %d attention calls: %s", len(found), error)
     num_layers = None
     if type(model) is Transformer and task.loss is language_model_loss:
         num_layers = model.config.num_layers
-    return _Heard(tuple(found), bool(unnamed), bool(ended), num_layers)
+    return _Traced(tuple(found), bool(unnamed), bool(ended), num_layers)
 
 
-class _Listening(PatternedAttention):
-    """In the place of the ring's attention: hears which layer calls, and computes nothing."""
+class _TracingAttention(PatternedAttention):
+    """Takes the place of the ring's attention: records which layer calls, and computes nothing."""
 
     def __init__(self, patterns: LayerPatterns, attend: Callable[..., Tensor]) -> None:
         super().__init__(patterns, contiguous(NUM_PROBE_TOKENS, 1), 0, None)
@@ -140,7 +139,7 @@ class _Listening(PatternedAttention):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._attend_any(q, k, v)
 
-    def layer(self, index: int) -> Attention:
+    def layer(self, index: int) -> AttentionFn:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._attend_any(q, k, v, index)
 

@@ -1,4 +1,4 @@
-"""Whether an exception means that a device's memory is full, whatever it has been wrapped in. Nothing else."""
+"""Recognises an exception that means a device is out of memory, however it is wrapped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CONTEXT_HAS_NO_ROOM = "out of memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Somewhere in this chain of exceptions: the allocator's word, or CUDA's own where not even a context has room."""
+    """Whether the chain of exceptions contains torch's out-of-memory error, or CUDA's when a context does not fit."""
     return any(
         isinstance(link, torch.OutOfMemoryError)
         or (isinstance(link, torch.AcceleratorError) and CONTEXT_HAS_NO_ROOM in str(link))
@@ -19,7 +19,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and what it came from."""
+    """An exception, then its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

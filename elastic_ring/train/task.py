@@ -1,4 +1,4 @@
-"""What is trained: the user's model, loss and data, with the settings of a step. Shipped to every worker."""
+"""The training task: the user's model, loss and data, with the settings of a step. Sent to every worker."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from elastic_ring.attention.layers import LayerPatterns
-from elastic_ring.attention.machine import Machine
+from elastic_ring.attention.cost_model import CostModel
+from elastic_ring.attention.layers import AttentionFn, LayerPatterns
 from elastic_ring.config import StepConfig
 from elastic_ring.data.source import SourceConfig
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory
-
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q (B, S, H, D), k and v (B, S, Hkv, D) of this rank's slice -> (B, S, H, D), over the whole ring."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Batch:
     targets: Tensor
     positions: Tensor
     document_ids: Tensor
-    attention: Attention
+    attention: AttentionFn
 
 
 LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, int]]
@@ -52,7 +49,7 @@ class TrainingTask:
     `model()` builds the module; it may be built on the meta device. `initial=None` takes the module's own
     initialisation under the run's seed, which holds the whole model in memory once per rank. `units` names
     the submodules that FSDP2 gathers one at a time; by default the items of the largest `ModuleList`.
-    `pattern` None is dense causal attention. `machine` prices what `layout="auto"` weighs, None: an H200's figures.
+    `pattern` None is dense causal attention. `cost_model` is that of `layout="auto"`; None: an H200's.
     """
 
     model: Callable[[], nn.Module]
@@ -64,15 +61,15 @@ class TrainingTask:
     initial: Initial | None = None
     units: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     pattern: LayerPatterns | None = None
-    machine: Machine | None = None
+    cost_model: CostModel | None = None
 
 
 def check_parts(task: TrainingTask) -> None:
-    """Raises ValueError for parts of a task that are not what their names say. Calls none of them."""
+    """Raises ValueError for parts of a task that have the wrong type. Calls none of them."""
     if isinstance(task.model, nn.Module):
         raise ValueError(
-            f"model is a {type(task.model).__name__}, already built: give what builds it, a class, a function or "
-            "functools.partial(Model, settings), since every worker builds its own"
+            f"model is a {type(task.model).__name__}, already built: give a class, a function or "
+            "functools.partial(Model, settings) that builds it, since every worker builds its own"
         )
     for name in ("model", "loss", "optimizer", "units"):
         part = getattr(task, name)

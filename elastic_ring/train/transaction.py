@@ -1,8 +1,8 @@
-"""The step as a transaction: compute, reduce, vote, apply, and what survives when it breaks off.
+"""The step as a transaction: compute, reduce, vote, apply, and what survives an interruption.
 
-A `Transaction` outlives generations. Its shard is valid unless an apply was left half done; its reduced
-gradient is kept until its own apply has ended, so that a rank that entered a vote can still apply it when
-the result arrives later by way of a survivor (roll forward). No membership here and no messages.
+A `Transaction` outlives generations. Its shard is valid unless an apply was interrupted. Its reduced gradient is kept
+until its own apply has ended: a rank that entered a vote can still apply it when a survivor delivers the result later
+(roll forward). No membership here and no messages.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from elastic_ring.attention.exchange import HopBuffers
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layout import Layout
 from elastic_ring.attention.ledger import HopTally
-from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.plan_cache import LRUCache
+from elastic_ring.attention.ring import NUM_PLANS, RingAttention
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import ArrivedCopies, Loader, Slice, consumed_digest
 from elastic_ring.data.order import Order, share
 from elastic_ring.errors import TooManySkipped
-from elastic_ring.mesh import Mesh, Seat
+from elastic_ring.mesh import Coordinate, Mesh
 from elastic_ring.state.device_squares import squared_norm
 from elastic_ring.state.shard import Counters, Shard
-from elastic_ring.train.attending import attention_of, batch_of
-from elastic_ring.train.gated import gate
+from elastic_ring.train.abortable_collectives import make_abortable
+from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.layouts import Layouts
 from elastic_ring.train.optim import learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
@@ -40,11 +41,11 @@ from elastic_ring.train.vote import Ballot, Outcome, count, start_vote
 from elastic_ring.train.wrap import ModuleMaker, full_shapes, local_params
 
 BUCKET_ELEMENTS = 16 << 20
-BUCKET_ELEMENTS_ON_DEVICE = 256 << 20  # each is a launch of its own there, and the next one waits for it
+BUCKET_ELEMENTS_ON_DEVICE = 256 << 20  # on a GPU each bucket is a launch that waits for the one before
 
 
-class Wires(Protocol):
-    """The groups of one generation (`runtime.groups.Groups`)."""
+class ProcessGroups(Protocol):
+    """The process groups of one generation (`runtime.groups.groups.Groups`)."""
 
     mesh: Mesh
     global_rank: int
@@ -54,14 +55,14 @@ class Wires(Protocol):
     device_mesh: DeviceMesh
 
     def check(self) -> None:
-        """Raises GroupAborted once these groups have been aborted."""
+        """Raises GroupAborted once the groups have been aborted."""
 
     def launching(self) -> AbstractContextManager[None]:
-        """Round each launch of an exchange, so that no abort meets it half way. Raises as `check`."""
+        """A context for each launch of a collective, which an abort waits for. Raises as `check`."""
 
 
 class Watch(Protocol):
-    """Called at each phase of a step: progress stamps and planned faults hang here."""
+    """Called at each phase of a step; stamps progress and fires planned faults."""
 
     def __call__(self, phase: str, step: int, hop: int | None = None) -> None: ...
 
@@ -70,14 +71,14 @@ class Watch(Protocol):
 class Gradient:
     """The gradient of this rank's slices: one flat fp32 buffer with a view per parameter.
 
-    `step` is the step that it is complete for: summed over the ring (FSDP2) and over the rings, by the members
-    of the generation `cast` (term, generation). A vote fits only the gradient of the same members.
+    `step` is the step for which it is complete: summed over the ring (FSDP2) and over the rings by the members of
+    generation `membership_id` (term, generation). A vote applies only to the gradient of the same members.
     """
 
     flat: Tensor
     views: dict[str, Tensor]
     step: int | None = None
-    cast: tuple[int, int] = (0, 0)
+    membership_id: tuple[int, int] = (0, 0)
 
     @classmethod
     def like(cls, params: Mapping[str, Tensor]) -> Gradient:
@@ -92,8 +93,8 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Local:
-    """What one rank's forward and backward passes of a step gave. `loss_sum` has no dimension and lies where it was
-    computed: reading it is waiting for the device, so the vote reads it together with the gradient's norm."""
+    """Results of one rank's forward and backward passes of a step. `loss_sum`, a scalar, stays on its device: a read
+    synchronises, so the vote reads it together with the gradient's norm."""
 
     loss_sum: Tensor
     num_tokens: int
@@ -110,18 +111,19 @@ class Transaction:
     ) -> None:
         self.task = task
         self.shard: Shard | None = None
-        self.held: Outcome | None = None  # the result of step `applied`, not applied yet
+        self.unapplied: Outcome | None = None  # the result of step `applied`, not applied yet
         self.last: Vote | None = None  # the result of step `applied` - 1
         self.applying = False
-        self.filled = False  # values have come into the shard, from the seed or from a donor
+        self.filled = False  # the shard has values, from the seed or from a donor
         self._maker = ModuleMaker(task)
         self._layouts = Layouts(task)
         self.loader = loader
         self._order, self._watch = order, watch
         self._gradient: Gradient | None = None
-        self._wires: Wires | None = None
-        self._cast = (0, 0)
+        self._groups: ProcessGroups | None = None
+        self._membership_id = (0, 0)
         self._buffers = HopBuffers()
+        self._plans = LRUCache(NUM_PLANS)
         self.kernel_cache = kernel_cache
         self.model: nn.Module | None = None
 
@@ -141,11 +143,11 @@ class Transaction:
         return self._gradient is not None and self._gradient.step == self.applied
 
     @property
-    def gradient_cast(self) -> tuple[int, int]:
-        return self._gradient.cast if self._gradient is not None else (0, 0)
+    def gradient_membership_id(self) -> tuple[int, int]:
+        return self._gradient.membership_id if self._gradient is not None else (0, 0)
 
     def use(self, device: torch.device) -> None:
-        """Compute on `device` from the next generation on; without state there is nothing to move."""
+        """Compute on `device` from the next generation on; only without state, which is not moved."""
         assert self.shard is None or device == self._maker.device, "a shard does not change its device"
         self._maker.device = device
 
@@ -154,21 +156,21 @@ class Transaction:
         return self._maker.device
 
     def warm_up(self, cp: int, device_type: str) -> None:
-        """What a spare can know before it has a place: on rings of `cp` ranks, most likely."""
+        """Prepare what does not depend on the rank, for rings of `cp` ranks."""
         self._maker.keep_buffers()
         self._layouts.choice(cp, device_type)
 
     # ------------------------------------------------------------ a generation begins
 
-    def enter(self, wires: Wires, cast: tuple[int, int], *, keep: bool) -> None:
-        """Begin generation `cast` (term, generation) with a fresh module, wrapped in the new groups.
+    def enter(self, groups: ProcessGroups, membership_id: tuple[int, int], *, keep: bool) -> None:
+        """Begin generation `membership_id` (term, generation) with a fresh module, wrapped in the new groups.
 
-        `keep` moves the shard's values into it; otherwise the shard is a new one, not valid before it is filled.
+        `keep` moves the shard's values into it; otherwise the shard is new, and invalid until it is filled.
         """
-        self._wires, self._cast = wires, cast
-        seat = self._seat
-        model = self._maker.wrap(wires.device_mesh)
-        gate(model, wires.launching)
+        self._groups, self._membership_id = groups, membership_id
+        coordinate = self._coordinate
+        model = self._maker.wrap(groups.device_mesh)
+        make_abortable(model, groups.launching)
         params = local_params(model)
         if keep:
             assert self.shard is not None
@@ -176,8 +178,8 @@ class Transaction:
         else:
             optimizer = self._make_optimizer(model, params)
             self.filled = False
-            self.shard = Shard(seat.cp_rank, params, optimizer)
-            self.held, self.last, self.applying = None, None, False
+            self.shard = Shard(coordinate.cp_rank, params, optimizer)
+            self.unapplied, self.last, self.applying = None, None, False
             self._gradient = Gradient.like(params)
         self.model = model
 
@@ -186,31 +188,31 @@ class Transaction:
         assert self.model is not None
         assert self.shard is not None
         with self.filling(), torch.no_grad():
-            self._maker.first_values(self.model, self._seat.cp_rank, self._mesh.cp)
+            self._maker.first_values(self.model, self._coordinate.cp_rank, self._mesh.cp)
             self.shard.counters = Counters()
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """Round what gives a new shard its values. It is valid once that has ended, and not if that breaks off."""
-        self.applying = True  # half filled is as lost as half applied
+        """A context for filling a new shard. The shard is valid once the context has ended without an error."""
+        self.applying = True  # a shard that is half filled is as invalid as one half applied
         yield
         self.applying, self.filled = False, True
 
     def leave(self) -> None:
-        """Forget the groups and the module that was wrapped in them; keep values and gradient."""
-        self.model, self._wires = None, None
-        self._buffers = HopBuffers()  # an exchange that was broken off may still have had its hand on them
+        """Drop the groups and the module that was wrapped in them; keep values and gradient."""
+        self.model, self._groups, self._plans = None, None, LRUCache(NUM_PLANS)
+        self._buffers = HopBuffers()  # an aborted exchange may still write to the old ones
 
     def drop(self) -> None:
-        """Become stateless, as a spare is."""
+        """Drop all state, as for a spare."""
         self.leave()
-        self.shard, self._gradient, self.held, self.last = None, None, None, None
+        self.shard, self._gradient, self.unapplied, self.last = None, None, None, None
         self.applying = self.filled = False
 
     # ------------------------------------------------------------ the step
 
     def run(self, step: int, *, boundary: bool) -> tuple[Outcome, Local]:
-        """One whole step; returns its result, applied. Raises what the exchanges or the user's code raise."""
+        """Run one step and apply it. Raises what the exchanges or the user's code raise."""
         assert step == self.applied, (step, self.applied)
         local = self.compute(step)
         self.reduce(step)
@@ -219,19 +221,19 @@ class Transaction:
         return outcome, local
 
     def compute(self, step: int) -> Local:
-        """Forward and backward of each sequence that this ring takes; leaves sums in the parameters' gradients."""
+        """Forward and backward of each sequence of this ring's share; leaves sums in the parameters' gradients."""
         assert self.model is not None
         self._clear_gradients()
-        mine = share(self._order.sample_ids(step), self._seat.dp_rank, self._mesh.dp)
+        mine = share(self._order.sample_ids(step), self._coordinate.dp_rank, self._mesh.dp)
         layout = self.layout
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         num_tokens, slices, hops = 0, [], HopTally(self.device.type == "cuda", step)
         arrived = ArrivedCopies(hops.is_watched)
         for i, (index, sample_id) in enumerate(mine):
             next_id = mine[i + 1][1] if i + 1 < len(mine) else None
-            piece = self.loader.load(sample_id, index, layout, self._seat.cp_rank, next_id=next_id)
+            piece = self.loader.load(sample_id, index, layout, self._coordinate.cp_rank, next_id=next_id)
             slices.append(piece)
-            torch.manual_seed(sequence_seed(self.task.step.seed, step, sample_id, self._seat.cp_rank))
+            torch.manual_seed(sequence_seed(self.task.step.seed, step, sample_id, self._coordinate.cp_rank))
             attention = self._attention(piece, step)
             hops.watch(attention.ledger)
             batch = self._batch(piece, attention)
@@ -248,7 +250,7 @@ class Transaction:
         """fp32 sum over the rings, once, in the pinned order of the replica group."""
         assert self.model is not None
         assert self._gradient is not None
-        assert self._wires is not None
+        assert self._groups is not None
         gradient = self._gradient
         gradient.step = None
         for name, param in self.model.named_parameters():
@@ -261,44 +263,44 @@ class Transaction:
         if self._mesh.dp > 1:
             for bucket in gradient.flat.split(BUCKET_ELEMENTS_ON_DEVICE if gradient.flat.is_cuda else BUCKET_ELEMENTS):
                 if bucket.numel():
-                    self._wires.replica.allreduce([bucket]).wait()
-        gradient.step, gradient.cast = step, self._cast
+                    self._groups.replica.allreduce([bucket]).wait()
+        gradient.step, gradient.membership_id = step, self._membership_id
 
     def vote(self, step: int, local: Local, *, boundary: bool) -> Outcome:
         """Agree on the step's result. Once this returns on any rank, the step is committed."""
         assert self._gradient is not None
-        assert self._wires is not None
+        assert self._groups is not None
         flat = self._gradient.flat
         norm_sq, loss_sum = torch.stack([squared_norm(flat), local.loss_sum]).tolist()
         # Squares of finite fp32 numbers cannot overflow fp64: only a norm that is not finite is worth a count.
         num_nonfinite = 0 if math.isfinite(norm_sq) else int(flat.numel() - torch.isfinite(flat).sum())
-        # An abort on a device ends the exchange and raises nothing: what was just read may be nonsense.
-        self._wires.check()
+        # An abort ends NCCL's exchanges without an error: the numbers just read may be garbage.
+        self._groups.check()
         local.arrived.check(step)
         ballot = Ballot(norm_sq, num_nonfinite, loss_sum, local.num_tokens, boundary, local.samples)
-        work, rows = start_vote(self._wires.world, ballot)
+        work, rows = start_vote(self._groups.world, ballot)
         self._watch("vote", step)
         work.wait()
-        self.held = count(step, rows, self._mesh, self._cast)
-        return self.held
+        self.unapplied = count(step, rows, self._mesh, self._membership_id)
+        return self.unapplied
 
     def apply(self, outcome: Outcome) -> None:
         """Scale, clip and update the local shard; no exchange, never interrupted.
 
-        Raises TooManySkipped, after the skip is counted.
+        Raises TooManySkipped after the skip has been counted.
         """
         assert self.shard is not None
         assert self._gradient is not None
         step, optim = outcome.vote.step, self.task.optim
         assert step == self.applied == self._gradient.step, (step, self.applied, self._gradient.step)
-        self.held, self.applying = outcome, True
+        self.unapplied, self.applying = outcome, True
         self._watch("apply", step)
         if not outcome.skip:
             self._gradient.flat.mul_(outcome.scale(optim.clip_norm))
             self.shard.apply(self._gradient.views, learning_rate(step, optim))
         self._gradient.step = None
         self.shard.advance(skipped=outcome.skip)
-        self.last, self.held, self.applying = outcome.vote, None, False
+        self.last, self.unapplied, self.applying = outcome.vote, None, False
         in_a_row = self.shard.counters.skipped_in_a_row
         if in_a_row > optim.max_skipped:
             raise TooManySkipped(
@@ -308,7 +310,7 @@ class Transaction:
             )
 
     def roll_forward(self, vote: Vote) -> None:
-        """Apply a result that this rank missed and a survivor held. Idempotent."""
+        """Apply a result that this rank missed and a survivor had. Idempotent."""
         if self.applied == vote.step:
             self.apply(Outcome(vote))
 
@@ -318,17 +320,17 @@ class Transaction:
     def validate(self, loader: Loader, num_sequences: int) -> float:
         """Mean loss over held-out sequences, each ring taking its share; all ranks return the same bits."""
         assert self.model is not None
-        assert self._wires is not None
+        assert self._groups is not None
         sums = torch.zeros(2, dtype=torch.float64)
         self.model.eval()
-        for index, sample_id in share(range(num_sequences), self._seat.dp_rank, self._mesh.dp):
-            self._wires.check()
-            piece = loader.load(sample_id, index, self.layout, self._seat.cp_rank)
+        for index, sample_id in share(range(num_sequences), self._coordinate.dp_rank, self._mesh.dp):
+            self._groups.check()
+            piece = loader.load(sample_id, index, self.layout, self._coordinate.cp_rank)
             loss, num_targets = self.task.loss(self.model, self._batch(piece, self._attention(piece, self.applied)))
             sums += torch.tensor([float(loss), float(num_targets)], dtype=torch.float64)
         self.model.train()
         rows = [torch.zeros_like(sums) for _ in range(self._mesh.size)]
-        self._wires.world.allgather([rows], [sums]).wait()
+        self._groups.world.allgather([rows], [sums]).wait()
         total = torch.zeros_like(sums)
         for row in rows:
             total += row
@@ -338,29 +340,29 @@ class Transaction:
 
     @property
     def _mesh(self) -> Mesh:
-        assert self._wires is not None
-        return self._wires.mesh
+        assert self._groups is not None
+        return self._groups.mesh
 
     @property
-    def _seat(self) -> Seat:
-        assert self._wires is not None
-        return self._mesh.seat(self._wires.global_rank)
+    def _coordinate(self) -> Coordinate:
+        assert self._groups is not None
+        return self._mesh.coordinate(self._groups.global_rank)
 
     @property
     def layout(self) -> Layout:
         return self._layouts.choice(self._mesh.cp, self.device.type).layout
 
     def _attention(self, piece: Slice, step: int) -> RingAttention | PatternedAttention:
-        assert self._wires is not None
-        group = self._wires.ring if self._mesh.cp > 1 else None
+        assert self._groups is not None
+        group = self._groups.ring if self._mesh.cp > 1 else None
 
         def observe(direction: str, call_index: int, hop: int) -> None:
-            # A forward hop inside backward is activation checkpointing's recomputation.
+            # Forward hops during backward are recomputation by activation checkpointing.
             self._watch(direction, step, hop if call_index == 0 or direction == "backward" else None)
 
         return attention_of(
-            self.task, piece, self.layout, self._seat.cp_rank, group, observe, self.kernel_cache, self._buffers,
-            self._wires.check,
+            self.task, piece, self.layout, self._coordinate.cp_rank, group, observe, self.kernel_cache, self._buffers,
+            self._groups.check, self._plans,
         )  # fmt: skip
 
     def _batch(self, piece: Slice, attention: RingAttention | PatternedAttention) -> Batch:
@@ -381,6 +383,6 @@ class Transaction:
 
 
 def sequence_seed(seed: int, step: int, sample_id: int, cp_rank: int) -> int:
-    """The seed of one rank's random numbers for one sequence: a re-run draws the same."""
+    """The seed of one rank's random numbers for one sequence; a re-run draws the same numbers."""
     key = f"{seed}/{step}/{sample_id}/{cp_rank}".encode()
     return int.from_bytes(hashlib.sha256(key).digest()[:7], "little")

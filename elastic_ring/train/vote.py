@@ -1,7 +1,7 @@
-"""The vote: one small all-gather before the optimizer, and what all ranks make of it.
+"""The vote: one small all-gather before the optimizer, and its result.
 
-Each rank puts in one row; every rank reduces the same table in rank order, so all hold the same bits. It
-completes on one rank only if every rank entered it, which is what makes a step a transaction.
+Each rank contributes one row; every rank reduces the same table in rank order, so all get the same bits. The vote
+completes on one rank only if every rank entered it, which makes the step a transaction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIELDS = (
 
 
 class ReplicasDiverged(ElasticRingError):
-    """Ranks that hold the same shard computed different gradient norms: memory or a chip is wrong."""
+    """Replicas of a shard computed different gradient norms: a host's memory or processor is faulty."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Ballot:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a vote says. The gradient is that of the summed loss; `grad_norm` that of the mean."""
+    """The result of a vote. Gradients are of the summed loss; `grad_norm` is of the mean loss."""
 
     vote: Vote
 
@@ -63,7 +63,7 @@ class Outcome:
 
     @property
     def skip(self) -> bool:
-        """A non-finite gradient or loss: the step's result is that nothing changes."""
+        """Whether the gradient or the loss is not finite: the step then changes nothing."""
         return self._get("num_nonfinite") > 0 or not math.isfinite(self.grad_norm) or not math.isfinite(self.loss)
 
     @property
@@ -75,7 +75,7 @@ class Outcome:
         return self.vote.values[FIELDS.index("samples_0") :]
 
     def scale(self, clip_norm: float | None) -> float:
-        """What the summed gradient is multiplied by: the mean over tokens, clipped."""
+        """The factor for the summed gradient: mean over tokens, times clipping."""
         mean = 1.0 / max(1.0, self.num_tokens)
         if clip_norm is None or self.grad_norm <= clip_norm:
             return mean
@@ -91,8 +91,8 @@ def start_vote(group: Any, ballot: Ballot) -> tuple[Any, list[torch.Tensor]]:
     return group.allgather([rows], [ballot.row()]), rows
 
 
-def count(step: int, rows: list[torch.Tensor], mesh: Mesh, cast: tuple[int, int]) -> Outcome:
-    """Reduce the table in rank order; `cast` is the (term, generation) of the voters.
+def count(step: int, rows: list[torch.Tensor], mesh: Mesh, membership_id: tuple[int, int]) -> Outcome:
+    """Reduce the table in rank order; `membership_id` is the (term, generation) of the voters.
 
     Raises ReplicasDiverged when replicas of a shard disagree.
     """
@@ -100,13 +100,13 @@ def count(step: int, rows: list[torch.Tensor], mesh: Mesh, cast: tuple[int, int]
     _check_replicas(step, table, mesh)
     totals = []
     for column, name in enumerate(FIELDS):
-        # Every ring holds the same reduced gradient, so its norm is counted in the first ring only.
+        # Every ring has the same reduced gradient, so its norm is counted in the first ring only.
         ranks = mesh.ring(0) if name == "grad_norm_sq" else range(mesh.size)
         total = 0.0
         for rank in ranks:
             total += table[rank][column]
         totals.append(total)
-    return Outcome(Vote(step, tuple(totals), cast))
+    return Outcome(Vote(step, tuple(totals), membership_id))
 
 
 def _check_replicas(step: int, table: list[list[float]], mesh: Mesh) -> None:
@@ -117,7 +117,7 @@ def _check_replicas(step: int, table: list[list[float]], mesh: Mesh) -> None:
             shown = ", ".join(f"rank {rank}: {norm!r}" for rank, norm in zip(ranks, norms, strict=True))
             raise ReplicasDiverged(
                 f"step {step}: the replicas of cp_rank {cp_rank} hold different gradients ({shown}); one of these "
-                "hosts computes or remembers wrongly",
+                "hosts has a faulty processor or memory",
                 step=step,
                 cp_rank=cp_rank,
             )

@@ -1,7 +1,7 @@
-"""The user's module as FSDP2 shards inside one ring, and its values as plain local tensors.
+"""The user's module, sharded by FSDP2 inside one ring, and its values as plain local tensors.
 
-A fresh module is wrapped for every generation: an exception in the middle of a forward or backward pass
-leaves FSDP2's modules gathered, and its groups are gone anyway. The values live on in `state.Shard`.
+A fresh module is wrapped for every generation: an exception during a forward or backward pass leaves FSDP2's modules
+gathered, and its groups no longer exist. The values stay in `state.Shard`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic_ring.train.task import TrainingTask
 
 
 class ModuleMaker:
-    """Wraps modules for one worker; keeps the real values of buffers and, if need be, of first parameters."""
+    """Wraps modules for one worker, and keeps the values of their buffers."""
 
     def __init__(self, task: TrainingTask, device: torch.device | None = None) -> None:
         self._task = task
@@ -26,9 +26,9 @@ class ModuleMaker:
         self._buffers: dict[str, Tensor] | None = None
 
     def wrap(self, device_mesh: DeviceMesh) -> nn.Module:
-        """The module, sharded over `device_mesh` (one dimension, the ring), parameters not yet filled.
+        """The module, sharded over `device_mesh` (one dimension, the ring), its parameters uninitialised.
 
-        Gradients are summed over the ring, never averaged: rings may hold different numbers of sequences.
+        Gradients are summed over the ring, never averaged: rings may process different numbers of sequences.
         """
         with torch.device("meta"):
             model = self._task.model()
@@ -51,7 +51,7 @@ class ModuleMaker:
         return model
 
     def keep_buffers(self) -> None:
-        """Compute the buffers' real values ahead of time; a newcomer would build the whole model in a recovery."""
+        """Compute the buffers' values ahead of time: this builds the whole model, which is slow in a recovery."""
         with torch.device("meta"):
             names = [name for name, _ in self._task.model().named_buffers()]
         if names and self._buffers is None:
@@ -98,20 +98,20 @@ def full_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(task: TrainingTask) -> int:
-    """Of the whole model, counted without memory."""
+    """The number of parameters of the whole model, counted on the meta device."""
     with torch.device("meta"):
         return sum(param.numel() for param in task.model().parameters())
 
 
 def slice_rows(shape: Sequence[int], cp_rank: int, cp: int) -> tuple[int, int]:
-    """[start, stop) of the first dimension that FSDP2 gives `cp_rank`: as torch.chunk, so late ranks may be empty."""
+    """[start, stop) of the first dimension on `cp_rank` under FSDP2: as torch.chunk, so the last ranks may be empty."""
     rows = shape[0]
     per_rank = -(-rows // cp)
     return min(rows, cp_rank * per_rank), min(rows, (cp_rank + 1) * per_rank)
 
 
 def largest_list(model: nn.Module) -> Sequence[nn.Module]:
-    """The items of the `ModuleList` with the most parameters: in a transformer, its blocks."""
+    """The items of the `ModuleList` with the most parameters: the blocks of a transformer."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         return ()
@@ -120,7 +120,7 @@ def largest_list(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def check_buildable(task: TrainingTask) -> None:
-    """Build the model once without memory. Raises ValueError for a factory that fails or parameters of no use here."""
+    """Build the model once on the meta device. Raises ValueError if that fails or a parameter is unsupported."""
     try:
         with torch.device("meta"):
             model = task.model()
@@ -128,8 +128,8 @@ def check_buildable(task: TrainingTask) -> None:
         raise ValueError(
             f"model={textwrap.shorten(repr(task.model), 200)} cannot be built on the meta device: "
             f"{type(error).__name__}: {error}. "
-            "Build layers only in the factory; give first values as `initial`, or let the layers' own "
-            "initialisation do it"
+            "Build only layers in the factory; give initial values as `initial`, or rely on the layers' own "
+            "initialisation"
         ) from error
     _check_parameters(model)
 

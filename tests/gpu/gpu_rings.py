@@ -19,13 +19,13 @@ from elastic_ring.attention.routing import Router
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.attention.sparse_schedule import plan_sparse
-from tests.unit.attention_rings import Case, Outcome, in_threads
-from tests.unit.content_cases import ContentCase
-from tests.unit.pattern_cases import SparseCase
+from tests.unit.attention.attention_rings import Case, Outcome, in_threads
+from tests.unit.content.content_cases import ContentCase
+from tests.unit.sparse.pattern_cases import SparseCase
 
 
 @dataclass
-class Wires:
+class ProcessGroups:
     """Sends and receives that wait for each other, first come first matched for each pair, as in NCCL."""
 
     cp: int
@@ -55,7 +55,7 @@ class Wires:
 class ThreadGroup:
     """What `HopExchange` needs of an NCCL group. Nothing moves before `_end_coalescing`."""
 
-    wires: Wires
+    links: ProcessGroups
     cp_rank: int
     posted: list[tuple[str, tuple[int, int], torch.Tensor]] = field(default_factory=list)
     log: list[tuple[str, int, tuple[int, ...]]] = field(default_factory=list)
@@ -65,7 +65,7 @@ class ThreadGroup:
         return self.cp_rank
 
     def size(self) -> int:
-        return self.wires.cp
+        return self.links.cp
 
     def _start_coalescing(self) -> None:
         assert not self.posted
@@ -79,11 +79,11 @@ class ThreadGroup:
         self.log.append(("recv", src, tuple(tensors[0].shape)))
 
     def _end_coalescing(self) -> CopyWork:
-        work = CopyWork(self.wires.baton, len(self.posted), _mark(self.posted[0][2]) if self.posted else [])
+        work = CopyWork(self.links.baton, len(self.posted), _mark(self.posted[0][2]) if self.posted else [])
         for kind, pair, tensor in self.posted:
-            queues = self.wires.sends if kind == "send" else self.wires.receives
+            queues = self.links.sends if kind == "send" else self.links.receives
             queues[pair].append((tensor, work))
-            self.wires.match(pair)
+            self.links.match(pair)
         self.posted = []
         self.num_operations += 1
         return work
@@ -114,17 +114,17 @@ def _mark(tensor: torch.Tensor) -> list[Any]:
 
 
 def run_sparse_on(
-    device: str, case: SparseCase, wires: Wires | None = None, **options: Any
+    device: str, case: SparseCase, links: ProcessGroups | None = None, **options: Any
 ) -> tuple[list[torch.Tensor], list[HopLedger]]:
     """out, dq, dk, dv of a sparse case over the whole sequence, on the CPU, and each rank's ledger."""
     cp, layout, scale = case.layout.cp, case.layout, case.head_dim**-0.5
-    wires = Wires(cp) if wires is None else wires
-    groups = wires.groups()
+    links = ProcessGroups(cp) if links is None else links
+    groups = links.groups()
     tensors = [tensor.to(device) for tensor in case.tensors()]
 
     @torch.no_grad()
     def work(cp_rank: int) -> tuple[list[torch.Tensor], HopLedger]:
-        with wires.baton:
+        with links.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
             ring = SparseRingAttention(case.schedule, cp_rank, groups[cp_rank], coalesced=True, **options)
             out, lse, call, keys = ring.run_forward(q, k, v, scale)
@@ -136,17 +136,17 @@ def run_sparse_on(
 
 
 def run_content_on(
-    device: str, case: ContentCase, wires: Wires | None = None, **options: Any
+    device: str, case: ContentCase, links: ProcessGroups | None = None, **options: Any
 ) -> tuple[list[torch.Tensor], list[SparseRingAttention]]:
     """The same where content chooses, over whole blocks, and each rank's ring."""
     cp, layout, scale = case.layout.cp, case.layout, case.head_dim**-0.5
-    wires = Wires(cp) if wires is None else wires
-    groups = wires.groups()
+    links = ProcessGroups(cp) if links is None else links
+    groups = links.groups()
     tensors = [tensor.to(device) for tensor in case.tensors()]
 
     @torch.no_grad()
     def work(cp_rank: int) -> tuple[list[torch.Tensor], SparseRingAttention]:
-        with wires.baton:
+        with links.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
             ledger = HopLedger()
             route = Router(layout, cp_rank, groups[cp_rank], case.documents, ledger, coalesced=True)
@@ -161,21 +161,21 @@ def run_content_on(
     return gathered, [ring for _, ring in results]
 
 
-def run_on_gpu(case: Case, wires: Wires | None = None, **options: Any) -> Outcome:
+def run_on_gpu(case: Case, links: ProcessGroups | None = None, **options: Any) -> Outcome:
     """Forward and backward of `case`, a thread for each rank; the results on the CPU."""
-    return run_dense_on("cuda", case, wires, **options)
+    return run_dense_on("cuda", case, links, **options)
 
 
-def run_dense_on(device: str, case: Case, wires: Wires | None = None, **options: Any) -> Outcome:
+def run_dense_on(device: str, case: Case, links: ProcessGroups | None = None, **options: Any) -> Outcome:
     """The same on `device`, through the messages of a GPU."""
-    wires = Wires(case.cp) if wires is None else wires
-    groups = wires.groups()
+    links = ProcessGroups(case.cp) if links is None else links
+    groups = links.groups()
     tensors = [tensor.to(device) for tensor in case.tensors()]
     layout, scale = case.layout, case.head_dim**-0.5
 
     @torch.no_grad()
     def work(cp_rank: int) -> tuple[list[torch.Tensor], HopLedger]:
-        with wires.baton:
+        with links.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
             ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], coalesced=True, **options)
             out, lse, call, _ = ring.run_forward(q, k, v, scale)

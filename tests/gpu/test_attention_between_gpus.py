@@ -17,8 +17,8 @@ from elastic_ring.attention.exchange import HopLedger
 from elastic_ring.attention.peer_memory import ARRIVED_KEYS, PeerMemory
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.sparse_ring import SparseRingAttention
-from tests.unit.attention_rings import Case
-from tests.unit.block_cases import block_case, check_bytes, masked_reference
+from tests.unit.attention.attention_rings import Case
+from tests.unit.sparse.block_cases import block_case, check_bytes, masked_reference
 
 pytestmark = [
     pytest.mark.gpu,

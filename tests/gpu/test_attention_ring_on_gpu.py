@@ -13,7 +13,7 @@ import torch
 from elastic_ring.attention.kernels.table import BACKENDS, select, self_test
 from elastic_ring.attention.merge import eager_add_, eager_merge_
 from tests.gpu.gpu_rings import run_on_gpu
-from tests.unit.attention_rings import Case, relative_error, whole_attention
+from tests.unit.attention.attention_rings import Case, relative_error, whole_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -72,18 +72,18 @@ def test_deterministic_calls_repeat_every_bit(case: Case) -> None:
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if "cuda" in b.devices], ids=lambda b: b.name)
-@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("head_ratio", [1, 4])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_every_installed_backend_passes_its_self_test(backend: Any, group: int, head_dim: int) -> None:
+def test_every_installed_backend_passes_its_self_test(backend: Any, head_ratio: int, head_dim: int) -> None:
     refusal = backend.refusal("cuda", torch.bfloat16, head_dim, False)
     if refusal is not None:
         pytest.skip(refusal)
-    assert self_test(backend, device="cuda", dtype=torch.bfloat16, head_dim=head_dim, group=group) is None
+    assert self_test(backend, device="cuda", dtype=torch.bfloat16, head_dim=head_dim, head_ratio=head_ratio) is None
 
 
-@pytest.mark.parametrize("group", [1, 4])
-def test_a_deterministic_backend_is_found(group: int) -> None:
-    assert select("cuda", torch.bfloat16, 128, True, group=group).deterministic
+@pytest.mark.parametrize("head_ratio", [1, 4])
+def test_a_deterministic_backend_is_found(head_ratio: int) -> None:
+    assert select("cuda", torch.bfloat16, 128, True, head_ratio=head_ratio).deterministic
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -47,7 +47,7 @@ def usable(kernel: SparseKernel, head_dim: int = 128) -> None:
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_a_kernel_passes_its_self_test(kernel: SparseKernel, head_dim: int) -> None:
     usable(kernel, head_dim)
-    assert self_test(kernel, head_dim, torch.bfloat16) is None
+    assert self_test(kernel, head_dim, 2, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -82,8 +82,8 @@ def test_content_keeps_the_own_block_and_at_most_top_k_and_trains(kernel: Sparse
 
 def test_a_kernel_without_a_deterministic_backward_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'flash-attn-4-sparse' has no deterministic sparse backward"):
-        select_sparse(128, torch.bfloat16, True, "flash-attn-4-sparse")
-    assert select_sparse(128, torch.bfloat16, True).name == "flex-sparse"
+        select_sparse(128, 2, torch.bfloat16, True, "flash-attn-4-sparse")
+    assert select_sparse(128, 2, torch.bfloat16, True).name == "flex-sparse"
 
 
 def test_blocks_in_part_are_refused_with_a_way_out() -> None:

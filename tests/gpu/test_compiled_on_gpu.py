@@ -1,8 +1,10 @@
-"""Twins of `tests/unit/test_compiled_pieces.py` and `test_rehearsal.py`: what was rehearsed on a GPU is not compiled
-again by the steps that come, for the layers' pieces and for FlexAttention's kernels."""
+"""What the warm-up compiled on a GPU is not compiled again in the steps: the layers' fused operations, flash-attn-4's,
+Triton's and FlexAttention's kernels. `tests/unit/model/test_fused_ops.py`, `tests/unit/train/test_warmup.py` and
+`test_compilations.py` make the same claims on CPUs."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,21 +15,21 @@ import torch
 from torch import Tensor
 
 from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.parse import parse_pattern
 from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.rehearsal import Silence
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.schedule import plan
-from elastic_ring.attention.spec import parse_pattern
+from elastic_ring.attention.warmup import NullProcessGroup
 from elastic_ring.config import StepConfig
 from elastic_ring.data.source import StdlibText
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.train.attending import attention_of
-from elastic_ring.train.compiling import CompileWatch, rehearse_model
+from elastic_ring.train.attention_context import attention_of
+from elastic_ring.train.compiling import CompileWatch, warm_up_model
 from elastic_ring.train.optim import OptimConfig
 from elastic_ring.train.task import TrainingTask
-from elastic_ring.train.warm import rehearse_attention
+from elastic_ring.train.warm import warm_up_attention, warm_up_device
 
 pytestmark = pytest.mark.gpu
 
@@ -54,19 +56,19 @@ def pass_of(task: TrainingTask, cp_rank: int, model: ModelConfig) -> list[Tensor
     built.to(device, torch.bfloat16)
     tokens = torch.arange(CONTEXT).unsqueeze(0) * 7 % model.vocab_size
     mine, positions = (layout.scatter(x, cp_rank, 1).to(device) for x in (tokens, torch.arange(CONTEXT).unsqueeze(0)))
-    piece: Any = Piece()
-    attention = attention_of(task, piece, layout, cp_rank, Silence(cp_rank, CP))
+    piece: Any = ContiguousCopy()
+    attention = attention_of(task, piece, layout, cp_rank, NullProcessGroup(cp_rank, CP))
     loss, _ = built(mine, positions=positions, document_ids=mine, attention=attention, targets=mine)
     loss.backward()
     return [loss.detach(), *(param.grad for param in built.parameters() if param.grad is not None)]
 
 
-class Piece:
+class ContiguousCopy:
     document_starts = (0,)
 
 
-def test_rehearsed_pieces_are_not_compiled_again_and_give_the_eager_loss() -> None:
-    rehearse_model(task_of(), torch.device("cuda", 0), CP)
+def test_warmed_up_operations_are_not_compiled_again_and_give_the_eager_loss() -> None:
+    warm_up_model(task_of(), torch.device("cuda", 0), CP)
     watch = CompileWatch()
     for cp_rank in range(CP):
         compiled = pass_of(task_of(), cp_rank, MODEL)
@@ -80,13 +82,42 @@ def test_rehearsed_pieces_are_not_compiled_again_and_give_the_eager_loss() -> No
 
 
 @pytest.mark.parametrize(("pattern", "kernel"), [("", "flex"), ("bigbird:4,1,2", "flex")], ids=["dense", "sparse"])
-def test_rehearsed_lengths_of_flex_attention_are_not_compiled_again(pattern: str, kernel: str) -> None:
+def test_warmed_up_lengths_of_flex_attention_are_not_compiled_again(pattern: str, kernel: str) -> None:
     eager = replace(MODEL, compile_blocks=False)
     task = task_of(eager, pattern, kernel)
-    rehearse_attention(task, torch.device("cuda", 0), (MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim), CP)
+    warm_up_attention(task, torch.device("cuda", 0), (MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim), CP)
     watch = CompileWatch()
     for cp_rank in range(CP):
         pass_of(task, cp_rank, eager)
+    assert watch.news() == []
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_documents_of_any_length_meet_only_kernels_that_the_warm_up_compiled(cp: int, head_dim: int) -> None:
+    """flash-attn-4's and Triton's, forward and backward; sequences of one document and packed ones."""
+    pytest.importorskip("flash_attn.cute")
+    task, device, shape = task_of(replace(MODEL, compile_blocks=False)), torch.device("cuda", 0), (4, 2, head_dim)
+    chosen: dict[str, str] = {}
+    assert warm_up_device(task, device, [shape], cp, None, chosen) == ""
+    assert [name.split()[0] for name in chosen.values()] == ["flash-attn-4"]
+    watch, layout = CompileWatch(), make_layout("zigzag", CONTEXT, cp)
+    for seed in range(8):
+        draw, starts = random.Random(seed), [0]
+        while seed and starts[-1] < CONTEXT:
+            starts.append(starts[-1] + int(2 ** draw.uniform(0.0, 11.0)))
+        schedule = plan(Pattern(document_starts=tuple(start for start in starts if start < CONTEXT)), layout)
+        for cp_rank in range(cp):
+            q, k, v = (
+                torch.randn(
+                    1, layout.num_tokens(cp_rank), heads, head_dim, device=device, dtype=torch.bfloat16,
+                    requires_grad=True,
+                )
+                for heads in (shape[0], shape[1], shape[1])
+            )  # fmt: skip
+            nobody = NullProcessGroup(cp_rank, cp) if cp > 1 else None
+            RingAttention(schedule, cp_rank, nobody)(q, k, v).sum().backward()
+    torch.cuda.synchronize(device)
     assert watch.news() == []
 
 

@@ -1,4 +1,4 @@
-"""The promises of `tests/unit/test_pattern_content.py` in whole blocks, kept on a GPU; the host reads once a call."""
+"""The promises of `test_pattern_content.py` in whole blocks, kept on a GPU; the host reads once a call."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from elastic_ring.attention.ledger import HopLedger
 from elastic_ring.attention.routing import Router
 from tests.gpu.gpu_rings import run_content_on
 from tests.gpu.test_sparse_ring_on_gpu import ALLOWED, usable
-from tests.unit.attention_rings import relative_error
-from tests.unit.block_cases import masked_reference
-from tests.unit.content_cases import check_choice, make_case
+from tests.unit.attention.attention_rings import relative_error
+from tests.unit.content.content_cases import check_choice, make_case
+from tests.unit.sparse.block_cases import masked_reference
 
 pytestmark = [
     pytest.mark.gpu,

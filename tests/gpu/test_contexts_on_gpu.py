@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from elastic_ring.runtime import nccl
-from elastic_ring.runtime.contexts import CudaContexts, end_contexts, let_go_of_others, unused_others
-from elastic_ring.runtime.devices import let_go_of_cache, visible_chips
-from elastic_ring.runtime.standstill import DeviceMarks
+from elastic_ring.runtime.gpu.cuda_contexts import CudaContexts, end_contexts, release_other_contexts, unused_others
+from elastic_ring.runtime.gpu.device import empty_cache, visible_gpus
+from elastic_ring.runtime.groups import nccl
+from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks
 from elastic_ring.state.device_squares import eager_squared_norm, squared_norm
 from elastic_ring.train.warm import _one_step
 
@@ -69,7 +69,7 @@ def use_beside(device: torch.device) -> None:
         except BaseException as error:
             failed.append(error)
 
-    for call in (look, partial(nccl.link_error, backend), partial(nccl.end, backend), partial(let_go_of_cache, device),
+    for call in (look, partial(nccl.link_error, backend), partial(nccl.end, backend), partial(empty_cache, device),
                  partial(nccl.probe, device)):  # fmt: skip
         thread = threading.Thread(target=alone, args=(call,))
         thread.start()
@@ -82,7 +82,7 @@ def use_beside(device: torch.device) -> None:
 def let_go(device: torch.device, beside: bool) -> int:
     """`beside`: the contexts end in a thread that has chosen no GPU, as a member's do."""
     if not beside:
-        return let_go_of_others(device)
+        return release_other_contexts(device)
     contexts, ended = CudaContexts(), list[int]()
     unused = unused_others(device, contexts)
     thread = threading.Thread(target=lambda: ended.append(end_contexts(unused, contexts)))
@@ -106,7 +106,7 @@ def child(end: Connection, own: int, beside: bool) -> None:
     use_beside(device)
     torch.cuda.empty_cache()
     torch.manual_seed(0)
-    visible_chips()
+    visible_gpus()
     stats = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
     reserved = [index for index, told in enumerate(stats) if told.get("reserved_bytes.all.current", 0)]
     end.send((contexts.having(), reserved))

@@ -18,8 +18,8 @@ from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.errors import PeerFailed
 from tests.gpu.test_attention_between_gpus import spawn
-from tests.unit.attention_rings import Case
-from tests.unit.block_cases import block_case
+from tests.unit.attention.attention_rings import Case
+from tests.unit.sparse.block_cases import block_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -142,11 +142,11 @@ def larger_ones_between(cp_rank: int, cp: int) -> None:
         for case in (small, large)
     ]
     with _agreeing(rings[0], small, cp_rank) as graphed:
-        before = {x.data_ptr() for x in buffers.held()}
+        before = {x.data_ptr() for x in buffers.shared_buffers()}
         tensors = _draw(small, cp_rank, 7)
         want = _both(rings[0], tensors)
         _both(rings[1], _draw(large, cp_rank, 8))
-        assert not before & {x.data_ptr() for x in buffers.held()}
+        assert not before & {x.data_ptr() for x in buffers.shared_buffers()}
         # Whoever gets memory that was let go of would be written to by a replay that does not hold it.
         fills = [torch.full((1 << 20,), 7.0, device="cuda") for _ in range(64)]
         for got, exact in zip(_both(graphed, tensors), want, strict=True):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.runtime.cluster import left_behind
-from jobs import drills
-from jobs.gpu_tasks import GpuRun
+from benchmarks.harness import runs
+from benchmarks.harness.gpu_runs import GpuRun
+from elastic_ring.runtime.driver.cluster import left_behind
 from tests.ray.conftest import held_loss
 from tests.ray.test_reshaped import assert_same_samples
 
@@ -39,21 +39,21 @@ def fit(folder: Path, name: str, faults: str = "") -> dict[str, Any]:
     """The summary. With faults, steps are slow until both rings are back."""
     trainer = RUN.trainer(folder, name, STEPS, faults)
     gate = folder / "whole again"
-    trainer.task = replace(trainer.task, loss=partial(held_loss, gate))
+    trainer.task = replace(trainer.task, loss=partial(held_loss, gate, 0.3))
 
-    def open_when_whole(run: drills.Watcher) -> None:
+    def open_when_whole(run: runs.Watcher) -> None:
         if faults:
             run.until("two rings, one, two", lambda: rings_in_turn(run.steps()) == [2, 1, 2] or None)
         gate.touch()
 
     gate.unlink(missing_ok=True)
-    drills.train_while(trainer, open_when_whole, to_the_end=True)
+    runs.train_while(trainer, open_when_whole, to_the_end=True)
     assert left_behind(name) == []
-    return drills.summary_of(trainer)
+    return runs.summary_of(trainer)
 
 
 def test_a_loss_without_a_spare_shrinks_the_mesh_and_it_grows_back(tmp_path: Path) -> None:
-    with drills.local_ray(num_cpus=8):
+    with runs.local_ray(num_cpus=8):
         reference = fit(tmp_path, "calm")
         summary = fit(tmp_path, "shrink", "kill@step=3,phase=backward,rank=1")
     assert_same_samples(summary, reference, ROUNDING)

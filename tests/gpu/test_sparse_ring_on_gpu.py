@@ -1,4 +1,4 @@
-"""The promises of `tests/unit/test_block_ring.py`, kept by the GPU's kernels: values, gradients, bytes, bits."""
+"""The promises of `tests/unit/sparse/test_block_ring.py`, kept by the GPU's kernels: values, gradients, bytes, bits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from elastic_ring.attention.merge import eager_add_placed_
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.attention.sparse_schedule import plan_sparse
-from tests.gpu.gpu_rings import Wires, run_sparse_on
-from tests.unit.attention_rings import relative_error
-from tests.unit.block_cases import FAMILIES, GROUPED, block_case, check_bytes, grouped_case, masked_reference
+from tests.gpu.gpu_rings import ProcessGroups, run_sparse_on
+from tests.unit.attention.attention_rings import relative_error
+from tests.unit.sparse.block_cases import FAMILIES, GROUPED, block_case, check_bytes, grouped_case, masked_reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +34,7 @@ def usable(kernel: SparseKernel, head_dim: int = 128) -> None:
 @pytest.mark.parametrize(("head_dim", "group"), [(128, 1), (128, 4), (64, 1)])
 def test_the_first_kernel_passes_its_proof_for_other_groups_of_heads(head_dim: int, group: int) -> None:
     usable(KERNELS[0], head_dim)
-    assert block_proof.rehearse(KERNELS[0], head_dim, torch.bfloat16, "cuda", group) is None
+    assert block_proof.warm_up_kernels(KERNELS[0], head_dim, group, torch.bfloat16, "cuda") is None
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_batches_and_partials_in_the_kernels_type_agree() -> None:
 @pytest.mark.parametrize("family", ["bigbird", "heads in turn"])
 def test_the_deterministic_ring_repeats_every_bit_in_one_operation_a_pass_and_direction(family: str) -> None:
     case = block_case(family, 4, "zigzag", head_dim=128, dtype=torch.bfloat16)
-    wires = Wires(4)
-    groups = wires.groups()
-    wires.groups = lambda: groups  # type: ignore[method-assign]
-    first, _ = run_sparse_on("cuda", case, wires, deterministic=True)
+    links = ProcessGroups(4)
+    groups = links.groups()
+    links.groups = lambda: groups  # type: ignore[method-assign]
+    first, _ = run_sparse_on("cuda", case, links, deterministic=True)
     assert [group.num_operations for group in groups] == [3] * 4
     for _ in range(2):
         again, _ = run_sparse_on("cuda", case, deterministic=True)

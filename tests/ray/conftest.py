@@ -1,9 +1,10 @@
-"""One embedded Ray per module, small models, and runs that are compared bit by bit."""
+"""One embedded Ray for the session, small models, and runs that are compared bit by bit."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,24 +28,34 @@ from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, STATUS_NAME
-from elastic_ring.runtime.bits import versions
-from elastic_ring.runtime.charter import Charter, control_options
-from elastic_ring.runtime.cluster import NAMESPACE, left_behind
+from elastic_ring.runtime.coordinator.run_spec import RunSpec, control_options
+from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
+from elastic_ring.runtime.worker.env_fingerprint import versions
+from tests.ray.fork_server import ForkServer
 
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would starve workers beside the other tests
 ALONE = {"dp": 1, "cp": 1, "spares": 0}
 """The mesh of tests that are not about a mesh: one worker starts sooner than five."""
 TINY = ModelConfig(257, 2, 32, 4, 2, 8, 64)
 
 
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Forks the workers of the session's Ray; other Rays start theirs themselves."""
+    with ForkServer(tmp_path_factory.mktemp("forks")) as server:
+        yield server
+        ray.shutdown()
+
+
 @pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    """A Ray of this test module's own, with as many CPUs as the largest mesh asks for."""
-    ray.init(
-        address="local", num_cpus=32, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False,
-        logging_level="ERROR",
-    )  # fmt: skip
-    yield
-    ray.shutdown()
+def local_ray(fork_server: ForkServer) -> None:
+    """One Ray for all modules that start none of their own, with as many CPUs as the largest mesh asks for."""
+    if not ray.is_initialized():
+        with fork_server.forking():
+            ray.init(
+                address="local", num_cpus=32, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False,
+                logging_level="ERROR",
+            )  # fmt: skip
 
 
 def slow_loss(seconds: float, model: Any, batch: Any) -> tuple[Any, int]:
@@ -53,10 +64,10 @@ def slow_loss(seconds: float, model: Any, batch: Any) -> tuple[Any, int]:
     return language_model_loss(model, batch)
 
 
-def held_loss(gate: Path, model: Any, batch: Any) -> tuple[Any, int]:
+def held_loss(gate: Path, seconds: float, model: Any, batch: Any) -> tuple[Any, int]:
     """The usual loss, slow as long as there is no file `gate`: the test makes it when it has seen what it waits for."""
     if not gate.exists():
-        time.sleep(0.3)
+        time.sleep(seconds)
     return language_model_loss(model, batch)
 
 
@@ -70,7 +81,14 @@ def wait_for(*conditions: Callable[[], bool], limit_s: float = 120.0) -> None:
 
 
 def tiny_trainer(
-    folder: Path, name: str, *, faults: str = "", steps: int = 12, slow_s: float = 0.0, gate: Path | None = None,
+    folder: Path,
+    name: str,
+    *,
+    faults: str = "",
+    steps: int = 12,
+    slow_s: float = 0.0,
+    gate: Path | None = None,
+    gate_s: float = 0.3,
     **scaling: Any,
 ) -> ElasticRingTrainer:
     """A run of a small decoder on the standard library's sources."""
@@ -79,10 +97,10 @@ def tiny_trainer(
     step = StepConfig(steps=steps, global_batch=options.pop("global_batch", 6), context_tokens=96)
     run = RunConfig(name=name, run_dir=str(folder / name), faults=faults, progress=False)  # type: ignore[arg-type]
     return ElasticRingTrainer(
-        partial(Transformer, TINY), StdlibText(96), step=step,
-        optim=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=steps),
-        loss=partial(held_loss, gate) if gate else loss,
-        scaling=ScalingConfig(**options), run=run, initial=Initialiser(0, TINY.num_layers),
+        partial(Transformer, TINY), StdlibText(96), step_config=step,
+        optim_config=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=steps),
+        loss=partial(held_loss, gate, gate_s) if gate else loss,
+        scaling_config=ScalingConfig(**options), run_config=run, initial=Initialiser(0, TINY.num_layers),
     )  # fmt: skip
 
 
@@ -125,9 +143,9 @@ def train(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Callable
 def check_records(trainer: ElasticRingTrainer, result: Result) -> None:
     """The journal replays to the same commands, no decision in it broke an invariant, the weights' file has
     the digest of the summary, nobody is a member any more, and the versions are recorded."""
-    charter = Charter(trainer.run, trainer.scaling, trainer.task, "", "", 0.0, "")
-    options = control_options(charter)
-    lines = [line for line in standing(read(result.run_dir / JOURNAL_NAME)) if "event" in line]
+    run_spec = RunSpec(trainer.run_config, trainer.scaling_config, trainer.task, "", "", 0.0, "")
+    options = control_options(run_spec)
+    lines = [line for line in standing(read(result.path / JOURNAL_NAME)) if "event" in line]
     assert isinstance(replay(options, lines).phase, Ended)
     state = initial(options)
     for line in lines:
@@ -135,9 +153,9 @@ def check_records(trainer: ElasticRingTrainer, result: Result) -> None:
         decision = advance(state, event, line["now"])
         invariants.check(state, event, decision)
         state = decision.state
-    status = json.loads((result.run_dir / STATUS_NAME).read_text())
+    status = json.loads((result.path / STATUS_NAME).read_text())
     assert (status["phase"], status["members"], status["spares"]) == ("ended", [], [])
-    assert json.loads((result.run_dir / CONFIG_NAME).read_text())["versions"] == versions(trainer.scaling.device)
+    assert json.loads((result.path / CONFIG_NAME).read_text())["versions"] == versions(trainer.scaling_config.device)
     weights = load_file(result.weights)
     total = hashlib.sha256()
     for name in sorted(weights):

@@ -18,15 +18,15 @@ import psutil
 import pytest
 import ray
 
+from benchmarks.harness.runs import actor_pids
 from elastic_ring import Result
 from elastic_ring.data.source import open_source
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import read_metrics, write_json
-from elastic_ring.runtime.charter import Charter
-from elastic_ring.runtime.cluster import NAMESPACE, actor_name, left_behind
-from elastic_ring.runtime.coordinator import Coordinator
-from elastic_ring.runtime.stamp_folder import hold, stamp_folder
-from jobs.drills import actor_pids
+from elastic_ring.runtime.agent.stamp_dir import hold, stamp_folder
+from elastic_ring.runtime.coordinator.actor import Coordinator
+from elastic_ring.runtime.coordinator.run_spec import RunSpec
+from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
 from tests.ray.conftest import ALONE, check_records, fault_free, tiny_trainer, wait_for
 
 
@@ -39,6 +39,7 @@ def pids(folder: Path) -> list[int]:
     return [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
 
 
+@pytest.mark.slow
 def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(
     local_ray: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -56,18 +57,19 @@ def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(
         wait_for(lambda: "attached to run followed" in caplog.text)
         gone = ray.get_actor(actor_name("followed", "coordinator"), namespace=NAMESPACE)
         gate.touch()
-        summaries = [run.result().summary for run in (first, second)]
-    assert summaries[0] == summaries[1]
+        block_means = [run.result().summary for run in (first, second)]
+    assert block_means[0] == block_means[1]
     (warned,) = [line for line in caplog.messages if "other versions" in line]
     assert "torch 0.1 there" in warned
-    assert summaries[0]["steps"] == 6
+    assert block_means[0]["steps"] == 6
     # Whichever of the two came late met a coordinator that is gone, as this one does for certain.
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(gone.identity.remote())
-    assert trainers[1]._follow(gone)["summary"] == summaries[0]
+    assert trainers[1]._follow(gone)["summary"] == block_means[0]
     assert left_behind("followed") == []
 
 
+@pytest.mark.slow
 def test_a_submission_that_overlaps_the_end_of_its_run_takes_the_result_and_moves_nothing(
     local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,48 +83,51 @@ def test_a_submission_that_overlaps_the_end_of_its_run_takes_the_result_and_move
 
     monkeypatch.setattr(late, "_finished", not_yet_at_the_first_look)
     assert late.fit().summary == first.summary
-    assert list(first.run_dir.glob("attempt-*")) == []
+    assert list(first.path.glob("attempt-*")) == []
 
 
-def test_a_death_while_the_ring_validates_loses_neither_a_bit_nor_a_validation(
-    local_ray: None, tmp_path: Path
-) -> None:
-    summaries, validations = [], []
+@pytest.mark.slow
+def test_a_death_while_the_ring_validates_loses_neither_a_bit_nor_a_validation(local_ray: None, tmp_path: Path) -> None:
+    block_means, validations = [], []
     for name, faults in (("calm-held-out", ""), ("held-out", "kill@step=4,phase=idle,rank=0")):
         trainer = tiny_trainer(tmp_path, name, steps=6, faults=faults)
         trainer.task = replace(trainer.task, step=replace(trainer.task.step, val_every_steps=2))
         result = trainer.fit()
-        summaries.append(result.summary)
-        validations.append({line["step"]: line["val_loss"] for line in read_metrics(result.run_dir)})
-    assert [summary["weights_sha256"] for summary in summaries] == [summaries[0]["weights_sha256"]] * 2
-    assert [len(summary["recoveries"]) for summary in summaries] == [0, 1]
+        block_means.append(result.summary)
+        validations.append({line["step"]: line["val_loss"] for line in read_metrics(result.path)})
+    assert [summary["weights_sha256"] for summary in block_means] == [block_means[0]["weights_sha256"]] * 2
+    assert [len(summary["recoveries"]) for summary in block_means] == [0, 1]
     assert validations[0] == validations[1]
     assert [step for step, loss in validations[0].items() if loss is not None] == [1, 3, 5]
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_died_before_the_summary_was_written_writes_it_when_it_comes_back(
     local_ray: None, tmp_path: Path
 ) -> None:
     trainer = tiny_trainer(tmp_path, "last-words", steps=3, **ALONE)
     first = trainer.fit()
-    (first.run_dir / "summary.json").unlink()
-    (begin,) = notes(first.run_dir, "begin")
+    (first.path / "summary.json").unlink()
+    (begin,) = notes(first.path, "begin")
     fingerprint = open_source(trainer.task.data).fingerprint
-    charter = Charter(trainer.run, trainer.scaling, trainer.task, begin["attempt"], "", time.time(), fingerprint)
+    run_spec = RunSpec(
+        trainer.run_config, trainer.scaling_config, trainer.task, begin["attempt"], "", time.time(), fingerprint
+    )
     name = actor_name("last-words", "coordinator")
     again = ray.remote(Coordinator).options(
         name=name, namespace=NAMESPACE, lifetime="detached", max_concurrency=8, num_cpus=0
-    ).remote(charter)  # fmt: skip
+    ).remote(run_spec)  # fmt: skip
     wait_for(lambda: ray.get(again.follow.remote(-1, 0))["ended"] is not None)
     ended = ray.get(again.follow.remote(-1, 0))["ended"]
     ray.kill(again)
     assert ended["error"] == ""
-    written = json.loads((first.run_dir / "summary.json").read_text())
+    written = json.loads((first.path / "summary.json").read_text())
     assert ended["summary"] == written
     assert {**written, "goodput": 0} == {**first.summary, "goodput": 0}
     assert left_behind("last-words") == []
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_dies_while_the_ring_is_being_built_changes_no_bit(
     local_ray: None, tmp_path: Path, undisturbed: dict[tuple[int, int, int], dict[str, Any]]
 ) -> None:
@@ -156,9 +161,8 @@ def test_a_run_removes_the_stamps_of_a_run_that_is_gone_and_leaves_none_of_its_o
     wait_for(lambda: not list(used.parent.glob("elastic_ring-tidy-*")))
 
 
-def test_a_frozen_agent_is_replaced_and_the_next_death_is_seen_by_the_new_one(
-    local_ray: None, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_a_frozen_agent_is_replaced_and_the_next_death_is_seen_by_the_new_one(local_ray: None, tmp_path: Path) -> None:
     gate, folder = tmp_path / "gate", tmp_path / "agent"
     trainer = tiny_trainer(tmp_path, "agent", spares=1, steps=20, gate=gate)
     with ThreadPoolExecutor(1) as pool:

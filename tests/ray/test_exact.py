@@ -50,15 +50,14 @@ def faults_of(summary: Summary) -> list[int]:
     return [len(recovery["faults"]) for recovery in summary["recoveries"]]
 
 
-def test_a_kill_in_each_phase_and_of_each_rank_changes_no_bit(
-    train: Train, undisturbed: Known, tmp_path: Path
-) -> None:
+def test_a_kill_in_each_phase_and_of_each_rank_changes_no_bit(train: Train, undisturbed: Known, tmp_path: Path) -> None:
     reference = fault_free(undisturbed, tmp_path, 2, 2)
     summary = train("every-phase", spares=6, faults=EVERY_PHASE)
     assert_same_bits(summary, reference)
     assert faults_of(summary) == [1] * 6
 
 
+@pytest.mark.slow
 def test_two_kills_at_once_and_a_newcomer_that_dies_while_it_heals_change_no_bit(
     train: Train, undisturbed: Known, tmp_path: Path
 ) -> None:
@@ -68,6 +67,7 @@ def test_two_kills_at_once_and_a_newcomer_that_dies_while_it_heals_change_no_bit
     assert faults_of(summary) == [2, 2]
 
 
+@pytest.mark.slow
 def test_three_rings_of_three_survive_a_donor_that_dies_in_a_heal(
     train: Train, undisturbed: Known, tmp_path: Path
 ) -> None:
@@ -77,9 +77,8 @@ def test_three_rings_of_three_survive_a_donor_that_dies_in_a_heal(
     assert faults_of(summary) == [1, 2, 1, 2]
 
 
-def test_each_other_rank_of_three_rings_may_die_too(
-    train: Train, undisturbed: Known, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_each_other_rank_of_three_rings_may_die_too(train: Train, undisturbed: Known, tmp_path: Path) -> None:
     reference = fault_free(undisturbed, tmp_path, 3, 3)
     summary = train("three-rings-more", dp=3, cp=3, spares=4, faults=THREE_RINGS_MORE)
     assert_same_bits(summary, reference)
@@ -98,9 +97,7 @@ def test_a_frozen_a_stuck_and_a_leaving_process_are_replaced_without_changing_a_
     assert "exit code 3" in causes[2]
 
 
-def test_an_exception_in_one_step_is_survived_in_place(
-    train: Train, undisturbed: Known, tmp_path: Path
-) -> None:
+def test_an_exception_in_one_step_is_survived_in_place(train: Train, undisturbed: Known, tmp_path: Path) -> None:
     reference = fault_free(undisturbed, tmp_path, 2, 2)
     summary = train("raise", spares=0, faults="raise@step=3,phase=backward,rank=2")
     assert_same_bits(summary, reference)
@@ -117,6 +114,7 @@ def test_a_drained_rank_hands_its_place_over_without_a_lost_step(
     assert summary["recoveries"][0]["steps_rerun"] == 0
 
 
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_training_goes_on_while_the_coordinator_is_gone(
     train: Train, undisturbed: Known, tmp_path: Path, kind: str

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from elastic_ring.monitor.metrics import read_metrics
-from elastic_ring.runtime.cluster import NAMESPACE, left_behind
+from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
 from tests.signals import heed_interrupts
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +38,7 @@ def cli(*words: str, timeout_s: float = 240.0, check: bool = True) -> subprocess
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[None]:
+    ray.shutdown()  # the other modules' Ray
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where `python` is ours
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PATH": path}
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={GCS_PORT}", "--num-cpus=4",
@@ -110,6 +111,7 @@ def test_a_relative_run_dir_in_a_job_is_refused_before_anything_starts(head: Non
     assert left_behind("astray") == []
 
 
+@pytest.mark.slow
 def test_a_job_whose_driver_was_killed_goes_on_when_submitted_again(head: None, tmp_path: Path) -> None:
     submit("orphan", tmp_path, "--spares", "0", "--dp", "1", steps=60, wait=False)
     folder = tmp_path / "orphan"
@@ -125,6 +127,7 @@ def test_a_job_whose_driver_was_killed_goes_on_when_submitted_again(head: None, 
     assert not list(folder.glob("attempt-*"))
 
 
+@pytest.mark.slow
 def test_stopping_a_job_leaves_nothing_behind(head: None, tmp_path: Path) -> None:
     job_id = submit("stopped", tmp_path, steps=500, wait=False)
     folder = tmp_path / "stopped"
@@ -137,6 +140,7 @@ def test_stopping_a_job_leaves_nothing_behind(head: None, tmp_path: Path) -> Non
     assert (status["phase"], status["members"], status["error"]) == ("ended", [], "stopped by the user")
 
 
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("whole_group", [False, True], ids=["to the driver", "to its group, as a terminal does"])
 def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path, whole_group: bool) -> None:
     folder = tmp_path / "interrupted"

@@ -17,8 +17,8 @@ from ray.cluster_utils import Cluster
 
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import read_metrics
-from elastic_ring.runtime.cluster import NAMESPACE, left_behind
-from elastic_ring.runtime.lookout import POLL_S
+from elastic_ring.runtime.coordinator.node_monitor import POLL_S
+from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
 from tests.ray.conftest import check_records, fault_free, tiny_trainer, wait_for
 
 Known = dict[tuple[int, int, int], dict[str, Any]]
@@ -27,6 +27,7 @@ Known = dict[tuple[int, int, int], dict[str, Any]]
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """A head without CPUs, so that the coordinator outlives the nodes, and three nodes of two workers each."""
+    ray.shutdown()  # the other modules' Ray
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     for _ in range(3):
         cluster.add_node(num_cpus=2)
@@ -84,14 +85,15 @@ def test_a_node_that_dies_with_a_whole_ring_changes_no_bit(
     assert left_behind("node") == []
 
 
+@pytest.mark.slow
 def test_a_node_that_falls_silent_is_lost_once_and_nothing_is_started_there(cluster: Cluster, tmp_path: Path) -> None:
     folder, gate = tmp_path / "silent", tmp_path / "gate"
     trainer = tiny_trainer(tmp_path, "silent", spares=2, steps=40, gate=gate)
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(trainer.fit)
         wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
-        seated = members_nodes(folder)
-        victim = next(node for node in cluster.list_all_nodes() if node.node_id in seated)
+        occupied = members_nodes(folder)
+        victim = next(node for node in cluster.list_all_nodes() if node.node_id in occupied)
         processes = silence_node(victim)
         try:
             wait_for(lambda: "NodeLost" in events_of(folder, victim.node_id))
@@ -112,6 +114,7 @@ def test_a_node_that_falls_silent_is_lost_once_and_nothing_is_started_there(clus
     assert recovery["exact"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_node_that_dies_at_a_random_moment_is_replaced_by_one_that_joins(
     cluster: Cluster, tmp_path: Path, seed: int, undisturbed: Known
@@ -123,8 +126,8 @@ def test_a_node_that_dies_at_a_random_moment_is_replaced_by_one_that_joins(
         run = pool.submit(trainer.fit)
         wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
         time.sleep(random.Random(seed).random())
-        seated = members_nodes(folder)
-        victim = next(node for node in cluster.list_all_nodes() if node.node_id in seated)
+        occupied = members_nodes(folder)
+        victim = next(node for node in cluster.list_all_nodes() if node.node_id in occupied)
         kill_node(victim)
         joined = cluster.add_node(num_cpus=2)
         wait_for(lambda: started_on(folder, joined.node_id))

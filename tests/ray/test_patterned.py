@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.attention.spec import parse_pattern
-from elastic_ring.runtime.cluster import left_behind
+import pytest
+
+from elastic_ring.attention.parse import parse_pattern
+from elastic_ring.runtime.driver.cluster import left_behind
 from tests.ray.conftest import check_records, tiny_trainer
 
 PATTERN = (
@@ -25,6 +27,7 @@ def run(folder: Path, name: str, **options: Any) -> dict[str, Any]:
     return result.summary
 
 
+@pytest.mark.slow
 def test_kills_under_a_pattern_leave_no_trace_and_a_larger_ring_gives_the_same_losses(
     local_ray: None, tmp_path: Path
 ) -> None:

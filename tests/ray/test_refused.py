@@ -22,7 +22,7 @@ from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.metrics import write_json
-from elastic_ring.runtime.cluster import left_behind
+from elastic_ring.runtime.driver.cluster import left_behind
 from tests.ray.conftest import ALONE, TINY, tiny_trainer
 
 Train = Callable[..., dict[str, Any]]
@@ -67,20 +67,18 @@ class PlainAttention(nn.Module):
 def trainer(folder: Path, name: str, **changes: Any) -> ElasticRingTrainer:
     options: dict[str, Any] = {
         "model": partial(Transformer, TINY), "data": StdlibText(96), "initial": Initialiser(0, 2),
-        "step": StepConfig(steps=6, global_batch=4, context_tokens=96, check_model=False),
-        "optim": OptimConfig(total_steps=6, max_skipped=2),
-        "scaling": ScalingConfig(dp=2, cp=2, spares=0),
-        "run": RunConfig(name=name, run_dir=str(folder / name), progress=False),
+        "step_config": StepConfig(steps=6, global_batch=4, context_tokens=96, check_model=False),
+        "optim_config": OptimConfig(total_steps=6, max_skipped=2),
+        "scaling_config": ScalingConfig(dp=2, cp=2, spares=0),
+        "run_config": RunConfig(name=name, run_dir=str(folder / name), progress=False),
         **changes,
     }  # fmt: skip
     return ElasticRingTrainer(options.pop("model"), options.pop("data"), **options)
 
 
-def test_a_mesh_larger_than_the_cluster_says_what_is_there_and_what_is_missing(
-    local_ray: None, tmp_path: Path
-) -> None:
+def test_a_mesh_larger_than_the_cluster_says_what_is_there_and_what_is_missing(local_ray: None, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mesh dp=9 x cp=5 needs 45 workers .* has CPU: 32 .* 13 missing"):
-        trainer(tmp_path, "large", scaling=ScalingConfig(dp=9, cp=5), step=StepConfig(
+        trainer(tmp_path, "large", scaling_config=ScalingConfig(dp=9, cp=5), step_config=StepConfig(
             steps=6, global_batch=9, context_tokens=96)).fit()  # fmt: skip
     assert left_behind("large") == []
 
@@ -117,6 +115,7 @@ def test_a_model_that_cannot_be_built_or_sent_is_refused_before_anything_starts(
     assert not (tmp_path / "unsent").exists()
 
 
+@pytest.mark.slow
 def test_workers_may_reserve_memory_and_what_ray_gives_no_actor_is_refused(local_ray: None, tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path, "memory", steps=2, resources_per_worker={"CPU": 1, "memory": 2**20}, **ALONE)
     assert trainer.fit().summary["steps"] == 2
@@ -124,29 +123,31 @@ def test_workers_may_reserve_memory_and_what_ray_gives_no_actor_is_refused(local
         tiny_trainer(tmp_path, "store", resources_per_worker={"CPU": 1, "object_store_memory": 2**20})
 
 
+@pytest.mark.slow
 def test_workers_that_all_fail_to_start_end_the_run_with_their_own_error(local_ray: None, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"no worker starts(.|\n)*No module named 'mine'"):
         trainer(tmp_path, "nowhere-else", model=OnlyHere(), initial=None).fit()
     assert left_behind("nowhere-else") == []
 
 
+@pytest.mark.slow
 def test_a_folder_belongs_to_one_run_name(local_ray: None, tmp_path: Path) -> None:
     tiny_trainer(tmp_path, "first", steps=2, **ALONE).fit()
     second = tiny_trainer(tmp_path, "second", steps=2, **ALONE)
-    second.run = RunConfig("second", str(tmp_path / "first"), progress=False)
+    second.run_config = RunConfig("second", run_dir=str(tmp_path / "first"), progress=False)
     with pytest.raises(ValueError, match="holds run 'first', not 'second'"):
         second.fit()
 
 
 def test_a_folder_that_another_cluster_writes_to_is_refused(local_ray: None, tmp_path: Path) -> None:
     elsewhere = tiny_trainer(tmp_path, "busy", steps=2)
-    elsewhere.run.folder.mkdir(parents=True)
+    elsewhere.run_config.folder.mkdir(parents=True)
     over = threading.Event()
 
     def write() -> None:  # as a coordinator does that this cluster does not know
         while not over.wait(0.2):
             status = {"run": "busy", "ended": False, "updated_unix_s": time.time()}
-            write_json(elsewhere.run.folder / "status.json", status)
+            write_json(elsewhere.run_config.folder / "status.json", status)
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -160,6 +161,7 @@ def test_a_folder_that_another_cluster_writes_to_is_refused(local_ray: None, tmp
     assert left_behind("busy") == []
 
 
+@pytest.mark.slow
 def test_a_run_that_was_abandoned_starts_anew_when_submitted_again(local_ray: None, tmp_path: Path) -> None:
     run = tiny_trainer(tmp_path, "again", steps=3, **ALONE)
     corpse = run._coordinator(open_source(run.task.data).fingerprint, "abandoned")
@@ -169,14 +171,14 @@ def test_a_run_that_was_abandoned_starts_anew_when_submitted_again(local_ray: No
     result = run.fit()
     assert result.summary["steps"] == 3
     assert left_behind("again") == []
-    assert [path.name for path in run.run.folder.glob("attempt-*")] == ["attempt-001"]
+    assert [path.name for path in run.run_config.folder.glob("attempt-*")] == ["attempt-001"]
 
 
 def test_an_exception_of_the_users_stops_the_run_the_second_time_with_their_traceback_first(
     local_ray: None, tmp_path: Path
 ) -> None:
     with pytest.raises(UserCodeFailed, match="no such feature: colour") as caught:
-        trainer(tmp_path, "mistake", loss=FailingLoss(4), scaling=ScalingConfig(dp=2, cp=1, spares=0)).fit()
+        trainer(tmp_path, "mistake", loss=FailingLoss(4), scaling_config=ScalingConfig(dp=2, cp=1, spares=0)).fit()
     assert str(caught.value).startswith("Traceback")
     assert "__call__" in str(caught.value)
     assert left_behind("mistake") == []
@@ -193,11 +195,10 @@ def failing_optimizer(named: list[tuple[str, torch.Tensor]]) -> torch.optim.Opti
     return FailingOptimizer([tensor for _, tensor in named], lr=0.1)
 
 
-def test_an_exception_in_the_users_optimizer_ends_the_run_with_their_traceback(
-    local_ray: None, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_an_exception_in_the_users_optimizer_ends_the_run_with_their_traceback(local_ray: None, tmp_path: Path) -> None:
     with pytest.raises(UserCodeFailed, match=r"(?s)Traceback.*no such momentum"):
-        trainer(tmp_path, "optimizer", optimizer=failing_optimizer, scaling=ScalingConfig(2, 1, 0)).fit()
+        trainer(tmp_path, "optimizer", optimizer=failing_optimizer, scaling_config=ScalingConfig(2, 1, 0)).fit()
     assert left_behind("optimizer") == []
 
 
@@ -207,15 +208,24 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path / "file", "unwritable").fit()
 
 
+@pytest.mark.slow
 def test_too_many_skipped_steps_stop_the_run(local_ray: None, tmp_path: Path) -> None:
     with pytest.raises(TooManySkipped, match="3 steps in a row"):
-        trainer(tmp_path, "nan", loss=nan_loss, scaling=ScalingConfig(**ALONE)).fit()
+        trainer(tmp_path, "nan", loss=nan_loss, scaling_config=ScalingConfig(**ALONE)).fit()
 
 
+@pytest.mark.slow
 def test_a_model_that_attends_to_its_own_slice_is_refused_at_the_start(local_ray: None, tmp_path: Path) -> None:
     step = StepConfig(steps=6, global_batch=4, context_tokens=96)
     with pytest.raises(RunFailed, match=r"it must attend through batch\.attention"):
-        trainer(tmp_path, "plain", model=PlainAttention, initial=None, step=step, scaling=ScalingConfig(1, 2, 0)).fit()
+        trainer(
+            tmp_path,
+            "plain",
+            model=PlainAttention,
+            initial=None,
+            step_config=step,
+            scaling_config=ScalingConfig(1, 2, 0),
+        ).fit()
 
 
 def test_a_step_that_kills_members_three_times_stops_the_run_and_names_it(local_ray: None, tmp_path: Path) -> None:
@@ -226,6 +236,7 @@ def test_a_step_that_kills_members_three_times_stops_the_run_and_names_it(local_
     assert left_behind("loop") == []
 
 
+@pytest.mark.slow
 def test_a_fault_that_never_fired_fails_the_run(local_ray: None, tmp_path: Path) -> None:
     with pytest.raises(FaultNeverFired, match="role=spare"):
         tiny_trainer(tmp_path, "unfired", faults="kill@step=2,phase=heal,role=spare", steps=4, cp=1).fit()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ray.conftest import fault_free
+from elastic_ring.runtime.driver.cluster import left_behind
+from tests.ray.conftest import check_records, fault_free, tiny_trainer, wait_for
 
 Train = Callable[..., dict[str, Any]]
 Summary = dict[str, Any]
@@ -23,18 +26,31 @@ def assert_same_samples(summary: Summary, reference: Summary, rel: float = 1e-4)
     assert all(recovery["steps_undone"] == 0 for recovery in summary["recoveries"])
 
 
+def status(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "status.json").read_text())
+
+
 @pytest.fixture
 def reference(local_ray: None, undisturbed: dict[tuple[int, int, int], Summary], tmp_path: Path) -> Summary:
     return fault_free(undisturbed, tmp_path)
 
 
-def test_a_loss_without_a_spare_shrinks_the_mesh_and_it_grows_back(train: Train, reference: Summary) -> None:
-    summary = train("shrink", spares=0, steps=12, faults="kill@step=3,phase=backward,rank=3", slow_s=1.5)
-    assert_same_samples(summary, reference)
-    meshes = [generation["mesh"]["dp"] for generation in summary["generations"]]
-    assert meshes == [2, 1, 2]
+def test_a_loss_without_a_spare_shrinks_the_mesh_and_it_grows_back(reference: Summary, tmp_path: Path) -> None:
+    gate, folder = tmp_path / "gate", tmp_path / "shrink"
+    faults = "kill@step=1,phase=backward,rank=3"
+    trainer = tiny_trainer(tmp_path, "shrink", spares=0, faults=faults, gate=gate, gate_s=1.0)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for((folder / "status.json").exists, lambda: status(folder)["generation"] == 3)
+        gate.touch()
+        result = run.result()
+    check_records(trainer, result)
+    assert left_behind("shrink") == []
+    assert_same_samples(result.summary, reference)
+    assert [generation["mesh"]["dp"] for generation in result.summary["generations"]] == [2, 1, 2]
 
 
+@pytest.mark.slow
 def test_two_losses_that_leave_no_ring_whole_but_every_shard_held(train: Train, reference: Summary) -> None:
     faults = "kill@step=3,phase=backward,rank=0; kill@step=3,phase=backward,rank=3"
     summary = train("crosswise", spares=0, faults=faults)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.attention.spec import read_pattern
+from elastic_ring.attention.parse import read_pattern
 
 ROOT = Path(__file__).parents[2]
 NUM_TRIALS = 7
@@ -39,8 +39,8 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def trained(folder: Path) -> list[str]:
-    """Patterns that reached the last rung."""
-    return [line["name"] for line in lines(folder) if line["rung"] == 3]
+    """Patterns that reached the last fidelity."""
+    return [line["name"] for line in lines(folder) if line["fidelity"] == 3]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What both searches start from, measured once and without Ray."""
     path = tmp_path_factory.mktemp("baseline") / "baseline.json"
     code = (
-        "import sys; from pathlib import Path; from tune.rungs import Climb, baseline;"
+        "import sys; from pathlib import Path; from elastic_ring.tuning.fidelity import Climb, baseline;"
         "baseline(Path(sys.argv[1]), Climb(1, 2, 128, 512))"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, env=ENVIRONMENT, check=True, timeout=280)
@@ -62,6 +62,7 @@ def folder_with(baseline: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_killed_search_goes_on_without_repeating_what_was_measured(baseline: Path, tmp_path: Path) -> None:
     folder = folder_with(baseline, tmp_path)
     options: Any = {"cwd": tmp_path, "env": ENVIRONMENT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -82,7 +83,7 @@ def test_a_killed_search_goes_on_without_repeating_what_was_measured(baseline: P
     again = subprocess.run(command(), **other)
     assert again.returncode == 0, again.stderr[-3000:]
     assert {line["pid"] for line in lines(folder)} > pids, "the second run measured nothing: the first was killed late"
-    measured = Counter((line["name"], line["rung"]) for line in lines(folder))
+    measured = Counter((line["name"], line["fidelity"]) for line in lines(folder))
     assert set(measured.values()) == {1}, measured
     front = (folder / "front.md").read_text()
     assert f"{NUM_TRIALS} trials" in front
@@ -93,6 +94,7 @@ def test_a_killed_search_goes_on_without_repeating_what_was_measured(baseline: P
     assert set(json.loads((folder / "pattern-1.json").read_text())["measured"]) == {"density", "gap", "step_s", "bytes"}
 
 
+@pytest.mark.slow
 def test_a_search_whose_trials_all_fail_says_so(baseline: Path, tmp_path: Path) -> None:
     folder = folder_with(baseline, tmp_path)
     (folder / "trials.jsonl").mkdir()  # where no line can be written
@@ -100,6 +102,6 @@ def test_a_search_whose_trials_all_fail_says_so(baseline: Path, tmp_path: Path) 
         command("--trials=2"), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 1, done.stderr[-3000:]
-    assert "none of 2 trials reached the last rung" in done.stderr
+    assert "none of 2 trials reached the last fidelity" in done.stderr
     assert "a trial failed" in done.stderr
     assert not (folder / "front.md").exists()

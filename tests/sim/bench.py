@@ -22,25 +22,25 @@ from elastic_ring.control.messages import (
     WorkerReady,
 )
 from elastic_ring.control.options import ControlOptions
-from elastic_ring.control.state import Change, crew_of, members, phase_name
+from elastic_ring.control.state import Change, members, membership_of, phase_name
 
 C = TypeVar("C")
 
 
 class Bench:
-    def __init__(self, nodes: dict[str, int], seats: dict[str, int] | None = None, **options: Any) -> None:
-        """`nodes`: how many workers fit on each; `seats`: how many GPUs those have that limit their members."""
+    def __init__(self, nodes: dict[str, int], members: dict[str, int] | None = None, **options: Any) -> None:
+        """`nodes`: how many workers fit on each; `members`: how many GPUs those have that limit their members."""
         wanted: dict[str, Any] = {"run": "scripted", "dp": 2, "cp": 2, "total_steps": 100, "restart_delay_s": 0.0}
         self.options = ControlOptions(**{**wanted, **options})
         self.state = coordination.initial(self.options)
         self.now, self.sent, self.reason = 0.0, (), ""
         self.sent: tuple[Command, ...]
         self.journal: list[str] = []
-        self.say(CoordinatorStarted("c", 1))
+        self.handle(CoordinatorStarted("c", 1))
         for node, slots in nodes.items():
-            self.say(NodeJoined("n", node, slots, (seats or {}).get(node)))
+            self.handle(NodeJoined("n", node, slots, (members or {}).get(node)))
 
-    def say(self, event: Event, after_s: float = 0.01) -> tuple[Command, ...]:
+    def handle(self, event: Event, after_s: float = 0.01) -> tuple[Command, ...]:
         self.now += after_s
         decision = coordination.advance(self.state, event, self.now)
         invariants.check(self.state, event, decision)
@@ -50,13 +50,13 @@ class Bench:
         return self.sent
 
     def wait(self, seconds: float) -> tuple[Command, ...]:
-        return self.say(Tick("t"), seconds)
+        return self.handle(Tick("t"), seconds)
 
     def all_ready(self) -> tuple[Command, ...]:
         """Everything that is starting becomes warm."""
         said: tuple[Command, ...] = ()
-        for worker in [w for w in self.state.workers.values() if w.life == "starting"]:
-            said += self.say(WorkerReady("w", worker.worker, worker.node, 1))
+        for worker in [w for w in self.state.workers.values() if w.status == "starting"]:
+            said += self.handle(WorkerReady("w", worker.worker, worker.node, 1))
         return said
 
     def form(self) -> Bench:
@@ -67,43 +67,51 @@ class Bench:
         return self
 
     def resume_all(self) -> tuple[Command, ...]:
-        crew = crew_of(self.state)
-        assert crew is not None
+        membership = membership_of(self.state)
+        assert membership is not None
         said: tuple[Command, ...] = ()
-        for worker in crew.seats:
-            said += self.say(Resumed("w", worker, self.state.term, crew.generation, crew.step))
+        for worker in membership.members:
+            said += self.handle(Resumed("w", worker, self.state.term, membership.generation, membership.step))
         return said
 
-    def lose(self, *ranks: int, reason: str = "died") -> tuple[Command, ...]:
+    def lose(
+        self, *ranks: int, reason: str = "died", step: int = -1, phase: str = "idle", signal: str = "SIGKILL"
+    ) -> tuple[Command, ...]:
         said: tuple[Command, ...] = ()
-        crew = members(self.state)
+        membership = members(self.state)
         for rank in ranks:
-            said += self.say(WorkerLost("a", crew[rank], reason, "signal 9"))
+            said += self.handle(WorkerLost("a", membership[rank], reason, f"{signal} in {phase}", step, phase, signal))
         return said
 
     def vote(self, step: int) -> Vote:
-        crew = crew_of(self.state)
-        assert crew is not None
-        return Vote(step, (float(step),), crew.cast)
+        membership = membership_of(self.state)
+        assert membership is not None
+        return Vote(step, (float(step),), membership.id)
 
     def commit(self, step: int) -> None:
-        self.say(Published("w", self.vote(step)))
+        self.handle(Published("w", self.vote(step)))
 
     def report(self, rank: int, applied: int, kind: str = "aborted", **more: Any) -> tuple[Command, ...]:
-        crew = crew_of(self.state)
-        assert crew is not None
-        more.setdefault("shard", rank % crew.mesh.cp)
-        last = self.vote(applied - 1) if applied > crew.step else None
-        fields = {"vote": None, "has_gradient": True, "last_vote": last, "gradient_cast": crew.cast, **more}
-        return self.say(
-            Report("w", crew.seats[rank], self.state.term, self.state.generation, kind, applied, **fields)
+        membership = membership_of(self.state)
+        assert membership is not None
+        more.setdefault("shard", rank % membership.mesh.cp)
+        last = self.vote(applied - 1) if applied > membership.step else None
+        fields = {
+            "vote": None,
+            "has_gradient": True,
+            "last_vote": last,
+            "gradient_membership_id": membership.id,
+            **more,
+        }
+        return self.handle(
+            Report("w", membership.members[rank], self.state.term, self.state.generation, kind, applied, **fields)
         )
 
     def report_all(self, applied: int, kind: str = "aborted") -> tuple[Command, ...]:
-        crew = members(self.state)
+        membership = members(self.state)
         said: tuple[Command, ...] = ()
-        for rank, worker in enumerate(crew):
-            if worker in self.state.workers and self.state.workers[worker].life == "ready":
+        for rank, worker in enumerate(membership):
+            if worker in self.state.workers and self.state.workers[worker].status == "ready":
                 said += self.report(rank, applied, kind)
         return said
 

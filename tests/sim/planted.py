@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.control import coordination, policy, pool, quorum, recovery
+from elastic_ring.control import coordination, policy, quorum, recovery, worker_pool
+from elastic_ring.control.gpu_capacity import placeable
 from elastic_ring.control.messages import Report
-from elastic_ring.control.seats import able_to_sit
 from elastic_ring.forecast.sim_worker import Shard, SimWorker
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -51,7 +51,7 @@ def _unverified_donor(patch: pytest.MonkeyPatch) -> None:
     honest = policy.plan
 
     def trusting(situation: policy.Situation) -> Any:
-        ranks = {worker: rank % situation.mesh.cp for rank, worker in enumerate(situation.seats)}
+        ranks = {worker: rank % situation.mesh.cp for rank, worker in enumerate(situation.members)}
         claimed = {worker: ranks.get(worker, 0) for worker in situation.empty}
         return honest(replace(situation, holders={**claimed, **situation.holders}, empty=()))
 
@@ -61,9 +61,9 @@ def _unverified_donor(patch: pytest.MonkeyPatch) -> None:
 def _same_generation(patch: pytest.MonkeyPatch) -> None:
     honest = recovery.begin_closing
 
-    def lazy(turn: Any, crew: Any, incident: Any, why: str) -> None:
-        honest(turn, crew, incident, why)
-        turn.set(generation=turn.state.generation - 1)
+    def lazy(ctx: Any, membership: Any, incident: Any, why: str) -> None:
+        honest(ctx, membership, incident, why)
+        ctx.set(generation=ctx.state.generation - 1)
 
     patch.setattr(recovery, "begin_closing", lazy)
 
@@ -72,25 +72,25 @@ def _crowd(patch: pytest.MonkeyPatch) -> None:
     def most_crowded(self: Any, rank: int, shelf: Any, *_: Any) -> str:
         return max(shelf, key=lambda node: self.holders_on[rank % self.mesh.cp, node])
 
-    patch.setattr(policy._Seating, "_best_node", most_crowded)
-    patch.setattr(policy._Seating, "_swap_apart", lambda self, gaps: None)
+    patch.setattr(policy._Placement, "_best_node", most_crowded)
+    patch.setattr(policy._Placement, "_swap_apart", lambda self, gaps: None)
 
 
-def _ignore_seats(patch: pytest.MonkeyPatch) -> None:
+def _ignore_gpus(patch: pytest.MonkeyPatch) -> None:
     honest = policy.plan
-    patch.setattr(policy, "plan", lambda situation: honest(replace(situation, seats_on={})))
+    patch.setattr(policy, "plan", lambda situation: honest(replace(situation, gpus_on={})))
 
 
 def _count_leavers_gpus_as_free(patch: pytest.MonkeyPatch) -> None:
     def hasty(self: policy.Situation, workers: Any) -> list[str]:
-        return able_to_sit(workers, (), self.node_of, self.seats_on)
+        return placeable(workers, (), self.node_of, self.gpus_on)
 
     patch.setattr(policy.Situation, "able", hasty)
 
 
 def _forget_deadlines(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pool, "expire", lambda turn: ())
-    patch.setattr(coordination.phases, "expire_closing", lambda turn: None)
+    patch.setattr(worker_pool, "expire", lambda ctx: ())
+    patch.setattr(coordination.phases, "expire_closing", lambda ctx: None)
     patch.setattr(coordination, "next_deadline", lambda state: None)
 
 
@@ -125,7 +125,7 @@ PLANTED: dict[str, Plant] = {
     "a donor without a verified shard": _unverified_donor,
     "reports are collected under the old generation": _same_generation,
     "replicas crowd on one node": _crowd,
-    "a node's GPUs are not counted": _ignore_seats,
+    "a node's GPUs are not counted": _ignore_gpus,
     "the GPU of a member that is yet to leave counts as free": _count_leavers_gpus_as_free,
     "no deadline is ever looked at": _forget_deadlines,
     "a newcomer gets older state": _heal_stale_state,

@@ -20,8 +20,8 @@ from tests.sim.bench import Bench
 OLD, NEW = (1, 4), (1, 5)
 
 
-def _report(applied: int, shard: int | None = 0, cast: tuple[int, int] = NEW, **more: object) -> Report:
-    fields = {"vote": None, "has_gradient": True, "gradient_cast": cast, **more}
+def _report(applied: int, shard: int | None = 0, reduced_by: tuple[int, int] = NEW, **more: object) -> Report:
+    fields = {"vote": None, "has_gradient": True, "gradient_membership_id": reduced_by, **more}
     return Report("w", "x", 1, 6, "aborted", applied, shard=shard, **fields)  # type: ignore[arg-type]
 
 
@@ -32,7 +32,7 @@ def test_nobody_holds_the_vote_so_the_step_runs_again() -> None:
 
 def test_a_gradient_that_other_members_reduced_does_not_fit_the_vote() -> None:
     ahead = _report(8, last_vote=Vote(7, (1.0,), NEW))
-    decided = decide({"a": ahead, "b": _report(7, 1, cast=OLD), "c": _report(7, 1)}, None, 7, 7, NEW)
+    decided = decide({"a": ahead, "b": _report(7, 1, reduced_by=OLD), "c": _report(7, 1)}, None, 7, 7, NEW)
     assert decided.holders == {"a": 0, "c": 1}
 
 
@@ -52,15 +52,16 @@ def test_a_report_without_a_shard_moves_nothing_but_its_vote_counts() -> None:
 
 
 def test_every_message_survives_json() -> None:
-    build = Build("c", "w", 1, 2, Mesh(1, 2), ("a", "b"), 3, Vote(2, (0.1, float("inf")), (1, 2)),
-                  (Heal(0, "a", ("b",)),), False)
+    build = Build(
+        "c", "w", 1, 2, Mesh(1, 2), ("a", "b"), 3, Vote(2, (0.1, float("inf")), (1, 2)), (Heal(0, "a", ("b",)),), False
+    )
     for message in (build, _report(3, vote=Vote(3, (1e-17,), NEW)), messages.EndRun("c", "", "m", (("a", "b"),))):
         assert from_json(json.loads(json.dumps(to_json(message)))) == message
 
 
 def _recovered() -> Bench:
     run = Bench({"a": 3, "b": 3}).form()
-    run.say(Published("w", Vote(3, (float("nan"),), (1, 1))))
+    run.handle(Published("w", Vote(3, (float("nan"),), (1, 1))))
     run.lose(3)
     run.report_all(applied=4)
     run.resume_all()
@@ -90,7 +91,7 @@ def test_a_line_that_was_cut_off_by_the_crash_never_led_to_a_command() -> None:
 def test_lines_of_a_coordinator_that_was_replaced_are_passed_over() -> None:
     run = _recovered()
     ghost = run.journal[-1]
-    run.say(messages.CoordinatorStarted("c", 2))
+    run.handle(messages.CoordinatorStarted("c", 2))
     assert replay(run.options, [*run.journal, ghost]) == replay(run.options, run.journal)
 
 

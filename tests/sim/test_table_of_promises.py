@@ -1,4 +1,4 @@
-"""Each row of the design page's table "when the world changes", as a scripted run."""
+"""Each loss and change that docs/architecture.md and docs/guarantees.md name, as a scripted run."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from elastic_ring.control.messages import (
     DrainRequested,
     Hello,
     KillWorker,
+    MemberFailed,
     NodeDraining,
     NodeJoined,
     Published,
     Release,
     Report,
-    Stand,
+    Standby,
     StartWorker,
     Status,
     Stop,
-    Trouble,
 )
 from elastic_ring.control.state import members, mesh_of, spares
 from elastic_ring.mesh import Mesh
@@ -32,7 +32,7 @@ def test_a_spare_takes_the_same_place_and_nobody_else_moves() -> None:
     assert {stop.worker for stop in stops} == set(before[:3])
     assert {(stop.mode, stop.generation) for stop in stops} == {("abort", 2)}
     order = build_in(run.report_all(applied=7))
-    assert order.seats == (*before[:3], spare)
+    assert order.members == (*before[:3], spare)
     assert (order.step, order.roll_forward, order.fresh) == (7, None, False)
     (heal,) = order.heals
     assert (heal.cp_rank, heal.donor, heal.newcomers) == (1, before[1], (spare,))
@@ -80,7 +80,7 @@ def test_a_vote_of_a_generation_whose_step_was_given_up_counts_no_more() -> None
     run.lose(3)
     run.report_all(applied=7)
     run.resume_all()
-    run.say(Published("w", late))
+    run.handle(Published("w", late))
     assert run.state.committed == 7
     assert run.reason.startswith("stale")
 
@@ -91,9 +91,9 @@ def test_without_a_spare_the_mesh_loses_a_ring_and_leftovers_become_spares() -> 
     run.lose(2)
     order = build_in(run.report_all(applied=5))
     assert order.mesh == Mesh(1, 2)
-    assert order.seats == before[:2]
+    assert order.members == before[:2]
     said = run.resume_all()
-    assert [stand.worker for stand in only(Stand, said)] == [before[3]], "after the build, not before"
+    assert [stand.worker for stand in only(Standby, said)] == [before[3]], "after the build, not before"
     assert spares(run.state) == (before[3],)
     assert (run.change.action, run.change.promise, run.state.promise) == ("mesh shrank", *["sample-exact"] * 2)
 
@@ -103,8 +103,8 @@ def test_two_losses_that_leave_no_ring_whole_make_one_of_the_halves() -> None:
     before = members(run.state)
     run.lose(0, 3)
     order = build_in(run.report_all(applied=5))
-    assert sorted(order.seats) == sorted([before[1], before[2]])
-    assert order.seats == (before[2], before[1])
+    assert sorted(order.members) == sorted([before[1], before[2]])
+    assert order.members == (before[2], before[1])
     assert order.heals == ()
 
 
@@ -115,10 +115,10 @@ def test_a_leftover_that_may_still_hold_state_is_asked_when_the_build_fails() ->
     run.report_all(applied=5)
     stops = only(Stop, run.lose(1))
     assert {stop.worker for stop in stops} == {before[0], before[3]}
-    run.report(0, 5, shard=0, gradient_cast=(1, 1), last_vote=None)
+    run.report(0, 5, shard=0, gradient_membership_id=(1, 1), last_vote=None)
     leftover = Report("w", before[3], 1, run.state.generation, "aborted", 5, None, 1, True)
-    order = build_in(run.say(leftover))
-    assert order.seats == (before[0], before[3])
+    order = build_in(run.handle(leftover))
+    assert order.members == (before[0], before[3])
 
 
 def test_a_shard_without_a_holder_ends_the_run_and_says_which_and_what_to_do() -> None:
@@ -143,11 +143,11 @@ def test_before_the_first_commit_a_lost_shard_means_a_fresh_start() -> None:
 def test_a_drained_worker_donates_its_own_place_and_leaves_after_the_handover() -> None:
     run = Bench({"a": 3}, dp=1).form()
     before, (spare,) = members(run.state), spares(run.state)
-    stops = only(Stop, run.say(DrainRequested("u", before[1])))
+    stops = only(Stop, run.handle(DrainRequested("u", before[1])))
     assert {(stop.worker, stop.mode) for stop in stops} == {(worker, "boundary") for worker in before}
     said = run.report_all(applied=6, kind="boundary")
     order = build_in(said)
-    assert (order.seats, order.step) == ((before[0], spare), 6)
+    assert (order.members, order.step) == ((before[0], spare), 6)
     assert [(heal.donor, heal.newcomers) for heal in order.heals] == [(before[1], (spare,))]
     assert not only(Release, said)
     said = run.resume_all()
@@ -158,9 +158,9 @@ def test_a_drained_worker_donates_its_own_place_and_leaves_after_the_handover() 
 def test_a_draining_node_without_spares_shrinks_the_mesh_at_a_boundary() -> None:
     run = Bench({"a": 2, "b": 2}, spares=0).form()
     before = members(run.state)
-    run.say(NodeDraining("n", "b"))
+    run.handle(NodeDraining("n", "b"))
     order = build_in(run.report_all(applied=3, kind="boundary"))
-    assert (order.mesh, order.seats) == (Mesh(1, 2), before[:2])
+    assert (order.mesh, order.members) == (Mesh(1, 2), before[:2])
     assert {release.worker for release in only(Release, run.resume_all())} == set(before[2:])
     assert not only(StartWorker, run.wait(1.0)), "nothing starts on a node that leaves"
 
@@ -176,48 +176,50 @@ def test_a_replacement_starts_once_the_ring_is_closed_and_has_had_a_moment() -> 
 
 def test_a_drain_that_nothing_can_replace_waits() -> None:
     run = Bench({"a": 2}, dp=1, spares=0).form()
-    assert not only(Stop, run.say(DrainRequested("u", members(run.state)[0])))
-    said = run.say(NodeJoined("n", "b", 2)) + run.all_ready()
+    assert not only(Stop, run.handle(DrainRequested("u", members(run.state)[0])))
+    said = run.handle(NodeJoined("n", "b", 2)) + run.all_ready()
     assert {stop.mode for stop in only(Stop, said)} == {"boundary"}
 
 
 def test_a_new_coordinator_leaves_a_training_mesh_alone() -> None:
     run = Bench(TWO_NODES).form()
-    asked = only(Hello, run.say(CoordinatorStarted("c", 2)))
-    ready = [name for name, worker in run.state.workers.items() if worker.life == "ready"]
+    asked = only(Hello, run.handle(CoordinatorStarted("c", 2)))
+    ready = [name for name, worker in run.state.workers.items() if worker.status == "ready"]
     assert {hello.worker for hello in asked} >= set(ready)
     said = ()
     for name in ready:
         activity = "running" if name in members(run.state) else "spare"
-        said += run.say(Status("w", name, 2, 1, activity))
+        said += run.handle(Status("w", name, 2, 1, activity))
     assert run.phase == "running"
     assert (run.state.generation, only(Stop, said)) == (1, [])
-    run.say(Trouble("w", members(run.state)[0], 1, 1, "peer", 3))
+    run.handle(MemberFailed("w", members(run.state)[0], 1, 1, "peer", 3))
     assert run.reason.startswith("stale"), "the old term is over"
 
 
 def test_a_new_coordinator_collects_reports_anew_when_somebody_parked() -> None:
     run = Bench(TWO_NODES).form()
-    run.say(CoordinatorStarted("c", 2))
+    run.handle(CoordinatorStarted("c", 2))
     said = ()
-    for name in [name for name, worker in run.state.workers.items() if worker.life == "ready"]:
-        said += run.say(Status("w", name, 2, 1, "parked" if name in members(run.state) else "spare"))
+    for name in [name for name, worker in run.state.workers.items() if worker.status == "ready"]:
+        said += run.handle(Status("w", name, 2, 1, "paused" if name in members(run.state) else "spare"))
     assert {(stop.term, stop.generation, stop.mode) for stop in only(Stop, said)} == {(2, 2, "abort")}
     assert build_in(run.report_all(applied=9)).step == 9
 
 
 def test_a_worker_that_a_new_coordinator_does_not_hear_is_killed_and_replaced() -> None:
     run = Bench(TWO_NODES).form()
-    crew = members(run.state)
-    run.say(CoordinatorStarted("c", 2))
-    for name in [name for name, worker in run.state.workers.items() if worker.life == "ready" and name != crew[2]]:
-        run.say(Status("w", name, 2, 1, "running" if name in crew else "spare"))
+    membership = members(run.state)
+    run.handle(CoordinatorStarted("c", 2))
+    for name in [
+        name for name, worker in run.state.workers.items() if worker.status == "ready" and name != membership[2]
+    ]:
+        run.handle(Status("w", name, 2, 1, "running" if name in membership else "spare"))
     run.wait(run.options.hello_s / 2)
     said = run.wait(run.options.hello_s)
-    assert [kill.worker for kill in only(KillWorker, said)] == [crew[2]]
+    assert [kill.worker for kill in only(KillWorker, said)] == [membership[2]]
     run.lose(2)
     assert run.phase == "closing"
-    assert crew[2] not in build_in(run.report_all(applied=9)).seats
+    assert membership[2] not in build_in(run.report_all(applied=9)).members
 
 
 def test_capacity_that_comes_back_makes_spares_first_then_one_change_to_whole_rings() -> None:
@@ -229,7 +231,7 @@ def test_capacity_that_comes_back_makes_spares_first_then_one_change_to_whole_ri
     run.all_ready()
     assert len(spares(run.state)) == 2
     assert not only(Stop, run.wait(60.0)), "one spare is wanted, so one more is no ring"
-    run.say(NodeJoined("n", "c", 1))
+    run.handle(NodeJoined("n", "c", 1))
     assert not only(Stop, run.all_ready()), "not before it is quiet"
     stops = only(Stop, run.wait(2.0))
     assert {stop.mode for stop in stops} == {"boundary"}
@@ -241,7 +243,7 @@ def test_capacity_that_comes_back_makes_spares_first_then_one_change_to_whole_ri
 
 def test_a_bigger_cluster_makes_more_rings_than_asked_up_to_the_limit() -> None:
     run = Bench({"a": 2, "b": 2}, spares=0, max_dp=3).form()
-    run.say(NodeJoined("n", "c", 8))
+    run.handle(NodeJoined("n", "c", 8))
     run.all_ready()
     run.wait(run.options.grow_delay_s)
     assert build_in(run.report_all(applied=1, kind="boundary")).mesh == Mesh(3, 2)

@@ -1,4 +1,4 @@
-"""The backend over aten's CPU flash attention. Tiles of one rank only: no hops, no merging."""
+"""Backend for aten's CPU flash attention. Tiles of one rank only; no hops and no merging."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H).
 
-    Computed and returned in fp32 (fp64 for fp64 inputs), so that bf16 is rounded once, after the merge.
+    Computes and returns fp32 (fp64 for fp64 inputs), so that bf16 results are rounded only once, after the merge.
     """
     group = q.size(2) // k.size(2)
     out, lse = _forward(_heads_first(q, 1), _heads_first(k, group), _heads_first(v, group), 0.0, causal, scale=scale)
@@ -33,7 +33,10 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This tile's share of dq, dk, dv (in fp32, or fp64 for fp64 inputs) from the merged `out` and `lse`."""
+    """This tile's contribution to dq, dk, dv, in fp32 (fp64 for fp64 inputs), from the merged `out` and `lse`.
+
+    Shapes as in `forward`; dout like out.
+    """
     group = q.size(2) // k.size(2)
     dq, dk, dv = _backward(
         _heads_first(dout, 1),
@@ -50,7 +53,7 @@ def backward(
 
 
 def _heads_first(x: torch.Tensor, group: int) -> torch.Tensor:
-    """(B, S, H, D) to (B, H * group, S, D) in the compute type; the kernel has no grouped heads."""
+    """(B, S, H, D) to (B, H * group, S, D) in the compute type; the kernel does not support grouped heads."""
     x = x.to(accumulate_dtype(x.dtype))
     if group > 1:
         x = x.repeat_interleave(group, dim=2)

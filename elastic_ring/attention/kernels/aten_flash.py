@@ -1,4 +1,7 @@
-"""The backend over the FlashAttention-2 that torch itself carries. Tiles of one rank only: no hops, no merging."""
+"""Backend for torch's built-in FlashAttention-2 (Dao 2023, arXiv:2307.08691).
+
+Tiles of one rank only; no hops and no merging.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This tile's share of dq, dk, dv in the inputs' type, from the merged `out` and `lse`."""
+    """This tile's contribution to dq, dk, dv, in the inputs' type, from the merged `out` and `lse`.
+
+    Shapes as in `forward`; dout like out.
+    """
     random = torch.zeros(2, dtype=torch.uint64, device=q.device)
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _backward(
         dout, q, k, v, out, lse.transpose(1, 2).contiguous(), None, None, q.size(1), k.size(1), 0.0, causal,
@@ -47,7 +53,7 @@ def deterministic_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `backward`, bitwise repeatable: aten takes that choice from torch's global switch only."""
+    """As `backward`, bitwise repeatable. Sets torch's global flag for the call, since aten has no argument for it."""
     mode = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
     try:

@@ -1,4 +1,4 @@
-"""What an attention backend is and what it says of itself. No choosing and no testing may enter."""
+"""The description of an attention backend: functions and capabilities. No selection and no tests in this file."""
 
 from __future__ import annotations
 
@@ -14,42 +14,44 @@ Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Backend:
-    """A kernel and what it can do.
+    """A kernel and its capabilities.
 
     `forward(q, k, v, *, causal, scale) -> (out, lse)`: q, out (B, Sq, H, D); k, v (B, Sk, Hkv, D); lse
     (B, Sq, H), natural log, fp32 or fp64. `backward(dout, q, k, v, out, lse, *, causal, scale) ->
-    (dq, dk, dv)` takes the *merged* out and lse, so that shares of different tiles add up exactly.
-    `causal` tiles are square. `max_head_dim` None means no limit.
+    (dq, dk, dv)` takes the *merged* out and lse, so that the gradients of all tiles add up to the exact total.
+    `causal` tiles are square.
 
-    `deterministic_backward` is the bitwise repeatable form of a backend whose fast form is not.
-    `min_capability` is the least compute capability of a CUDA device. `keeps_type` says that results come
-    in the inputs' type, already rounded (else in the accumulation type); `writes_gradients`, that `backward`
-    also takes `dk` and `dv` to write to; `grouped_heads`, that K/V heads are not repeated in memory.
-    `by_length` says that it is compiled anew for each length of queries and of keys; `graphable`, that its calls use
-    no device memory but what they are given or take, so that a CUDA graph of them stays true. `package` is what must
-    be installed beside torch.
+    - `max_head_dim`: None means no limit.
+    - `deterministic_backward`: a bitwise repeatable form, for a backend whose `backward` is not.
+    - `min_capability`: the lowest CUDA compute capability.
+    - `keeps_type`: results have the inputs' type, already rounded; otherwise the accumulation type.
+    - `writes_gradients`: `backward` also takes output tensors `dk` and `dv`.
+    - `by_length`: compiled once per number of queries and of keys.
+    - `tile_tokens`: tile sizes in tokens; lengths up to and above a tile size are compiled separately. Query heads that
+      share a K/V head may count as tokens.
+    - `graphable`: calls use only memory that they receive or allocate, so they may be captured in a CUDA graph.
+    - `package`: the package required besides torch.
     """
 
     name: str
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     max_head_dim: int | None
-    sparse: bool
     deterministic: bool
     forward: Forward = field(repr=False)
     backward: Backward = field(repr=False)
     deterministic_backward: Backward | None = field(default=None, repr=False)
     min_capability: tuple[int, int] | None = None
     head_dim_multiple: int = 1
-    grouped_heads: bool = True
     keeps_type: bool = False
     writes_gradients: bool = False
     by_length: bool = False
+    tile_tokens: tuple[int, ...] = ()
     graphable: bool = True
     package: str | None = None
 
     def refusal(self, device: torch.device | str, dtype: torch.dtype, head_dim: int, deterministic: bool) -> str | None:
-        """Why this backend cannot serve such a call, or None when it can."""
+        """The reason why this backend does not support such a call, or None if it does."""
         device = torch.device(device)
         if device.type not in self.devices:
             return f"runs on {', '.join(self.devices)}, not on {device.type}"
@@ -71,7 +73,7 @@ class Backend:
         return None
 
     def version(self) -> str | None:
-        """The version of the package behind it, or of torch; None when the package is not installed."""
+        """The version of `package` (None if it is not installed), or of torch for a backend without a package."""
         try:
             return metadata.version(self.package) if self.package is not None else torch.__version__
         except metadata.PackageNotFoundError:

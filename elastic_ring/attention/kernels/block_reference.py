@@ -1,7 +1,7 @@
-"""Block-sparse attention spelled out: the yardstick of the block-sparse kernels, and a stand-in for them anywhere.
+"""Reference implementation of block-sparse attention in fp64: the kernels are tested against it; runs on any device.
 
-Readable before fast: it writes all scores down, in fp64. Takes the tables that the GPU's kernels take, and shares
-nothing else with them.
+Simple rather than fast: it stores the whole score matrix. It takes the same tables as the GPU kernels and must share
+no other code with them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from elastic_ring.attention.merge import accumulate_dtype
 
 
 def seen_by(tables: BlockTables) -> torch.Tensor:
-    """(H or 1, Sq, Sk) bool: what the forward lists of the tables let each query see."""
+    """(H or 1, Sq, Sk) bool: which keys each query sees by the forward lists of `tables`."""
     own, full = (_dense(lists, tables.num_k_blocks) for lists in (tables.own, tables.full))
     causal = torch.ones(BLOCK_TOKENS, BLOCK_TOKENS, dtype=torch.bool, device=tables.device).tril()
     return _of_tokens(own) & causal.repeat(own.size(1), own.size(2)) | _of_tokens(full)
 
 
 def seen_by_key(tables: BlockTables) -> torch.Tensor:
-    """The same by the lists for backward."""
+    """(H or 1, Sq, Sk) bool: the same by the backward lists."""
     by_key = (tables.own_by_key, tables.full_by_key)
     own, full = (_dense(lists, tables.num_q_blocks).transpose(1, 2) for lists in by_key)
     causal = torch.ones(BLOCK_TOKENS, BLOCK_TOKENS, dtype=torch.bool, device=tables.device).tril()
@@ -34,7 +34,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) in the inputs' type and natural-log lse (B, Sq, H).
 
-    A query that sees none of these keys gives 0 and -inf.
+    A query that sees none of these keys gets out 0 and lse -inf.
     """
     seen, scores = _scores(q, k, seen_by(tables), scale)
     lse = scores.logsumexp(-1)
@@ -47,9 +47,9 @@ def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     tables: BlockTables, scale: float, *, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """These keys' share of dq, and their dk and dv, in the inputs' type, from the merged `out` and `lse`.
+    """These keys' contribution to dq, and their dk and dv, in the inputs' type, from the merged `out` and `lse`.
 
-    `dk` and `dv`, shaped like k and v, are written to when given.
+    If `dk` and `dv`, shaped like k and v, are given, the gradients are written to them.
     """
     seen, scores = _scores(q, k, seen_by_key(tables), scale)
     weights = torch.where(seen, torch.exp(scores - lse.double().transpose(1, 2).unsqueeze(-1)), 0.0)
@@ -97,9 +97,7 @@ def _of_tokens(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.repeat_interleave(BLOCK_TOKENS, 1).repeat_interleave(BLOCK_TOKENS, 2)
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _scores(q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), _expand(k, q)) * scale
     return seen, scores.masked_fill(~seen, -math.inf)
 

@@ -1,8 +1,8 @@
-"""Block-sparse kernels on one GPU: flash-attn-4 and FlexAttention over the same tables, causal on own blocks.
+"""Block-sparse kernels on one GPU: flash-attn-4 and FlexAttention over the same tables, causal on diagonal blocks.
 
-`*_forward` and `*_backward` serve any stretch of keys: the gradients are taken from `out` and `lse` merged over all
-of them. `flash` and `flex` are whole sequences through autograd. Imported lazily; each variant is compiled once. No
-hops in here; choosing and testing are in `attention.block_sparse`.
+`*_forward` and `*_backward` process any subset of the keys; gradients use `out` and `lse` merged over all keys.
+`flash` and `flex` process whole sequences through autograd. Packages are imported lazily; each variant is compiled
+once. No hops in this file; selection and self-tests are in `attention.block_kernels` and `attention.block_proof`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @lru_cache(maxsize=1)
 def _flash() -> tuple[Any, Any, Any]:
-    """Its interface, its type for tables, and the causal mask of a block as one of its own functions."""
+    """flash-attn-4's interface, its table type, and a causal mask function compiled for it."""
     from cutlass import cute
     from flash_attn.cute import interface
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
@@ -46,7 +46,7 @@ def _flash_tables(kind: Any, own: BlockLists, full: BlockLists) -> Any:
 def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
     """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H), fp32.
 
-    A query that sees none of these keys gives 0 and -inf.
+    A query that sees none of these keys gets out 0 and lse -inf.
     """
     interface, kind, causal = _flash()
     out, lse = interface._flash_attn_fwd(
@@ -60,8 +60,9 @@ def flash_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     tables: BlockTables, scale: float, *, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
 ) -> _Grads:  # fmt: skip
-    """These keys' share of dq, and their dk and dv, in the inputs' type, from the merged `out` and `lse`
-    (+inf where a query sees nothing at all). `dk` and `dv`, shaped like k and v, are written to when given."""
+    """These keys' contribution to dq, and their dk and dv, in the inputs' type, from the merged `out` and `lse`
+    (+inf for a query that sees no key at all). If `dk` and `dv`, shaped like k and v, are given, the gradients are
+    written to them."""
     interface, kind, causal = _flash()
     grads: _Grads = interface._flash_attn_bwd(
         q, k, v, out, dout, lse.transpose(1, 2).contiguous(), softmax_scale=scale, mask_mod=causal,
@@ -102,10 +103,10 @@ def _causal(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: 
 
 
 def flex_mask(tables: BlockTables) -> Any:
-    """The tables as FlexAttention's BlockMask, made once; that of some heads is a view of the one of all.
+    """The tables as FlexAttention's BlockMask, cached in `tables.made`; a subset of heads gets a view of the full mask.
 
-    Queries and keys are as many as `padded_blocks` makes them. Lists are as wide as the longest, rounded up to a power
-    of four from 16 on: what is compiled depends on the width, too.
+    Queries and keys are padded to `padded_blocks`. List widths are rounded up to a power of four, at least 16, because
+    kernels are compiled per width.
     """
     if "flex" not in tables.made:
         if tables.whole is not None:
@@ -143,14 +144,14 @@ def _block_mask(seq_lengths: tuple[int, int], lists: dict[str, Any]) -> Any:
 
 
 def padded_blocks(tables: BlockTables) -> tuple[int, int]:
-    """Of queries and of keys. Those that come in other numbers with every plan are rounded up so that they take few
-    values, each of which is compiled for itself: a power of two, or one and a half of it, and at least 16."""
+    """(query blocks, key blocks) after padding. Kernels are compiled per number, so numbers that vary between plans
+    are rounded up to a power of two or 1.5 times one, at least 16."""
     num_q, num_k = tables.num_q_blocks, tables.num_k_blocks
     return num_q if tables.all_rows else _rounded(num_q), num_k if tables.all_keys else _rounded(num_k)
 
 
 def compiled_shape(tables: BlockTables, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
-    """What of a call with such tables and numbers of heads FlexAttention's kernels are compiled for."""
+    """The sizes of such a call for which FlexAttention's kernels are compiled."""
     num_q, num_k = padded_blocks(tables)
     widths = (_width(x, num_k) for x in (tables.own, tables.full))
     widths_by_key = (_width(x, num_q) for x in (tables.own_by_key, tables.full_by_key))
@@ -167,7 +168,7 @@ def _width(lists: BlockLists, num_columns: int) -> int:
 
 
 def _padded_lists(lists: BlockLists, num_rows: int, num_columns: int) -> BlockLists:
-    """The lists themselves where nothing is missing."""
+    """Pad the lists with zeros; returns them unchanged if they have the padded size."""
     rows, columns = num_rows - lists.counts.size(-1), _width(lists, num_columns) - lists.indices.size(-1)
     if not rows and not columns:
         return lists
@@ -197,7 +198,7 @@ def flex_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     tables: BlockTables, scale: float,
 ) -> _Grads:  # fmt: skip
-    """As `flash_backward`. The keys run again, as in `kernels.flex`."""
+    """As `flash_backward`, without `dk` and `dv`. Reruns the forward of these keys, as in `kernels.flex`."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         own = flex(leaves[0], leaves[1], leaves[2], tables, scale)

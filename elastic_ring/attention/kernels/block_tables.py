@@ -1,8 +1,8 @@
-"""Which blocks a GPU's block-sparse kernel visits, as tensors on the device, in both directions.
+"""Block tables: the blocks that a block-sparse GPU kernel visits, as device tensors, for forward and backward.
 
-Made on the device from one bool per pair of blocks where content chooses, so that it never visits the host; made
-by numpy on the host for a static pattern, once. Queries and keys may be different stretches of a sequence: of a
-ring's rank, its own slice against the keys it fetched. No kernels in here.
+`tables_of` builds them on the device from a mask of block pairs; the other functions build them with numpy on the
+host. Queries and keys may be different parts of a sequence, such as a rank's own slice and the keys it fetched. No
+kernels in this file.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from elastic_ring.attention.blocks import block_kinds, row_kinds
+from elastic_ring.attention.cached import static_lru_cache
 from elastic_ring.attention.content import Chosen, TopK
 from elastic_ring.attention.layout import Range
-from elastic_ring.attention.remembered import remembered
 from elastic_ring.attention.rules import NONE, PART, Mask, Positions, Rule, Union
 from elastic_ring.attention.sparse import SparsePattern
 
@@ -26,7 +26,7 @@ BLOCK_TOKENS = 128
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """int32 counts (1, H or 1, n) and, ascending and packed to the left, indices (1, H or 1, n, width)."""
+    """int32 `counts` (1, H or 1, n) and `indices` (1, H or 1, n, width), ascending and left-aligned."""
 
     counts: torch.Tensor
     indices: torch.Tensor
@@ -37,13 +37,13 @@ class BlockLists:
 
 @dataclass(frozen=True, eq=False)
 class BlockTables:
-    """Blocks of 128 tokens: each query block's own, under the causal mask, and the earlier ones it sees wholly.
+    """Lists of blocks of 128 tokens: diagonal blocks (`own`, with the causal mask) and fully visible blocks (`full`).
 
-    `own` and `full` list key blocks by query block, for forward; `own_by_key` and `full_by_key` list query blocks
-    by key block, for backward. Keys that were fetched from elsewhere are nobody's own: all counts of `own` are 0.
-    `all_rows` says that the queries are all that a rank holds, as many in every call, `all_keys` the same of the keys;
-    others come in other numbers each time. `whole` are the tables of which these are some heads', from the first on.
-    `made` is what a kernel has made of the tables, kept as long as they are.
+    `own` and `full` list key blocks per query block, for forward; `own_by_key` and `full_by_key` list query blocks
+    per key block, for backward. Fetched keys have no diagonal blocks: all counts of `own` are 0. `all_rows`: the
+    queries are all queries of a rank, so their number is the same in every call; `all_keys`: the same for keys.
+    `whole`: the tables of all heads and the first head of this subset, if this is a subset. `made` caches objects that
+    kernels derive from the tables.
     """
 
     own: BlockLists
@@ -63,11 +63,11 @@ class BlockTables:
 
     @property
     def num_heads(self) -> int:
-        """Of the lists: 1 where all heads share them."""
+        """The number of heads in the lists; 1 if all heads share them."""
         return self.own.counts.size(1)
 
     def of_heads(self, first: int, last: int) -> BlockTables:
-        """The tables of query heads `first` to `last`."""
+        """The tables of query heads `first` to `last` - 1."""
         lists = (self.own, self.own_by_key, self.full, self.full_by_key)
         own, own_by_key, full, full_by_key = (each.of_heads(first, last) for each in lists)
         return BlockTables(
@@ -76,7 +76,7 @@ class BlockTables:
         )  # fmt: skip
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that they hold, with what was made of them; some of it more than once."""
+        """All tensors of the lists and of `made`, possibly with duplicates."""
         for lists in (self.own, self.own_by_key, self.full, self.full_by_key):
             yield from (lists.counts, lists.indices)
         for made in self.made.values():
@@ -84,10 +84,10 @@ class BlockTables:
 
 
 def tables_of(kept: torch.Tensor, *, width: int | None = None) -> BlockTables:
-    """From kept (H or 1, n, n) bool, queries first. Own blocks count as kept; what lies after them is dropped.
+    """Tables from `kept` (H or 1, n, n) bool, queries first. Diagonal blocks are always kept, later ones dropped.
 
-    `width` is the most earlier blocks that a query block keeps, where it is known: finding it out is a read by
-    the host.
+    `width` is the largest number of earlier blocks that a query block keeps; without it the host must read it from
+    the device.
     """
     num_heads, num_blocks = kept.shape[:2]
     earlier = kept.tril(-1)
@@ -99,8 +99,8 @@ def tables_of(kept: torch.Tensor, *, width: int | None = None) -> BlockTables:
 
 
 def tables_between(own: Mask, full: Mask, device: torch.device) -> BlockTables:
-    """From full (H or 1, n, n) bool, queries first: the blocks seen wholly; and own (H or 1, n), whether a query
-    block sees what causality leaves of key block n, its own."""
+    """Tables from `full` (H or 1, n, n) bool, queries first, the fully visible blocks, and `own` (H or 1, n) bool,
+    whether a query block sees its diagonal block under the causal mask."""
     num_heads, num_blocks = full.shape[:2]
     counts = torch.from_numpy(np.ascontiguousarray(own, dtype=np.int32)).unsqueeze(0).to(device)
     at = torch.arange(num_blocks, dtype=torch.int32, device=device)
@@ -114,13 +114,15 @@ def tables_between(own: Mask, full: Mask, device: torch.device) -> BlockTables:
 def tables_apart(
     kept: Sequence[Mask], keys: Sequence[Positions], device: torch.device, *, all_rows: bool = True
 ) -> BlockTables:
-    """Of one or more groups that lie in one sequence: from each one's (H or 1, n, m) bool, queries first, the blocks of
-    its own that it sees, wholly. One group's query blocks lie behind another's; `keys` (m,) says where its key blocks
-    lie, ascending, and together they are all from 0 on. No key is a query's own. As many heads for all where any needs
-    them."""
+    """Tables for one or more groups whose queries see only keys of their own group, all fully and none diagonal.
+
+    `kept[i]` (H or 1, n, m) bool, queries first, are the visible blocks of group i. The query blocks of the groups are
+    concatenated; `keys[i]` (m,) are the ascending indices of the group's key blocks, and all groups together use every
+    index from 0. If any group has H heads, all get H.
+    """
     num_heads = max(len(each) for each in kept)
     num_q_blocks, num_k_blocks = (sum(each.shape[axis] for each in kept) for axis in (1, 2))
-    own, own_by_key = (_nothing(num_heads, num, device) for num in (num_q_blocks, num_k_blocks))
+    own, own_by_key = (_empty_lists(num_heads, num, device) for num in (num_q_blocks, num_k_blocks))
     ends = np.cumsum([each.shape[1] for each in kept])
     queries = [np.arange(end - each.shape[1], end) for end, each in zip(ends, kept, strict=True)]
     full = _listed_by_host(kept, queries, keys, device)
@@ -129,7 +131,7 @@ def tables_apart(
 
 
 def tables_for(pattern: SparsePattern, seq_len: int, num_heads: int, device: torch.device) -> BlockTables:
-    """Of a static pattern on its documents. Raises `ValueError` for one that the kernels cannot run, by name."""
+    """Tables of a static pattern. Raises `ValueError` if `seq_len`, a document or a rule splits a block."""
     if seq_len % BLOCK_TOKENS:
         raise ValueError(f"seq_len={seq_len}: block-sparse kernels take multiples of {BLOCK_TOKENS} tokens")
     check_documents(pattern.document_starts)
@@ -141,13 +143,11 @@ def tables_for(pattern: SparsePattern, seq_len: int, num_heads: int, device: tor
     return tables_between(own, kept, device)
 
 
-def kept_between(
-    rules: tuple[Rule, ...], documents: tuple[Range, ...], queries: Positions, keys: Positions
-) -> Mask:
-    """(H, n, m) bool, or (1, n, m) where all heads follow one rule: the kept pairs of these blocks of a sequence.
+def kept_between(rules: tuple[Rule, ...], documents: tuple[Range, ...], queries: Positions, keys: Positions) -> Mask:
+    """(H, n, m) bool, or (1, n, m) if all heads follow one rule: the kept pairs of the blocks `queries` and `keys`.
 
-    Blocks count from the sequence's start, ascending or not; `documents` are ranges of tokens. Raises `ValueError`
-    for a rule that keeps blocks in part.
+    Block indices count from the sequence's start, in any order; `documents` are token ranges. Raises `ValueError` for
+    a rule that keeps part of a block.
     """
     for rule in dict.fromkeys(rules):
         for number, (start, stop) in enumerate(documents):
@@ -158,7 +158,7 @@ def kept_between(
 
 
 def _of_documents(rule: Rule, documents: tuple[Range, ...], queries: Positions, keys: Positions) -> Mask:
-    """(n, m): no query sees a key of another document."""
+    """(n, m) bool: the block pairs that `rule` keeps; none across documents."""
     kept = np.zeros((len(queries), len(keys)), dtype=bool)
     for number, (start, stop) in enumerate(documents):
         first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
@@ -170,7 +170,7 @@ def _of_documents(rule: Rule, documents: tuple[Range, ...], queries: Positions, 
 
 
 def check_documents(document_starts: tuple[int, ...]) -> None:
-    """Raises `ValueError` for a document that begins inside a block."""
+    """Raises `ValueError` if a document begins inside a block."""
     odd = next((start for start in document_starts if start % BLOCK_TOKENS), None)
     if odd is not None:
         raise ValueError(
@@ -179,12 +179,11 @@ def check_documents(document_starts: tuple[int, ...]) -> None:
         )
 
 
-@remembered(maxsize=256)
+@static_lru_cache(maxsize=256)
 def check_whole_blocks(rule: Rule, seq_len: int) -> None:
-    """Raises `ValueError` when `rule` keeps some block of a document of `seq_len` tokens in part, or content may have
-    it do so.
+    """Raises `ValueError` if `rule` keeps part of a block of a document of `seq_len` tokens, or could for some content.
 
-    The blocks on the diagonal are kept whole when all that causality leaves of them is.
+    A diagonal block counts as whole if all its causal pairs are kept.
     """
     if rule.unit % BLOCK_TOKENS == 0:
         return
@@ -194,7 +193,7 @@ def check_whole_blocks(rule: Rule, seq_len: int) -> None:
             f" of {BLOCK_TOKENS}; set unit={BLOCK_TOKENS}"
         )
     if isinstance(rule, Union) and (rule.awaits_content or rule.for_one_call):
-        for part in rule.rules:  # not what they make together: that is another in every call
+        for part in rule.rules:  # by part, because the union differs in every call
             check_whole_blocks(part, seq_len)
         return
     if (np.tril(block_kinds(rule, seq_len, BLOCK_TOKENS)) == PART).any():
@@ -205,10 +204,10 @@ def check_whole_blocks(rule: Rule, seq_len: int) -> None:
 
 
 def _listed(chosen: torch.Tensor, width: int | None) -> BlockLists:
-    """chosen (H, n, m) bool to the columns of each row."""
+    """The columns chosen in each row of `chosen` (H, n, m) bool."""
     counts = chosen.sum(-1, dtype=torch.int32)
     width = max(1, int(counts.max())) if width is None else min(width, chosen.size(-1))
-    # Stable: the chosen columns come first, in their order.
+    # A stable sort puts the chosen columns first and keeps them ascending.
     order = chosen.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)
     return BlockLists(counts.unsqueeze(0), order[..., :width].to(torch.int32).unsqueeze(0).contiguous())
 
@@ -216,11 +215,11 @@ def _listed(chosen: torch.Tensor, width: int | None) -> BlockLists:
 def _listed_by_host(
     groups: Sequence[Mask], rows: Sequence[Positions], columns: Sequence[Positions], device: torch.device
 ) -> BlockLists:
-    """The same of arrays (H or 1, n, m), each at its rows (n,) and columns (m,) of a larger one that has nothing else,
-    in time and memory that follow what is chosen."""
+    """As `_listed`, on the host, for `groups` (H or 1, n, m) placed at `rows` (n,) and `columns` (m,) of a larger, else
+    empty array. Temporary memory beyond the input scales with the number of chosen blocks."""
     num_heads = max(len(chosen) for chosen in groups)
     wide = [chosen if len(chosen) == num_heads else chosen.repeat(num_heads, axis=0) for chosen in groups]
-    wide = [np.ascontiguousarray(chosen) for chosen in wide]  # what numpy picked out of a table lies by columns
+    wide = [np.ascontiguousarray(chosen) for chosen in wide]  # numpy's indexing may return another memory order
     counts = np.empty((num_heads, sum(map(len, rows))), dtype=np.int32)
     for chosen, at in zip(wide, rows, strict=True):
         counts[:, at] = chosen.sum(-1, dtype=np.int32)
@@ -228,14 +227,12 @@ def _listed_by_host(
     heads = np.arange(num_heads) * (counts.shape[1] * indices.shape[2])
     for chosen, at, to in zip(wide, rows, columns, strict=True):
         each = counts[:, at].ravel()
-        found = np.flatnonzero(chosen)  # of three dimensions at once numpy takes several times as long
+        found = np.flatnonzero(chosen)  # np.nonzero of a 3-D array is several times slower
         starts = np.add.outer(heads, at * indices.shape[2]).ravel() - (np.cumsum(each) - each)
         indices.ravel()[np.repeat(starts, each) + np.arange(found.size)] = to[found % max(1, len(to))]
     return BlockLists(*(torch.from_numpy(each).unsqueeze(0).to(device) for each in (counts, indices)))
 
 
-def _nothing(num_heads: int, num_rows: int, device: torch.device) -> BlockLists:
+def _empty_lists(num_heads: int, num_rows: int, device: torch.device) -> BlockLists:
     counts = torch.zeros(1, num_heads, num_rows, dtype=torch.int32, device=device)
     return BlockLists(counts, counts.unsqueeze(-1))
-
-

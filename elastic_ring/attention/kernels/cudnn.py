@@ -1,4 +1,4 @@
-"""The backend over cuDNN's fused attention, called through aten. Tiles of one rank only: no hops, no merging."""
+"""Backend for cuDNN's fused attention, called through aten. Tiles of one rank only; no hops and no merging."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This tile's share of dq, dk, dv in the inputs' type, from the merged `out` and `lse`."""
+    """This tile's contribution to dq, dk, dv, in the inputs' type, from the merged `out` and `lse`.
+
+    Shapes as in `forward`; dout like out.
+    """
     group = q.size(2) // k.size(2)
     random = torch.zeros((), dtype=torch.int64, device=q.device)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

@@ -1,4 +1,7 @@
-"""The backend over the flash-attn 2 package, where it is installed. Tiles of one rank only: no hops, no merging."""
+"""Backend for the optional flash-attn 2 package (FlashAttention-2, Dao 2023, arXiv:2307.08691).
+
+Tiles of one rank only; no hops and no merging.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,11 @@ def backward(
     dv: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This tile's share of dq, dk, dv in the inputs' type, from the merged `out` and `lse`."""
+    """This tile's contribution to dq, dk, dv, in the inputs' type, from the merged `out` and `lse`.
+
+    Shapes as in `forward`; dout like out. If `dk` and `dv`, shaped like k and v, are given, the gradients are written
+    to them.
+    """
     dq = torch.empty_like(q)
     dk = torch.empty_like(k) if dk is None else dk
     dv = torch.empty_like(v) if dv is None else dv

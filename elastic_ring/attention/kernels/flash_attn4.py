@@ -1,6 +1,13 @@
-"""The backend over flash-attn-4 (Zadouri et al. 2026; CuTe-DSL kernels). Tiles of one rank only: no hops, no merging.
+"""Backend for flash-attn-4 (Zadouri et al. 2026; CuTe-DSL kernels). Tiles of one rank only; no hops and no merging.
 
-Imported lazily: flash_attn and its compiler are loaded with the first call, and each variant is compiled once.
+The first call imports flash_attn and its compiler. Each variant is compiled once per process, which takes seconds
+and holds the GIL.
+
+The variant depends on (`compile_key` in flash_attn.cute.interface, 4.0.0b36): architecture, dtype, head dim, query
+heads per K/V head, causal, deterministic, and three comparisons of lengths. Forward: whether the queries, times the
+query heads per K/V head, fit into one tile (or two, on sm_100). Backward: whether the queries fit into one tile, and
+whether the keys do. Packed documents give tiles of any length, so a run needs all of these variants. Batch size,
+number of heads, strides and given gradient tensors do not matter.
 """
 
 from __future__ import annotations
@@ -9,6 +16,10 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+
+TILE_TOKENS = (48, 64, 80, 96, 128, 192, 256)
+"""Tile sizes of the forward and backward kernels (`_tile_size_fwd_sm90`, `_tile_size_bwd_sm90`; 128 on sm_100), and 256
+for two tiles of 128."""
 
 
 @lru_cache(maxsize=1)
@@ -40,9 +51,10 @@ def backward(
     dv: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This tile's share of dq, dk, dv in the inputs' type, from the merged `out` and `lse`.
+    """This tile's contribution to dq, dk, dv, in the inputs' type, from the merged `out` and `lse`.
 
-    `dk` and `dv`, shaped like k and v, are written to when given.
+    Shapes as in `forward`; dout like out. If `dk` and `dv`, shaped like k and v, are given, the gradients are written
+    to them.
     """
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _interface()._flash_attn_bwd(
         q, k, v, out, dout, lse.transpose(1, 2).contiguous(),

@@ -1,7 +1,7 @@
-"""FlexAttention's Triton kernels, compiled at the first call of each length: the backend over tiles of one rank, and
-what block-sparse tables share of it.
+"""Backend for FlexAttention's Triton kernels (Dong et al. 2024, arXiv:2412.05496), compiled once per length.
 
-Slower than the hand-written kernels; its use is on devices that these do not know, and where bits must repeat.
+Slower than the hand-written kernels; used on devices that these do not support, and where results must be bitwise
+repeatable. The block-sparse kernels reuse `masked` and `gradients_of`. Tiles of one rank only; no hops.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from elastic_ring.attention.merge import own_gradients
 
 NUM_VARIANTS = 256
-"""More shapes than torch.compile takes by default before it gives up: dense tiles and block-sparse ones count together,
-a ring of two alone takes six, each plan of blocks a few."""
+"""Recompile limit for torch.compile, above its default. Dense and block-sparse tiles share it: a ring of two needs six
+shapes, each block-sparse plan a few."""
 
 
 @lru_cache(maxsize=1)
@@ -25,8 +25,8 @@ def _by_token() -> Any:
     def flex_attention_by_token(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any, scale: float, enable_gqa: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Head by head in here, not outside: what leaves a compiled function in any other than its plain order may have
-        # its gradient copied into that one before backward begins.
+        # Transpose inside the compiled function: for an output that is not contiguous, the gradient may be copied to
+        # contiguous order before backward.
         out, lse = flex_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
             block_mask=block_mask, scale=scale, enable_gqa=enable_gqa, return_lse=True,
@@ -47,8 +47,8 @@ def masked(
     """q (B, Sq, H, D), k and v (B, Sk, Hkv, D), a BlockMask or None to out (B, Sq, H, D) and natural-log lse
     (B, Sq, H), fp32, both differentiable.
 
-    One shape more than NUM_VARIANTS is an error of torch's with `or_fail`. Without, it runs as it is written: with all
-    scores in memory at once, which short tiles can bear, and by the mask's function alone, wrong where lists keep less.
+    With `or_fail`, torch raises an error beyond NUM_VARIANTS shapes. Without it, further shapes run uncompiled: the
+    whole score matrix is in memory, and only the mask function applies, which is wrong if the block lists keep less.
     """
     with torch._dynamo.config.patch(recompile_limit=NUM_VARIANTS):
         out, lse = _compiled(or_fail)(q, k, v, mask, scale, q.size(2) != k.size(2))
@@ -90,9 +90,10 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This tile's share of dq, dk, dv in the inputs' type, from the merged `out` and `lse`.
+    """This tile's contribution to dq, dk, dv, in the inputs' type, from the merged `out` and `lse`.
 
-    FlexAttention's backward normalises by its own forward's lse, so the tile runs again.
+    Shapes as in `forward`; dout like out. Reruns the tile's forward, because FlexAttention's backward normalises by
+    the lse of its own forward.
     """
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -104,7 +105,10 @@ def gradients_of(
     own: tuple[torch.Tensor, torch.Tensor], leaves: list[torch.Tensor], dout: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The share of dq, dk, dv of the keys that gave `own` out and lse, from those of all keys."""
+    """A tile's contribution to dq, dk, dv: `own` is its (out, lse), `out` and `lse` are merged over all keys.
+
+    `leaves` are the q, k, v from which autograd computed `own`.
+    """
     given = own_gradients(dout, own[0].detach(), own[1].detach(), out, lse)
     grads = torch.autograd.grad(own, leaves, given)
     return grads[0], grads[1], grads[2]

@@ -1,4 +1,4 @@
-"""Between (B, S, H, D) and the heads-first, one-K/V-head-per-query-head form that some kernels ask for."""
+"""Conversion between (B, S, H, D) and the heads-first form without grouped heads that some kernels need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def heads_first(x: torch.Tensor, group: int) -> torch.Tensor:
-    """(B, S, H, D) to (B, H * group, S, D): each head `group` times for kernels without grouped heads."""
+    """(B, S, H, D) to (B, H * group, S, D), each head repeated `group` times."""
     if group > 1:
         x = x.repeat_interleave(group, dim=2)
     return x.transpose(1, 2)

@@ -1,6 +1,6 @@
-"""Tiles of a sparse pattern on the CPU: dense and causal ones as ever, masked ones over aten with a mask.
+"""Tiles of a sparse pattern on the CPU: full and causal tiles by `aten_cpu`, masked tiles by aten with a mask.
 
-A masked tile holds only rows and columns with something to see. Tiles of one rank only: no hops, no merging.
+A masked tile has only rows and columns with at least one visible pair. Tiles of one rank only; no hops and no merging.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `aten_cpu.forward`; `mask` (Sq, Sk) bool is True where a query sees a key, every row somewhere."""
+    """As `aten_cpu.forward`; `mask` (Sq, Sk) bool is True where a query sees a key, at least once in every row."""
     if mask is None:
         return aten_cpu.forward(q, k, v, causal=causal, scale=scale)
     group = q.size(2) // k.size(2)
@@ -43,7 +43,7 @@ def backward(
     scale: float,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `aten_cpu.backward`: this tile's share of dq, dk, dv from the merged `out` and `lse`."""
+    """As `aten_cpu.backward`, with the `mask` of `forward`."""
     if mask is None:
         return aten_cpu.backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
     group = q.size(2) // k.size(2)
@@ -56,9 +56,9 @@ def backward(
 
 @lru_cache(maxsize=16)
 def self_test(dtype: torch.dtype, head_dim: int) -> str | None:
-    """None when out, lse, dq, dk, dv of a sparse tile agree with a masked fp64 softmax, else what does not.
+    """None if out, lse, dq, dk and dv agree with a masked fp64 softmax, else a text that names the difference.
 
-    Grouped heads, a mask beside a full tile, and the merged out and lse going into backward, as in a ring.
+    Uses grouped heads, a masked and a full tile, and the merged out and lse for backward, as in a ring.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 40, 4, head_dim), (1, 56, 2, head_dim), (1, 56, 2, head_dim), (1, 40, 4, head_dim)]
@@ -84,15 +84,15 @@ def self_test(dtype: torch.dtype, head_dim: int) -> str | None:
 
 
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
-"""Shorter inputs are computed in fp32."""
+"""Allowed relative error. 16-bit inputs are computed in fp32."""
 
 
 def _whole(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv of one masked fp64 softmax, spelled out.
+    """out, lse, dq, dk, dv of a masked softmax in fp64.
 
-    Not by autograd: the first call may come inside a checkpointed block, which counts what autograd saves.
+    Avoids autograd: the first call may be inside a checkpointed block, which counts the tensors that autograd saves.
     """
     group = q.size(2) // k.size(2)
     q, k, v, dout = (x.double() for x in (q, k, v, dout))

@@ -1,7 +1,6 @@
-"""Attention of one tile in plain fp64: the yardstick of `table.self_test`, and a backend of last resort.
+"""Reference attention of one tile in fp64: `self_test` compares backends with it; also the last backend to choose.
 
-Readable before fast: it holds the whole score matrix. Nothing here may be shared with a backend that it
-is to judge.
+Simple rather than fast: it stores the whole score matrix. It must share no code with the backends that it tests.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This tile's share of dq, dk, dv in fp64, from the `out` and `lse` merged over all keys.
+    """This tile's contribution to dq, dk, dv, in fp64, from the `out` and `lse` merged over all keys.
 
-    P = exp(s - lse) and dS = P * (dP - rowsum(dout * out)), FlashAttention-2's backward pass
-    (Dao 2023, arXiv:2307.08691), which is additive over tiles.
+    Shapes as in `forward`; dout like out. FlashAttention-2's backward pass (Dao 2023, arXiv:2307.08691), which is
+    additive over tiles: P = exp(s - lse) and dS = P * (dP - rowsum(dout * out)).
     """
     group = q.size(2) // k.size(2)
     dout = dout.double()

@@ -1,7 +1,7 @@
-"""The one table of attention backends: what each can do, and which one a call gets.
+"""The table of attention backends with their capabilities, and the selection of one for a call.
 
-A backend is two functions over one tile in (B, S, H, D) layout. Nothing about hops, ranks or process
-groups may enter. A backend that fails its self-test is passed over with a warning, never in silence.
+A backend is two functions over one tile in (B, S, H, D) layout. No hops, ranks or process groups in this file.
+A backend that fails its self-test is skipped with a warning.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ BACKENDS: tuple[Backend, ...] = (
         devices=("cuda",),
         dtypes=_HALF,
         max_head_dim=256,
-        sparse=False,
         deterministic=False,
         forward=flash_attn4.forward,
         backward=flash_attn4.backward,
@@ -40,6 +39,7 @@ BACKENDS: tuple[Backend, ...] = (
         head_dim_multiple=8,
         keeps_type=True,
         writes_gradients=True,
+        tile_tokens=flash_attn4.TILE_TOKENS,
         package="flash-attn-4",
     ),
     Backend(
@@ -47,13 +47,11 @@ BACKENDS: tuple[Backend, ...] = (
         devices=("cuda",),
         dtypes=_HALF,
         max_head_dim=128,
-        sparse=False,
         deterministic=False,
         forward=cudnn.forward,
         backward=cudnn.backward,
         min_capability=(8, 0),
         head_dim_multiple=8,
-        grouped_heads=False,
         keeps_type=True,
     ),
     Backend(
@@ -61,7 +59,6 @@ BACKENDS: tuple[Backend, ...] = (
         devices=("cuda",),
         dtypes=_HALF,
         max_head_dim=256,
-        sparse=False,
         deterministic=False,
         forward=flash_attn2.forward,
         backward=flash_attn2.backward,
@@ -77,7 +74,6 @@ BACKENDS: tuple[Backend, ...] = (
         devices=("cuda",),
         dtypes=_HALF,
         max_head_dim=256,
-        sparse=False,
         deterministic=False,
         forward=aten_flash.forward,
         backward=aten_flash.backward,
@@ -91,7 +87,6 @@ BACKENDS: tuple[Backend, ...] = (
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         max_head_dim=256,
-        sparse=False,
         deterministic=True,
         forward=flex.forward,
         backward=flex.backward,
@@ -106,7 +101,6 @@ BACKENDS: tuple[Backend, ...] = (
         devices=("cpu",),
         dtypes=_ALL_DTYPES,
         max_head_dim=None,
-        sparse=False,
         deterministic=True,
         forward=aten_cpu.forward,
         backward=aten_cpu.backward,
@@ -116,7 +110,6 @@ BACKENDS: tuple[Backend, ...] = (
         devices=("cpu", "cuda"),
         dtypes=_ALL_DTYPES,
         max_head_dim=None,
-        sparse=False,
         deterministic=True,
         forward=reference.forward,
         backward=reference.backward,
@@ -132,18 +125,17 @@ def select(
     deterministic: bool,
     pin: str | None = None,
     *,
-    group: int = 2,
+    head_ratio: int = 2,
     cache_dir: Path | None = None,
     backends: tuple[Backend, ...] = BACKENDS,
 ) -> Backend:
-    """The first backend that can serve such calls and passes its self-test; `pin` names the only candidate.
+    """The first backend that supports such calls and passes its self-test; `pin` restricts the choice to one name.
 
-    `group` is the number of query heads per K/V head. With `deterministic` the backend returned is the
-    bitwise repeatable form. Verdicts are kept for the process, and in `cache_dir` for later ones. Raises
-    `ValueError` when `pin` is unknown or cannot serve the call, or nothing can, and `RunFailed` when
-    candidates exist but none passes.
+    `head_ratio` is the number of query heads per K/V head. With `deterministic` the bitwise repeatable form is
+    returned. Test results are cached per process, passes also in `cache_dir`. Raises `ValueError` if `pin` is unknown
+    or no candidate supports the call, and `RunFailed` if candidates exist but none passes.
     """
-    return _select(torch.device(device), dtype, head_dim, deterministic, pin, group, cache_dir, backends)
+    return _select(torch.device(device), dtype, head_dim, deterministic, pin, head_ratio, cache_dir, backends)
 
 
 @lru_cache(maxsize=128)
@@ -153,11 +145,11 @@ def _select(
     head_dim: int,
     deterministic: bool,
     pin: str | None,
-    group: int,
+    head_ratio: int,
     cache_dir: Path | None,
     backends: tuple[Backend, ...],
 ) -> Backend:
-    """Cached: asked in every attention call, and a backend passed over is named once, not once a call."""
+    """Cached, because every attention call needs it and a failed self-test should be logged only once."""
     if pin is not None:
         chosen = [backend for backend in backends if backend.name == pin]
         if not chosen:
@@ -174,7 +166,7 @@ def _select(
             assert backend.deterministic_backward is not None
             backend = replace(backend, deterministic=True, backward=backend.deterministic_backward)
         failure = self_test(
-            backend, device=device.type, dtype=dtype, head_dim=head_dim, group=group, cache_dir=cache_dir
+            backend, device=device.type, dtype=dtype, head_dim=head_dim, head_ratio=head_ratio, cache_dir=cache_dir
         )
         if failure is None:
             return backend

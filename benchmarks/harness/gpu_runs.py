@@ -1,0 +1,157 @@
+"""What the GPU benches share: random tokens without documents, cheap initial values, trainers of a preset.
+
+Speed does not depend on the tokens' values; a sequence that is one document is the whole causal triangle.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
+from elastic_ring.cli.plan import model_flops
+from elastic_ring.config import Timeouts
+from elastic_ring.data.packing import Sample
+from elastic_ring.model.config import ModelConfig, preset
+from elastic_ring.model.transformer import Transformer
+
+# Kernels that are compiled, and modules that are loaded, hold a process's GIL for seconds at a first start.
+TIMEOUTS = Timeouts(heart_floor_s=15.0, heart_cap_s=25.0, build_s=300.0, start_s=300.0)
+BLOCK_ELEMENTS = (1 << 22) + 3
+COPY_BYTES = 4 << 30
+PEAK_FLOPS = 989.4e12
+"""One H200 in bf16 without sparsity (vendor's data sheet)."""
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """Sequences of random tokens, each one document."""
+
+    context_tokens: int
+    vocab_size: int
+    num_sequences: int = 1 << 12
+    fingerprint: str = "random tokens"
+
+    def open(self) -> RandomTokens:
+        return self
+
+    def read(self, sample_id: int) -> Sample:
+        tokens = np.random.default_rng(sample_id).integers(self.vocab_size, size=self.context_tokens + 1)
+        return Sample(tokens, (0,))
+
+
+@dataclass(frozen=True)
+class QuickInitial:
+    """Repeats one block of normal numbers: drawing billions would take longer than the measurement."""
+
+    num_layers: int
+
+    def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor:
+        start, stop = rows if rows is not None else (0, shape[0])
+        kept = (stop - start, *shape[1:])
+        if len(shape) < 2:
+            return torch.ones(kept)
+        block = torch.empty(BLOCK_ELEMENTS).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
+        at = (zlib.crc32(name.encode()) + start * math.prod(shape[1:])) % BLOCK_ELEMENTS
+        num_elements = math.prod(kept)
+        times = -(-num_elements // BLOCK_ELEMENTS)
+        flat = torch.roll(block, -at).repeat(times)[:num_elements].view(kept)
+        return flat / math.sqrt(2 * self.num_layers) if name.endswith(("output.weight", "down.weight")) else flat
+
+
+@dataclass(frozen=True)
+class GpuRun:
+    """The settings of a run on GPUs."""
+
+    preset: str = "1b"
+    context: int = 8192
+    batch: int = 4
+    cp: int = 2
+    dp: int = 2
+    spares: int = 1
+    deterministic: bool = True
+    kernel: str = ""
+    checkpoint: bool = True
+    offload: bool = False
+    pattern: str = ""
+    compile: bool = False
+    release_contexts: bool = True
+
+    @property
+    def model(self) -> ModelConfig:
+        return replace(
+            preset(self.preset), checkpoint_activations=self.checkpoint, offload_activations=self.offload,
+            compile_blocks=self.compile,
+        )  # fmt: skip
+
+    def trainer(self, folder: Path, name: str, steps: int, faults: str = "") -> ElasticRingTrainer:
+        step = StepConfig(
+            steps=steps, global_batch=self.batch, context_tokens=self.context, param_dtype="bfloat16",
+            check_model=False, deterministic=self.deterministic, kernel=self.kernel,
+        )  # fmt: skip
+        return ElasticRingTrainer(
+            partial(Transformer, self.model), RandomTokens(self.context, self.model.vocab_size), step_config=step,
+            optim_config=OptimConfig(peak_lr=3e-4, min_lr=3e-5, warmup_steps=min(10, steps), total_steps=steps),
+            scaling_config=ScalingConfig(
+                dp=self.dp, cp=self.cp, spares=self.spares, device="cuda", resources_per_worker={"CPU": 1.0},
+                release_contexts=self.release_contexts,
+            ),
+            run_config=RunConfig(name, run_dir=str(folder / name), faults=faults, progress=False, timeouts=TIMEOUTS),  # type: ignore[arg-type]
+            initial=QuickInitial(self.model.num_layers), pattern=self.pattern or None,
+        )  # fmt: skip
+
+
+def utilisation(run: GpuRun, step_s: float) -> float:
+    """Model FLOPs (recomputation does not count) over what the GPUs could do in a step's time."""
+    return model_flops(run.model, run.context) * run.batch / (run.dp * run.cp) / step_s / PEAK_FLOPS
+
+
+def link_rate() -> float:
+    """GB/s of a copy from one GPU's memory to another's, the best of five."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda:0")
+    target = torch.empty_like(source, device="cuda:1")
+    rates = []
+    for _ in range(5):
+        _synchronize()
+        begun = time.monotonic()
+        target.copy_(source)
+        _synchronize()
+        rates.append(COPY_BYTES / (time.monotonic() - begun) / 1e9)
+    del source, target
+    torch.cuda.empty_cache()
+    return max(rates)
+
+
+def _synchronize() -> None:
+    for index in (0, 1):
+        torch.cuda.synchronize(index)
+
+
+def device_memory_mib() -> list[int]:
+    """Memory in use on each GPU, by all processes."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+
+
+def process_memory_mib(pid: int) -> int | None:
+    """Memory of one process on all GPUs; None where nvidia-smi does not list it, as in some containers."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = [used.strip() for each, _, used in (line.partition(",") for line in lines) if each.strip() == str(pid)]
+    return sum(map(int, found)) if found and all(used.isdigit() for used in found) else None
+
+
+def described(run: GpuRun) -> dict[str, Any]:
+    return {**vars(run), "gpu": torch.cuda.get_device_name(0), "gpus": torch.cuda.device_count(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version()))}  # fmt: skip

@@ -1,0 +1,1 @@
+"""Other systems' recoveries, measured with the model, steps and kills of benchmarks/recovery/bench_recovery.py."""

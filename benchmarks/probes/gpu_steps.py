@@ -1,0 +1,59 @@
+"""One training step on static process groups, for `probe_steps_gpu` and `broken_steps`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness.gpu_runs import GpuRun
+from elastic_ring.data.loader import Loader
+from elastic_ring.data.order import Order
+from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.gpu.device import KERNEL_CACHE
+from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous
+from elastic_ring.state.device_digest import device_digest
+from elastic_ring.train.transaction import Transaction
+
+
+def connected(run: GpuRun, rank: int, port: int, prefix: str, device: torch.device) -> Groups:
+    where = Rendezvous("127.0.0.1", port, prefix, "127.0.0.1", 120.0, 900.0)
+    return Connector(where, device).connect(Mesh(run.dp, run.cp), rank)
+
+
+def build(run: GpuRun, groups: Groups, device: torch.device) -> Transaction:
+    task = run.trainer(Path("/tmp"), "probe", 1000).task
+    source = task.data.open()
+    state = Transaction(
+        task, Loader(source), Order(task.step.seed, task.step.global_batch, source.num_sequences),
+        lambda phase, step, hop=None: None, KERNEL_CACHE,
+    )  # fmt: skip
+    state.use(device)
+    state.enter(groups, (1, 1), keep=False)
+    state.initialise()
+    return state
+
+
+def one_step(
+    state: Transaction, step: int, spans: dict[str, float] | None = None, losses: list[float] | None = None
+) -> tuple[float, str]:
+    """(seconds, digest of the gradient)."""
+    begun = time.monotonic()
+    local = state.compute(step)
+    if spans is not None:
+        synchronize(state.device)
+        spans["compute_s"] = time.monotonic() - begun
+    state.reduce(step)
+    gradient = device_digest(state._gradient.flat).hex() if spans is not None and state._gradient else ""
+    outcome = state.vote(step, local, boundary=False)
+    state.apply(outcome)
+    synchronize(state.device)
+    if losses is not None:
+        losses.append(outcome.loss)
+    return time.monotonic() - begun, gradient
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,329 @@
+"""What a healthy step pays for being recoverable: elastic_ring against the same loop with nothing around it.
+
+    python benchmarks/recovery/bench_overhead.py --blocks 12 --save
+
+One Ray cluster, two sets of four processes with the same model, data and mesh, in alternating blocks:
+
+  product   `fit()` with everything on: coordinator, node agent, spare, stamps, votes, digests, publishing, the
+            hooks of planned faults, the driver that follows
+  plain     `plain_loop.py`: stock static groups, the same FSDP2, ring attention, all-reduce, clip and AdamW
+
+How they take turns: a set that pauses must be between two steps and cost the other nothing.
+The product pauses in the user's loss function, which waits on a socket before the first sequence of a block;
+so the product does not know of the bench. While the plain loop has its turn, the product's
+processes (agent, coordinator, workers, spare) are stopped by SIGSTOP once they wait at the gate, the agent
+first, and continued in the opposite order: their background work would otherwise slow the plain loop down and
+hide a part of the overhead. The waiting limits between coordinator and agent are raised so that these stops
+mean nothing to them. The order of the two turns swaps with each pair of blocks, against drift.
+
+A step's time is from one commit to the next on rank 0, on one clock (the product's from its own metrics); the
+first step of a block holds the pause and is left out, the first block of each set is too. The upper bound is
+the 95th percentile of the ratio of medians when pairs of blocks are drawn with replacement. The losses of both
+are compared over the first block, so that both are known to do the same work; later the two drift apart, because
+they add the gradient's norm up in another order and training amplifies the last bit.
+
+`--model gpu-1b` does the same on four GPUs, as two rings of two; `--model gpu-8b` as one ring of four, because both
+loops hold their state at once, about 2 x 37 GiB on each GPU beside the activations. Both tell the model FLOPs
+utilisation with the machinery and without. `--dp` and `--cp` take other meshes. Where both do not fit, `--apart` trains
+one block of each, the plain loop first, and its processes end before the product's begin: the drift between the two is
+in the ratio then, and nothing is held to a bound but the losses.
+
+Exits 1 when the upper bound is above 5 % (on GPUs 0.5 %), or the losses differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run as a script
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import psutil
+import ray
+from torch.distributed import TCPStore
+
+from benchmarks.harness import results, runs
+from benchmarks.harness.arguments import bench_parser
+from benchmarks.harness.gpu_runs import TIMEOUTS, GpuRun, utilisation
+from benchmarks.recovery.plain_loop import Gate, GatedLoss, PlainWorker
+from elastic_ring import ElasticRingTrainer, RunConfig
+from elastic_ring.cli import train
+from elastic_ring.config import Timeouts, environment
+from elastic_ring.runtime.driver.cluster import worker_environment
+
+LIMIT, GPU_LIMIT = 0.05, 0.005
+LOSS_TOLERANCE = 1e-3
+NEVER = 1_000_000
+SETTLE_S = 0.2
+ENDING_S, LEAST_STEPS = 60.0, 3
+NUM_DRAWS = 4000
+SIDES = ("product", "plain")
+PATIENT = Timeouts(node_silent_s=300.0, coordinator_silent_s=300.0, lease_s=600.0, hello_s=120.0)
+
+
+class Turns:
+    """Decides which side runs: the server of both sides' gates."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self.key = secrets.token_bytes(16)
+        self._listener = Listener(("127.0.0.1", 0), backlog=16, authkey=self.key)
+        self._connections: dict[str, list[Connection[Any, Any]]] = {side: [] for side in SIDES}
+
+    def gate(self, side: str) -> Gate:
+        address = self._listener.address
+        assert isinstance(address, tuple)
+        return Gate(address, self.key, side)
+
+    def gather(self, sides: tuple[str, ...] = SIDES) -> None:
+        """Wait until all ranks of `sides` have reached their gates for the first time."""
+        while any(len(self._connections[side]) < self._num_ranks for side in sides):
+            line = self._listener.accept()
+            self._connections[line.recv()].append(line)
+
+    def take(self, side: str) -> None:
+        """Let one side train a block; returns when all its ranks are back at the gate."""
+        for line in self._connections[side]:
+            line.send("go")
+        for line in self._connections[side]:
+            line.recv()
+
+    def release(self, side: str) -> None:
+        for line in self._connections[side]:
+            line.send("go")
+
+
+@contextmanager
+def product_stopped() -> Iterator[None]:
+    """Stop every process of the product inside. The agent is first, so that it does not see the others stopped."""
+    pids = [pid for kind in ("NodeAgent", "Coordinator", "Worker") for pid in runs.actor_pids(kind)]
+    stopped = []
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+            stopped.append(pid)
+        yield
+    finally:
+        for pid in reversed(stopped):
+            os.kill(pid, signal.SIGCONT)
+
+
+def gpu_run(arguments: argparse.Namespace) -> GpuRun:
+    """Where both loops have their state on the same GPUs, of 8 B each has a quarter of a copy on each: one ring of
+    four."""
+    preset = arguments.model.removeprefix("gpu-")
+    cp, dp = (4, 1) if preset == "8b" else (2, 2)
+    cp, dp = arguments.cp or cp, arguments.dp or dp
+    return GpuRun(preset, arguments.context, arguments.batch, cp, dp, kernel=arguments.kernel)
+
+
+def trainer_of(model: str, folder: Path, arguments: argparse.Namespace) -> ElasticRingTrainer:
+    """The product's run, its loss not gated yet."""
+    if model.startswith("gpu-"):
+        trainer = gpu_run(arguments).trainer(folder, "bench-overhead", NEVER)
+        patient = {name: max(getattr(PATIENT, name), value) for name, value in vars(TIMEOUTS).items()}
+        timeouts = Timeouts(**{**patient, "boundary_s": 3600.0})
+        trainer.run_config = RunConfig(
+            "bench-overhead", run_dir=str(trainer.run_config.folder), timeouts=timeouts, progress=False
+        )
+        return trainer
+    if model == "small":
+        return runs.small_trainer(folder, "bench-overhead", steps=NEVER, check_model=False, timeouts=PATIENT)
+    options = ["--preset", "laptop", "--faults", "none", "--steps", str(NEVER), "--run-dir", str(folder / "run")]
+    trainer = train.build(train.parse(options))
+    trainer.run_config = RunConfig("bench-overhead", run_dir=str(folder / "run"), timeouts=PATIENT, progress=False)
+    trainer.task = _with(trainer.task, step=_with(trainer.task.step, check_model=False))
+    return trainer
+
+
+def _with(config: Any, **changes: Any) -> Any:
+    return type(config)(**{**vars(config), **changes})
+
+
+def alternate(
+    turns: Turns, workers: list[Any], num_blocks: int, block_steps: int, run: runs.Watcher
+) -> tuple[list[list[tuple[float, float]]], list[list[tuple[float, float]]]]:
+    """(product, plain): for each block the (commit time, loss) of its steps."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    plain = [worker.run.remote(store.port, num_blocks, block_steps) for worker in workers]
+    turns.gather()
+    run.whole(1)
+    for block in range(num_blocks):
+        for side in SIDES if block % 2 else SIDES[::-1]:
+            time.sleep(SETTLE_S)
+            if side == "product":
+                turns.take(side)
+                continue
+            with product_stopped():
+                time.sleep(SETTLE_S)
+                turns.take(side)
+        results.show(f"  block {block + 1} of {num_blocks}")
+    turns.release("plain")
+    rows = ray.get(plain[0])
+    num_steps = num_blocks * block_steps
+    run.until("the last step's record", lambda: True if len(run.steps()) >= num_steps else None)
+    ours = [(line["committed_monotonic_s"], line["loss"]) for line in run.steps()[:num_steps]]
+    return _blocks(ours, block_steps), _blocks(rows, block_steps)
+
+
+def _blocks(rows: list[tuple[float, float]], size: int) -> list[list[tuple[float, float]]]:
+    return [rows[at : at + size] for at in range(0, len(rows), size)]
+
+
+def step_times(blocks: list[list[tuple[float, float]]]) -> np.ndarray:
+    """(blocks, steps): commit to commit, without each block's first step and the first block."""
+    return np.array([np.diff([at_s for at_s, _ in block]) for block in blocks[1:]])
+
+
+def upper_bound(product: np.ndarray, plain: np.ndarray) -> float:
+    """95th percentile of the ratio of medians under drawing pairs of blocks with replacement."""
+    draws = np.random.default_rng(0).integers(len(plain), size=(NUM_DRAWS, len(plain)))
+    ratios = [np.median(product[draw]) / np.median(plain[draw]) for draw in draws]
+    return float(np.percentile(ratios, 95))
+
+
+def one_after_another(
+    turns: Turns, workers: list[Any], num_steps: int, trainer: ElasticRingTrainer
+) -> tuple[list[list[tuple[float, float]]], list[list[tuple[float, float]]]]:
+    """(product, plain): one block each, the product's once its standby is warm. The first step of each compiles and is
+    left out later, as a pause is. Raises what a plain rank raised."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    plain = [worker.run.remote(store.port, 1, num_steps) for worker in workers]
+    rows = ray.get(plain)[0]
+    processes = [psutil.Process(pid) for pid in ray.get([worker.pid.remote() for worker in workers])]
+    for worker in workers:
+        ray.kill(worker)
+    # A GPU's memory is free when the process that held it is gone.
+    _, alive = psutil.wait_procs(processes, timeout=ENDING_S)
+    if alive:
+        raise runs.BenchFailed(f"processes of the plain loop have not ended within {ENDING_S:.0f} s: {alive}")
+    results.show("  the plain loop is done")
+
+    def watch(run: runs.Watcher) -> list[tuple[float, float]]:
+        run.whole(1)
+        turns.gather(("product",))
+        turns.release("product")
+        run.until("the last step", lambda: True if len(run.steps()) >= num_steps else None, timeout_s=900.0)
+        return [(line["committed_monotonic_s"], line["loss"]) for line in run.steps()[:num_steps]]
+
+    return [runs.train_while(trainer, watch)], [rows]
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    model, num_blocks, block_steps = arguments.model, arguments.blocks, arguments.block_steps
+    with runs.scratch() as folder, runs.local_ray(num_cpus=32 if model.startswith("gpu-") else 8):
+        trainer = trainer_of(model, folder, arguments)
+        task, mesh = trainer.task, trainer.scaling_config.mesh
+        turns = Turns(mesh.size)
+        device = trainer.scaling_config.device
+        variables = worker_environment(device, {}, environment(), {})  # as the product's workers have
+        actor = ray.remote(PlainWorker).options(num_cpus=0, runtime_env={"env_vars": variables} if variables else None)
+        gate = None if arguments.apart else turns.gate("plain")
+        workers = [actor.remote(task, mesh, rank, gate, device) for rank in range(mesh.size)]
+        calls_per_block = NEVER if arguments.apart else block_steps * task.step.global_batch // mesh.dp
+        trainer.task = _with(task, loss=GatedLoss(task.loss, turns.gate("product"), calls_per_block))
+        if arguments.apart:
+            ours, theirs = one_after_another(turns, workers, block_steps, trainer)
+            product, plain = (np.array([np.diff([at_s for at_s, _ in rows[0]])]) for rows in (ours, theirs))
+        else:
+            action = partial(alternate, turns, workers, num_blocks, block_steps)
+            ours, theirs = runs.train_while(trainer, action)
+            product, plain = step_times(ours), step_times(theirs)
+    return _figures(arguments, product, plain, (ours[0], theirs[0]))
+
+
+def _figures(
+    arguments: argparse.Namespace,
+    product: np.ndarray,
+    plain: np.ndarray,
+    first: tuple[list[tuple[float, float]], list[tuple[float, float]]],
+) -> dict[str, Any]:
+    model, used = arguments.model, {}
+    if model.startswith("gpu-"):
+        run = gpu_run(arguments)
+        model = f"{model} at {arguments.context} tokens on {run.dp} x {run.cp} GPUs"
+        used = {"mfu_product": utilisation(run, float(np.median(product))),
+                "mfu_plain": utilisation(run, float(np.median(plain)))}  # fmt: skip
+    pairs = zip([x for _, x in first[0]], [x for _, x in first[1]], strict=True)
+    return {
+        "model": model if used else f"{model} model", "apart": arguments.apart,
+        "blocks": 1 if arguments.apart else arguments.blocks, "steps_per_block": arguments.block_steps,
+        "product_s": product.tolist(), "plain_s": plain.tolist(),
+        "median_product_s": float(np.median(product)), "median_plain_s": float(np.median(plain)),
+        "mean_product_s": float(product.mean()), "mean_plain_s": float(plain.mean()),
+        **used, "ratio": float(np.median(product) / np.median(plain)),
+        "upper_bound": None if arguments.apart else upper_bound(product, plain),
+        "worst_loss_error": max(abs(a - b) / abs(b) for a, b in pairs),
+    }  # fmt: skip
+
+
+def report(figures: dict[str, Any], limit: float) -> tuple[str, list[str]]:
+    rows = [[side, *(1e3 * figures[f"{what}_{side}_s"] for what in ("median", "mean"))] for side in SIDES]
+    ratio, bound = f"{100 * (figures['ratio'] - 1):+.2f} %", figures["upper_bound"]
+    told = f"95 % upper bound {100 * (bound - 1):+.2f} % (limit {100 * limit:g} %)" if bound else "one after the other"
+    blocks = "one block" if bound is None else f"{figures['blocks'] - 1} pairs of blocks"
+    mean = 100 * (figures["mean_product_s"] / figures["mean_plain_s"] - 1)
+    text = (
+        f"{figures['model']}, {blocks} of {figures['steps_per_block']} steps\n"
+        + results.table(["step", "median ms", "mean ms"], rows)
+        + f"\noverhead {ratio}, {told}; of the means {mean:+.2f} %"
+        + f"\nlosses of the first block agree to {figures['worst_loss_error']:.1e} relative"
+    )
+    if "mfu_product" in figures:
+        text += (
+            f"\nmodel FLOPs utilisation {100 * figures['mfu_product']:.1f} % with the machinery,"
+            f" {100 * figures['mfu_plain']:.1f} % without"
+        )
+    missed = []
+    if bound is not None and bound - 1 > limit:
+        missed.append(f"the upper bound is {100 * (bound - 1):+.2f} %, more than {100 * limit:g} %")
+    if figures["worst_loss_error"] > LOSS_TOLERANCE:
+        missed.append(f"the losses differ by {figures['worst_loss_error']:.1e}: not the same work was compared")
+    return text, missed
+
+
+def main() -> int:
+    parser = bench_parser(__doc__)
+    parser.add_argument("--blocks", type=int, default=12, help="pairs of blocks, the first of which is left out")
+    parser.add_argument("--block-steps", type=int, default=20)
+    parser.add_argument("--model", choices=["laptop", "small", "gpu-100m", "gpu-1b", "gpu-8b"], default="laptop")
+    parser.add_argument("--context", type=int, default=32_768, help="tokens of a sequence (gpu-*)")
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a step (gpu-*)")
+    parser.add_argument("--kernel", default="", help="pin one attention kernel (gpu-*)")
+    parser.add_argument("--dp", type=int, default=0, help="rings (gpu-*; 0: as above)")
+    parser.add_argument("--cp", type=int, default=0, help="ranks of a ring (gpu-*; 0: as above)")
+    parser.add_argument("--apart", action="store_true", help="one block of each, one after the other; no --blocks")
+    parser.add_argument("--save", action="store_true", help="write the table and a JSON into benchmarks/results/")
+    arguments = parser.parse_args()
+    if (arguments.dp or arguments.cp) and not arguments.model.startswith("gpu-"):
+        parser.error(f"--dp and --cp are for gpu-*: --model {arguments.model} has its own mesh")
+    if arguments.apart and arguments.block_steps < LEAST_STEPS:
+        parser.error(f"--block-steps {arguments.block_steps}: --apart leaves the first out, give {LEAST_STEPS} or more")
+    figures = measure(arguments)
+    text, missed = report(figures, GPU_LIMIT if arguments.model.startswith("gpu-") else LIMIT)
+    held = "the losses hold, and no other bound was tried" if arguments.apart else "all bounds hold"
+    text += "\n" + results.verdict(missed, held)
+    results.show("\n" + text)
+    if arguments.save:
+        name = "bench_overhead" if arguments.model == "laptop" else f"bench_overhead-{arguments.model}"
+        if arguments.model.startswith("gpu-"):
+            run = gpu_run(arguments)
+            name += f"-{run.dp}x{run.cp}"
+        results.save(name, text, {**figures, "missed": missed})
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""lru_cache that skips one-shot (routed) plans.
+
+A pattern that content chose for one call never recurs: caching its plans would evict those of static patterns. The ring
+that made it keeps them (`sparse_ring`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def static_lru_cache(maxsize: int) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """`lru_cache`, unless the first argument, a rule, pattern or schedule, is `for_one_call`."""
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        cached: Any = lru_cache(maxsize)(function)
+
+        @wraps(function)
+        def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
+            planned: Any = args[0]
+            result: Result = (function if planned.for_one_call else cached)(*args, **options)
+            return result
+
+        call.cache_info, call.cache_clear = cached.cache_info, cached.cache_clear  # type: ignore[attr-defined]
+        return call
+
+    return decorate

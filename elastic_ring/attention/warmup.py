@@ -1,0 +1,105 @@
+"""Warm-up: runs attention once for every place on a ring, so that kernels compiled per length are ready before step 1.
+
+The ring's own code runs over a null process group; the results are discarded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elastic_ring.attention.exchange import Group
+from elastic_ring.attention.layout import Layout
+from elastic_ring.attention.merge import MOST_AT_ONCE, accumulate_dtype, add_, merge_all_
+
+
+class NullProcessGroup:
+    """A process group without peers: sends are discarded, receives give zeros."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int, /) -> _Done:
+        return _Done(tensors[0].device)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int, /) -> _Done:
+        for tensor in tensors:
+            tensor.zero_()
+        return _Done(tensors[0].device)
+
+    def _start_coalescing(self) -> None:
+        pass
+
+    def _end_coalescing(self) -> _Done:
+        return _Done(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+class _Done:
+    """A completed work; `wait` orders the current stream after the stream that posted it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def wait(self) -> None:
+        if self._event is not None:
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
+
+
+def warm_up_sums(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    """Every kernel of `merge.merge_all_` and `merge.add_` that dense attention of this `shape` (query heads, K/V heads,
+    head dim) may need: totals in `dtype` and in fp32, and each number of parts."""
+    num_heads, num_kv_heads, head_dim = shape
+    for total_dtype in dict.fromkeys((dtype, accumulate_dtype(dtype))):
+        for num_parts in range(1, MOST_AT_ONCE + 1):
+            for heads in dict.fromkeys((num_heads, num_kv_heads)):
+                size = (1, 16, heads, head_dim)
+                parts = [torch.zeros(size, dtype=dtype, device=device) for _ in range(num_parts)]
+                add_(torch.zeros(size, dtype=total_dtype, device=device), parts)
+            out, part = (torch.zeros(1, 16, num_heads, head_dim, dtype=x, device=device) for x in (total_dtype, dtype))
+            # Heads before rows in memory, as the GPU's kernels leave it.
+            lse = torch.zeros(1, num_heads, 16, dtype=accumulate_dtype(dtype), device=device).transpose(1, 2)
+            merge_all_(out, lse, [(part, lse.clone())] * num_parts)
+
+
+def warm_up_lengths(
+    attentions: Callable[[int, Group | None], list[Any]],
+    layout: Layout,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Forward and backward of `attentions(cp_rank, group)`, one for each kind of layer, on every rank's slice (1,
+    S_local) of `layout`; shape: query heads, K/V heads, head dim. Returns how many ranks ran.
+
+    Covers every kernel call of a sequence that is one document, in the ring's own cutting. Documents cut slices at
+    places that nobody knows before the sequence is read.
+    """
+    num_heads, num_kv_heads, head_dim = shape
+    seen: set[Any] = set()
+    num_ran = 0
+    for cp_rank in range(layout.cp):
+        num_tokens = layout.num_tokens(cp_rank)
+        group = NullProcessGroup(cp_rank, layout.cp) if layout.cp > 1 else None
+        q = torch.zeros(1, num_tokens, num_heads, head_dim, dtype=dtype, device=device, requires_grad=True)
+        k, v = (
+            torch.zeros(1, num_tokens, num_kv_heads, head_dim, dtype=dtype, device=device, requires_grad=True)
+            for _ in range(2)
+        )
+        made = attentions(cp_rank, group)
+        shapes = {shape for each in made for shape in (each.shapes(k) if hasattr(each, "shapes") else (cp_rank,))}
+        if num_tokens == 0 or shapes <= seen:
+            continue
+        seen |= shapes
+        num_ran += 1
+        for attention in made:
+            out = attention(q, k, v)
+            torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    return num_ran

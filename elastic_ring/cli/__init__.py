@@ -1,0 +1,54 @@
+"""The command line: `elastic-ring COMMAND`. A command's module is imported when it is called, and imports torch and Ray
+after it has read its arguments."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+# (module, what it does) by command
+COMMANDS = {
+    "train": ("elastic_ring.cli.train", "train a decoder over elastic rings"),
+    "status": ("elastic_ring.cli.status", "show a run's mesh, step, spares and last recoveries"),
+    "plan": ("elastic_ring.cli.plan", "print what a run needs, and start nothing"),
+    "tune": ("elastic_ring.tuning.search", "search sparse patterns by quality, time and bytes"),
+    "calibrate": ("elastic_ring.cli.calibrate", "measure what --layout auto prices with"),
+}
+# Optional dependencies, and the extra of pyproject.toml that has each.
+EXTRAS = {"optuna": "tune", "matplotlib": "plot"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status, 2 for a command that does not exist, 1 where nobody reads on."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # what is left fails here, not when the interpreter exits
+    except BrokenPipeError:  # as in `elastic-ring train --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    lines = [f"  {name:<11}{says}" for name, (_, says) in COMMANDS.items()]
+    usage = "\n".join(["usage: elastic-ring COMMAND [OPTIONS], with --help for a command's options", "", *lines])
+    if command in ("-h", "--help"):
+        print(usage)
+        return 0
+    if command not in COMMANDS:
+        print(f"elastic-ring: there is no command {command!r}\n{usage}", file=sys.stderr)
+        return 2
+    try:
+        status: int = importlib.import_module(COMMANDS[command][0]).main(rest)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        install = f"pip install 'elastic-ring[{EXTRAS[package]}]'"
+        print(f"elastic-ring {command} needs {package}, which is not installed: {install}", file=sys.stderr)
+        return 2
+    return status

@@ -1,0 +1,103 @@
+"""What a preset needs, printed before anything is started: built on the meta device, so that a laptop can plan 1 T.
+
+State of a rank, in bytes for each parameter of its shard: 4 for the fp32 master, 8 for Adam's two, 4 for the buffer
+that is summed over the rings, 4 for FSDP2's gradients. Activations are what checkpointing keeps for each layer and
+local token: the block's input, and attention's out and lse, in the type that is computed in. Not counted: the blocks
+that are gathered at the moment, one block's recomputed activations, a chunk of logits, the communicators.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic_ring.cli import train
+from elastic_ring.config import ScalingConfig, StepConfig
+from elastic_ring.model.config import ModelConfig, num_parameters
+
+STATE_BYTES = 4 + 8 + 4 + 4
+LSE_BYTES = 4
+CONTEXT_BYTES = int(0.8 * 2**30)
+"""What a process takes of a GPU that it is warm on: four standbys more made 3.2 GiB on each of four H200s
+(benchmarks/results/2026-11-21-training-4xH200.json)."""
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """`*_bytes` are those of one rank; `flops` of one sequence, forward and backward, recomputation not counted."""
+
+    num_parameters: int
+    num_ranks: int
+    tokens_per_rank: int
+    state_bytes: int
+    activation_bytes: int
+    largest_unit_bytes: int
+    flops: float
+    offloaded: bool = False
+    on_gpu: bool = False
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Of one rank's GPU, contexts and what the allocator cannot use aside: two blocks are gathered at a time. For
+        8 B over two ranks at 128 K tokens 107.8 GiB, where 110.1 were measured."""
+        kept = 0 if self.offloaded else self.activation_bytes
+        return self.state_bytes + kept + 2 * self.largest_unit_bytes
+
+    def lines(self) -> list[str]:
+        gib = 2**30
+        return [
+            f"{self.num_parameters:,} parameters on {self.num_ranks} ranks, {self.tokens_per_rank:,} tokens on each",
+            f"a rank holds {self.state_bytes / gib:.1f} GiB of state and {self.activation_bytes / gib:.1f} GiB of "
+            f"checkpointed activations{' in host memory' * self.offloaded}",
+            f"the largest block is {self.largest_unit_bytes / gib:.2f} GiB when gathered",
+            f"{self.flops:.3g} FLOP for a sequence",
+            *(
+                [
+                    f"together about {self.gpu_bytes / gib:.0f} GiB of a GPU, and beside it",
+                    f"every worker of a node, standbys too, takes about {CONTEXT_BYTES / gib:.1f} GiB of each GPU "
+                    f"there: {9 * CONTEXT_BYTES / gib:.1f} GiB with eight members and a standby",
+                ]
+                if self.on_gpu
+                else []
+            ),
+        ]
+
+
+def model_flops(config: ModelConfig, context_tokens: int) -> float:
+    """6 for each parameter and token (rows of a table that is only read are not multiplied), and 6 S^2 H D for each
+    layer: the causal half of attention, forward + backward as 1 + 2."""
+    table = 0 if config.tie_embeddings else config.vocab_size * config.width
+    dense = 6.0 * (num_parameters(config) - table) * context_tokens
+    return dense + 6.0 * context_tokens**2 * config.num_heads * config.head_dim * config.num_layers
+
+
+def plan_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig) -> ModelPlan:
+    """The plan of a model on a mesh. Raises ValueError when what is built differs from what is counted."""
+    import torch
+
+    from elastic_ring.model.transformer import Transformer
+
+    with torch.device("meta"):
+        model = Transformer(config)
+    built = sum(parameter.numel() for parameter in model.parameters())
+    if built != num_parameters(config):
+        raise ValueError(f"the model has {built:,} parameters, its configuration says {num_parameters(config):,}")
+    element = torch.finfo(getattr(torch, step.param_dtype)).bits // 8
+    tokens = -(-step.context_tokens // scaling.cp)
+    per_token = (config.width + config.num_heads * config.head_dim) * element + config.num_heads * LSE_BYTES
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    return ModelPlan(
+        built, scaling.mesh.size, tokens, STATE_BYTES * -(-built // scaling.cp),
+        tokens * per_token * config.num_layers if config.checkpoint_activations else 0, block * element,
+        model_flops(config, step.context_tokens), config.offload_activations, scaling.device == "cuda",
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`elastic-ring plan`: what `elastic-ring train --plan` prints for the same settings."""
+    return train.main(["--plan", *(sys.argv[1:] if argv is None else argv)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

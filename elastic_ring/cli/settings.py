@@ -1,0 +1,350 @@
+"""The settings of `elastic-ring train`: preset, then TOML file, then flags. No torch and no Ray in here.
+
+Every field of every settings class is a dotted flag (`--scaling.dp`) and a key of the file (`[scaling] dp = 2`).
+tyro makes the flags from the classes; values are checked once, when everything is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+
+import tyro
+
+from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig, Timeouts
+from elastic_ring.model.config import ModelConfig, preset
+from elastic_ring.validation import from_plain, settings, unknown_setting
+
+
+@settings
+class DataConfig:
+    """The corpus. Its sequences have step.context_tokens tokens."""
+
+    _prefix: ClassVar[str] = "data."
+
+    source: Literal["stdlib", "text", "shards"] = "stdlib"
+    """stdlib: Python's own library; text: files as bytes (paths); shards: Parquet or Arrow files of tokens (uri)."""
+    paths: tuple[str, ...] = ()
+    """Text files, directories or glob patterns, local or as URIs."""
+    uri: str = ""
+    """A token shard, or a directory of them."""
+    column: str = "tokens"
+    """Column of the shards with a list of tokens a row."""
+    vocab_size: int | None = None
+    """Vocabulary of the shards; the model's if left out."""
+    end_of_document: int | None = None
+    """Token put after each row of the shards; 256 for bytes, to be given for any other vocabulary."""
+    rows_end_documents: bool = False
+    """The rows of the shards end in end_of_document already."""
+    align_tokens: int = 1
+    """Fill documents up to multiples of this; 128 for patterns on GPUs."""
+
+
+SECTIONS: dict[str, Any] = {
+    "model": ModelConfig, "scaling": ScalingConfig, "step": StepConfig, "optim": OptimConfig, "data": DataConfig,
+    "run": RunConfig,
+}  # fmt: skip
+
+
+def laptop() -> dict[str, Any]:
+    """Two rings of two CPU ranks and a spare, a 1 M-parameter byte-level decoder: minutes on two cores."""
+    return {
+        "model": dataclasses.replace(preset("laptop"), checkpoint_activations=False),
+        "scaling": ScalingConfig(dp=2, cp=2, spares=1, resources_per_worker={"CPU": 0.25}),
+        "step": StepConfig(steps=60, global_batch=4, context_tokens=2048),
+        "optim": OptimConfig(peak_lr=3e-3, min_lr=3e-4, warmup_steps=10, total_steps=60),
+    }
+
+
+def on_gpus(name: str, cp: int, dp: int, context_tokens: int) -> dict[str, Any]:
+    """bfloat16 over fp32 master shards; one sequence for each ring and step. Every worker takes one GPU."""
+    return {
+        "model": preset(name),
+        "scaling": ScalingConfig(dp=dp, cp=cp, spares=1, device="cuda", resources_per_worker={"CPU": 1.0}),
+        "step": StepConfig(
+            steps=1000, global_batch=dp, context_tokens=context_tokens, param_dtype="bfloat16", check_model=False
+        ),
+        "optim": OptimConfig(peak_lr=3e-4, min_lr=3e-5, warmup_steps=100, total_steps=1000),
+    }
+
+
+PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
+    "laptop": laptop,
+    "100m": partial(on_gpus, "100m", 2, 2, 32_768),
+    "1b": partial(on_gpus, "1b", 2, 2, 131_072),
+    "8b": partial(on_gpus, "8b", 2, 2, 131_072),
+    "70b": partial(on_gpus, "70b", 32, 2, 524_288),
+    "1t": partial(on_gpus, "1t", 512, 2, 1_048_576),
+}
+NONE = "none"
+"""What stands for None in a TOML file, which has no such value."""
+
+# Short flags and the settings that they set, where that is one.
+SHORT = {
+    "dp": "scaling.dp", "cp": "scaling.cp", "spares": "scaling.spares", "max_dp": "scaling.max_dp",
+    "min_dp": "scaling.min_dp", "steps": "step.steps", "seed": "step.seed", "global_batch": "step.global_batch",
+    "context": "step.context_tokens", "val_every": "step.val_every_steps", "layout": "step.layout",
+    "kernel": "step.kernel", "faults": "run.faults", "align_tokens": "data.align_tokens", "run_name": "run.name",
+    "run_dir": "run.run_dir",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortFlags:
+    """The flags that have no dot; the sections below have every setting."""
+
+    preset: Literal["laptop", "100m", "1b", "8b", "70b", "1t"] = "laptop"
+    """Model, mesh and steps."""
+    config: Path | None = None
+    """A TOML file of settings over the preset's; config.toml of an earlier run is one."""
+    dp: int | None = None
+    """Rings side by side."""
+    cp: int | None = None
+    """Ranks of a ring, over which a sequence is split."""
+    spares: int | None = None
+    """Warm workers that wait to take a dead one's place."""
+    max_dp: int | None = None
+    """The mesh grows to so many rings."""
+    min_dp: int | None = None
+    """And shrinks to so few."""
+    steps: int | None = None
+    """Steps to train."""
+    seed: int | None = None
+    """Seed of the initial values and of the order of samples."""
+    global_batch: int | None = None
+    """Sequences in a step."""
+    context: int | None = None
+    """Tokens of a sequence."""
+    val_every: int | None = None
+    """Steps between validations, 0 for none."""
+    faults: str | None = None
+    """A schedule of planned faults: kill@step=21,phase=backward,rank=3; or none."""
+    data: str | None = None
+    """Text files (path, directory or glob), or shards:URI; Python's own library if left out."""
+    align_tokens: int | None = None
+    """Fill documents up to multiples of this; 128 for --pattern on GPUs."""
+    layout: Literal["zigzag", "contiguous", "auto"] | None = None
+    """How a ring splits a sequence; auto: as suits the pattern."""
+    machine: str | None = None
+    """Measured costs for --layout auto: a file of elastic-ring calibrate."""
+    pattern: str | None = None
+    """Which keys attention keeps: a JSON file, or sinks:64+window:512;dense@3, or topk:8; all if left out."""
+    cpus_per_worker: float | None = None
+    """Of Ray's CPUs, which are a count and no limit."""
+    kernel: str | None = None
+    """Pin one attention kernel instead of the best that passes its test."""
+    offload_activations: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Keep checkpointed activations in host memory."""
+    compile: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Have torch.compile fuse what a layer computes around attention."""
+    plan: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print what the run needs, and start nothing."""
+    run_name: str | None = None
+    """One name, one run: the same name again follows the run or goes on with it (train-1t-PRESET)."""
+    run_dir: str | None = None
+    """The run's folder, which every node must see (runs/RUN_NAME)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSettings:
+    """Everything that `elastic-ring train` was asked for, checked."""
+
+    preset: str
+    model: ModelConfig
+    scaling: ScalingConfig
+    step: StepConfig
+    optim: OptimConfig
+    data: DataConfig
+    run: RunConfig
+    pattern: str | None = None
+    machine: str | None = None
+    plan: bool = False
+
+    def toml(self) -> str:
+        """As a file for `--config`, without the values of run.env, which may be secrets, and without the schedule's
+        lengths where they follow from the number of steps: `--steps` over the file changes them too."""
+        import tomli_w
+
+        plain = {name: plain_of(getattr(self, name)) for name in SECTIONS}
+        plain["run"].pop("env")
+        steps, of_preset = self.step.steps, PRESETS[self.preset]()["optim"]
+        follow = {"total_steps": steps, "warmup_steps": min(of_preset.warmup_steps, steps)}
+        plain["optim"] = {name: value for name, value in plain["optim"].items() if follow.get(name) != value}
+        own = {name: value for name in ("pattern", "machine") if (value := getattr(self, name)) is not None}
+        return tomli_w.dumps({"preset": self.preset, **own, **plain})
+
+
+def plain_of(config: Any) -> dict[str, Any]:
+    """A settings object as TOML can say it: faults as text, None as "none", or left out where any text may stand."""
+    plain: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name == "faults":
+            value = "; ".join(map(str, value)) or NONE
+        elif dataclasses.is_dataclass(value):
+            value = plain_of(value)
+        elif isinstance(value, tuple):
+            value = list(value)
+        elif value is None and str in get_args(_type_of(type(config), field.name)):
+            continue
+        plain[field.name] = NONE if value is None else value
+    return plain
+
+
+def _type_of(cls: Any, name: str) -> Any:
+    return cls.__pydantic_fields__[name].annotation
+
+
+def parse(argv: Sequence[str]) -> TrainSettings:
+    """The settings that the arguments ask for. Raises ValueError for what cannot be meant; exits for --help."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset")
+    first.add_argument("--config", type=Path)
+    found = first.parse_known_args(argv)[0]
+    file = read_toml(found.config) if found.config is not None else {}
+    name = found.preset or file.get("preset", "laptop")
+    if name not in PRESETS:
+        raise ValueError(f"preset={name!r}: must be one of {', '.join(PRESETS)}")
+    base = {"data": DataConfig(), "run": RunConfig(name=f"train-1t-{name}"), **PRESETS[name]()}
+    plain = {section: _merged(plain_of(base[section]), file.get(section, {})) for section in SECTIONS}
+    for section in SECTIONS.keys() & file.keys():  # before flags take what the file says for their defaults
+        from_plain(SECTIONS[section], _with_none(SECTIONS[section], plain[section]), f"{section}.")
+    flags, given = _parse_flags(argv, plain, name)
+    short = {key: value for key, value in vars(flags).items() if key in SHORT and value is not None}
+    for key, value in short.items():
+        section, setting = SHORT[key].split(".")
+        given[section][setting] = value
+    if flags.cpus_per_worker is not None:
+        given["scaling"]["resources_per_worker"] = {"CPU": flags.cpus_per_worker}
+    for flag, setting in (("offload_activations", "offload_activations"), ("compile", "compile_blocks")):
+        given["model"][setting] = given["model"][setting] or getattr(flags, flag)
+    if flags.data is not None:
+        shards = flags.data.startswith("shards:")
+        of_data = {"source": "shards", "uri": flags.data.removeprefix("shards:")}
+        given["data"] |= of_data if shards else {"source": "text", "paths": [flags.data]}
+    optim = given["optim"]
+    asked = {*file.get("optim", {}), *(setting for setting in optim if _has_flag(argv, f"optim.{setting}"))}
+    # The schedule is as long as the run, unless its length was asked for.
+    if "total_steps" not in asked:
+        optim["total_steps"] = given["step"]["steps"]
+    if "warmup_steps" not in asked:
+        optim["warmup_steps"] = min(optim["warmup_steps"], given["step"]["steps"])
+    made = {
+        section: from_plain(cls, _with_none(cls, given[section]), f"{section}.") for section, cls in SECTIONS.items()
+    }
+    pattern, machine = flags.pattern or file.get("pattern"), flags.machine or file.get("machine")
+    return TrainSettings(name, **made, pattern=pattern, machine=machine, plan=flags.plan)
+
+
+def _has_flag(argv: Sequence[str], setting: str) -> bool:
+    """Whether the arguments have the setting's dotted flag, with - or _ as tyro reads it."""
+    return any(word.partition("=")[0].replace("_", "-") == f"--{setting.replace('_', '-')}" for word in argv)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a file of settings. Raises ValueError for a file that cannot be read and for unknown keys."""
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {path}: cannot be read as TOML ({error})") from error
+    top = ["preset", "pattern", "machine", *SECTIONS]
+    for key, value in found.items():
+        if key not in top:
+            raise ValueError(f"--config {path}: {unknown_setting('the file', key, top)}")
+        if key in SECTIONS:
+            _check_keys(SECTIONS[key], value, f"{key}.", path)
+        elif not isinstance(value, str):
+            raise ValueError(f"--config {path}: {key}={value!r}: must be text")
+    return found
+
+
+def _check_keys(cls: Any, table: object, prefix: str, path: Path) -> None:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"--config {path}: {prefix[:-1]}={table!r}: must be a table, [{prefix[:-1]}]")
+    known = list(cls.__pydantic_fields__)
+    for key, value in table.items():
+        if key not in known:
+            raise ValueError(f"--config {path}: {unknown_setting(prefix[:-1], key, known)}")
+        if key == "timeouts":
+            _check_keys(Timeouts, value, f"{prefix}timeouts.", path)
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    both = {**base, **over}
+    if "timeouts" in both:
+        both["timeouts"] = {**base["timeouts"], **over.get("timeouts", {})}
+    return both
+
+
+def _with_none(cls: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """With None where "none" stands for it."""
+    optional = {name for name in plain if type(None) in get_args(_type_of(cls, name))}
+    return {name: None if value == NONE and name in optional else value for name, value in plain.items()}
+
+
+def _parse_flags(argv: Sequence[str], plain: dict[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
+    """The short flags, and every setting by section with the dotted flags over `plain`."""
+    sections = {section: _flags_of(cls, plain[section]) for section, cls in SECTIONS.items()}
+    own = [("short", Annotated[ShortFlags, tyro.conf.arg(name="")], dataclasses.field(default=ShortFlags()))]
+    both = dataclasses.make_dataclass(
+        "Train", own + [(section, kind, dataclasses.field(default_factory=kind)) for section, kind in sections.items()]
+    )
+    found: Any = tyro.cli(
+        both, args=list(argv), prog="elastic-ring train",
+        description="Train a decoder over elastic rings. Precedence: preset, --config, flags.",
+    )  # fmt: skip
+    return found.short, {section: _plain_flags(getattr(found, section)) for section in SECTIONS}
+
+
+def _flags_of(cls: Any, plain: Mapping[str, Any]) -> Any:
+    """A dataclass for tyro with the fields of `cls`, unchecked, whose defaults are `plain`; mappings are NAME=VALUE."""
+    fields: list[Any] = []
+    for name, spec in cls.__pydantic_fields__.items():
+        kind, default = spec.annotation, plain.get(name)
+        says = (spec.description or "").replace("\n", " ")
+        if name == "timeouts":
+            kind = _flags_of(kind, plain[name])
+            fields.append((name, kind, dataclasses.field(default_factory=kind)))
+            continue
+        if name == "faults":
+            kind = str
+        elif get_origin(kind) is Mapping:
+            kind, default = str, ",".join(f"{key}={value}" for key, value in default.items()) if default else ""
+            says += " NAME=VALUE, separated by commas."
+        elif isinstance(default, list):
+            default = tuple(default)
+        elif default == NONE and type(None) in get_args(kind):
+            default = None
+        fields.append((name, Annotated[kind, tyro.conf.arg(help=says)], dataclasses.field(default=default)))
+    return dataclasses.make_dataclass(cls.__name__, fields)
+
+
+def _plain_flags(flags: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for field in dataclasses.fields(flags):
+        value = getattr(flags, field.name)
+        if dataclasses.is_dataclass(value):
+            value = _plain_flags(value)
+        elif field.name in ("resources_per_worker", "env"):
+            value = _mapping(field.name, value)
+        plain[field.name] = list(value) if isinstance(value, tuple) else value
+    return plain
+
+
+def _mapping(name: str, text: str) -> dict[str, Any]:
+    pairs = [item.partition("=") for item in text.split(",") if item.strip()]
+    if not all(equals for _, equals, _ in pairs):
+        raise ValueError(f"{name}={text!r}: write NAME=VALUE, separated by commas")
+    return {key.strip(): _number(value) if name == "resources_per_worker" else value for key, _, value in pairs}
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # refused with the others' message

@@ -1,0 +1,130 @@
+"""Train a decoder on real text over elastic rings: the main job, from a laptop to a cluster.
+
+    elastic-ring train --preset laptop
+    ray job submit --working-dir . -- python jobs/train_1t.py --preset laptop --run-name demo
+
+Exits 0 when the run is complete (also when it was complete before), 1 when it failed, 2 for a wrong setting.
+torch and Ray are imported once the settings are known to be right: help and refusals come at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
+from elastic_ring.errors import ElasticRingError
+from elastic_ring.model.config import ModelConfig, num_parameters
+
+if TYPE_CHECKING:
+    from elastic_ring.attention.layers import LayerPatterns
+    from elastic_ring.config import StepConfig
+    from elastic_ring.data.source import SourceConfig
+    from elastic_ring.trainer import ElasticRingTrainer
+
+__all__ = ["build", "main", "parse"]
+
+
+def build(asked: TrainSettings) -> ElasticRingTrainer:
+    """The trainer that the settings describe. Raises ValueError for what cannot work."""
+    from elastic_ring.model.init import Initialiser
+    from elastic_ring.model.transformer import Transformer
+    from elastic_ring.trainer import ElasticRingTrainer
+
+    model, step, scaling = asked.model, asked.step, asked.scaling
+    logging.info("%s parameters, mesh %s, %d spare(s)", f"{num_parameters(model):,}", scaling.mesh, scaling.spares)
+    trainer = ElasticRingTrainer(
+        partial(Transformer, model), data_source(asked.data, model, step.context_tokens), scaling_config=scaling,
+        run_config=asked.run, step_config=step, optim_config=asked.optim,
+        initial=Initialiser(step.seed, model.num_layers), pattern=_pattern(asked.pattern, model, step),
+        cost_model=asked.machine,
+    )  # fmt: skip
+    trainer.config_files["config.toml"] = asked.toml()
+    return trainer
+
+
+def data_source(data: DataConfig, model: ModelConfig, context_tokens: int) -> SourceConfig:
+    """The corpus that the settings name. Raises ValueError for one that does not suit the model's vocabulary."""
+    from elastic_ring.data.source import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, StdlibText, TextFiles, TokenShards
+
+    if data.source == "stdlib":
+        return StdlibText(context_tokens, data.align_tokens)
+    if data.source == "text":
+        return TextFiles(context_tokens, data.paths, data.align_tokens)
+    vocab_size = data.vocab_size or model.vocab_size
+    if vocab_size > model.vocab_size:
+        raise ValueError(
+            f"data.vocab_size={vocab_size} is more than model.vocab_size={model.vocab_size}: the model needs a row for "
+            "each token; raise model.vocab_size"
+        )
+    end = data.end_of_document
+    if end is None and vocab_size != BYTE_VOCAB_SIZE:
+        raise ValueError(
+            f"data.end_of_document is not given for shards of data.vocab_size={vocab_size}: give the tokenizer's "
+            "(--data.end-of-document ID)"
+        )
+    return TokenShards(
+        context_tokens, data.uri, data.column, vocab_size, END_OF_DOCUMENT if end is None else end,
+        data.rows_end_documents, data.align_tokens,
+    )  # fmt: skip
+
+
+def _pattern(text: str | None, model: ModelConfig, step: StepConfig) -> LayerPatterns | None:
+    if text is None:
+        return None
+    from elastic_ring.attention.parse import read_pattern
+
+    try:
+        pattern = read_pattern(text)
+        pattern.check(model.num_layers, model.num_heads, model.num_kv_heads)
+    except ValueError as error:
+        raise ValueError(f"--pattern: {error}") from error
+    density = pattern.density(step.context_tokens, model.num_layers, model.num_heads, model.num_kv_heads)
+    most = "at most " if pattern.density_is_bound else ""
+    logging.info(
+        "attention: %s; density %s%.3f of a document of %d tokens", pattern, most, density, step.context_tokens
+    )
+    return pattern
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        asked = parse(sys.argv[1:] if argv is None else argv)
+        trainer = build(asked)
+        if asked.plan:
+            from elastic_ring.cli.plan import plan_of
+            from elastic_ring.train.layouts import Layouts
+
+            Layouts(trainer.task).choice(asked.scaling.cp, asked.scaling.device)  # logs what "auto" chooses
+            print("\n".join(plan_of(asked.model, asked.scaling, asked.step).lines()))
+            return 0
+        result = trainer.fit()
+    except ValueError as error:
+        print(f"train_1t: {error}", file=sys.stderr)
+        return 2
+    except ElasticRingError as error:
+        print(f"train_1t: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as interrupt:
+        print(f"train_1t: {str(interrupt) or 'stopped before training began'}", file=sys.stderr)
+        return 130
+    summary = result.summary
+    first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))
+    print(
+        f"{summary['steps']} steps, loss {first:.3f} -> {last:.3f}, {len(summary['recoveries'])} "
+        f"{'recovery' if len(summary['recoveries']) == 1 else 'recoveries'}, "
+        f"goodput {summary['goodput']:.0%}, {'bit-exact' if summary['exact'] else 'sample-exact'}\n"
+        f"weights {summary['weights_sha256'][:16]}, samples {summary['samples_sha256'][:16]}; all of it in "
+        f"{result.path}"
+    )
+    if summary.get("skipped_steps") == summary["steps"]:  # a summary of an earlier version does not say
+        print("every step was skipped, because no gradient was finite: the weights are the initial ones")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

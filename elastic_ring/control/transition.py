@@ -1,0 +1,112 @@
+"""The context of one `advance` call: the state so far, the commands and the reasons.
+
+The only mutable object in the control core; it must not outlive the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from elastic_ring.control.messages import Command, EndRun, Event, KillWorker, Release, Stop
+from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.state import Counted, Ended, Phase, State, Worker, membership_of
+
+
+class Transition:
+    def __init__(self, state: State, event: Event, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.cause = event.cause
+        self.commands: list[Command] = []
+        self.reasons: list[str] = []
+
+    @property
+    def options(self) -> ControlOptions:
+        return self.state.options
+
+    @property
+    def phase(self) -> Phase:
+        return self.state.phase
+
+    def set(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
+
+    def enter(self, phase: Phase) -> None:
+        self.state = replace(self.state, phase=phase)
+
+    def edit_phase(self, **changes: Any) -> None:
+        self.state = replace(self.state, phase=replace(self.state.phase, **changes))
+
+    def commit(self, num_steps: int) -> None:
+        """Record `num_steps` steps as committed if that is more than before; forget user errors in these steps."""
+        if num_steps > self.state.committed:
+            errors = self.state.user_errors
+            self.set(committed=num_steps, user_errors=errors if errors.step >= num_steps else Counted())
+
+    def explain(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+    def send(self, command: Command) -> None:
+        self.commands.append(command)
+
+    # ------------------------------------------------------------ workers
+
+    def put(self, worker: Worker) -> None:
+        self.set(workers={**self.state.workers, worker.worker: worker})
+
+    def ready_among(self, workers: Iterable[str]) -> list[str]:
+        """The `workers` that are ready: not lost, starting or stopping."""
+        known = self.state.workers
+        return [name for name in workers if name in known and known[name].status == "ready"]
+
+    def pending_deaths(self, workers: Iterable[str]) -> list[str]:
+        """The `workers` that are stopping and not written off."""
+        known = self.state.workers
+        return [
+            name
+            for name in workers
+            if name in known and known[name].status == "stopping" and not known[name].written_off
+        ]
+
+    def kill(self, names: Iterable[str], why: str, written_off: bool = False) -> None:
+        """Kill workers. Their slots stay in use until the death is confirmed; `written_off`: do not wait for it."""
+        workers = dict(self.state.workers)
+        for name in names:
+            self.send(KillWorker(self.cause, name, why, self.state.term))
+            workers[name] = replace(
+                workers[name], status="stopping", deadline=self.now + self.options.report_s, written_off=written_off
+            )
+        self.set(workers=workers)
+
+    def release(self, names: Iterable[str]) -> None:
+        """Let workers exit cleanly. No recovery waits for them; they are killed after `report_s`."""
+        workers = dict(self.state.workers)
+        for name in names:
+            self.send(Release(self.cause, name, self.state.term))
+            workers[name] = replace(
+                workers[name], status="stopping", deadline=self.now + self.options.report_s, written_off=True
+            )
+        self.set(workers=workers, pool_changed_at=self.now)
+
+    def stop(self, names: Iterable[str], mode: str) -> None:
+        for name in names:
+            self.send(Stop(self.cause, name, self.state.term, self.state.generation, mode))
+
+    # ------------------------------------------------------------ the end
+
+    def end(self, error: str, message: str, **facts: object) -> None:
+        """End the run and release all workers. `error`: a class name of `elastic_ring.errors`, or empty."""
+        membership = membership_of(self.state)
+        told: dict[str, object] = {"committed_steps": self.state.committed, "generation": self.state.generation}
+        if membership is not None:
+            told["mesh"] = str(membership.mesh)
+        pairs = tuple((name, str(value)) for name, value in {**told, **facts}.items())
+        starting = [name for name, worker in self.state.workers.items() if worker.status == "starting"]
+        self.release(self.ready_among(self.state.workers))
+        self.kill(starting, "the run is over", written_off=True)
+        end = EndRun(self.cause, error, message, pairs, self.state.term)
+        self.send(end)
+        self.enter(Ended(end))
+        self.explain(f"run ended: {error or 'success'}: {message.splitlines()[0] if message else ''}")

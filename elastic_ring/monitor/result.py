@@ -1,0 +1,50 @@
+"""What a finished run returns, named as in Ray Train. Reads the run's folder; needs no Ray."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from elastic_ring.monitor.metrics import METRICS_NAME, read_metrics
+
+WEIGHTS_NAME = "weights.safetensors"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of `ElasticRingTrainer.fit`: `summary` as in summary.json, and `path`, the run's folder.
+
+    `error` is always None: a run that fails raises instead. `checkpoint` is None until runs write durable checkpoints;
+    the final weights are in `weights`.
+    """
+
+    summary: dict[str, Any]
+    path: Path
+    error: Exception | None = None
+    checkpoint: None = None
+
+    @property
+    def weights(self) -> Path:
+        """The safetensors file of the final weights; see `elastic_ring.load_weights`."""
+        return self.path / WEIGHTS_NAME
+
+    @cached_property
+    def metrics(self) -> dict[str, Any]:
+        """The last step's line of metrics.jsonl; only its loss where that file is gone."""
+        steps = read_metrics(self.path) if (self.path / METRICS_NAME).exists() else []
+        return steps[-1] if steps else {"loss": float.fromhex(self.summary["losses"][-1])}
+
+    @cached_property
+    def metrics_dataframe(self) -> Any:
+        """One row a step, as a pandas DataFrame. Raises ValueError where pandas is not installed."""
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError as error:
+            raise ValueError(
+                "metrics_dataframe needs pandas, which is not installed: pip install pandas, or read the lines with "
+                "elastic_ring.monitor.metrics.read_metrics(result.path)"
+            ) from error
+        return pandas.DataFrame(read_metrics(self.path))

@@ -1,0 +1,297 @@
+"""One small process per node that watches the workers there and kills by PID. No training, no torch.
+
+It holds a pidfd on each worker (death, with its signal), reads their progress stamps (hangs), sends heartbeats to the
+coordinator, and kills a hung coordinator of its own node so that Ray restarts it. It decides nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_ring.config import Timeouts
+from elastic_ring.monitor.detect import HangDetector, HangSettings, Observation, ProcReader
+from elastic_ring.monitor.exits import ExitNotice, ExitWatch, describe_exit, signal_name, tail
+from elastic_ring.monitor.stamps import Phase, Stamp, StampReader, phase_name
+from elastic_ring.runtime.agent.rpc import JsonConnection, dial
+from elastic_ring.runtime.agent.stamp_dir import hold, remove_stale
+from elastic_ring.runtime.gpu.leases import FOLDER, bad_ones
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 0.1
+EARLY_PERIOD_S = 0.01
+COORDINATOR = "coordinator"
+NUM_LOG_LINES = 12
+KEPT_NOTICES = 1000
+
+
+@dataclass
+class Watched:
+    """A worker of this node."""
+
+    worker: str
+    pid: int
+    stamps: StampReader
+    log_path: str
+    hang: str = ""
+    ending: bool = False
+    last: Stamp | None = field(default=None)
+
+
+class NodeAgent:
+    """The actor class. Constructing it starts nothing."""
+
+    def __init__(self, node: str, timeouts: Timeouts, early: bool = False) -> None:
+        """`early`: report a death when the exit begins; freeing a GPU's memory takes the kernel tenths of a second."""
+        self._node, self._timeouts, self._early = node, timeouts, early
+        self._exits = ExitWatch()
+        self._detector = HangDetector(hang_settings(timeouts))
+        self._proc = ProcReader()
+        self._watched: dict[str, Watched] = {}
+        self._notices: list[dict[str, Any]] = []
+        self._connection: JsonConnection | None = None
+        self._lock = threading.RLock()
+        self._coordinator: dict[str, Any] = {}
+        self._echoed_at = self._beat_at = self._looked_at = 0.0
+        self._stopped_since: float | None = None
+        self._started = False
+        self._gpus: set[str] = set()  # names of the GPUs that the workers here see
+        self._bad_reported: list[str] | None = None
+        self._locks: dict[Path, int] = {}  # stamp folders in use here, with the descriptors of their locks
+
+    # ------------------------------------------------------------ what the coordinator calls through Ray
+
+    def attach(self, coordinator: dict[str, Any]) -> None:
+        """Connect to a (new) coordinator: host, port, key, pid, node. Reports every death so far again."""
+        with self._lock:
+            self._start()
+        connection = dial(coordinator["host"], coordinator["port"], self._timeouts.hello_s)
+        connection.send({"kind": "hello", "node": self._node, "key": coordinator["key"], "pid": os.getpid()})
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection, self._coordinator = connection, coordinator
+            self._echoed_at = time.monotonic()
+            self._exits.unwatch(COORDINATOR)
+            if coordinator["node"] == self._node:
+                self._exits.watch(coordinator["pid"], COORDINATOR)
+            for notice in self._notices:
+                connection.send(notice)
+            self._bad_reported = None
+
+    def ping(self) -> str:
+        """Answer Ray's liveness check with the node's id."""
+        return self._node
+
+    def _start(self) -> None:
+        """Start the watching thread, once."""
+        if self._started:
+            return
+        self._started = True
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        with suppress(OSError):  # what cannot be read stays for the next run
+            remove_stale()
+        self._exits.open()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    # ------------------------------------------------------------ the loop
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                self._look()
+            except Exception:
+                # Without this thread no death and no hang of this node is noticed.
+                log.exception("a look at the workers failed; it is repeated")
+                time.sleep(PERIOD_S)
+
+    def _look(self) -> None:
+        connection = self._connection
+        ready = [self._exits.fileno()] + ([connection.fileno()] if connection is not None else [])
+        period_s = EARLY_PERIOD_S if self._early else PERIOD_S
+        readable, _, _ = select.select([fd for fd in ready if fd >= 0], [], [], period_s)
+        with self._lock:
+            for key in self._exits.ending() if self._early else ():
+                self._report_exit_begun(key)
+            for notice in self._exits.wait(0):
+                if notice.key != COORDINATOR:
+                    self._report_death(notice)
+            # A connection that `attach` has replaced is closed, and its descriptor may be reused.
+            if connection is not None and connection is self._connection and connection.fileno() in readable:
+                self._receive(connection)
+            now = time.monotonic()
+            if self._early and now - self._looked_at < PERIOD_S:
+                return
+            self._looked_at = now
+            self._look_for_hangs()
+            self._report_bad_gpus()
+            self._beat()
+            self._check_coordinator()
+
+    def _receive(self, connection: JsonConnection) -> None:
+        messages = connection.receive()
+        if messages is None:
+            log.warning("the coordinator closed the connection")
+            connection.close()
+            self._connection = None
+            return
+        for message in messages:
+            match message["kind"]:
+                case "echo":
+                    self._echoed_at = time.monotonic()
+                case "watch":
+                    self._watch_worker(message)
+                case "kill":
+                    self._kill(message["worker"], message["reason"])
+                case "forget":
+                    self._forget(message["worker"])
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if self._connection is None or now - self._beat_at < self._timeouts.beat_s:
+            return
+        self._beat_at = now
+        self._connection.send({"kind": "beat"})
+
+    def _check_coordinator(self) -> None:
+        """Kill a coordinator of this node that is stopped or silent. The limit on silence is long: training goes on
+        without the coordinator, and a slow one must live."""
+        if self._connection is None or self._coordinator.get("node") != self._node:
+            return
+        now, pid = time.monotonic(), self._coordinator["pid"]
+        reading = self._proc.read(pid)
+        stopped = reading is not None and reading.state in ("T", "t")
+        self._stopped_since = (self._stopped_since or now) if stopped else None
+        stopped_s = now - self._stopped_since if self._stopped_since is not None else 0.0
+        silent_s = now - self._echoed_at
+        if stopped_s > self._timeouts.stopped_s or silent_s > self._timeouts.coordinator_silent_s:
+            log.error("the coordinator (pid %d) is stopped for %.1f s, silent for %.1f s: killing it", pid, stopped_s,
+                      silent_s)  # fmt: skip
+            self._exits.kill(COORDINATOR)
+            self._echoed_at, self._stopped_since = now, None
+
+    def _report_bad_gpus(self) -> None:
+        """Report the GPUs that must not be used, when they change: fewer members fit on this node."""
+        bad = bad_ones(FOLDER, self._gpus)
+        if self._connection is not None and bad != (self._bad_reported or []):
+            log.error("GPUs that are not used here: %s", ", ".join(bad) or "none any more")
+            self._connection.send({"kind": "gpus", "bad": bad})
+            self._bad_reported = bad
+
+    # ------------------------------------------------------------ workers
+
+    def _watch_worker(self, message: dict[str, Any]) -> None:
+        worker = message["worker"]
+        self._gpus.update(message.get("gpus", ()))
+        if worker in self._watched:
+            return
+        stamps = StampReader(message["stamp_path"])
+        self._watched[worker] = Watched(worker, message["pid"], stamps, message["log_path"])
+        self._exits.watch(message["pid"], worker)
+        self._lock_folder(stamps.path.parent)
+
+    def _lock_folder(self, folder: Path) -> None:
+        """Lock the run's stamp folder, so that nobody removes it between two workers of the run.
+
+        A living worker holds the lock too: a process that removes the folder now removes a dead run's.
+        """
+        try:
+            if folder not in self._locks:
+                self._locks[folder] = hold(folder, 0.0, make=False)
+        except OSError as error:  # watching goes on without the lock
+            log.warning("%s is not locked: %s", folder, error)
+
+    def _kill(self, worker: str, reason: str) -> None:
+        log.warning("killing %s: %s", worker, reason)
+        if worker in self._watched:
+            self._exits.kill(worker)
+        elif self._connection is not None:  # the coordinator waits for a death notice
+            known = [notice for notice in self._notices if notice["worker"] == worker]
+            gone = {"kind": "death", "worker": worker, "pid": 0, "reason": "died", "how": "it was gone already",
+                    "step": -1, "phase": "unknown", "log_lines": [], "monotonic_s": time.monotonic()}  # fmt: skip
+            self._connection.send(known[-1] if known else gone)
+
+    def _forget(self, worker: str) -> None:
+        watched = self._watched.get(worker)
+        if watched is not None and watched.ending:
+            return  # the cause of its death is still to be reported
+        self._watched.pop(worker, None)
+        if watched is not None:
+            self._exits.unwatch(worker)
+            self._drop_stamps(watched)
+        self._notices = [notice for notice in self._notices if notice["worker"] != worker]
+
+    def _drop_stamps(self, watched: Watched) -> None:
+        """Remove the stamps of a dead worker; the run's folder stays for new workers."""
+        watched.stamps.close()
+        watched.stamps.path.unlink(missing_ok=True)
+
+    def _look_for_hangs(self) -> None:
+        observations = []
+        for watched in self._watched.values():
+            stamp = watched.stamps.read()
+            watched.last = stamp or watched.last
+            reading = self._proc.read(watched.pid, stamp.tid if stamp else None)
+            observations.append(Observation(watched.worker, watched.pid, stamp, reading))
+        for hang in self._detector.tick(time.monotonic(), observations):
+            self._watched[hang.worker].hang = hang.describe()
+            self._kill(hang.worker, hang.describe())
+
+    def _report_exit_begun(self, key: str) -> None:
+        """Report that a process has begun to exit; its cause is reported when it is known."""
+        if key in self._watched:
+            watched = self._watched[key]
+            watched.ending = True
+            self._report(watched, "hung" if watched.hang else "died", "its process is ending", time.monotonic())
+
+    def _report_death(self, notice: ExitNotice) -> None:
+        watched = self._watched.pop(notice.key, None)
+        if watched is None:
+            return
+        reason = "hung" if watched.hang else "exited" if notice.exit_code is not None else "died"
+        self._report(watched, reason, describe_exit(notice), notice.monotonic_s, signal_name(notice.signal))
+        self._drop_stamps(watched)
+
+    def _report(self, watched: Watched, reason: str, how: str, monotonic_s: float, signal: str = "") -> None:
+        stamp = watched.stamps.read() or watched.last
+        message = {
+            "kind": "death", "worker": watched.worker, "pid": watched.pid, "reason": reason,
+            "how": f"{watched.hang}; {how}" if watched.hang else how, "signal": signal,
+            "step": stamp.step if stamp else -1,
+            "phase": phase_name(stamp.phase) if stamp else "unknown",
+            "log_lines": tail(watched.log_path, NUM_LOG_LINES) if watched.log_path else [],
+            "monotonic_s": monotonic_s,
+        }  # fmt: skip
+        log.warning("%s (pid %d) %s in %s of step %d", watched.worker, watched.pid, message["how"], message["phase"],
+                    message["step"])  # fmt: skip
+        others = [notice for notice in self._notices if notice["worker"] != watched.worker]
+        self._notices = [*others[-KEPT_NOTICES:], message]
+        if self._connection is not None:
+            self._connection.send(message)
+
+
+def hang_settings(timeouts: Timeouts) -> HangSettings:
+    """A worker's heartbeat thread touches the stamps in every phase. Only writing the weights, native code that keeps
+    the GIL, and compilers silence it."""
+    return HangSettings(
+        period_s=PERIOD_S,
+        floor_s=timeouts.heart_floor_s,
+        cap_s=timeouts.heart_cap_s,
+        computing_floor_s=timeouts.heart_computing_s,
+        computing_cap_s=timeouts.compile_s,
+        warmup_floor_s=timeouts.heart_floor_s,
+        stopped_limit_s=timeouts.stopped_s,
+        phase_floors_s={
+            Phase.STARTING: timeouts.heart_cap_s,
+            Phase.FINALIZE: timeouts.heart_cap_s,
+            Phase.COMPILE: timeouts.compile_s,
+        },
+    )

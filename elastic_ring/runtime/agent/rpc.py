@@ -1,0 +1,226 @@
+"""RPC between the coordinator and the node agents: JSON lines over one TCP connection per node.
+
+Ray reports a dead node after seconds (its health check); a closed socket shows at once, and missing heartbeats show a
+node that hangs. The coordinator answers each heartbeat from its deciding thread, so a coordinator that hangs shows as
+well. Nothing about membership is decided here.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+
+MAX_LINE_BYTES = 64 << 20
+"""Of an authenticated peer. The longest messages carry a few lines of a worker's log."""
+MAX_HELLO_BYTES = 4096
+HELLO_S = 5.0
+MAX_UNAUTHENTICATED = 64
+_READ_BYTES = 1 << 16
+_SEND_S = 5.0
+
+
+class JsonConnection:
+    """One connection: JSON objects, one per line; `send` may be called from any thread.
+
+    A line longer than `max_line_bytes` ends the connection, and no more than that is ever buffered.
+    """
+
+    def __init__(self, sock: socket.socket, max_line_bytes: int = MAX_LINE_BYTES) -> None:
+        self.sock = sock
+        self.max_line_bytes = max_line_bytes
+        self._lock = threading.Lock()
+        self._buffer = bytearray()
+
+    def send(self, message: Message) -> bool:
+        """False when the other end is gone."""
+        data = json.dumps(message).encode() + b"\n"
+        try:
+            with self._lock:
+                self.sock.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def fileno(self) -> int:
+        """-1 once closed."""
+        return self.sock.fileno()
+
+    def receive(self) -> list[Message] | None:
+        """The messages that have arrived; None at the end of the connection or after a line that is too long. Call
+        when the socket is readable. Raises ValueError (a line that is not JSON)."""
+        room = self.max_line_bytes + 1 - len(self._buffer)  # one more for the newline
+        try:
+            data = self.sock.recv(min(_READ_BYTES, room))
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        end = data.rfind(b"\n")
+        if end < 0:
+            self._buffer += data
+            if len(self._buffer) > self.max_line_bytes:
+                log.warning("closing a connection: a line is longer than %d bytes", self.max_line_bytes)
+                self._buffer.clear()
+                return None
+            return []
+        self._buffer += data[:end]
+        lines = self._buffer.split(b"\n")
+        self._buffer = bytearray(data[end + 1 :])
+        return [json.loads(line) for line in lines if line]
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+
+def dial(host: str, port: int, timeout_s: float) -> JsonConnection:
+    """Connect to the coordinator. Raises OSError."""
+    sock = socket.create_connection((host, port), timeout=timeout_s)
+    sock.settimeout(timeout_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return JsonConnection(sock)
+
+
+@dataclass(eq=False)
+class _Client:
+    """A connection as the server sees it. `node` is empty until the client has sent the key."""
+
+    connection: JsonConnection
+    address: str
+    node: str = ""
+    accepted_at: float = field(default_factory=time.monotonic)
+
+
+class AgentServer:
+    """The coordinator's end: accepts agents and passes each message to `deliver(node, message)`.
+
+    The end of a node's connection is delivered as {"kind": "hung-up"}. A client must send `key` in its first line,
+    within MAX_HELLO_BYTES and HELLO_S; of the clients that have not, MAX_UNAUTHENTICATED may be connected, and the
+    oldest makes room for a new one.
+    """
+
+    def __init__(self, key: str, deliver: Callable[[str, Message], None]) -> None:
+        self._key, self._deliver = key.encode(), deliver
+        self._connections: dict[str, JsonConnection] = {}
+        self._unauthenticated: dict[_Client, None] = {}  # oldest first
+        self.port = 0
+
+    def open(self, host: str) -> AgentServer:
+        self._server = socket.create_server((host, 0))
+        self.port = self._server.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ, None)
+        threading.Thread(target=self._serve, name="agent-server", daemon=True).start()
+        return self
+
+    def send(self, node: str, message: Message) -> bool:
+        """False when that node is not connected."""
+        connection = self._connections.get(node)
+        return connection is not None and connection.send(message)
+
+    def hang_up(self, node: str) -> None:
+        """Close a node's connection; nothing is delivered."""
+        connection = self._connections.pop(node, None)
+        if connection is not None:
+            with suppress(OSError):  # the serving thread sees the end and closes it
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(self._connections)
+
+    # ------------------------------------------------------------ serving thread
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select(self._until_next_deadline()):
+                client: _Client | None = key.data
+                try:
+                    if client is None:
+                        self._accept()
+                    elif client.connection.fileno() >= 0:  # else it made room for one accepted in this round
+                        self._read(client)
+                except Exception:
+                    # One bad client must not cut the coordinator off from all others.
+                    log.exception("a connection is dropped")
+                    if client is not None:
+                        self._drop(client)
+            for client in self._overdue():
+                self._reject(client, f"no key within {HELLO_S} s")
+
+    def _accept(self) -> None:
+        sock, address = self._server.accept()
+        sock.settimeout(_SEND_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+            self._reject(next(iter(self._unauthenticated)), f"{MAX_UNAUTHENTICATED} newer ones wait")
+        client = _Client(JsonConnection(sock, MAX_HELLO_BYTES), f"{address[0]}:{address[1]}")
+        self._unauthenticated[client] = None
+        self._selector.register(sock, selectors.EVENT_READ, client)
+
+    def _read(self, client: _Client) -> None:
+        try:
+            messages = client.connection.receive()
+        except (ValueError, RecursionError):
+            if client.node:
+                raise
+            self._reject(client, "its first line is not JSON")
+            return
+        if messages is None:
+            if client.node:
+                self._drop(client)
+            else:
+                self._reject(client, "it ended before its key, or its first line is too long")
+            return
+        for message in messages:
+            if not client.node and not self._authenticate(client, message):
+                self._reject(client, "wrong key")
+                return
+            self._deliver(client.node, message)
+
+    def _authenticate(self, client: _Client, hello: Any) -> bool:
+        if not isinstance(hello, dict) or hello.get("kind") != "hello":
+            return False
+        if not hmac.compare_digest(str(hello.get("key")).encode(), self._key):
+            return False
+        client.node = str(hello["node"])
+        client.connection.max_line_bytes = MAX_LINE_BYTES
+        del self._unauthenticated[client]
+        self._connections[client.node] = client.connection
+        return True
+
+    def _until_next_deadline(self) -> float | None:
+        oldest = next(iter(self._unauthenticated), None)
+        return None if oldest is None else max(0.0, oldest.accepted_at + HELLO_S - time.monotonic())
+
+    def _overdue(self) -> list[_Client]:
+        now = time.monotonic()
+        return [client for client in self._unauthenticated if now >= client.accepted_at + HELLO_S]
+
+    def _reject(self, client: _Client, why: str) -> None:
+        log.warning("rejected an unauthenticated connection from %s: %s", client.address, why)
+        self._drop(client)
+
+    def _drop(self, client: _Client) -> None:
+        self._unauthenticated.pop(client, None)
+        self._selector.unregister(client.connection.sock)
+        client.connection.close()
+        if client.node and self._connections.get(client.node) is client.connection:
+            del self._connections[client.node]
+            self._deliver(client.node, {"kind": "hung-up"})

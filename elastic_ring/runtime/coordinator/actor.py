@@ -1,0 +1,386 @@
+"""The coordinator: a detached Ray actor that runs the control core. Ray restarts it when it dies.
+
+Events from workers, agents, Ray and the clock go into one queue. One thread takes them out, calls the pure core,
+writes event and commands to the journal, then sends the commands. A restarted process claims a higher term, replays
+the journal and asks all workers for their status. No decisions here.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import ray
+
+from elastic_ring.control.cause_ids import CauseIds
+from elastic_ring.control.coordination import Decision, advance, initial, next_deadline
+from elastic_ring.control.messages import (
+    Build,
+    Command,
+    CoordinatorStarted,
+    Event,
+    Finalized,
+    MemberFailed,
+    NodeDraining,
+    NodeJoined,
+    NodeLost,
+    Published,
+    Report,
+    Resumed,
+    Tick,
+    WorkerLost,
+    WorkerReady,
+    WorkerStarting,
+    from_json,
+)
+from elastic_ring.control.replay import journal_line, replay, term_note
+from elastic_ring.control.state import Ended, Reconnecting, Running, State, waiting_for
+from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage
+from elastic_ring.monitor.journal import Journal, newest_term
+from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_trouble
+from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
+from elastic_ring.runtime.coordinator.dispatch import Dispatcher
+from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
+from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor
+from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
+from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, control_options
+from elastic_ring.runtime.coordinator.shutdown import aside, conclude
+from elastic_ring.runtime.coordinator.startup import open_run
+from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
+from elastic_ring.runtime.worker.env_fingerprint import versions
+from elastic_ring.runtime.worker.faults import inject_into_coordinator
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+RESTART_PAUSE_S = 1.0
+FINAL = (JournalDamaged, IllegalTransition, RunFailed)  # starting once more would not help
+
+
+class Coordinator:
+    """The actor class. The constructor starts the deciding thread, because Ray restarts an actor only by calling it."""
+
+    def __init__(self, run_spec: RunSpec) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self.run_spec = run_spec
+        self.clock = Clock()
+        self.address = ray.util.get_node_ip_address()
+        self._queue: queue.Queue[tuple[str, Any, dict[str, Any]]] = queue.Queue()
+        self.driver_feed = DriverFeed()
+        self._ended: dict[str, Any] | None = None
+        self._cause = CauseIds("coordinator")
+        self._ticked_at = 0.0
+        self._told_waiting = ""
+        self._is_restart = ray.get_runtime_context().was_current_actor_reconstructed
+        self._ready = threading.Event()
+        threading.Thread(target=self._main, name="decide", daemon=True).start()
+
+    # ------------------------------------------------------------ called by workers
+
+    def notify(self, event: dict[str, Any], extra: dict[str, Any]) -> None:
+        """An event of a worker."""
+        self._queue.put(("event", event, extra))
+
+    def publish(self, worker: str, records: list[dict[str, Any]]) -> None:
+        """Committed steps from global rank 0."""
+        self._queue.put(("publish", records, {"worker": worker}))
+
+    def fault(self, index: int, worker: str) -> bool:
+        """Whether this planned fault may fire now; true once, and again for a worker that had no answer."""
+        answer: queue.Queue[bool] = queue.Queue()
+        self._queue.put(("fault", index, {"answer": answer, "worker": worker}))
+        return answer.get(timeout=self.run_spec.run.timeouts.hello_s)
+
+    # ------------------------------------------------------------ called by drivers
+
+    def identity(self) -> dict[str, Any]:
+        """Who this is, for a driver that found the name taken."""
+        run_spec = self.run_spec
+        return {"digest": run_spec.digest, "attempt": run_spec.attempt, "pid": os.getpid(),
+                "folder": str(run_spec.run.folder), "ended": self._ended}  # fmt: skip
+
+    def renew(self) -> None:
+        """Renew the driver's lease."""
+        self.driver_feed.renew()
+
+    def follow(self, after_step: int, after_line: int) -> dict[str, Any]:
+        """Steps and lines that are new for a driver; also renews its lease."""
+        self.driver_feed.renew()
+        if not self._ready.is_set():
+            return {"steps": [], "lines": [], "ended": self._ended, "phase": "starting"}
+        news = self.driver_feed.news(after_step)
+        return {**news, "lines": self.recorder.take_lines(after_line), "ended": self._ended}
+
+    def abandon(self, reason: str) -> None:
+        """End the run now: clear everything at once."""
+        self._queue.put(("abandon", reason, {}))
+
+    # ------------------------------------------------------------ the deciding thread
+
+    def _main(self) -> None:
+        try:
+            self._open()
+            self._ready.set()
+            self._decide(CoordinatorStarted(self._cause(), self._term))
+            while self._ended is None:
+                self._take()
+        except StaleMessage as error:
+            log.warning("%s", error)
+            os._exit(1)  # its successor decides now; nothing may be cleared behind its back
+        except BaseException as error:
+            log.exception("the coordinator fails")
+            if self._is_restart and not self._ready.is_set() and not isinstance(error, FINAL):
+                # Training goes on without a coordinator: a storage that is away for a while must not end it.
+                time.sleep(RESTART_PAUSE_S)
+                os._exit(1)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        message = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            message = storage_trouble(self.run_spec.run.folder, error)
+        end = {"error": "RunFailed", "message": message, "facts": {}}
+        try:
+            # Before it could open the run, RunFailed says that the folder is another submission's, or a finished run's.
+            if not self._ready.is_set() and not isinstance(error, RunFailed):
+                write_end(self.run_spec.run, {**end, "attempt": self.run_spec.attempt})
+            self._finish(end)
+        except BaseException:
+            # A driver would ask a process without a deciding thread for ever; a successor ends the run.
+            log.exception("the end could not be told")
+            time.sleep(RESTART_PAUSE_S)
+            os._exit(1)
+
+    def _open(self) -> None:
+        run_spec = self.run_spec
+        options = control_options(run_spec)
+        opened = open_run(
+            run_spec, is_restart=self._is_restart, clear=self._clear,
+            others=lambda: left_behind(run_spec.run.name, keep=self._own_name),
+        )  # fmt: skip
+        self.journal = Journal(run_spec.run.folder / JOURNAL_NAME, durable=True).open()
+        self._term = opened.term
+        self._note(term_note(opened.term, opened.num_written))
+        self.recorder = RunRecorder(run_spec.run, self._note, self.clock)
+        begin = opened.begin
+        if begin is None:
+            begin = {"note": "begin", "attempt": run_spec.attempt, "now": self.clock(), "run": run_spec.run.name,
+                     "versions": versions(run_spec.scaling.device)}  # fmt: skip
+            self._note(begin)
+        self.recorder.open(begin["now"])
+        for line in opened.lines:
+            self.recorder.recall(line)
+        events = [line for line in opened.lines if "event" in line]
+        self.state: State = replay(options, events) if opened.lines else initial(options)
+        self.me = ray.get_actor(self._own_name, namespace=NAMESPACE)
+        self.cluster = Cluster(run_spec.run, run_spec.scaling, run_spec.task)
+        self.node_monitor = NodeMonitor(run_spec, self.address, self._put, secrets.token_hex(16))
+        self.node_monitor.open()
+        self.dispatch = Dispatcher(run_spec, self.address, self.cluster, self.node_monitor, self.me, self._put)
+        self.dispatch.open()
+        self.dispatch.recall(self.state)
+
+    def _clear(self) -> list[str]:
+        """Remove every actor and placement group of the run but this; the names of those that stay."""
+        return clear(self.run_spec.run.name, keep=self._own_name, timeout_s=self.run_spec.run.timeouts.clear_s)
+
+    @property
+    def _own_name(self) -> str:
+        return actor_name(self.run_spec.run.name, "coordinator")
+
+    def _take(self) -> None:
+        """Handle due deadlines, then one queued event, so that neither can starve the other."""
+        now = self.clock()
+        due = min(self._ticked_at + TICK_S, next_deadline(self.state) or math.inf)
+        if now >= due:
+            self._ticked_at = now
+            self._on_time()
+            if self._ended is not None:  # the run is over, so queued events no longer count
+                return
+        try:
+            kind, body, extra = self._queue.get(timeout=max(0.0, due - now) + 1e-3)
+        except queue.Empty:
+            return
+        self._handle(kind, body, extra)
+
+    def _on_time(self) -> None:
+        self._decide(Tick(self._cause()))
+        told = waiting_for(self.state, self.clock())
+        if told and told != self._told_waiting:
+            self.recorder.recoveries.say(told)
+        self._told_waiting = told
+        if self.driver_feed.silent_s > self.run_spec.run.timeouts.lease_s:
+            self._handle("abandon", f"no driver for {self.run_spec.run.timeouts.lease_s:.0f} s", {})
+
+    def _handle(self, kind: str, body: Any, extra: dict[str, Any]) -> None:
+        match kind:
+            case "event":
+                self._on_event(body if not isinstance(body, dict) else from_json(body), extra)
+            case "publish":
+                self._publish(body)
+            case "fault":
+                self._on_fault(body, extra["worker"], extra["answer"])
+            case "beat":
+                self.node_monitor.echo(body)
+            case "abandon":
+                self._finish({"error": "RunFailed", "message": body, "facts": {}})
+            case "found":
+                self.dispatch.watch(body)
+            case "death":
+                self._on_death(body)
+
+    def _on_event(self, event: Any, extra: dict[str, Any]) -> None:
+        if isinstance(event, MemberFailed):
+            self.recorder.recoveries.trouble(event.worker, event.kind, event.step, event.detail)
+        if isinstance(event, Resumed):
+            self.recorder.recoveries.resumed(event.worker, extra)
+        if isinstance(event, WorkerReady):
+            self.recorder.recoveries.worker_started(event.worker, event.pid, extra.get("environment", {}))
+            self.node_monitor.watch_worker(event.worker, event.node, extra)
+        if isinstance(event, Report):
+            self._publish(extra.get("records", []))
+        if isinstance(event, WorkerLost):
+            self.dispatch.lost(event.worker)
+        if isinstance(event, NodeLost):
+            for worker in [w.worker for w in self.state.workers.values() if w.node == event.node]:
+                self.dispatch.lost(worker)
+        if isinstance(event, Finalized):
+            self.dispatch.weights_sha256 = event.weights_sha256
+        self._decide(event)
+
+    def _on_death(self, death: Mapping[str, Any]) -> None:
+        worker = death["worker"]
+        self.recorder.recoveries.died(death)
+        detail = f"{death['how']} in {death['phase']} of step {death['step']}"
+        detail = "\n".join([detail, *death["log_lines"]])
+        lost = WorkerLost(
+            self._cause(), worker, death["reason"], detail, death["step"], death["phase"], death.get("signal", "")
+        )
+        self._on_event(lost, {})
+
+    def _on_fault(self, index: int, worker: str, answer: queue.Queue[bool]) -> None:
+        new = index not in self.recorder.recoveries.fired
+        if new:
+            self.recorder.recoveries.fault_fired(index, worker, self.clock())
+        answer.put(new or self.recorder.recoveries.fired_by.get(index) == worker)
+        if new:  # this process's own faults fire once, or it would die of one at each start
+            inject_into_coordinator(self.run_spec.run.faults[index].kind)
+
+    def _publish(self, records: list[dict[str, Any]]) -> None:
+        known = self.recorder.metrics.last_step
+        self.driver_feed.publish(self.recorder.publish(records))
+        if self.recorder.metrics.last_step > known:
+            newest = self.recorder.last_vote
+            if newest is not None and not isinstance(self.state.phase, Running):
+                self._decide(Published(self._cause(), newest))
+            self._refresh()
+
+    def _decide(self, event: Event) -> None:
+        """Apply an event, after the newest published vote if a quorum may follow."""
+        if self._ended is not None:
+            return
+        newest = self.recorder.last_vote
+        if newest is not None and newest != self.state.newest_vote and starts_closing(event):
+            self._one(Published(self._cause(), newest))
+        self._one(event)
+
+    def _one(self, event: Event) -> None:
+        now, before = self.clock(), self.state
+        decision: Decision = advance(before, event, now)
+        self.state = decision.state
+        if not isinstance(event, Tick) or decision.commands or decision.state is not before:
+            # What leads to no command need not be on disk yet: the next line that does takes it along.
+            self.journal.append(journal_line(event, decision, now), sync=bool(decision.commands))
+        if not isinstance(event, Tick) or decision.commands:
+            log.info("%s %s -> %s", event.cause, type(event).__name__, decision.reason)
+        if decision.commands:
+            self._refuse_if_replaced()
+        for order in [command for command in decision.commands if isinstance(command, Build)][:1]:
+            self.recorder.begun(order.step, (order.term, order.generation))
+        self._act(decision.commands)
+        if isinstance(before.phase, Reconnecting) and isinstance(self.state.phase, Running):
+            self.recorder.coordinator_back(now)
+        self.recorder.look(self.state)
+        self._refresh()
+        if isinstance(self.state.phase, Ended) and self._ended is None:
+            end = self.state.phase.end
+            self._finish({"error": end.error, "message": end.message, "facts": dict(end.facts)})
+
+    def _refuse_if_replaced(self) -> None:
+        """Raises StaleMessage when another coordinator has claimed a higher term."""
+        newest = newest_term(self.run_spec.run.folder, self._term)
+        if newest > self._term:
+            raise StaleMessage(f"another coordinator speaks term {newest}: this one ends")
+
+    def _act(self, commands: tuple[Command, ...]) -> None:
+        self.dispatch.send(commands, self.recorder.metrics.last_step)
+
+    # ------------------------------------------------------------ the end
+
+    def _finish(self, end: dict[str, Any]) -> None:
+        """Write the last records, clear everything, and let the driver know."""
+        if self._ended is not None:
+            return
+        end = {**end, "attempt": self.run_spec.attempt}
+        if not self._ready.is_set():  # it may be a restart, so there may be workers
+            self._ended = {**end, "left_behind": self._cleared()}
+            self._vanish_later()
+            return
+        self._refuse_if_replaced()
+        weights_sha256 = self.dispatch.weights_sha256
+        end = aside(
+            lambda: conclude(end, self.recorder, self.state, weights_sha256), self._queue, self.node_monitor.echo
+        )
+        end["left_behind"] = self._cleared()
+        self._ended = end
+        log.info("ended: %s", end)
+        self._vanish_later()
+
+    def _cleared(self) -> list[str]:
+        """Clear the run; the names of what is left. A failure to clear does not change how the run ended."""
+        try:
+            if self._ready.is_set():
+                self.node_monitor.close()
+                self.dispatch.kill_everyone()
+                self.dispatch.close()  # nothing that was queued may start after the clearing
+            return self._clear()
+        except Exception as error:
+            log.exception("the run could not be cleared")
+            return [f"perhaps all of it: clearing failed with {type(error).__name__}: {error}"]
+        finally:
+            # Last, because a starting worker would recreate it. On other hosts the next run's agents remove it.
+            with suppress(OSError):
+                remove(stamp_folder(self.run_spec.run.name, self.run_spec.attempt))
+
+    def _vanish_later(self) -> None:
+        """Keep the end for a driver that asks within the lease; then free the name and the process."""
+        threading.Timer(self.run_spec.run.timeouts.lease_s, self._vanish).start()
+
+    def _vanish(self) -> None:
+        ray.kill(ray.get_actor(self._own_name, namespace=NAMESPACE), no_restart=True)
+
+    # ------------------------------------------------------------ small parts
+
+    def _put(self, kind: str, body: Any, extra: dict[str, Any] | None = None) -> None:
+        self._queue.put((kind, body, extra or {}))
+
+    def _note(self, note: Mapping[str, Any]) -> None:
+        self.journal.append(dict(note))
+
+    def _refresh(self) -> None:
+        self.recorder.write_status(self.state)
+        self.driver_feed.outline(self.state)
+
+
+def starts_closing(event: Event) -> bool:
+    """Whether this event may lead to a quorum, which the newest published result must then be part of."""
+    return not isinstance(event, Tick | Published | NodeJoined | NodeDraining | WorkerStarting | WorkerReady | Resumed)

@@ -1,0 +1,208 @@
+"""Sends the core's commands: to workers through Ray, to processes through the agents.
+
+Sending never blocks; failures become events. No decisions here.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from elastic_ring.control.cause_ids import CauseIds
+from elastic_ring.control.messages import (
+    Build,
+    Command,
+    EndRun,
+    Finalize,
+    Hello,
+    KillWorker,
+    Release,
+    Standby,
+    StartWorker,
+    Stop,
+    WorkerLost,
+    WorkerReady,
+    to_json,
+)
+from elastic_ring.control.state import State
+from elastic_ring.runtime.agent.stamp_dir import stamp_folder
+from elastic_ring.runtime.driver.cluster import Cluster, watch_ref
+from elastic_ring.runtime.groups.store import RendezvousStore, common_host
+
+log = logging.getLogger(__name__)
+
+AGENT_FIRST_S = 0.5
+
+
+class Dispatcher:
+    """Sends commands for one coordinator and hosts the rendezvous store.
+
+    Each generation gets a new store, so that late workers of an old one cannot join. The store is not in a member,
+    because members may die.
+    """
+
+    def __init__(self, run_spec: Any, address: str, cluster: Cluster, node_monitor: Any, me: Any, put: Any) -> None:
+        self._address, self._cluster, self._node_monitor = address, cluster, node_monitor
+        self._me, self._put = me, put
+        self._clear_s = run_spec.run.timeouts.clear_s
+        self._handles: dict[str, Any] = {}
+        self._store: RendezvousStore | None = None
+        self._store_of: tuple[int, int] = (0, 0)
+        self._cause = CauseIds("dispatch")
+        self._fingerprint = run_spec.fingerprint
+        self._killed: set[str] = set()
+        self.weights_sha256 = ""
+        self._ray_calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._ray_thread = threading.Thread(target=self._make_ray_calls, name="ray-calls", daemon=True)
+        self.stamp_dir = str(stamp_folder(run_spec.run.name, run_spec.attempt))
+
+    def open(self) -> None:
+        """Start the thread for slow Ray calls (start, remove), so that they do not block decisions."""
+        self._ray_thread.start()
+
+    def close(self) -> None:
+        """Make no more Ray calls; queued ones are dropped. Returns once the present one has ended."""
+        self._closed.set()
+        self._ray_calls.put(None)
+        self._ray_thread.join(timeout=self._clear_s)
+
+    def _make_ray_calls(self) -> None:
+        while (call := self._ray_calls.get()) is not None and not self._closed.is_set():
+            try:
+                call()
+            except Exception:
+                # What was not removed is reported at the end as left behind.
+                log.exception("a call to Ray failed")
+
+    def recall(self, state: State) -> None:
+        """Find the workers that an earlier coordinator started."""
+        for worker in state.workers.values():
+            handle = self._cluster.find_worker(worker.worker)
+            if handle is None:
+                self._put("event", WorkerLost(self._cause(), worker.worker, "unreachable", "Ray knows it no more"))
+                continue
+            self._handles[worker.worker] = handle
+            if worker.status == "starting":  # its answer went to the old coordinator
+                watch_ref(handle.start.remote(self._me), partial(self._started, worker.worker))
+            else:
+                watch_ref(handle.describe.remote(), self._found)
+
+    def send(self, commands: Iterable[Command], published: int) -> None:
+        for command in commands:
+            match command:
+                case StartWorker():
+                    self._start(command)
+                case KillWorker():
+                    self._kill(command)
+                case Build():
+                    self._tell(command, {**self._rendezvous(command), "published": published})
+                case Release():
+                    self._tell(command, {"published": published})
+                    self._ray_calls.put(partial(self._cluster.remove_worker, command.worker))
+                case Stop() | Hello() | Standby() | Finalize():
+                    self._tell(command, {"published": published})
+                case EndRun():
+                    log.info("%s: end of run: %s %s", command.cause, command.error or "success", command.message)
+
+    def lost(self, worker: str) -> None:
+        """Free the place of a worker that is gone."""
+        self._handles.pop(worker, None)
+        self._node_monitor.forget(worker)
+        self._ray_calls.put(partial(self._cluster.remove_worker, worker))
+
+    def kill_everyone(self) -> None:
+        """The end: by PID first, because Ray takes seconds for a stopped process."""
+        for worker in list(self._handles):
+            self._node_monitor.kill(worker, "end of run")
+
+    def watch(self, described: Mapping[str, Any]) -> None:
+        """Have a worker that an earlier coordinator started watched, unless it has been lost meanwhile."""
+        worker = described["worker"]
+        handle = self._handles.get(worker)
+        if handle is not None:
+            self._node_monitor.watch_worker(worker, described["node"], {**described, "handle": handle})
+
+    # ------------------------------------------------------------ parts
+
+    def _start(self, command: StartWorker) -> None:
+        node = self._node_monitor.nodes.get(command.node)
+        if node is None:
+            self._put("event", WorkerLost(command.cause, command.worker, "died", "its node is gone"))
+            return
+        self._ray_calls.put(partial(self._start_on, command.worker, node))
+
+    def _start_on(self, worker: str, node: Any) -> None:
+        try:
+            self._handles[worker] = self._cluster.start_worker(worker, node, self._me, self.stamp_dir, self._started)
+        except Exception as error:
+            log.exception("%s could not be started", worker)
+            detail = f"Ray refuses to start it: {type(error).__name__}: {error}"
+            self._put("event", WorkerLost(self._cause(), worker, "start-failed", detail))
+
+    def _started(self, worker: str, started: dict[str, Any] | None, error: BaseException | None) -> None:
+        if error is not None or started is None:
+            reason = "start-failed" if is_own_error(error) else "died"
+            self._put("event", WorkerLost(self._cause(), worker, reason, f"{error}"))
+            return
+        if started["fingerprint"] != self._fingerprint:
+            detail = (
+                f"it reads another corpus ({started['fingerprint'][:16]}) than the driver ({self._fingerprint[:16]})"
+            )
+            self._put("event", WorkerLost(self._cause(), worker, "start-failed", detail))
+            return
+        ready = WorkerReady(self._cause(), worker, started["node"], started["pid"])
+        self._put("event", ready, {**started, "handle": self._handles.get(worker)})
+
+    def _found(self, described: dict[str, Any] | None, error: BaseException | None) -> None:
+        # Ray calls this in its own thread, which must wait for no lock of the node monitor.
+        if described is not None:
+            self._put("found", described)
+
+    def _kill(self, command: KillWorker) -> None:
+        told = self._node_monitor.kill(command.worker, command.reason)
+        if told and command.worker in self._killed:  # the agent was told before, and the worker is still there
+            self._ray_calls.put(partial(self._cluster.remove_worker, command.worker))
+        self._killed.add(command.worker)
+        if not told:
+            self._ray_calls.put(partial(self._cluster.remove_worker, command.worker))
+            self._put("event", WorkerLost(command.cause, command.worker, "unreachable", command.reason))
+
+    def _tell(self, command: Any, extra: dict[str, Any]) -> None:
+        handle = self._handles.get(command.worker)
+        if handle is None:
+            return
+        log.info("%s: %s to %s", command.cause, type(command).__name__, command.worker)
+
+        def sent(_: Any, error: BaseException | None) -> None:
+            if isinstance(error, ActorDiedError):
+                # Prefer the agent's notice, which has the signal and the log tail; this one is the fallback.
+                lost = WorkerLost(self._cause(), command.worker, "died", "Ray: the actor is dead")
+                threading.Timer(AGENT_FIRST_S, self._put, args=("event", lost)).start()
+            elif error is not None:
+                log.warning("%s: %s to %s: %s", command.cause, type(command).__name__, command.worker, error)
+
+        watch_ref(handle.command.remote(to_json(command), extra), sent)
+
+    def _rendezvous(self, command: Build) -> dict[str, Any]:
+        identity = (command.term, command.generation)
+        if self._store is None or self._store_of != identity:
+            workers = {
+                *command.members,
+                *(worker for heal in command.heals for worker in (heal.donor, *heal.newcomers)),
+            }
+            nodes = [self._node_monitor.address_of(worker) for worker in workers]
+            self._store = RendezvousStore(common_host(self._address, nodes))
+            self._store_of = identity
+        return {"store_host": self._store.host, "store_port": self._store.port, "store_secret": self._store.secret}
+
+
+def is_own_error(error: BaseException | None) -> bool:
+    """Whether a start failed by an error that the worker's own process raised, and would raise again."""
+    return isinstance(error, RayTaskError) or (isinstance(error, ActorDiedError) and "creation task" in str(error))

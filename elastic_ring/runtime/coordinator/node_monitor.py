@@ -1,0 +1,267 @@
+"""Watches the nodes through their agents' connections and beats and through Ray's node table.
+
+Reports what it finds as control events. A node counts as lost only when two sources agree: its agent's connection
+is closed or silent, and Ray has dropped the node or none of its workers answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from elastic_ring.control.cause_ids import CauseIds
+from elastic_ring.control.messages import NodeDraining, NodeJoined, NodeLost
+from elastic_ring.runtime.agent.rpc import AgentServer, Message
+from elastic_ring.runtime.driver.cluster import Cluster, NodeInfo, live_nodes, watch_ref
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+CONFIRM_S = 1.0
+
+Put = Callable[..., None]
+
+
+class NodeMonitor:
+    """Watches nodes and agents for one coordinator. `put(kind, body, extra)` is the coordinator's queue."""
+
+    def __init__(self, run_spec: Any, address: str, put: Put, key: str) -> None:
+        self._run_spec, self._address, self._put, self._key = run_spec, address, put, key
+        self._timeouts = run_spec.run.timeouts
+        self._own_node = ray.get_runtime_context().get_node_id()
+        self._agent_server = AgentServer(key, self._on_message)
+        self._cluster = Cluster(run_spec.run, run_spec.scaling, run_spec.task)
+        self.nodes: dict[str, NodeInfo] = {}
+        self._agents: dict[str, Any] = {}
+        self._beats: dict[str, float] = {}
+        self._workers: dict[str, dict[str, Any]] = {}
+        self._told: dict[str, tuple[int, int | None, bool]] = {}
+        self._lost: set[str] = set()
+        self._bad_gpus: dict[str, list[str]] = {}
+        self._cause = CauseIds("monitor")
+        # Guards the tables above. No call to Ray while it is held, and no use of it in a callback of Ray: callbacks run
+        # in the thread that such a call waits for.
+        self._lock = threading.RLock()
+        self._unattached: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._closed = False
+        self._watcher = threading.Thread(target=self._watch, name="node-monitor", daemon=True)
+
+    def close(self) -> None:
+        """Stop watching: the run is over. Returns once no agent is being started any more."""
+        self._closed = True
+        self._watcher.join(timeout=self._timeouts.clear_s)
+
+    def open(self) -> None:
+        self._agent_server.open(self._address)
+        self._watcher.start()
+
+    # ------------------------------------------------------------ for the coordinator
+
+    def echo(self, node: str) -> None:
+        self._agent_server.send(node, {"kind": "echo"})
+
+    def watch_worker(self, worker: str, node: str, started: Mapping[str, Any]) -> None:
+        """Have the node's agent watch this worker: by pidfd, and by its stamps."""
+        entry = {
+            "kind": "watch",
+            "worker": worker,
+            "node": node,
+            "pid": started["pid"],
+            "stamp_path": started["stamp_path"],
+            "log_path": started["log_path"],
+            "handle": started.get("handle"),
+            "gpus": started.get("gpus", []),
+        }
+        with self._lock:
+            self._workers[worker] = entry
+        self._send_watch(entry)
+
+    def kill(self, worker: str, reason: str) -> bool:
+        """SIGKILL by PID through the agent; False without a connection to it."""
+        entry = self._workers.get(worker)
+        return entry is not None and self._agent_server.send(
+            entry["node"], {"kind": "kill", "worker": worker, "reason": reason}
+        )
+
+    def address_of(self, worker: str) -> str:
+        """The address of a worker's node; empty where it is not known."""
+        entry = self._workers.get(worker)
+        node = self.nodes.get(entry["node"]) if entry is not None else None
+        return node.address if node is not None else ""
+
+    def forget(self, worker: str) -> None:
+        with self._lock:
+            entry = self._workers.pop(worker, None)
+        if entry is not None:
+            self._agent_server.send(entry["node"], {"kind": "forget", "worker": worker})
+
+    # ------------------------------------------------------------ from the agents
+
+    def _on_message(self, node: str, message: Message) -> None:
+        with self._lock:
+            self._beats[node] = time.monotonic()
+        match message["kind"]:
+            case "beat":
+                self._put("beat", node)
+            case "hello":
+                for entry in self._workers_on(node):
+                    self._send_watch(entry)
+            case "death":
+                self._put("death", message)
+            case "gpus":
+                log.error("node %s: GPUs that are not used: %s", node, ", ".join(message["bad"]) or "none any more")
+                with self._lock:
+                    self._bad_gpus[node] = message["bad"]
+            case "hung-up":
+                self._confirm_in_thread(node, "its agent closed the connection")
+
+    def _send_watch(self, entry: Mapping[str, Any]) -> None:
+        message = {key: value for key, value in entry.items() if key not in ("handle", "node")}
+        self._agent_server.send(entry["node"], message)
+
+    # ------------------------------------------------------------ nodes
+
+    def _watch(self) -> None:
+        while not self._closed:
+            try:
+                self._poll()
+            except Exception:
+                # Ray's own control plane may be away for a while; training does not need it.
+                log.exception("could not look at the cluster")
+            time.sleep(POLL_S)
+
+    def _poll(self) -> None:
+        listed = live_nodes(self._run_spec.scaling)
+        with self._lock:
+            self._drop_unattached()
+            seen = {node.node: without(node, self._bad_gpus.get(node.node, ())) for node in listed}
+            for node in seen.values():
+                self._update(node)
+            for name in [n for n in self.nodes if n not in seen]:
+                self._lose(name, "Ray no longer lists it")
+            silent = time.monotonic() - self._timeouts.node_silent_s
+            for name in [n for n in self._agent_server.nodes if self._beats.get(n, silent) < silent]:
+                self._beats[name] = time.monotonic()  # asked once for each such silence
+                self._confirm_in_thread(name, f"no beat for {self._timeouts.node_silent_s:.1f} s")
+            without_agent = [node for name, node in seen.items() if name not in self._agents]
+        for node in without_agent:
+            if not self._closed:
+                self._start_agent(node)
+
+    def _update(self, node: NodeInfo) -> None:
+        """Report what is new about the node, once its agent is connected."""
+        name = node.node
+        known, self.nodes[name] = self._told.get(name), node
+        news = (node.num_slots, node.num_gpus, node.draining)
+        if known == news or name not in self._agent_server.nodes:
+            return
+        self._told[name] = news
+        self._lost.discard(name)
+        if known is None or known[:2] != news[:2]:
+            self._event(NodeJoined(self._cause(), name, node.num_slots, node.num_gpus))
+        if node.draining:
+            self._event(NodeDraining(self._cause(), name))
+
+    def _workers_on(self, node: str) -> list[dict[str, Any]]:
+        with self._lock:
+            return [entry for entry in self._workers.values() if entry["node"] == node]
+
+    def _start_agent(self, node: NodeInfo) -> None:
+        """Start or find the node's agent and have it connect. Waits for Ray, so the lock must not be held."""
+        agent = self._cluster.start_agent(node)
+        coordinator = {"host": self._address, "port": self._agent_server.port, "key": self._key, "pid": os.getpid(),
+                    "node": self._own_node}  # fmt: skip
+
+        def attached(_: Any, error: BaseException | None) -> None:
+            if error is not None:
+                log.error("agent of node %s did not attach: %s", node.node, error)
+                self._unattached.put((node.node, agent))
+
+        attaching = agent.attach.remote(coordinator)
+        with self._lock:
+            if node.node in self.nodes:  # it may have been lost meanwhile
+                self._agents[node.node] = agent
+        watch_ref(attaching, attached)
+
+    def _drop_unattached(self) -> None:
+        """Forget the agents that could not connect, so that they are started again."""
+        while not self._unattached.empty():
+            name, agent = self._unattached.get()
+            if self._agents.get(name) is agent:
+                del self._agents[name]
+
+    def _confirm_in_thread(self, node: str, why: str) -> None:
+        """In a thread for each node, because many may fall silent at once and each takes time to confirm."""
+        threading.Thread(target=self._confirm, args=(node, why), name="confirm", daemon=True).start()
+
+    def _confirm(self, node: str, why: str) -> None:
+        """Ask the second source: does any worker of the node, or the agent through Ray, still answer?
+
+        A node without workers is left to Ray's own table, as nothing there is urgent. This process's own node is
+        alive. An agent that does not answer while its workers do is stopped or stuck, and is replaced.
+        """
+        agent = self._agents.get(node)
+        handles = [entry["handle"] for entry in self._workers_on(node) if entry["handle"] is not None]
+        asked = [handle.ping.remote() for handle in (*handles, agent) if handle is not None]
+        if not answers(asked) and handles and node != self._own_node:
+            self._lose(node, why)
+            return
+        agent_answers = agent is not None and answers(asked[-1:])
+        log.warning("node %s: %s; its agent is %s", node, why, "asked to attach again" if agent_answers else "replaced")
+        if agent is not None and not agent_answers:
+            ray.kill(agent, no_restart=True)
+        with self._lock:
+            self._agents.pop(node, None)
+            self._beats[node] = time.monotonic()
+
+    def _lose(self, node: str, why: str) -> None:
+        with self._lock:
+            if self._closed or (node not in self.nodes and node not in self._told):
+                return
+            # Ray goes on listing a silent node for a while; when Ray drops it, the loss has been reported.
+            known = node in self._lost and node not in self._told
+            if not known:
+                log.warning("node %s is lost: %s", node, why)
+            for table in (self.nodes, self._agents, self._beats, self._told, self._bad_gpus):
+                table.pop(node, None)
+            # A machine without power closes no connection: it would look like that of a node that has just joined.
+            self._agent_server.hang_up(node)
+            self._lost.add(node)
+        if not known:
+            self._event(NodeLost(self._cause(), node))
+
+    def _event(self, event: Any) -> None:
+        self._put("event", event)
+
+
+def without(node: NodeInfo, bad_gpus: Collection[str]) -> NodeInfo:
+    """The node without the GPUs that are not to be used."""
+    if node.num_gpus is None or not bad_gpus:
+        return node
+    return replace(node, num_gpus=max(0, node.num_gpus - len(bad_gpus)))
+
+
+def answers(asked: list[Any]) -> bool:
+    """Whether any of these calls comes back well within CONFIRM_S; one that failed is no answer."""
+    deadline, pending = time.monotonic() + CONFIRM_S, asked
+    while pending and (left_s := deadline - time.monotonic()) > 0:
+        done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
+        if any(not failed(ref) for ref in done):
+            return True
+    return False
+
+
+def failed(ref: Any) -> bool:
+    try:
+        ray.get(ref)
+    except Exception:
+        return True
+    return False

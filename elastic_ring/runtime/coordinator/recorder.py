@@ -1,0 +1,276 @@
+"""Writes a run's records to its folder: metrics, generations, status, summary; `recovery_log` has the recoveries.
+
+No decisions here. Facts that a restarted coordinator needs go into the journal as notes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from elastic_ring.config import RunConfig
+from elastic_ring.control.messages import Vote
+from elastic_ring.control.state import State, describe, members, mesh_of, phase_name, spares
+from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.metrics import (
+    STATUS_NAME,
+    SUMMARY_NAME,
+    Goodput,
+    MetricsLog,
+    StepMetrics,
+    build_summary,
+    overwrite_json,
+    read_metrics,
+    read_status,
+    storage_trouble,
+    write_json,
+    write_summary,
+)
+from elastic_ring.monitor.plot import draw_run
+from elastic_ring.runtime.coordinator.recovery_log import Note, RecoveryLog
+
+log = logging.getLogger(__name__)
+
+STATUS_PERIOD_S = 1.0
+
+
+class RunRecorder:
+    """The records of one run. `note` appends to the journal; `clock` is the coordinator's."""
+
+    def __init__(self, run: RunConfig, note: Note, clock: Callable[[], float]) -> None:
+        self._run, self._note, self._clock = run, note, clock
+        self.folder: Path = run.folder
+        self.metrics = MetricsLog(self.folder)
+        self.generations: list[dict[str, Any]] = []
+        self.recoveries = RecoveryLog(run, note)
+        self.last_vote: Vote | None = None
+        self._waiting: dict[int, Mapping[str, Any]] = {}
+        self._builds: list[tuple[int, tuple[int, int]]] = []
+        self._seen_change: tuple[int, int, bool] | None = None
+        self._alive_at_s: float | None = None
+        self._status_at = 0.0
+        self._end_told = False
+        self._num_compiled_late = 0  # after step 0, by all workers
+        self.started_s = 0.0
+
+    def open(self, started_s: float) -> None:
+        self.started_s = started_s
+        status = read_status(self.folder)
+        if status is not None:
+            self._alive_at_s = status["updated_unix_s"]
+        self.metrics.open()
+        self._goodput = Goodput(started_s, self.metrics.step_times_s())
+
+    # ------------------------------------------------------------ what happens
+
+    def begun(self, step: int, membership_id: tuple[int, int]) -> None:
+        """The members `membership_id`, (term, generation), were ordered to begin at `step`."""
+        self._builds.append((step, membership_id))
+
+    def counts(self, record: Mapping[str, Any]) -> bool:
+        """Whether a step's record is of the members that committed it: the last that began at it or before.
+
+        Others gave the step up, and it ran, or will run, once more; their record may come late.
+        """
+        ids = [known for first_step, known in self._builds if first_step <= record["step"]]
+        return bool(ids) and tuple(record["membership_id"]) == ids[-1]
+
+    def publish(self, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Committed steps, in order; those that are known already change nothing. Returns what was new. A record with
+        a `val_loss` is what the held-out sequences gave after its step, one with `not_repeatable` why a step's bits
+        would not come again, one with `compiled` the names of what a worker compiled in a step after step 0, and how
+        many it compiled before."""
+        for record in records:
+            if "val_loss" in record:
+                self.metrics.validated(record["step"], record["val_loss"])
+            elif "not_repeatable" in record:
+                self.recoveries.not_repeatable(record["step"], record["not_repeatable"])
+            elif "compiled" in record:
+                note = {"note": "compiled", **{key: record[key] for key in ("step", "worker", "compiled", "before")}}
+                self._count_compilations(note)
+                self._note(note)
+        # Calls of one worker may overtake each other on their way.
+        steps = [record for record in records if "loss" in record]
+        self._waiting.update({record["step"]: record for record in steps if self.counts(record)})
+        self._waiting = {step: r for step, r in self._waiting.items() if step > self.metrics.last_step}
+        new: list[Mapping[str, Any]] = []
+        while (found := self._waiting.pop(self.metrics.last_step + 1, None)) is not None and self.counts(found):
+            record = found
+            new.append(record)
+            now = self._clock()
+            mesh = Mesh(record["dp"], record["cp"])
+            step_s = max(record["step_s"], 1e-9)
+            self.metrics.record(
+                StepMetrics(
+                    step=record["step"], loss=record["loss"], grad_norm=record["grad_norm"], lr=record["lr"],
+                    num_tokens=record["num_tokens"], tokens_per_s=record["num_tokens"] / step_s,
+                    step_s=step_s, skipped=record["skipped"], generation=record["generation"], mesh=mesh,
+                    num_members=mesh.size, hop_bytes=record["hop_bytes"], exposed_hop_wait_s=record["hop_wait_s"],
+                    hop_latency_mean_s=record["hop_latency_mean_s"], hop_latency_p99_s=record["hop_latency_p99_s"],
+                    samples=samples_text(record["samples"]),
+                    committed_monotonic_s=record["committed_monotonic_s"],
+                )
+            )  # fmt: skip
+            self._goodput.committed(record["step"], record["step_s"])
+            self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["membership_id"]))
+            self.recoveries.committed(record["step"], now)
+        return new
+
+    def _count_compilations(self, note: Mapping[str, Any]) -> None:
+        self._num_compiled_late += len(note["compiled"])
+
+    def look(self, state: State) -> None:
+        """Record a new generation, and a recovery if it was one."""
+        change = state.last_change
+        if change is None or (change.term, change.generation, change.resumed_at is not None) == self._seen_change:
+            return
+        self._seen_change = (change.term, change.generation, change.resumed_at is not None)
+        if change.resumed_at is None:
+            return
+        generation = {
+            "term": change.term, "generation": change.generation,
+            "mesh": {"dp": change.mesh.dp, "cp": change.mesh.cp}, "reason": change.reason,
+        }  # fmt: skip
+        self.generations.append(generation)
+        self._note({"note": "generation", **generation})
+        self.recoveries.compare_environments(change.members)
+        self.recoveries.compare_places(change.mesh, change.members)
+        if change.previous_mesh is not None and (not change.planned or change.drained):
+            self.recoveries.begin(change, self.metrics.last_step + 1)
+
+    def coordinator_back(self, now: float) -> None:
+        """Record a coordinator restart that training did not notice."""
+        self.recoveries.coordinator_back(now, self.metrics.last_step + 1, self._alive_at_s)
+
+    # ------------------------------------------------------------ files
+
+    def write_status(self, state: State, *, force: bool = False, end: Mapping[str, Any] | None = None) -> None:
+        """`end`: how the run ended, once it has. Nothing that comes later, as workers publish on until they are killed,
+        takes that back."""
+        now = time.monotonic()
+        if end is None and (self._end_told or (not force and now - self._status_at < STATUS_PERIOD_S)):
+            return
+        self._status_at, self._end_told = now, end is not None
+        _replace_status(self.folder, {**self._status(state), **(over(end) if end is not None else {})})
+
+    def write_bare_end(self, end: Mapping[str, Any]) -> None:
+        """The end alone, where the rest of status.json could not be made."""
+        self._end_told = True
+        write_end(self._run, end)
+
+    def _status(self, state: State) -> dict[str, Any]:
+        nodes = {w.worker: w.node for w in state.workers.values()}
+        mesh = mesh_of(state)
+
+        def person(worker: str) -> dict[str, Any]:
+            return {"worker": worker, "node": nodes.get(worker, ""), "pid": self.recoveries.pids.get(worker, 0)}
+
+        return {
+            "run": self._run.name, "phase": phase_name(state),
+            "term": state.term, "generation": state.generation,
+            "mesh": {"dp": mesh.dp, "cp": mesh.cp} if mesh else {"dp": 0, "cp": 0},
+            "step": self.metrics.last_step + 1, "total_steps": state.options.total_steps,
+            "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(members(state))],
+            "spares": [person(w) for w in spares(state)],
+            "recoveries": self.recoveries.records[-20:], "updated_unix_s": time.time(), "ended": False,
+            "error": "", "end": {}, "story": describe(state)["story"],
+        }  # fmt: skip
+
+    def write_summary(self, weights_sha256: str, exact: bool) -> dict[str, Any]:
+        """`exact`: whether every change of the mesh so far kept its promise of the same bits.
+
+        One that is there was written by an earlier coordinator of this attempt, and stands.
+        """
+        path = self.folder / SUMMARY_NAME
+        if path.exists():
+            known: dict[str, Any] = json.loads(path.read_text())
+            return known
+        self.recoveries.finish(self._clock())
+        summary = build_summary(
+            losses_hex=self.metrics.losses_hex(),
+            weights_sha256=weights_sha256,
+            samples_sha256=samples_digest(self.folder),
+            goodput=self._goodput.ratio(self._clock()),
+            exact=exact and self.recoveries.same_environment and all(r["exact"] for r in self.recoveries.records),
+            generations=self.generations,
+            recoveries=self.recoveries.records,
+            compilations_after_step_0=self._num_compiled_late,
+            skipped_steps=sum(bool(line["skipped"]) for line in read_metrics(self.folder)),
+            lost_workers=self.recoveries.num_lost(),
+        )
+        write_summary(self.folder, summary)
+        draw_run(self.folder, self.recoveries.records)
+        return summary
+
+    def take_lines(self, after: int) -> list[str]:
+        """What happened, one line each, from index `after` on."""
+        return self.recoveries.lines[after:]
+
+    # ------------------------------------------------------------ after a restart
+
+    def recall(self, line: Mapping[str, Any]) -> None:
+        """Restore from a journal line of an earlier coordinator."""
+        for order in [c for c in line.get("commands", ()) if c["type"] == "Build"][:1]:
+            self.begun(order["step"], (order["term"], order["generation"]))
+        if line.get("note") == "generation":
+            self.generations.append({k: line[k] for k in ("term", "generation", "mesh", "reason")})
+            self._seen_change = (line["term"], line["generation"], True)
+        if line.get("note") == "compiled":
+            self._count_compilations(line)
+        self.recoveries.recall(line)
+
+
+def over(end: Mapping[str, Any]) -> dict[str, Any]:
+    """Of status.json, what a run's end makes of it. Nobody is a member then, whatever phase it came in: everyone is
+    being killed."""
+    told = {key: end[key] for key in ("error", "message", "facts", "attempt")}
+    return {
+        "phase": "ended", "mesh": {"dp": 0, "cp": 0}, "members": [], "spares": [], "updated_unix_s": time.time(),
+        "ended": True, "error": told["message"] if told["error"] else "", "end": told,
+    }  # fmt: skip
+
+
+def write_end(run: RunConfig, end: Mapping[str, Any]) -> None:
+    """The end of a run whose coordinator could not open it, a damaged journal for example: what an earlier one left in
+    status.json stays, but for its members. An end of the same attempt that is there already stays as it is."""
+    known: dict[str, Any] = {}
+    with suppress(OSError):  # the end is then all that is known
+        known = read_status(run.folder) or {}
+    if (known.get("end") or {}).get("attempt") != end["attempt"]:
+        _replace_status(run.folder, {**known, "run": run.name, **over(end)})
+
+
+def _replace_status(folder: Path, status: Mapping[str, Any]) -> None:
+    """Training does not need it. Where a disk is full, an end still goes into the space of the last status."""
+    try:
+        write_json(folder / STATUS_NAME, status)
+        return
+    except OSError as error:
+        log.warning("%s", storage_trouble(folder, error))
+    if not status["ended"]:
+        return
+    bare = {key: value for key, value in status.items() if key not in ("recoveries", "story")}
+    try:
+        overwrite_json(folder / STATUS_NAME, {**bare, "recoveries": [], "story": []})
+    except OSError as error:
+        log.error("the end could not be recorded in %s: %s", folder / STATUS_NAME, error)
+
+
+def samples_text(limbs: Sequence[float]) -> str:
+    """A step's consumed-samples digest: two 64-bit sums in hexadecimal."""
+    low_a, high_a, low_b, high_b = (int(limb) for limb in limbs)
+    return f"{(low_a + (high_a << 32)) % 2**64:016x}{(low_b + (high_b << 32)) % 2**64:016x}"
+
+
+def samples_digest(folder: Path) -> str:
+    """sha256 over the consumed-samples digests of all committed steps, in order."""
+    total = hashlib.sha256()
+    for line in read_metrics(folder):
+        total.update(f"{line['step']}:{line['samples']}\n".encode())
+    return total.hexdigest()

@@ -1,0 +1,276 @@
+"""Records recoveries: losses, their causes, and how long each phase took.
+
+From `State.last_change` and the workers' timings it makes the `recoveries` of the summary and log lines. No decisions
+here. Facts that a restarted coordinator needs go into the journal as notes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from elastic_ring.config import RunConfig
+from elastic_ring.control.crash_loop import OF_ONE_DEVICE
+from elastic_ring.control.state import Change
+from elastic_ring.faults import Fault
+from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.report import recovery_line
+
+log = logging.getLogger(__name__)
+
+Note = Callable[[Mapping[str, Any]], None]
+
+
+class RecoveryLog:
+    """`note` appends to the journal. Times are on the coordinator's clock."""
+
+    def __init__(self, run: RunConfig, note: Note) -> None:
+        self._run, self._note = run, note
+        self.records: list[dict[str, Any]] = []
+        self.lines: list[str] = []
+        self.fired: dict[int, float] = {}
+        self.fired_by: dict[int, str] = {}
+        self.deaths: dict[str, dict[str, Any]] = {}
+        self.pids: dict[str, int] = {}
+        self.same_environment = True
+        self._open_faults: list[int] = []
+        self._open: dict[str, Any] | None = None
+        self._own_failures: dict[str, str] = {}
+        self._timings: dict[str, dict[str, Any]] = {}
+        self._environments: dict[str, Mapping[str, Any]] = {}
+        self._reference: Mapping[str, Any] | None = None
+        self._places: list[str] = []  # the GPU of each rank of the last generation; none on CPUs
+
+    # ------------------------------------------------------------ what happens
+
+    def fault_fired(self, index: int, worker: str, now: float) -> None:
+        self.fired[index], self.fired_by[index] = now, worker
+        self._open_faults.append(index)
+        self._note({"note": "fault", "index": index, "worker": worker, "now": now})
+
+    def worker_started(self, worker: str, pid: int, environment: Mapping[str, Any]) -> None:
+        """`environment`: what the bits of a result depend on besides its inputs (`runtime.worker.env_fingerprint`)."""
+        self.pids[worker] = pid
+        self._environments[worker] = dict(environment)
+        self._note({"note": "worker", "worker": worker, "pid": pid, "environment": dict(environment)})
+
+    def died(self, death: Mapping[str, Any]) -> None:
+        """An agent's notice of a death. A second one of the same worker has the cause, unknown when the exit began."""
+        worker = death["worker"]
+        if worker in self.deaths:
+            self.deaths[worker].update(reason=death["reason"], how=death["how"], signal=death.get("signal", ""))
+            return
+        self.deaths[worker] = dict(death)
+        for line in death["log_lines"]:
+            log.warning("log tail of %s: %s", worker, line)
+
+    def resumed(self, worker: str, timings: Mapping[str, Any]) -> None:
+        self._timings[worker] = dict(timings)
+
+    def trouble(self, worker: str, kind: str, step: int, detail: str) -> None:
+        """A member's step broke off: what to say of it if nobody turns out to be dead."""
+        what = (detail.strip().splitlines() or [""])[-1]
+        did = {"user": "raised", "device": "had a device error"}.get(kind, "lost a peer")
+        self._own_failures[worker] = f"{did} in step {step} ({what})"
+
+    def num_lost(self) -> dict[str, int]:
+        """How many members were lost, by reason: "node lost", "died", "hung" and so on."""
+        return dict(sum((Counter(record.get("lost", {})) for record in self.records), Counter()))
+
+    def unfired(self) -> list[Fault]:
+        return [fault for index, fault in enumerate(self._run.faults) if index not in self.fired]
+
+    def compare_environments(self, members: Sequence[str]) -> None:
+        """Equal bits are promised among machines equal to the first member's only; a run with others says so."""
+        known = {worker: self._environments[worker] for worker in members if worker in self._environments}
+        if self._reference is None and known:
+            self._reference = next(iter(known.values()))
+            self._note({"note": "environment", "environment": dict(self._reference)})
+        reference = self._reference or {}
+        odd = {worker: found for worker, found in known.items() if found != reference}
+        if not odd:
+            return
+        worker, found = next(iter(odd.items()))
+        pairs = [f"{key} {found.get(key)} instead of {reference.get(key)}" for key in {**reference, **found}
+                 if found.get(key) != reference.get(key)]  # fmt: skip
+        self._no_equal_bits(f"{worker} is another machine than the first member ({', '.join(pairs)})")
+
+    def compare_places(self, mesh: Mesh, members: Sequence[str]) -> None:
+        """Sums over three or more ranks are promised in the same order only while every rank keeps its GPU: NCCL
+        orders the ranks of a group by where their GPUs sit."""
+        before = self._places if len(self._places) == len(members) else [""] * len(members)
+        told = [str(self._timings.get(worker, {}).get("gpu", "")) for worker in members]
+        # Some workers may have reported their GPU to the old coordinator only.
+        gpus = [gpu or known for gpu, known in zip(told, before, strict=True)]
+        if gpus == self._places or not any(gpus):
+            return
+        self._places = gpus
+        self._note({"note": "places", "places": gpus})
+        moved = [rank for rank, gpu in enumerate(gpus) if before[rank] and gpu != before[rank]]
+        if moved and max(mesh.dp, mesh.cp) > 2:
+            rank = moved[0]
+            self._no_equal_bits(f"rank {rank} computes on GPU {gpus[rank]} and did on {before[rank]}")
+
+    def not_repeatable(self, step: int, what: str) -> None:
+        """A member computed something in step `step` whose bits do not come again."""
+        self._no_equal_bits(f"what is computed is not repeatable ({what}; first seen in step {step})")
+
+    def _no_equal_bits(self, why: str) -> None:
+        """Told once; from then on no recovery counts as exact."""
+        if not self.same_environment:
+            return
+        self.same_environment = False
+        self._note({"note": "unequal", "why": why})
+        self.say(f"{why}: from here on the run promises the same samples, not the same bits")
+
+    # ------------------------------------------------------------ a recovery from its beginning to its end
+
+    def begin(self, change: Change, num_published: int) -> None:
+        """The ring has closed again; `num_published` steps are in the metrics."""
+        assert change.resumed_at is not None
+        faults = self._take_faults()
+        struck = min([self.fired[i] for i in faults], default=change.noticed_at)
+        heal_s = max([self._timings.get(w, {}).get("heal_s", 0.0) for w in change.newcomers], default=0.0)
+        begun = {
+            "step": change.step_rerun if change.step_rerun is not None else change.step,
+            "faults": [str(self._run.faults[i]) for i in sorted(faults)],
+            "cause": self._cause(change),
+            "action": change.action,
+            "detect_s": max(0.0, change.noticed_at - struck),
+            "close_s": max(0.0, change.resumed_at - change.noticed_at - heal_s),
+            "heal_s": heal_s,
+            "steps_undone": max(0, num_published - change.step),
+            "steps_rerun": 1 if change.step_rerun is not None else 0,
+            "survivor_pids_kept": self._survivors_kept(change),
+            "phases": self._phases(change.newcomers),
+            "exact": change.promise == "bit-exact" and self.same_environment,
+            "lost": dict(Counter(lost.reason for lost in change.lost if lost.global_rank is not None)),
+            "_struck": struck,
+            "_resumed": change.resumed_at,
+            "_step": change.step,
+        }
+        self._own_failures.clear()
+        self._open = begun if self._open is None else merged(self._open, begun)
+        self._note({"note": "resumed", "recovery": self._open})
+
+    def committed(self, step: int, now: float) -> None:
+        """The first step that commits after a recovery ends it."""
+        if self._open is not None and step >= self._open["_step"]:
+            self.finish(now)
+
+    def finish(self, now: float) -> None:
+        """Close the open recovery, if any. `now`: seconds on the coordinator's clock."""
+        if self._open is None:
+            return
+        record = {key: value for key, value in self._open.items() if not key.startswith("_")}
+        record["rerun_s"] = now - self._open["_resumed"]
+        record["total_s"] = now - self._open["_struck"]
+        self._open = None
+        self._add(record, closes=True)
+
+    def coordinator_back(self, now: float, step: int, alive_at_s: float | None) -> None:
+        """A new coordinator found the mesh at work: nothing of the training was lost.
+
+        The old one died when a planned fault struck it, else some time after its last sign of life.
+        """
+        last_s = now if alive_at_s is None else alive_at_s
+        struck = min((self.fired[i] for i in self._open_faults), default=last_s)
+        self._add({
+            "step": step, "cause": "the coordinator died",
+            "faults": [str(self._run.faults[i]) for i in sorted(self._take_faults())],
+            "action": "coordinator restarted from its journal", "detect_s": 0.0, "close_s": now - struck, "heal_s": 0.0,
+            "rerun_s": 0.0, "total_s": now - struck, "steps_undone": 0, "steps_rerun": 0,
+            "survivor_pids_kept": True, "exact": True,
+        }, closes=False)  # fmt: skip
+
+    def recall(self, line: Mapping[str, Any]) -> None:
+        """Restore from a journal note of an earlier coordinator."""
+        match line.get("note"):
+            case "fault":
+                self.fired[line["index"]], self.fired_by[line["index"]] = line["now"], line["worker"]
+                self._open_faults.append(line["index"])
+            case "worker":
+                self.pids[line["worker"]] = line["pid"]
+                self._environments[line["worker"]] = line["environment"]
+            case "environment":
+                self._reference = line["environment"]
+            case "places":
+                self._places = list(line["places"])
+            case "unequal":
+                self.same_environment = False
+            case "resumed":
+                self._open = dict(line["recovery"])
+                self._open_faults.clear()
+            case "recovery":
+                self.records.append(line["recovery"])
+                self.lines.append(recovery_line(line["recovery"]))
+                self._open_faults.clear()
+                if line["closes"]:
+                    self._open = None
+
+    # ------------------------------------------------------------ parts
+
+    def _survivors_kept(self, change: Change) -> bool:
+        """Whether everyone who was not lost is in the mesh again, as the same process. A mesh of another size
+        has other members; there only the processes are compared."""
+        same = all(self._timings.get(w, {}).get("pid", self.pids.get(w)) == self.pids.get(w) for w in change.survivors)
+        if change.mesh != change.previous_mesh:
+            return same
+        num_gone = sum(loss.global_rank is not None for loss in change.lost) + len(change.drained)
+        return same and len(change.survivors) >= change.mesh.size - num_gone
+
+    def _phases(self, newcomers: Sequence[str]) -> dict[str, float]:
+        """The parts of building and healing, by name, each as long as the slowest newcomer took for it (without a
+        newcomer: the slowest member)."""
+        told = [self._timings[worker] for worker in newcomers or self._timings if worker in self._timings]
+        names = dict.fromkeys(name for timings in told for name in timings if name.endswith(("_s", "_bytes")))
+        return {name: max(float(timings.get(name, 0.0)) for timings in told) for name in names}
+
+    def _add(self, record: dict[str, Any], *, closes: bool) -> None:
+        """`closes`: this is the end of the recovery that was open."""
+        self.records.append(record)
+        self._note({"note": "recovery", "recovery": record, "closes": closes})
+        self.say(recovery_line(record))
+
+    def say(self, line: str) -> None:
+        """To the log and to whoever follows."""
+        log.warning("%s", line)
+        self.lines.append(line)
+
+    def _cause(self, change: Change) -> str:
+        parts = []
+        for loss in change.lost:
+            death = self.deaths.get(loss.worker, {})
+            who = f"rank {loss.global_rank}" if loss.global_rank is not None else f"newcomer {loss.worker}"
+            where = f" in {death['phase']} of step {death['step']}" if death else ""
+            # Of a worker that was killed for its device the signal says nothing.
+            why = loss.detail if loss.reason in OF_ONE_DEVICE else death.get("how", loss.detail)
+            parts.append(f"{who} {loss.reason}{where} ({why})")
+        parts += [f"{worker} drained" for worker in change.drained]
+        parts += [] if parts else [f"{worker} {text}" for worker, text in self._own_failures.items()]
+        return "; ".join(parts) or change.reason
+
+    def _take_faults(self) -> list[int]:
+        taken, self._open_faults = self._open_faults, []
+        return taken
+
+
+def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """One recovery of two, the second of which struck before a step had committed after the first."""
+    return {
+        **second,
+        "faults": first["faults"] + second["faults"],
+        "cause": f"{first['cause']}; {second['cause']}",
+        "detect_s": first["detect_s"] + second["detect_s"],
+        "close_s": first["close_s"] + second["close_s"],
+        "heal_s": first["heal_s"] + second["heal_s"],
+        "steps_undone": max(first["steps_undone"], second["steps_undone"]),
+        "steps_rerun": max(first["steps_rerun"], second["steps_rerun"]),
+        "survivor_pids_kept": first["survivor_pids_kept"] and second["survivor_pids_kept"],
+        "phases": second["phases"],
+        "exact": first["exact"] and second["exact"],
+        "lost": dict(Counter(first["lost"]) + Counter(second["lost"])),
+        "_struck": first["_struck"],
+    }

@@ -1,0 +1,78 @@
+"""The start of a coordinator: claims a term, reads the journal, and clears what an earlier attempt left.
+
+No decisions on events here; `shutdown` writes the end of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ring.control.replay import standing
+from elastic_ring.errors import CoordinatorLost, RunFailed
+from elastic_ring.monitor.journal import claim_term, read
+from elastic_ring.monitor.metrics import JOURNAL_NAME, SUMMARY_NAME
+from elastic_ring.runtime.coordinator.run_spec import RunSpec, set_aside
+
+JournalLine = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Startup:
+    """What a coordinator starts from: its `term`, how many lines it has read (`num_written`), and those of this attempt
+    that stand, in order; none for the first coordinator of an attempt."""
+
+    term: int
+    num_written: int = 0
+    lines: tuple[JournalLine, ...] = ()
+
+    @property
+    def begin(self) -> JournalLine | None:
+        """The note with which this attempt began, written by its first coordinator."""
+        return next((line for line in self.lines if line.get("note") == "begin"), None)
+
+
+def open_run(
+    run_spec: RunSpec, *, is_restart: bool, others: Callable[[], Sequence[str]], clear: Callable[[], Sequence[str]]
+) -> Startup:
+    """Claim a term, and go on with the journal of this attempt or make room for a first one.
+
+    `is_restart`: in a process that Ray started again. `others()` names what exists of the run beside this coordinator;
+    `clear()` removes that, and names what stays. Raises: as `refuse_to_begin`; RunFailed when something stays;
+    JournalDamaged.
+    """
+    folder = run_spec.run.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / JOURNAL_NAME
+    term = claim_term(folder)  # before reading: later lines of an older coordinator do not count
+    written = list(read(path)) if path.exists() else []
+    lines = standing(written)
+    begins = [line for line in lines if line.get("note") == "begin"]
+    if begins and begins[-1]["attempt"] == run_spec.attempt:
+        return Startup(term, len(written), tuple(lines))
+    refuse_to_begin(run_spec, begins, is_restart=is_restart, others=others)
+    # Actors of a dead coordinator would use the resources that this run needs.
+    left = clear()
+    if left:
+        raise RunFailed(f"an earlier attempt's actors do not go: {', '.join(left)}", run=run_spec.run.name)
+    if lines:
+        set_aside(folder)
+    return Startup(term)
+
+
+def refuse_to_begin(
+    run_spec: RunSpec, begins: Sequence[JournalLine], *, is_restart: bool, others: Callable[[], Sequence[str]]
+) -> None:
+    """Whether a first coordinator of `run_spec` may begin where the journal has these beginnings.
+
+    Raises RunFailed when the run has finished. In a process that Ray started again: RunFailed when the folder is
+    another submission's now, CoordinatorLost when workers of this run live whose journal is not to be seen from here.
+    """
+    run = run_spec.run
+    if is_restart and begins and begins[-1]["now"] > run_spec.submitted_unix_s:
+        raise RunFailed(f"another submission has taken {run.folder}: this one ends", run=run.name)
+    if is_restart and others():
+        raise CoordinatorLost(f"the run has workers, but its journal is not in {run.folder} on this node")
+    if (run.folder / SUMMARY_NAME).exists():
+        raise RunFailed(f"run {run.name} has finished: {run.folder} holds its summary")

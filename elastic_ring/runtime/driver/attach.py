@@ -1,0 +1,196 @@
+"""Attaching to a run: is its name free, is its folder free, and which coordinator should a driver follow?
+
+A run of this name may be active in this Ray cluster, may have failed and still hold its lease, or may be written to
+from another cluster. Nothing is started here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray._private.services import find_bootstrap_address
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+
+from elastic_ring.config import RunConfig
+from elastic_ring.errors import CoordinatorLost
+from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME, read_status
+from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 4.0  # several times the period of a live coordinator's status updates
+STALE_S = 60.0  # no live coordinator has a status this old, even where clocks differ
+ASK_AGAIN_S = 0.2
+NUM_TOLD, SHORT = 3, 60
+
+
+def running_coordinator(run: RunConfig, digest: str) -> Any | None:
+    """The coordinator of this run in this Ray cluster; None when there is none to follow.
+
+    Removes a coordinator whose run has failed and that only waits for its lease to expire.
+
+    Raises: ValueError when the name is taken by a run with other settings or another folder; CoordinatorLost when the
+    coordinator does not answer.
+    """
+    found = find(run)
+    identity = _identity(found, run, run.timeouts.lease_s) if found is not None else None
+    if found is None or identity is None:
+        return None
+    if identity["ended"] is not None and identity["ended"]["error"]:
+        log.info("an earlier attempt of run %s has ended (%s): starting anew", run.name, identity["ended"]["error"])
+        _remove(found, run)
+        return None
+    refuse_other_settings(run, identity["digest"], digest, "it is running now")
+    if identity["folder"] != str(run.folder):
+        raise ValueError(
+            f"run name {run.name!r} is running now with run_dir={identity['folder']!r}, not {str(run.folder)!r}: "
+            "choose another name, or give the same run_dir to attach to it"
+        )
+    log.info("attached to run %s", run.name)
+    return found
+
+
+def attempt_of(coordinator: Any, run: RunConfig, *, starts: bool = False) -> str:
+    """The id of the submission that created this coordinator; empty when the coordinator is gone.
+
+    With `starts` it may take as long as a worker's process (`start_s`): Ray starts actors slowly on a busy machine.
+    """
+    timeouts = run.timeouts
+    identity = _identity(coordinator, run, max(timeouts.lease_s, timeouts.start_s) if starts else timeouts.lease_s)
+    return "" if identity is None else str(identity["attempt"])
+
+
+def end_on_record(run: RunConfig, attempt: str) -> dict[str, Any] | None:
+    """How the submission `attempt` ended, as its coordinator recorded it in the run folder; None if it did not."""
+    summary = run.folder / SUMMARY_NAME
+    if summary.exists():
+        return {"error": "", "message": "", "facts": {}, "summary": json.loads(summary.read_text())}
+    status = read_status(run.folder)
+    end: dict[str, Any] = (status or {}).get("end") or {}
+    return end if end.get("attempt") == attempt else None
+
+
+def local_head() -> str | None:
+    """The address of a cluster that `ray start` began on this machine, if it still answers; else None."""
+    address = find_bootstrap_address(None)
+    if not address:
+        return None
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except OSError:
+        log.warning("Ray remembers a cluster at %s that does not answer: a Ray of its own is started", address)
+        return None
+    return str(address)
+
+
+def refuse_other_settings(run: RunConfig, found: str, wanted: str, where: str, differences: str = "") -> None:
+    """Raises ValueError when the digests differ, so that a run of this name has other settings."""
+    if found != wanted:
+        raise ValueError(
+            f"run name {run.name!r} is taken by a run with other settings ({where}{differences}): choose another "
+            "name and run_dir, or submit the same settings to attach to it"
+        )
+
+
+def differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """The settings in which two recorded configs differ, as text for `refuse_other_settings`.
+
+    Ignores what the digest ignores.
+    """
+    told = []
+    for part in sorted({*recorded, *wanted} - {"digest", "versions"}):
+        before, now = (config.get(part) for config in (recorded, wanted))
+        if not isinstance(before, Mapping) or not isinstance(now, Mapping):
+            before, now = {"": before}, {"": now}
+        for name in sorted(now) if part != "run" else ("faults",):
+            if before.get(name) != now[name]:
+                setting = f"{part}.{name}".strip(".")
+                told.append(f"{setting}: {_short(before.get(name))} there, {_short(now[name])} here")
+    if not told:
+        return ", in nothing that is recorded"
+    return ", in " + "; ".join(told[:NUM_TOLD]) + (f" and {len(told) - NUM_TOLD} more" if len(told) > NUM_TOLD else "")
+
+
+def other_versions(recorded: Mapping[str, Any], here: Mapping[str, str]) -> str:
+    """The packages whose recorded version differs from this process's, as text; empty if none does."""
+    there: Mapping[str, str] = recorded.get("versions", {})
+    odd = [name for name in there if name in here and there[name] != here[name]]
+    return ", ".join(f"{name} {there[name]} there, {here[name]} here" for name in odd)
+
+
+def tell_other_versions(run: RunConfig, here: Mapping[str, str]) -> None:
+    """Warn if the run was recorded with other versions: a resumed or repeated run may then not be bit-identical."""
+    path = run.folder / CONFIG_NAME
+    told = other_versions(json.loads(path.read_text()), here) if path.exists() else ""
+    if told:
+        log.warning("run %s was recorded with other versions than this submission's: %s", run.name, told)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= SHORT else f"{text[:SHORT]}…"
+
+
+def refuse_if_written_to(run: RunConfig) -> None:
+    """Raises ValueError when a coordinator of another Ray cluster writes to the run's folder.
+
+    A live coordinator updates its status file every second.
+    """
+    before = read_status(run.folder)
+    if before is None or before["ended"] or time.time() - before["updated_unix_s"] > STALE_S:
+        return
+    deadline = time.monotonic() + LOOK_S
+    while time.monotonic() < deadline:
+        time.sleep(ASK_AGAIN_S)
+        now = read_status(run.folder)
+        if now is not None and now["updated_unix_s"] != before["updated_unix_s"]:
+            raise ValueError(
+                f"run_dir={str(run.folder)!r} is being written to by run {now['run']!r} on another Ray cluster: choose "
+                "another run_dir, or stop that run first"
+            )
+
+
+def find(run: RunConfig) -> Any | None:
+    """The actor handle of this run's coordinator in any state; None when there is none."""
+    try:
+        return ray.get_actor(actor_name(run.name, "coordinator"), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _identity(coordinator: Any, run: RunConfig, patience_s: float) -> dict[str, Any] | None:
+    """What the coordinator says of itself; None when it is gone for good.
+
+    Retries for `patience_s`: Ray restarts a coordinator that was killed. Raises CoordinatorLost after that.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            answer: dict[str, Any] = ray.get(coordinator.identity.remote(), timeout=run.timeouts.hello_s)
+            return answer
+        except ActorDiedError:
+            return None
+        except (GetTimeoutError, ActorUnavailableError) as error:
+            if time.monotonic() > deadline:
+                raise CoordinatorLost(
+                    f"the coordinator of run {run.name} does not answer within {patience_s:.0f} s",
+                    lease_s=run.timeouts.lease_s,
+                ) from error
+            time.sleep(ASK_AGAIN_S)
+
+
+def _remove(coordinator: Any, run: RunConfig) -> None:
+    """Kill the coordinator and wait until its name is free. Raises CoordinatorLost when it stays taken."""
+    ray.kill(coordinator, no_restart=True)
+    deadline = time.monotonic() + run.timeouts.clear_s
+    while find(run) is not None:
+        if time.monotonic() > deadline:
+            raise CoordinatorLost(f"the ended coordinator of run {run.name} keeps its name")
+        time.sleep(ASK_AGAIN_S)

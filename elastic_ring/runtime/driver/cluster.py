@@ -1,0 +1,275 @@
+"""The Ray calls of a run: list nodes, place workers and agents, and remove everything by name.
+
+Every actor and placement group is detached and named `er:RUN:...`, so that it outlives the process that created it and
+can be found by name. No decision is made here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from ray._private.state import state as gcs_state
+from ray.util import list_named_actors, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, get_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from elastic_ring.config import RunConfig, ScalingConfig
+from elastic_ring.runtime.agent.agent import NodeAgent
+from elastic_ring.runtime.groups import nccl
+from elastic_ring.runtime.worker.actor import Worker
+from elastic_ring.runtime.worker.worker_spec import WorkerSpec
+from elastic_ring.train.task import TrainingTask
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "elastic_ring"
+# Ray must not hide GPUs: a worker sees all of the node's and locks the one it uses (`runtime.gpu.device`).
+WORKER_ENVIRONMENT = {**nccl.ENVIRONMENT, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""Environment of GPU workers where the user has set nothing; docs/operating.md gives the reasons."""
+NODE_LABEL = "ray.io/node-id"
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """One live node.
+
+    `num_slots`: how many workers fit its resources. `num_gpus`: how many of them may be members at once, one for each
+    GPU; None for no limit.
+    """
+
+    node: str
+    address: str
+    num_slots: int
+    draining: bool
+    num_gpus: int | None = None
+
+    @property
+    def num_members(self) -> int:
+        """How many members the node can hold at once."""
+        return self.num_slots if self.num_gpus is None else min(self.num_slots, self.num_gpus)
+
+
+def actor_name(run: str, role: str) -> str:
+    return f"er:{run}:{role}"
+
+
+def live_nodes(scaling: ScalingConfig) -> list[NodeInfo]:
+    """Ray's live nodes, sorted by node id."""
+    draining = gcs_state.get_draining_nodes()
+    return [
+        NodeInfo(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            num_slots(node["Resources"], scaling.resources_per_worker),
+            node["NodeID"] in draining,
+            num_gpus(node["Resources"], scaling.device),
+        )
+        for node in sorted(ray.nodes(), key=lambda node: node["NodeID"])
+        if node["Alive"]
+    ]
+
+
+def num_slots(resources: Mapping[str, float], need: Mapping[str, float]) -> int:
+    """How many workers with these needs fit; 0 for an empty need."""
+    counts = [resources.get(name, 0.0) / amount for name, amount in need.items() if amount > 0]
+    return math.floor(min(counts) + 1e-9) if counts else 0
+
+
+def num_gpus(resources: Mapping[str, float], device: str) -> int | None:
+    """How many members the node can hold by its GPUs; None where Ray reports no GPU resource.
+
+    Each member locks one GPU; a standby process locks none.
+    """
+    return int(resources["GPU"]) if device == "cuda" and "GPU" in resources else None
+
+
+def worker_environment(
+    device: str, asked: Mapping[str, str], inherited: Mapping[str, str], of_job: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment variables of workers; the user's values take precedence.
+
+    Precedence: `asked` (`RunConfig.env`), `of_job` (the job's runtime_env), `inherited` (the driver's process). The
+    last two only override variables that elastic_ring would set; Ray itself passes on the rest of the job's.
+    """
+    ours = WORKER_ENVIRONMENT if device == "cuda" else {}
+    theirs = {**inherited, **of_job}
+    return {**{name: theirs.get(name, value) for name, value in ours.items()}, **asked}
+
+
+class Cluster:
+    """The Ray calls of one run. All return at once; results arrive through callbacks."""
+
+    def __init__(self, run: RunConfig, scaling: ScalingConfig, task: TrainingTask) -> None:
+        self._run, self._scaling, self._task = run, scaling, task
+
+    @property
+    def need(self) -> dict[str, float]:
+        return {name: float(amount) for name, amount in self._scaling.resources_per_worker.items()}
+
+    def start_worker(self, worker: str, node: NodeInfo, coordinator: Any, stamp_dir: str, done: Callable) -> Any:
+        """Start a worker on a node; another thread calls `done(worker, answer or None, error or None)`."""
+        name = actor_name(self._run.name, worker)
+        group = placement_group(
+            [self.need], strategy="STRICT_PACK", name=name, lifetime="detached",
+            bundle_label_selector=[{NODE_LABEL: node.node}],
+        )  # fmt: skip
+        worker_spec = WorkerSpec(
+            worker, node.node, node.address, f"{stamp_dir}/{worker}.stamp", self._task, self._scaling, self._run
+        )
+        need, on_gpu = self.need, self._scaling.device == "cuda"
+        # The placement group reserves the GPU; the worker locks the one it uses (`runtime.gpu.device`).
+        num_gpus = need.pop("GPU", 0) * (not on_gpu)
+        actor = (
+            ray.remote(Worker)
+            .options(
+                name=name, namespace=NAMESPACE, lifetime="detached", max_restarts=0, max_concurrency=4,
+                num_cpus=need.pop("CPU", 0), num_gpus=num_gpus, memory=need.pop("memory", None), resources=need,
+                runtime_env={"env_vars": dict(self._run.env)} if self._run.env else None,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+            )
+            .remote(worker_spec)
+        )  # fmt: skip
+        watch_ref(actor.start.remote(coordinator), lambda answer, error: done(worker, answer, error))
+        return actor
+
+    def remove_worker(self, worker: str) -> None:
+        """Kill a worker's actor, if Ray still lists it, and remove its placement group."""
+        name = actor_name(self._run.name, worker)
+        with suppress(ValueError):
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+        with suppress(ValueError):
+            remove_placement_group(get_placement_group(name))
+
+    def start_agent(self, node: NodeInfo) -> Any:
+        """The node's agent, found or created."""
+        return (
+            ray.remote(NodeAgent)
+            .options(
+                name=actor_name(self._run.name, f"agent:{node.node}"), namespace=NAMESPACE, lifetime="detached",
+                get_if_exists=True, max_restarts=0, max_concurrency=4, num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.node, soft=False),
+            )
+            .remote(node.node, self._run.timeouts, self._scaling.device == "cuda")
+        )  # fmt: skip
+
+    def find_worker(self, worker: str) -> Any | None:
+        """The handle of a worker that another coordinator started; None when Ray no longer lists it."""
+        try:
+            return ray.get_actor(actor_name(self._run.name, worker), namespace=NAMESPACE)
+        except ValueError:
+            return None
+
+
+def watch_ref(ref: Any, done: Callable[[Any, BaseException | None], None]) -> None:
+    """Call `done(value, None)` or `done(None, error)` when a Ray call has finished."""
+
+    def finished(future: Any) -> None:
+        error = future.exception()
+        done(None if error else future.result(), error)
+
+    ref.future().add_done_callback(finished)
+
+
+def clear(run: str, *, keep: str, timeout_s: float) -> list[str]:
+    """Kill every actor and remove every placement group of a run except the actor `keep`.
+
+    Returns the names of what still exists after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = left_behind(run, keep=keep)
+        if not left or time.monotonic() > deadline:
+            return left
+        for name in _actors(run, keep):
+            with suppress(ValueError):
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+        for group_id in _groups(run):
+            with suppress(ValueError):
+                remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id))))
+        time.sleep(0.05)
+
+
+def left_behind(run: str, *, keep: str = "") -> list[str]:
+    """Names of the run's actors and placement groups that exist now, without the actor `keep`."""
+    return _actors(run, keep) + [f"placement group {group_id}" for group_id in _groups(run)]
+
+
+def _actors(run: str, keep: str) -> list[str]:
+    prefix = actor_name(run, "")
+    found = list_named_actors(all_namespaces=True)
+    return sorted(
+        actor["name"] for actor in found
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix) and actor["name"] != keep
+    )  # fmt: skip
+
+
+def _groups(run: str) -> list[str]:
+    prefix = actor_name(run, "")
+    return sorted(
+        group_id for group_id, group in placement_group_table().items()
+        if group["name"].startswith(prefix) and group["state"] != "REMOVED"
+    )  # fmt: skip
+
+
+def room(scaling: ScalingConfig) -> None:
+    """Wait until the cluster can hold the mesh.
+
+    Raises: ValueError after `wait_for_resources_s`, with what is there and what is missing.
+    """
+    deadline, here, num_here = time.monotonic() + scaling.wait_for_resources_s, "", 0
+    if scaling.device == "cuda":
+        here, num_here = ray.util.get_node_ip_address(), torch.cuda.device_count()
+
+    def too_little() -> str:
+        nodes = live_nodes(scaling)
+        return without_gpus(scaling, nodes, here, num_here) or shortage(scaling, nodes, ray.cluster_resources())
+
+    while missing := too_little():
+        if time.monotonic() >= deadline:
+            raise ValueError(f"{missing}, add nodes, or set wait_for_resources_s to wait for the autoscaler")
+        time.sleep(0.5)
+
+
+def without_gpus(scaling: ScalingConfig, nodes: Sequence[NodeInfo], here: str, num_here: int) -> str:
+    """An error text if the run needs GPUs and this machine (`here`) is the whole cluster and has none; else empty.
+
+    On other machines Ray may simply not know of the GPUs, so nothing is concluded about them.
+    """
+    alone = all(node.address == here for node in nodes)
+    if scaling.device == "cuda" and alone and num_here == 0 and not any(node.num_gpus for node in nodes):
+        return (
+            "device='cuda': this machine, which is the whole cluster, has no GPU that torch can use. Train on CPUs "
+            "(device='cpu', --preset laptop), join a cluster that has some (RAY_ADDRESS)"
+        )
+    return ""
+
+
+def shortage(scaling: ScalingConfig, nodes: Sequence[NodeInfo], resources: Mapping[str, float]) -> str:
+    """An error text that says what the mesh lacks and which setting to lower; empty if there is enough.
+
+    `resources`: the cluster's totals.
+    """
+    wanted, need = scaling.mesh.size, dict(scaling.resources_per_worker)
+    staying = [node for node in nodes if not node.draining]
+    slots, members = sum(node.num_slots for node in staying), sum(node.num_members for node in staying)
+    if slots < wanted:
+        there = ", ".join(f"{name}: {resources.get(name, 0.0):g}" for name in need)
+        return (
+            f"mesh {scaling.mesh} needs {wanted} workers with {need} each; the cluster has {there} on "
+            f"{len(nodes)} node(s), room for {slots}: {wanted - slots} missing. Lower dp or cp or resources_per_worker"
+        )
+    if members < wanted:
+        return (
+            f"mesh {scaling.mesh} needs {wanted} GPUs, one for each member; the cluster has GPU: "
+            f"{resources.get('GPU', 0.0):g} on {len(nodes)} node(s), room for {members} member(s): "
+            f"{wanted - members} missing. Lower dp or cp"
+        )
+    return ""

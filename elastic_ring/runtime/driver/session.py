@@ -1,0 +1,118 @@
+"""Context managers of a driver: its Ray session, the run's lease, and Ctrl-C.
+
+A driver nests them around following a run. No training and no decision belongs here.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from elastic_ring.config import RunConfig, ScalingConfig, environment
+from elastic_ring.runtime.driver import attach
+from elastic_ring.runtime.driver.cluster import NAMESPACE
+
+log = logging.getLogger(__name__)
+
+ASK_S = 2.0
+
+
+@contextmanager
+def ray_session(scaling: ScalingConfig) -> Iterator[None]:
+    """Attach to an existing cluster (RAY_ADDRESS, or one that `ray start` began here), else run a local one within.
+
+    Raises: ValueError when RAY_ADDRESS does not answer.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    address = environment().get("RAY_ADDRESS") or attach.local_head()
+    if address and address != "local":
+        try:
+            ray.init(namespace=NAMESPACE, log_to_driver=False)
+        except ConnectionError as error:
+            raise ValueError(f"RAY_ADDRESS={address!r}: no Ray cluster answers there ({error})") from error
+    else:
+        need = scaling.resources_per_worker.get("CPU", 0.0) * (scaling.most_rings * scaling.cp + scaling.spares)
+        ray.init(
+            address="local", num_cpus=max(1, -(-int(need * 1000) // 1000)), namespace=NAMESPACE,
+            include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING,
+        )  # fmt: skip
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def lease(coordinator: Any, period_s: float) -> Iterator[None]:
+    """Renew the lease every `period_s` from a separate thread, so that a blocked terminal does not end the run."""
+    over = threading.Event()
+
+    def renew() -> None:
+        while not over.wait(period_s):
+            coordinator.renew.remote()
+
+    thread = threading.Thread(target=renew, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def interruptible(run: RunConfig, attempt: str) -> Iterator[list[Any]]:
+    """Ctrl-C and SIGTERM (`ray job stop`) clear the run before they end this process.
+
+    Clears only a run that this process follows (the caller appends the coordinator to the yielded list) or has just
+    started as `attempt`; a run of the same name from another submission is left alone.
+    """
+
+    def on_term(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(f"signal {number}")
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, on_term) if in_main_thread else None
+    followed: list[Any] = []
+    try:
+        yield followed
+    except KeyboardInterrupt:
+        coordinator = attach.find(run)
+        if coordinator is None or not (followed or attach.attempt_of(coordinator, run) == attempt):
+            raise
+        coordinator.abandon.remote("stopped by the user")
+        raise KeyboardInterrupt(_await_clear(coordinator, run.timeouts.clear_s)) from None
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _await_clear(coordinator: Any, clear_s: float) -> str:
+    """Wait until the coordinator has cleared the run, and say what is left.
+
+    The coordinator goes on clearing if this process is killed.
+    """
+    deadline, ended = time.monotonic() + clear_s + ASK_S, None
+    while ended is None and time.monotonic() < deadline:
+        try:
+            ended = ray.get(coordinator.follow.remote(1 << 60, 1 << 30), timeout=ASK_S)["ended"]
+        except ray.exceptions.ActorDiedError:
+            return "stopped, but the coordinator died while it cleared the run: see `ray list actors` for what is left"
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError) as error:
+            log.warning("the coordinator does not answer while it clears the run, asked again: %s", error)
+        time.sleep(0.05)
+    if ended is None:
+        return f"stopped, but the coordinator has not cleared the run within {clear_s:.0f} s; it goes on by itself"
+    ray.kill(coordinator, no_restart=True)
+    if ended["left_behind"]:
+        return f"stopped; left behind: {', '.join(ended['left_behind'])}"
+    return "stopped; nothing is left running"

@@ -1,0 +1,218 @@
+"""Which GPU a worker computes on: one that no other process of the node owns, that works, and whose memory is free.
+
+Every worker sees all GPUs of its node and locks the one that it takes. The CUDA calls are here; which GPU is taken is
+decided in `runtime.gpu.leases`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_ring.attention.device_blocks import forget_plans
+from elastic_ring.errors import PeerFailed, RunFailed
+from elastic_ring.runtime.gpu import leases
+from elastic_ring.runtime.gpu.leases import (
+    Gpu,
+    GpuLease,
+    bad_ones,
+    record_failure,
+    record_failure_if_free,
+    shared_folder,
+    wait_for_memory,
+)
+from elastic_ring.runtime.groups.nccl import probe
+from elastic_ring.train.kernels import KernelMismatch
+from elastic_ring.train.memory import is_out_of_memory
+from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.warm import attention_shapes, warm_up_device
+
+log = logging.getLogger(__name__)
+
+KERNEL_CACHE = Path("/dev/shm/elastic_ring-kernels")
+"""Results of the kernels' self-tests, shared by the processes of a node."""
+STATE_BYTES = 2 * (4 + 8) + 4
+"""What a newcomer allocates per parameter of its shard: value and two moments of Adam, twice while they are received,
+and the gradient."""
+MUCH_BYTES = 1 << 30
+
+
+class DeviceLease:
+    """One worker's lease on its device: taken when it first joins the mesh, given back when it becomes a spare."""
+
+    def __init__(self, kind: str, run: str = "", folder: Path = leases.FOLDER) -> None:
+        self._kind = kind
+        self._lease = GpuLease(run, folder)
+        self.device = torch.device("cpu")
+        self.avoided: frozenset[str] = frozenset()  # GPUs that failed in this process before it took one
+        self.broken = False  # its GPU has failed: this process must be replaced
+
+    @property
+    def gpu(self) -> str:
+        """The name of the GPU owned; empty for none."""
+        return self._lease.gpu.name if self._lease.gpu is not None else ""
+
+    def take(self, place: int, num_parameters: int, timeout_s: float, check: Callable[[], None]) -> torch.device:
+        """The device owned already, or a free one, for global rank `place` and a shard of `num_parameters`.
+
+        Raises PeerFailed when none gets free in time or the new one fails its probe, and what `check` raises; it is
+        called in each poll.
+        """
+        if self._kind == "cpu":
+            return self.device
+        if self.broken:
+            raise PeerFailed(f"GPU {self.device.index} ({self.gpu}) has failed in this process before")
+        if self._lease.gpu is not None:
+            self._lease.acquire((), place, timeout_s, check)  # it may sit elsewhere now
+            return self.device
+        seen = [gpu for gpu in visible_gpus() if gpu.name not in self.avoided]
+        gpu = self._lease.acquire(seen, place, timeout_s, check)
+        self.device = torch.device("cuda", gpu.index)
+        if not probe(self.device):
+            self.failed("it failed its probe when it was taken")
+            raise PeerFailed(f"GPU {gpu.index} ({gpu.name}) failed its probe when it was taken")
+        need_bytes = STATE_BYTES * num_parameters
+        free = wait_for_memory(
+            lambda: _free_bytes(gpu.index), need_bytes, lambda: self._lease.previous_owner_is_alive, check, timeout_s
+        )
+        if free < need_bytes:
+            gib = (free / 2**30, need_bytes / 2**30)
+            log.warning("GPU %d has %.1f GiB free, and a shard may need %.1f: other processes use it", gpu.index, *gib)
+        return self.device
+
+    def healthy(self) -> bool:
+        """Whether the GPU owned still computes. If not, its failure is recorded and this process must be replaced."""
+        if not self.broken and not probe(self.device):
+            self.failed("it failed its probe after an abort")
+        return not self.broken
+
+    def erred(self, error: BaseException) -> None:
+        """Record an error in a step or a build, unless it proves nothing: no memory, or a kernel that does not run."""
+        if self._kind != "cpu" and not isinstance(error, KernelMismatch) and not is_out_of_memory(error):
+            lines = str(error).splitlines()
+            self.failed(f"{type(error).__name__} in a step or a build: {lines[0] if lines else ''}")
+
+    def failed(self, why: str) -> None:
+        """Record a failure of the GPU owned; this process uses no other."""
+        self.broken = True
+        if self._lease.gpu is not None:
+            record_failure(self._lease.folder, self._lease.gpu, why)
+
+    def give_back(self) -> None:
+        """Call once this process has nothing in its memory any more but the context."""
+        if self._lease.gpu is None:
+            return
+        try:
+            forget_plans()
+            empty_cache(self.device)
+            left = torch.cuda.memory_reserved(self.device)
+            if left > MUCH_BYTES:
+                log.warning("%s is given back with %.1f GiB of this process in it", self.device, left / 2**30)
+        except RuntimeError as error:
+            self.failed(f"it failed when its memory was given back: {error}")
+        finally:
+            self._lease.give_back()
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """The GPUs that this process sees; this makes no context."""
+    found = range(torch.cuda.device_count())
+    return tuple(Gpu(index, name_of(torch.cuda.get_device_properties(index), index)) for index in found)
+
+
+def name_of(properties: Any, index: int) -> str:
+    """The name of a GPU (or a part of one) on its host: its UUID, else its PCI address."""
+    uuid = str(getattr(properties, "uuid", ""))
+    if uuid.strip("0-"):
+        return f"GPU-{uuid}"
+    if hasattr(properties, "pci_bus_id"):
+        place = [getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
+        return "PCI-" + "-".join(f"{number:02x}" for number in place)
+    log.warning("GPU %d has neither a UUID nor a PCI address: processes that see other GPUs may take it too", index)
+    return f"index-{index}"
+
+
+def _free_bytes(index: int) -> int:
+    return int(torch.cuda.mem_get_info(index)[0])
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """`kernels`: what serves attention, as `train.warm.warm_up_device` tells it. `failed`: names of GPUs."""
+
+    kernels: dict[str, str]
+    failed: frozenset[str] = frozenset()
+
+
+NO_PROBE = "it failed its probe"
+Shapes = Sequence[tuple[int, int, int]]
+Warm = Callable[[TrainingTask, torch.device, Shapes, int, Path | None, dict[str, str]], str]
+
+
+def warm_devices(
+    task: TrainingTask,
+    seen: Sequence[Gpu],
+    cp: int,
+    folder: Path = leases.FOLDER,
+    warm: Warm = warm_up_device,
+    computes: Callable[[torch.device], bool] = probe,
+) -> Warmed:
+    """Create a context and run the first kernels on every GPU, for rings of `cp` ranks: a spare does not know which GPU
+    it will take.
+
+    Where another process computes, no sequence length is warmed up (`cp` 0), because that needs memory. A bad GPU is
+    skipped. A GPU that fails now has its failure recorded; one without free memory stays cold. Raises what `warm`
+    raises on a healthy GPU, and RunFailed when a second GPU fails: then this process or its software is at fault.
+    """
+    shapes, kernels, failures = attention_shapes(task), dict[str, str](), dict[Gpu, str]()
+    cache, bad = shared_folder(KERNEL_CACHE), bad_ones(folder, [gpu.name for gpu in seen])
+    for gpu in seen:
+        if gpu.name in bad:
+            log.error("skipped: %s", leases.describe(folder, [gpu]))
+            continue
+        begun, device = time.monotonic(), torch.device("cuda", gpu.index)
+        try:
+            # First something small: the verdict on a kernel is this process's, whichever GPU it was tried on.
+            alone = leases.is_free(folder, gpu)
+            failure = warm(task, device, shapes, cp if alone else 0, cache, kernels) if computes(device) else NO_PROBE
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                log.warning("GPU %d is not warmed, its memory is full: %s", gpu.index, error)
+                continue
+            if computes(device):
+                raise
+            failure = f"{type(error).__name__}: {error}"
+        if not failure:
+            log.info("GPU %d is warm after %.2f s", gpu.index, time.monotonic() - begun)
+            continue
+        failures[gpu] = failure
+        if len(failures) > 1:
+            reasons = "; ".join(f"GPU {each.index} ({each.name}): {why}" for each, why in failures.items())
+            raise RunFailed(f"more than one GPU fails in this process: {reasons}")
+    for gpu, failure in failures.items():  # recorded now that it is known that not every GPU fails here
+        recorded = record_failure_if_free(folder, gpu, failure)
+        owned = "" if recorded else ", and owned by another process"
+        log.error("not warmed%s: GPU %d (%s): %s", owned, gpu.index, gpu.name, failure)
+    return Warmed(kernels, frozenset(gpu.name for gpu in failures))
+
+
+def be_deterministic(task: TrainingTask) -> None:
+    """Select torch's deterministic operators, if the task asks for them; an operator that has none warns."""
+    if task.step.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Else that switch also fills every new tensor, which costs a pass over memory each time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def empty_cache(device: torch.device) -> None:
+    """Free the allocator's cached blocks: FSDP2 has new streams in each generation, and blocks cached for the old ones
+    are not used again. May be called from any thread: it selects `device`, because threads default to GPU 0."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()

@@ -1,0 +1,357 @@
+"""Leases on the GPUs of a node, as files shared by all its processes: who owns a GPU, for which rank, and its failures.
+
+A lease is a lock on a small file. The kernel releases it when its process dies, however it dies, so a spare takes over
+the GPU of a dead process without asking anybody. Files are named by the GPU's UUID, so that processes which see
+different GPUs, or number them differently, mean the same one. No torch and no CUDA may enter: the node's agent reads
+these files too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_ring.errors import PeerFailed
+
+log = logging.getLogger(__name__)
+
+FOLDER = Path("/dev/shm/elastic_ring-gpus")
+"""One for all runs and users of a host."""
+LOOK_S = 0.005
+PATIENCE_S = 1.0
+"""How long a newcomer waits for the GPU of its place before it takes one that was another place's."""
+QUIET_S = 0.1
+MAX_FAILURES, FAILURE_WINDOW_S = 2, 3600.0
+"""A GPU is bad while this many processes have failed on it within the window."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """`index`: among the GPUs that this process sees. `name`: the same in every process of the host."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The owner of a GPU, or its last one: a process (pid 0: it gave the GPU back) and the global rank of `run` that it
+    computed for. `started` is in kernel ticks since boot, because PIDs are reused."""
+
+    pid: int = 0
+    started: int = 0
+    run: str = ""
+    place: int = -1
+
+
+@dataclass(frozen=True)
+class GpuFailure:
+    """One process's failure on a GPU."""
+
+    pid: int
+    started: int
+    unix_s: float
+    why: str
+
+
+# ------------------------------------------------------------ decisions, from what was read
+
+
+def verdict(failures: Iterable[GpuFailure], now_unix_s: float) -> str:
+    """`good`, `doubtful` (the process may have been to blame) or `bad` (another one failed there too)."""
+    failed = {(f.pid, f.started) for f in failures if abs(now_unix_s - f.unix_s) < FAILURE_WINDOW_S}
+    return "bad" if len(failed) >= MAX_FAILURES else "doubtful" if failed else "good"
+
+
+def order_of(
+    gpus: Sequence[Gpu],
+    owners: Mapping[str, Owner],
+    verdicts: Mapping[str, str],
+    run: str,
+    place: int,
+    waited_s: float,
+) -> list[Gpu]:
+    """The GPUs that a newcomer to global rank `place` tries now, in this order.
+
+    The GPU that this rank was computed on comes first, and alone for PATIENCE_S: so ranks keep their GPUs when two
+    members of a node die at once, and sums over three or more ranks keep NCCL's order of GPUs. A doubtful GPU comes
+    last, a bad one never.
+    """
+
+    def mine(gpu: Gpu) -> bool:
+        record = owners.get(gpu.name, Owner())
+        return (record.run, record.place) == (run, place)
+
+    def anothers(gpu: Gpu) -> bool:
+        record = owners.get(gpu.name, Owner())
+        return record.run == run and record.place not in (-1, place)
+
+    patient = waited_s < PATIENCE_S
+    good = [gpu for gpu in gpus if verdicts.get(gpu.name, "good") == "good"]
+    doubtful = [gpu for gpu in gpus if verdicts.get(gpu.name, "good") == "doubtful"]
+    own = [gpu for gpu in good if mine(gpu)]
+    if own and patient:
+        return own
+    order = own + [gpu for gpu in good if not mine(gpu) and not anothers(gpu)]
+    if not patient:
+        order += [gpu for gpu in good if anothers(gpu)]
+    return order + [gpu for gpu in doubtful if mine(gpu) or not patient]
+
+
+def wait_for_memory(
+    free_bytes: Callable[[], int],
+    need_bytes: int,
+    is_there: Callable[[], bool],
+    check: Callable[[], None],
+    timeout_s: float,
+) -> int:
+    """Wait until `need_bytes` are free, or the previous owner has ended and no more gets free; returns the free bytes.
+
+    `is_there` tells whether the previous owner still exists: the kernel releases its lock long before its memory.
+    Raises what `check` raises; it is called in each poll.
+    """
+    begun = changed = time.monotonic()
+    free = most = free_bytes()
+    ended = False
+    while free < need_bytes and time.monotonic() - begun < timeout_s:
+        if not ended and not is_there():
+            ended, changed = True, time.monotonic()
+        if ended and time.monotonic() - changed > QUIET_S:
+            break
+        check()
+        time.sleep(LOOK_S)
+        free = free_bytes()
+        if free > most:
+            most, changed = free, time.monotonic()
+    return free
+
+
+# ------------------------------------------------------------ the files
+
+
+def shared_folder(path: Path) -> Path:
+    """A folder in which every user of the host may make files and nobody removes another's, as in /tmp."""
+    with suppress(FileExistsError):
+        path.mkdir(parents=True)
+    about = path.stat()
+    if about.st_uid == os.getuid() and about.st_mode & 0o7777 != 0o1777:
+        path.chmod(0o1777)  # mkdir's own mode is cut by the umask
+    return path
+
+
+def open_shared(path: Path, flags: int = 0) -> int:
+    """A file that every user may lock and write, made if need be. Returns its descriptor.
+
+    Not opened with O_CREAT where it is there: in a folder such as /tmp the kernel refuses that for the file of another
+    user (fs.protected_regular). Raises PermissionError where whoever made it kept it for himself.
+    """
+    flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    while True:
+        with suppress(FileNotFoundError):
+            return os.open(path, flags)
+        try:
+            fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            continue
+        os.fchmod(fd, 0o666)
+        return fd
+
+
+def lock_path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.lock"
+
+
+def failure_record_path(folder: Path, name: str) -> Path:
+    """The failures on a GPU, one per line; an operator may delete the file."""
+    return folder / f"{name}.bad"
+
+
+def last_owner(folder: Path, name: str) -> Owner:
+    """The owner recorded in the lock file; an empty record if it cannot be read."""
+    try:
+        found = json.loads(lock_path(folder, name).read_text())
+        return Owner(int(found["pid"]), int(found["started"]), str(found["run"]), int(found["place"]))
+    except (OSError, ValueError, TypeError, KeyError):  # not there, torn, or not ours
+        return Owner()
+
+
+def failures_of(folder: Path, name: str) -> list[GpuFailure]:
+    """The readable lines: any user may write this file, and the node's agent must survive that."""
+    found = []
+    with suppress(OSError):
+        for line in failure_record_path(folder, name).read_text(errors="replace").splitlines():
+            with suppress(ValueError, TypeError, KeyError):
+                one = json.loads(line)
+                when, why = float(one["unix_s"]), str(one["why"])
+                found.append(GpuFailure(int(one["pid"]), int(one["started"]), when, why))
+    return found
+
+
+def verdicts_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    now = time.time()
+    return {name: verdict(failures_of(folder, name), now) for name in names}
+
+
+def bad_ones(folder: Path, names: Iterable[str]) -> list[str]:
+    """The bad ones among these GPUs."""
+    return sorted(name for name, found in verdicts_of(folder, names).items() if found == "bad")
+
+
+def process_started(pid: int) -> int | None:
+    """When a process started, in ticks since boot; None when it is gone. It counts as alive as long as any of its
+    threads may still have files, and so a GPU's memory, open."""
+    try:
+        stat = _stat(Path(f"/proc/{pid}/stat"))
+        if stat[0] in "ZX" and not any(_stat(task / "stat")[0] not in "ZX" for task in _tasks(pid)):
+            return None
+        return int(stat[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _stat(path: Path) -> list[str]:
+    """The fields from the process's state on; its name before them may hold anything."""
+    return path.read_text(errors="replace").rpartition(")")[2].split()
+
+
+def _tasks(pid: int) -> list[Path]:
+    return [task for task in Path(f"/proc/{pid}/task").iterdir() if task.name != str(pid)]
+
+
+def lock_owner(path: Path, locks: str) -> int | None:
+    """The PID that holds the lock on `path` by the text of /proc/locks; None for none that can be seen from here."""
+    try:
+        about = path.stat()
+    except FileNotFoundError:
+        return None
+    wanted = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
+    for line in locks.splitlines():
+        words = line.split()
+        if len(words) > 5 and words[1] == "FLOCK" and words[5] == wanted and int(words[4]) > 0:
+            return int(words[4])
+    return None
+
+
+def describe(folder: Path, gpus: Sequence[Gpu]) -> str:
+    """Why each of these GPUs is not available."""
+    locks, verdicts = Path("/proc/locks").read_text(), verdicts_of(folder, [gpu.name for gpu in gpus])
+    reasons = []
+    for gpu in gpus:
+        path, record = lock_path(folder, gpu.name), last_owner(folder, gpu.name)
+        pid = lock_owner(path, locks)
+        if verdicts[gpu.name] == "bad":
+            why = failures_of(folder, gpu.name)[-1].why
+            reasons.append(f"GPU {gpu.index} failed ({why}; {failure_record_path(folder, gpu.name)})")
+        elif pid is not None:
+            who = f", rank {record.place} of run {record.run}" if record.pid == pid and record.run else ""
+            reasons.append(f"GPU {gpu.index} is owned by pid {pid}{who} ({path})")
+        else:
+            reasons.append(f"GPU {gpu.index} is owned by nobody that can be seen from here ({path})")
+    return "; ".join(reasons)
+
+
+class GpuLease:
+    """One process's lock on one GPU. The GPU itself is not used here."""
+
+    def __init__(self, run: str, folder: Path = FOLDER) -> None:
+        self._run, self.folder = run, folder
+        self._fd: int | None = None
+        self.gpu: Gpu | None = None
+        self.previous_owner = Owner()
+
+    def acquire(self, gpus: Sequence[Gpu], place: int, timeout_s: float, check: Callable[[], None]) -> Gpu:
+        """The GPU owned already, or the first of `order_of` that is free. Raises PeerFailed, which names the owners,
+        when none gets free in time, and what `check` raises; it is called in each poll."""
+        begun, names = time.monotonic(), [gpu.name for gpu in gpus]
+        while self.gpu is None:
+            waited_s = time.monotonic() - begun
+            owners = {name: last_owner(self.folder, name) for name in names}
+            for gpu in order_of(gpus, owners, verdicts_of(self.folder, names), self._run, place, waited_s):
+                if self.lock(gpu):
+                    break
+            else:
+                if waited_s > timeout_s:
+                    reasons = describe(self.folder, gpus)
+                    raise PeerFailed(f"none of {len(gpus)} GPUs got free within {timeout_s:.0f} s: {reasons}")
+                check()
+                time.sleep(LOOK_S)
+        self._record(Owner(os.getpid(), process_started(os.getpid()) or 0, self._run, place))
+        return self.gpu
+
+    def lock(self, gpu: Gpu) -> bool:
+        """Take it if it is free."""
+        path = lock_path(shared_folder(self.folder), gpu.name)
+        fd = open_shared(path)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            same = os.fstat(fd).st_ino == path.stat().st_ino  # else it was removed, and others lock a new one
+        except (BlockingIOError, FileNotFoundError):
+            same = False
+        if not same:
+            os.close(fd)
+            return False
+        self._fd, self.gpu, self.previous_owner = fd, gpu, last_owner(self.folder, gpu.name)
+        return True
+
+    def give_back(self) -> None:
+        """Release it and record which rank it was used for."""
+        if self._fd is not None:
+            record = last_owner(self.folder, self.gpu.name) if self.gpu is not None else Owner()
+            self._record(Owner(run=record.run, place=record.place))
+        self.release()
+
+    def release(self) -> None:
+        """Release it and leave the record as it is."""
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd, self.gpu = None, None
+
+    @property
+    def previous_owner_is_alive(self) -> bool:
+        """Whether the process that owned this GPU before has not quite ended."""
+        return self.previous_owner.pid > 0 and process_started(self.previous_owner.pid) == self.previous_owner.started
+
+    def _record(self, owner: Owner) -> None:
+        assert self._fd is not None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, json.dumps(asdict(owner)).encode(), 0)
+
+
+def record_failure(folder: Path, gpu: Gpu, why: str) -> str:
+    """Record that this process failed on `gpu`, which it owns; returns the new verdict."""
+    pid, first_line = os.getpid(), (why.splitlines() or [""])[0][:300]
+    entry: dict[str, Any] = asdict(GpuFailure(pid, process_started(pid) or 0, time.time(), first_line))
+    fd = open_shared(failure_record_path(shared_folder(folder), gpu.name), os.O_APPEND)
+    os.write(fd, f"{json.dumps(entry)}\n".encode())
+    os.close(fd)
+    found = verdicts_of(folder, [gpu.name])[gpu.name]
+    log.error("GPU %d (%s) is %s now: %s", gpu.index, gpu.name, found, why)
+    return found
+
+
+def is_free(folder: Path, gpu: Gpu) -> bool:
+    """Whether no process owns it now."""
+    lease = GpuLease("", folder)
+    if not lease.lock(gpu):
+        return False
+    lease.release()
+    return True
+
+
+def record_failure_if_free(folder: Path, gpu: Gpu, why: str) -> bool:
+    """The same for a GPU that this process does not own; False where another process does. While another one computes
+    on it a failure proves nothing: the GPU may be in compute mode EXCLUSIVE_PROCESS."""
+    lease = GpuLease("", folder)
+    if not lease.lock(gpu):
+        return False
+    record_failure(folder, gpu, why)
+    lease.release()
+    return True

@@ -1,0 +1,313 @@
+"""Process groups of one generation, and an abort that works on gloo and NCCL.
+
+A generation has four groups: `world` (votes), `shard` (FSDP2 inside a ring), `ring` (K/V hops) and
+`replica` (gradients across rings). The training thread builds them; the control thread may abort them at any time.
+How each kind of group is built and aborted is in `gloo` and `nccl`.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from elastic_ring.errors import GroupAborted
+from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.groups import nccl
+from elastic_ring.runtime.groups.batched_p2p import BatchedGroup, LaunchGate
+from elastic_ring.runtime.groups.gloo import Sockets
+from elastic_ring.runtime.groups.registry import make_default, register_group
+from elastic_ring.runtime.groups.self_test import self_test
+from elastic_ring.runtime.groups.store import with_secret
+from elastic_ring.runtime.groups.transport import translated
+from elastic_ring.state.transfer import Link
+
+_ABORT_AGAIN_S = 0.02
+_STORE_TRY_S = 0.3
+
+LinkCall = tuple[str, Sequence[str], str]
+"""What `Connector.link` is called with."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where and under which name the ranks of one generation meet. `prefix` carries (term, generation), `secret` is
+    the store's."""
+
+    host: str
+    port: int
+    prefix: str
+    address: str  # of this worker's node, for its listening device
+    timeout_s: float
+    collective_s: float
+    secret: str = ""
+
+
+@dataclass
+class Groups:
+    """One rank's groups of one generation. `abort()` may be called from any thread, at any time, twice."""
+
+    mesh: Mesh
+    global_rank: int
+    world: dist.ProcessGroup
+    shard: dist.ProcessGroup
+    ring: dist.ProcessGroup | BatchedGroup
+    replica: dist.ProcessGroup | BatchedGroup
+    device_mesh: DeviceMesh
+    connector: Connector
+
+    def check(self) -> None:
+        """Raises GroupAborted once these groups have been aborted."""
+        self.connector.raise_if_aborted()
+
+    def launching(self) -> AbstractContextManager[None]:
+        """Wraps each launch, so that an abort waits for it. Raises as `check`."""
+        return self.connector.gate.launching()
+
+
+@dataclass
+class Connector:
+    """Builds the groups of one generation in the training thread; the control thread may cancel it.
+
+    `open` starts and `join` completes it; in between a caller may do what needs no group but `world`. Groups on a
+    device connect in parallel: `timings` has `shard_s`, `ring_s`, `replica_s` and a link's `link_group_s`, and
+    `groups_s` until the last of them is connected.
+    """
+
+    where: Rendezvous
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    aborted: bool = False
+    timings: dict[str, float] = field(default_factory=dict)
+    gate: LaunchGate = field(init=False)
+    _sockets: Sockets = field(init=False)
+    _nccl: list[Any] = field(default_factory=list)
+    _connecting: nccl.Builds | None = None
+    _ahead: dict[str, Link] = field(default_factory=dict)
+    _aborter: nccl.Aborter = field(default_factory=nccl.Aborter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.gate = LaunchGate(self.raise_if_aborted)
+        self._sockets = Sockets(self.where.address, self.raise_if_aborted)
+
+    def connect(self, mesh: Mesh, global_rank: int) -> Groups:
+        """All groups of this rank. Raises GroupAborted, PeerFailed (a peer did not connect in time)."""
+        groups = self.open(mesh, global_rank)
+        self.join(groups)
+        return groups
+
+    def open(self, mesh: Mesh, global_rank: int, ahead: Sequence[LinkCall] = ()) -> Groups:
+        """All groups of this rank, those on a device still connecting: until `join` only `world` may be used.
+
+        `ahead`: later calls of `link`, whose links connect beside the groups on a device. All workers of such a link
+        must pass it here, and links that share workers in the same order. Raises as `connect`.
+        """
+        with translated(self):
+            begun = time.monotonic()
+            store = self._open_store()
+            self._exchange_addresses(store, mesh, global_rank)
+            met = time.monotonic()
+            coordinate = mesh.coordinate(global_rank)
+            everyone, ring = range(mesh.size), mesh.ring(coordinate.dp_rank)
+            replicas = mesh.replicas(coordinate.cp_rank)
+            world = self._group(store, "world", everyone, global_rank)
+            make_default(world)
+            voting = time.monotonic()
+            row, column = coordinate.dp_rank, coordinate.cp_rank
+            named = ((f"shard{row}", ring), (f"ring{row}", ring), (f"replica{column}", replicas))
+            hops: dist.ProcessGroup | BatchedGroup
+            sums: dist.ProcessGroup | BatchedGroup
+            if self.device.type == "cuda":
+                shard, *others = self._open_nccl(named, ahead, global_rank, voting)
+                hops, sums = (BatchedGroup(each._get_backend(self.device), self.gate.launching) for each in others)
+            else:
+                shard, hops, sums = (self._group(store, *name_ranks, global_rank) for name_ranks in named)
+                self.timings["groups_s"] = time.monotonic() - voting
+            self.timings |= {"meet_s": met - begun, "world_s": voting - met}
+            device_mesh = DeviceMesh.from_group(shard, self.device.type)
+            return Groups(mesh, global_rank, world, shard, hops, sums, device_mesh, self)
+
+    def join(self, groups: Groups) -> None:
+        """Wait until all groups are connected and test them. Every rank must call it. Raises as `connect`."""
+        with translated(self):
+            if self._connecting is not None:
+                self.timings["groups_s"] = max(self._connecting.results(self.raise_if_aborted))
+                self._connecting = None
+            connected = time.monotonic()
+            self_test(groups)
+            self.timings["test_s"] = time.monotonic() - connected
+
+    def link(self, name: str, workers: Sequence[str], worker: str) -> Link:
+        """The groups of a donor (first) and its newcomers, by worker id; the donor may have no rank."""
+        with translated(self):
+            link = self._ahead.pop(name, None) or self._make_link(name, workers, worker)
+            if link.device is not None:
+                nccl.first_exchange(link.device, self.device)
+                self.raise_if_aborted()  # an abort ends the exchange and raises nothing
+            return link
+
+    def abort(self) -> None:
+        """Fail every operation of this generation, blocked or to come; the peers see it once `close` is called."""
+        self._give_up()
+        if not self._nccl:
+            return  # gloo's calls wait inside the gate for their peers, and have been told
+        with self.gate.shut():
+            self._aborter.abort(self._nccl)  # after the votes' connections: no vote may count what comes now
+
+    def _give_up(self) -> None:
+        """Fail the operations over sockets, and all that have not begun."""
+        self.aborted = True  # first: a socket that is opened from here on finds it so
+        self._sockets.shut_down()
+
+    def close(self) -> None:
+        """Let go of the connections of an aborted generation, once nobody waits for them any more."""
+        self._sockets.close()
+        # Of groups that a boundary left up: freeing them would abort them too, but one after another.
+        self._aborter.abort(self._nccl)
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """After `close`: whether every group on the device has let go of its memory within this time."""
+        return self._aborter.wait(timeout_s)
+
+    def retire(self, link: Link) -> None:
+        """Abort the device group of a finished heal, which would keep memory for the whole generation."""
+        if link.device is not None:
+            self._aborter.abort([link.device.backend])
+
+    def abort_until(self, paused: threading.Event, timeout_s: float) -> bool:
+        """Abort until the training thread is `paused`; returns whether it was in time.
+
+        Once is not enough: a group that is connecting opens sockets which the abort has not seen.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._give_up()
+        if self._nccl:
+            # A call on an NCCL group waits for its abort, half a second; a thread that does not wait for the device
+            # reaches a check within milliseconds.
+            paused.wait(_ABORT_AGAIN_S)
+        self.abort()
+        while not paused.wait(_ABORT_AGAIN_S):
+            if time.monotonic() > deadline:
+                return False
+            self.abort()
+        return True
+
+    # ------------------------------------------------------------ parts, in the order of `connect`
+
+    def _open_store(self) -> Store:
+        """In short attempts, because a client that is connecting cannot be cancelled by an abort."""
+        deadline = time.monotonic() + self.where.timeout_s
+        while True:
+            self.raise_if_aborted()
+            left = max(0.001, deadline - time.monotonic())
+            try:
+                store = TCPStore(
+                    self.where.host, self.where.port, is_master=False, wait_for_workers=False,
+                    timeout=timedelta(seconds=min(_STORE_TRY_S, left)),
+                )  # fmt: skip
+                break
+            except dist.DistNetworkError:
+                if time.monotonic() >= deadline:
+                    raise
+        store.set_timeout(timedelta(seconds=self.where.timeout_s))
+        self._sockets.add_peer(socket.gethostbyname(self.where.host), self.where.port)
+        return with_secret(store, self.where.secret)
+
+    def _exchange_addresses(self, store: Store, mesh: Mesh, global_rank: int) -> None:
+        """Listen, and exchange addresses with the other ranks."""
+        self._sockets.listen()
+        self._sockets.exchange_ports(PrefixStore(self.where.prefix, store), global_rank, range(mesh.size))
+
+    def _group(self, store: Store, name: str, ranks: Sequence[int], global_rank: int) -> dist.ProcessGroup:
+        """Connect and register one group, so that FSDP2 and DeviceMesh find it by name."""
+        full_name = f"{self.where.prefix}/{name}"
+        prefixed = PrefixStore(full_name, store)
+        backend = self._gloo(prefixed, list(ranks).index(global_rank), len(ranks))
+        return register_group(full_name, prefixed, backend, "gloo", "cpu", ranks, global_rank)
+
+    def _gloo(self, store: PrefixStore, rank: int, size: int) -> Any:
+        return self._sockets.connect(store, rank, size, self.where.timeout_s, self.where.collective_s)
+
+    def _open_nccl(
+        self, named: Sequence[tuple[str, Sequence[int]]], ahead: Sequence[LinkCall], global_rank: int, since: float
+    ) -> list[dist.ProcessGroup]:
+        """Start to connect all NCCL groups, and the links beside them; `join` waits for them."""
+        groups, connects = [], []
+        for name, ranks in named:
+            store, backend = self._nccl_backend(name, list(ranks).index(global_rank), len(ranks))
+            full_name = f"{self.where.prefix}/{name}"
+            groups.append(register_group(full_name, store, backend, "nccl", "cuda", ranks, global_rank))
+            connects.append(partial(self._connect, backend, name.rstrip("0123456789"), since))
+        device_groups = [self._link_device_group(*call) for call in ahead]
+        connects += [
+            partial(self._connect, device_group.backend, "link_group", since) for device_group in device_groups
+        ]
+        self._connecting = nccl.Builds(connects)
+        for call, device_group in zip(
+            ahead, device_groups, strict=True
+        ):  # this waits for peers, and they for nobody's device
+            self._ahead[call[0]] = Link(self._link_host_group(*call), device_group)
+        return groups
+
+    def _make_link(self, name: str, workers: Sequence[str], worker: str) -> Link:
+        begun, host = time.monotonic(), self._link_host_group(name, workers, worker)
+        if self.device.type != "cuda":
+            return Link(host)
+        device_group = self._link_device_group(name, workers, worker)
+        nccl.in_parallel([partial(self._connect, device_group.backend, "link_group", begun)], self.raise_if_aborted)
+        return Link(host, device_group)
+
+    def _link_host_group(self, name: str, workers: Sequence[str], worker: str) -> Any:
+        """The link's group of host memory, connected."""
+        prefixed = PrefixStore(f"{self.where.prefix}/link/{name}", self._open_store())
+        self._sockets.listen()
+        index = list(workers).index(worker)
+        self._sockets.exchange_ports(prefixed, index, range(len(workers)))
+        return self._gloo(prefixed, index, len(workers))
+
+    def _link_device_group(self, name: str, workers: Sequence[str], worker: str) -> BatchedGroup:
+        """The link's group on the device, not connected yet."""
+        _, backend = self._nccl_backend(f"link/{name}/nccl", list(workers).index(worker), len(workers))
+        return BatchedGroup(backend, self.gate.launching)
+
+    def _nccl_backend(self, name: str, rank: int, size: int) -> tuple[PrefixStore, Any]:
+        """A backend that is not connected yet, with its own connection to the store: a waiting client blocks."""
+        store = PrefixStore(f"{self.where.prefix}/{name}", self._open_store())
+        backend = nccl.create_backend(store, rank, size, self.device, self.where.collective_s)
+        self._keep(backend)
+        self.raise_if_aborted()  # an abort before `_keep` has missed this backend
+        return store, backend
+
+    def _connect(self, backend: Any, kind: str, since: float) -> float:
+        """Runs in a thread of its own; returns the seconds since `since`. Raises GroupAborted."""
+        torch.cuda.set_device(self.device)  # the current device belongs to a thread
+        nccl.connect_now(backend, self.device, lambda: self.aborted)
+        self.raise_if_aborted()
+        self.timings[f"{kind}_s"] = time.monotonic() - since
+        return self.timings[f"{kind}_s"]
+
+    def _keep(self, backend: Any) -> None:
+        with self._lock:
+            self._nccl.append(backend)
+
+    def exchange_error(self) -> str:
+        """NCCL's own report of a broken link in these groups; empty if there is none."""
+        with self._lock:
+            backends = [] if self.aborted else [each for each in self._nccl if not self._aborter.has_begun(each)]
+        return next((error for error in map(nccl.link_error, backends) if error), "")
+
+    def raise_if_aborted(self) -> None:
+        """Raises GroupAborted once the control thread has aborted this generation."""
+        if self.aborted:
+            raise GroupAborted(f"generation {self.where.prefix} was aborted")

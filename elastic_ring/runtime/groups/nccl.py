@@ -1,0 +1,213 @@
+"""NCCL backends for one generation: built in parallel on one device, aborted from another thread, probed afterwards.
+
+An abort ends any NCCL kernel that waits for a peer; the streams go on, with garbage in the buffers that were being
+filled. So a reader of a result must check afterwards whether the groups were aborted (`Groups.check`).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore
+
+from elastic_ring.train.memory import is_out_of_memory
+
+log = logging.getLogger(__name__)
+
+PROBE_ELEMENTS = 256
+LOOK_S = 0.05
+ENVIRONMENT = {
+    # The control thread decides what happens to a process whose peers have died, not NCCL's watchdog. NCCL has no
+    # timeouts then: `runtime.worker.stall_watchdog` detects stalls.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    # Buffers that peers map through the driver's newer calls take a second to connect, the older ones a third
+    # (benchmarks/results/2026-11-21-training-4xH200.md); between hosts it makes no difference.
+    "NCCL_CUMEM_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",  # a standby loads what another process has compiled
+    # Groups are built and aborted by short-lived threads, and glibc keeps what each of them freed in its own arena: 30
+    # MiB a generation, none with one arena for all (benchmarks/results/2026-11-21-training-4xH200.md).
+    "MALLOC_ARENA_MAX": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS may add up in another order each time
+}
+"""Environment variables of a worker's process."""
+
+
+def make_backend(
+    store: PrefixStore,
+    rank: int,
+    size: int,
+    device: torch.device,
+    collective_s: float,
+    made: Callable[[Any], None],
+    given_up: Callable[[], bool],
+) -> Any:
+    """A connected `ProcessGroupNCCL`. Blocks until all ranks have come; `made` has it before that."""
+    backend = create_backend(store, rank, size, device, collective_s)
+    made(backend)
+    connect_now(backend, device, given_up)
+    return backend
+
+
+def create_backend(store: PrefixStore, rank: int, size: int, device: torch.device, collective_s: float) -> Any:
+    """A `ProcessGroupNCCL` that is not connected. Does not block."""
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=collective_s)
+    # Hops must not wait for the blocks of a kernel that is running: 0.967 -> 0.989 of Ulysses at 512K tokens
+    # (benchmarks/results/2026-11-21-ring-4xH200.md).
+    options.is_high_priority_stream = True
+    torch.cuda.set_device(device)
+    return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
+
+
+def connect_now(backend: Any, device: torch.device, given_up: Callable[[], bool]) -> None:
+    """Connect, unless `given_up()` already; abort at once if it is true afterwards, because an abort before the
+    communicator exists has no effect and is not repeated."""
+    if given_up():
+        return
+    backend.eager_connect_single_device(device)
+    if given_up():
+        end(backend)
+
+
+def end(backend: Any) -> None:
+    """Abort a backend; takes about half a second, whatever waits in it."""
+    begun = time.monotonic()
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        log.warning("abort of an NCCL group: %s", error)
+    log.info("an NCCL group was aborted in %.3f s", time.monotonic() - begun)
+
+
+def first_exchange(group: Any, device: torch.device) -> None:
+    """Send one element from rank 0 to every other rank: NCCL connects two ranks at their first exchange, which takes as
+    long as gigabytes do later."""
+    if group.size() == 1:
+        return
+    token = torch.zeros(1, device=device)
+    group._start_coalescing()
+    for peer in range(1, group.size()) if group.rank() == 0 else ():
+        group.send([token], peer, 0)
+    if group.rank() != 0:
+        group.recv([token], 0, 0)
+    group._end_coalescing().wait()
+    torch.cuda.current_stream(device).synchronize()
+
+
+class Builds:
+    """Several builds in parallel, each in a daemon thread, so that the caller may do something else meanwhile.
+
+    A build that is never waited for does no harm and ends with the process.
+    """
+
+    def __init__(self, builds: Sequence[Callable[[], Any]]) -> None:
+        self._builds = builds
+        self._ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+        for index in range(len(builds)):
+            threading.Thread(target=self._run, args=(index,), name=f"nccl-{index}", daemon=True).start()
+
+    def results(self, check: Callable[[], None]) -> list[Any]:
+        """Their results in order, once all have ended; raises the first error. Call once.
+
+        `check` is called every LOOK_S, and what it raises ends the wait: a communicator cannot be aborted before it
+        exists, and it does not exist before all peers connect.
+        """
+        results: dict[int, Any] = {}
+        while len(results) < len(self._builds):
+            check()
+            try:
+                index, result, error = self._ended.get(timeout=LOOK_S)
+            except queue.Empty:
+                continue
+            if error is not None:
+                raise error
+            results[index] = result
+        return [results[index] for index in range(len(self._builds))]
+
+    def _run(self, index: int) -> None:
+        try:
+            self._ended.put((index, self._builds[index](), None))
+        except BaseException as error:
+            self._ended.put((index, None, error))
+
+
+def in_parallel(builds: Sequence[Callable[[], Any]], check: Callable[[], None]) -> list[Any]:
+    """The results of several builds, in order."""
+    return Builds(builds).results(check)
+
+
+class Aborter:
+    """Aborts each backend once, each in a thread of its own, and keeps a reference until then.
+
+    An abort takes about half a second; the next generation is built meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[int, tuple[Any, threading.Thread]] = {}
+
+    def abort(self, backends: Sequence[Any]) -> None:
+        for backend in backends:
+            if id(backend) not in self._begun:
+                thread = threading.Thread(target=end, args=(backend,), name="nccl-abort", daemon=True)
+                self._begun[id(backend)] = (backend, thread)
+                thread.start()
+
+    def has_begun(self, backend: Any) -> bool:
+        return id(backend) in self._begun
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all aborts have ended within this time; until then the backends may keep memory."""
+        deadline = time.monotonic() + timeout_s
+        threads = [thread for _, thread in list(self._begun.values())]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
+
+def link_error(backend: Any) -> str:
+    """A broken link as reported by the group's watchdog, which takes no action itself (`ENVIRONMENT`); empty if none.
+
+    Its timeouts are ignored: they count from when an operation is queued, long before it may run.
+    """
+    get_error = getattr(backend, "get_error", None)  # not in every build of torch
+    found = "" if get_error is None else str(get_error().name)
+    return f"NCCL reports {found}" if found in ("COMM_ERROR", "REMOTE_ERROR") else ""
+
+
+def has_failed(device: torch.device) -> bool:
+    """Whether the device has a sticky error; does not wait for queued work, which may wait for a peer."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.current_stream(device).query()
+    except RuntimeError as error:
+        log.error("%s has failed: %s", device, error)
+        return True
+    return False
+
+
+def probe(device: torch.device) -> bool:
+    """Whether the device still computes: a sticky CUDA error shows in the next call."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+        return float(torch.ones(PROBE_ELEMENTS, device=device).sum()) == PROBE_ELEMENTS
+    except torch.OutOfMemoryError:
+        return True  # full, not broken: a failed allocation leaves no sticky error
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            return True  # full, not broken: another process may use it
+        log.error("%s failed its probe: %s", device, error)
+        return False

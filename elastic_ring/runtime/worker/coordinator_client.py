@@ -1,0 +1,50 @@
+"""A worker's client of the coordinator: sends events and records of committed steps, and asks for planned faults.
+
+Only the question for a planned fault waits for the coordinator. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from elastic_ring.control.cause_ids import CauseIds
+from elastic_ring.control.messages import DrainRequested, to_json
+from elastic_ring.runtime.worker.faults import Injector
+from elastic_ring.runtime.worker.worker_spec import WorkerSpec
+
+
+class CoordinatorClient:
+    """Sends to the present coordinator. A generation may outlive the term that built it, so `term()` is called for each
+    event. `coordinator` is the actor's handle, set when the worker starts."""
+
+    def __init__(self, spec: WorkerSpec, term: Callable[[], int]) -> None:
+        self._spec, self._term = spec, term
+        self.coordinator: Any = None
+        self.cause = CauseIds(spec.worker)
+
+    def answer(self, event: Any, extra: dict[str, Any] | None = None) -> None:
+        """Send an event; `extra` is sent with it and does not affect decisions."""
+        if hasattr(event, "term"):
+            event = replace(event, term=self._term())
+        self.coordinator.notify.remote(to_json(event), extra or {})
+
+    def publish(self, records: list[dict[str, Any]]) -> None:
+        """Send records of committed steps."""
+        self.coordinator.publish.remote(self._spec.worker, records)
+
+    def injector(self) -> Injector:
+        """Planned faults, each of which the coordinator grants once."""
+        import ray
+
+        timeout_s = self._spec.run.timeouts.hello_s
+
+        def ask(index: int) -> bool:
+            return bool(ray.get(self.coordinator.fault.remote(index, self._spec.worker), timeout=timeout_s))
+
+        def notify(kind: str) -> None:
+            if kind == "drain":
+                self.answer(DrainRequested(self.cause(), self._spec.worker))
+
+        return Injector(self._spec.run.faults, ask, notify)

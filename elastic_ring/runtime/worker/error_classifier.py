@@ -1,0 +1,59 @@
+"""Classifies an exception of the training thread: whose failure it is, and the text to report.
+
+The control core decides what follows.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from elastic_ring.errors import DigestMismatch, ElasticRingError, TooManySkipped
+from elastic_ring.runtime.groups.transport import is_transport_error
+from elastic_ring.train.check import ModelRefused
+from elastic_ring.train.kernels import KernelMismatch
+from elastic_ring.train.memory import chain, is_out_of_memory
+from elastic_ring.train.vote import ReplicasDiverged
+
+
+def trouble_kind(
+    error: BaseException, device_failed: Callable[[], bool] = lambda: False, *, healing: bool = False
+) -> str:
+    """Which kind of `MemberFailed` an exception is.
+
+    `device_failed` probes the device; it is called only before the user's code is blamed. `healing`: in a build for a
+    run that has state already. There the model fits and its kernel runs on other devices, so out of memory and a kernel
+    mismatch are this device's failures. In a step, or at the start, out of memory is the user's.
+    """
+    if isinstance(error, TooManySkipped):
+        return "skipped"
+    if isinstance(error, DigestMismatch):
+        return "peer"  # what arrived is not used; the next build sends it again
+    if isinstance(error, (ModelRefused, ReplicasDiverged)):
+        return "check"
+    if isinstance(error, KernelMismatch):
+        return "device" if healing else "check"
+    if is_transport_error(error):
+        return "peer"
+    if is_out_of_memory(error):
+        return "device" if healing or device_failed() else "user"
+    if is_device_error(error) or device_failed():
+        return "device"
+    return "user"
+
+
+def trouble_text(error: BaseException, kind: str = "user") -> str:
+    """The user's traceback, or what an error of ours says, or the first line of a device's."""
+    if isinstance(error, ElasticRingError):
+        return str(error)
+    if kind == "device":
+        lines = str(error).splitlines()
+        return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return "".join(traceback.format_exception(error))
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether a device failed under what it was given, somewhere in this chain of exceptions."""
+    return any(isinstance(link, torch.AcceleratorError) for link in chain(error))

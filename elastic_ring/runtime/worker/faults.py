@@ -1,0 +1,78 @@
+"""Injects planned faults into the worker's own process, with real signals and exits.
+
+A fault fires once in a run: the worker asks the coordinator first, and only one request is granted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+
+import psutil
+
+from elastic_ring.faults import Fault
+
+log = logging.getLogger(__name__)
+
+Ask = Callable[[int], bool]
+"""Asks the coordinator for the fault with this index; False when it has fired already."""
+
+
+class Injector:
+    """The planned faults of one worker."""
+
+    def __init__(self, faults: Sequence[Fault], ask: Ask, notify: Callable[[str], None]) -> None:
+        self._left = dict(enumerate(faults))
+        self._ask = ask
+        self._notify = notify
+
+    def check(self, *, phase: str, step: int, rank: int, hop: int | None = None, role: str | None = None) -> None:
+        """Fire the faults planned for this phase, step and rank."""
+        for index, fault in list(self._left.items()):
+            if fault.matches(step=step, phase=phase, rank=rank, hop=hop, role=role):
+                del self._left[index]
+                if self._ask(index):
+                    self._fire(fault)
+
+    def _fire(self, fault: Fault) -> None:
+        log.warning("planned fault %s fires in pid %d", fault, os.getpid())
+        match fault.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "gil":
+                hold_gil()
+            case "raise":
+                raise RuntimeError(f"planned fault {fault}")
+            case "exit":
+                os._exit(3)
+            case "kill-node":
+                kill_node()
+            case _:  # the coordinator carries out drain and its own faults
+                self._notify(fault.kind)
+
+
+def hold_gil() -> None:
+    """Take the GIL and keep it asleep: no Python runs in this process any more, and it uses no CPU."""
+    ctypes.PyDLL(None).sleep(1 << 20)  # PyDLL calls do not release the GIL
+
+
+def inject_into_coordinator(kind: str) -> None:
+    """The coordinator's own faults, shortly after the request is granted."""
+    signals = {"kill-coordinator": signal.SIGKILL, "freeze-coordinator": signal.SIGSTOP}
+    if kind in signals:
+        threading.Timer(0.02, os.kill, args=(os.getpid(), signals[kind])).start()
+
+
+def kill_node() -> None:
+    """SIGKILL this worker's raylet and everything it started, this process last."""
+    raylet = psutil.Process(os.getppid())
+    others = [p for p in raylet.children(recursive=True) if p.pid != os.getpid()]
+    for process in (raylet, *others):
+        process.kill()
+    os.kill(os.getpid(), signal.SIGKILL)

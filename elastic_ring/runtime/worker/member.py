@@ -1,0 +1,421 @@
+"""The training side of a worker: builds groups, rolls forward, heals, and trains to a boundary, the end or an abort.
+
+It runs in the training thread; the control thread calls `abort`, `report` and `prepare`. No membership decisions here.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elastic_ring.control.messages import Build, Finalized, Heal, Report, Resumed
+from elastic_ring.data.loader import Loader
+from elastic_ring.data.order import Order
+from elastic_ring.data.source import hold_out, open_source
+from elastic_ring.errors import GroupAborted
+from elastic_ring.monitor.stamps import Phase, StampWriter
+from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser
+from elastic_ring.runtime.gpu.device import (
+    KERNEL_CACHE,
+    DeviceLease,
+    be_deterministic,
+    empty_cache,
+    visible_gpus,
+    warm_devices,
+)
+from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous
+from elastic_ring.runtime.groups.heal import heal_over_link, links_ahead
+from elastic_ring.runtime.groups.registry import forget_groups
+from elastic_ring.runtime.groups.store import LOOPBACK
+from elastic_ring.runtime.groups.transport import translated
+from elastic_ring.runtime.worker.env_fingerprint import NondeterminismLog, gpu_environment
+from elastic_ring.runtime.worker.faults import Injector
+from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks
+from elastic_ring.runtime.worker.step_records import StepRecords, record_of
+from elastic_ring.runtime.worker.worker_spec import WorkerSpec
+from elastic_ring.train.check import check_model
+from elastic_ring.train.compile_events import EVENTS
+from elastic_ring.train.compiling import CompileWatch, compiled_by, report_compiled, warm_up_model
+from elastic_ring.train.kernels import KernelAgreement
+from elastic_ring.train.optim import learning_rate
+from elastic_ring.train.transaction import Local, Transaction
+from elastic_ring.train.vote import Outcome
+from elastic_ring.train.warm import attention_shapes, warm_up
+from elastic_ring.train.weights import gather_weights
+from elastic_ring.train.wrap import num_parameters
+
+log = logging.getLogger(__name__)
+
+BECOME_SPARE_S = 10.0  # for a node's GPU to be empty before the next process may take it
+ABORTABLE = ("idle", "forward", "backward", "reduce")
+
+
+class Member:
+    """The training state of one worker process and what it does in the mesh."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        stamps: StampWriter,
+        injector: Injector,
+        publish: Callable[[list[dict[str, Any]]], None],
+    ) -> None:
+        self._spec = spec
+        self._stamps = stamps
+        self._injector = injector
+        self._publish = publish
+        self.boundary_requested = False
+        self.marks = DeviceMarks()
+        self._num_data_waits = 0
+        self.device_failed = False  # said so itself: a probe may still pass
+        self._connector: Connector | None = None
+        self._groups: Groups | None = None
+        self._command: Build | None = None
+        self.records = StepRecords(publish)
+        self._abandoned: list[tuple[Any, ...]] = []
+        self._device_lease = DeviceLease(spec.scaling.device, spec.run.name)
+        self._context_releaser = ContextReleaser(spec.scaling.release_contexts and spec.scaling.device == "cuda")
+        self.gpus: list[str] = []  # names of the GPUs that this process sees
+        self.environment: dict[str, Any] = {}  # what its bits depend on, beside what every worker tells
+        self._nondeterminism = NondeterminismLog()
+        self._timings: dict[str, float] = {}  # of the build under way
+        self._entering = False
+        self._compiled = CompileWatch()
+        self._trained = False  # a step of this process has been committed
+        self._kernels = KernelAgreement(spec.task, spec.scaling.device, KERNEL_CACHE)
+
+    def warm_up(self) -> None:
+        """Open the data, and run a tiny model once: first calls are slow."""
+        EVENTS.listener = self._announce_compilation
+        task, step = self._spec.task, self._spec.task.step
+        source = open_source(task.data)
+        self.fingerprint = source.fingerprint
+        training, validation = hold_out(source, num_sequences=step.num_val_sequences if step.val_every_steps else 0)
+        self._val_loader = Loader(validation, self._while_data_comes)
+        order = Order(step.seed, step.global_batch, training.num_sequences)
+        cache = KERNEL_CACHE if self._spec.scaling.device == "cuda" else None
+        self._transaction = Transaction(task, Loader(training, self._while_data_comes), order, self._watch, cache)
+        self._transaction.warm_up(self._spec.scaling.cp, self._spec.scaling.device)
+        warm_up(task)
+        self._num_parameters = num_parameters(task)
+        if self._spec.scaling.device == "cuda":
+            be_deterministic(task)
+            seen = visible_gpus()
+            warmed = warm_devices(task, seen, self._spec.scaling.cp)
+            self.gpus, self._device_lease.avoided = [gpu.name for gpu in seen], warmed.failed
+            self.environment = gpu_environment(warmed.kernels)
+            self._nondeterminism.listen()
+            self._kernels.look(attention_shapes(task))
+        else:
+            warm_up_model(task, torch.device("cpu"), self._spec.scaling.cp)
+        self.environment.update(compiled_by(task, self._spec.scaling.device))
+        # Freeze long-lived objects, so that the collection in `forget_groups` takes milliseconds.
+        gc.collect()
+        gc.freeze()
+
+    # ------------------------------------------------------------ control thread
+
+    @property
+    def applied(self) -> int:
+        return self._transaction.applied
+
+    @property
+    def released(self) -> bool:
+        """Whether this process has released all GPUs but its own."""
+        return self._context_releaser.released
+
+    @property
+    def device(self) -> torch.device:
+        return self._device_lease.device
+
+    def moved(self) -> tuple[int, ...]:
+        """Numbers that grow while a step moves; read by any thread, at any time."""
+        return self._stamps.num_stamps, self.marks.num_passed, self._num_data_waits
+
+    def exchange_error(self) -> str:
+        """The error of a broken link in the current groups; empty if there is none."""
+        connector = self._connector
+        return "" if connector is None else connector.exchange_error()
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the groups of the present generation have been aborted."""
+        return self._connector is not None and self._connector.aborted
+
+    @property
+    def writing(self) -> bool:
+        """Whether the shard is being written or moved; that thread must not be abandoned: it would write later."""
+        return self._entering or self._transaction.applying
+
+    def prepare(self, command: Build, extra: dict[str, Any]) -> Connector:
+        """A connector for this build, known before the training thread starts so that it can be cancelled."""
+        timeouts, host = self._spec.run.timeouts, extra["store_host"]
+        where = Rendezvous(
+            host=host, port=extra["store_port"], secret=extra["store_secret"],
+            prefix=f"{command.term}/{command.generation}",
+            address=LOOPBACK if host == LOOPBACK else self._spec.address,
+            timeout_s=timeouts.build_s, collective_s=timeouts.collective_s,
+        )  # fmt: skip
+        self._close_connector()
+        self._connector = Connector(where, self._device_lease.device)
+        self.records.mark_published(int(extra.get("published", -1)))
+        return self._connector
+
+    def abort(self, paused: threading.Event, timeout_s: float) -> bool:
+        """Abort what the training thread waits for. Returns whether it is `paused` within `timeout_s`."""
+        if self._connector is None:
+            return paused.wait(timeout_s)
+        return self._connector.abort_until(paused, timeout_s)
+
+    def abandon_groups(self) -> None:
+        """Keep the groups that an abandoned thread waits in: freeing them would block."""
+        self._abandoned.append((self._groups, self._connector, self._transaction.model))
+        self._transaction.leave()
+
+    def fail_device(self, error: BaseException) -> None:
+        """Record that this worker's GPU failed: for its reports, and for the next process that would take it."""
+        self.device_failed = True
+        self._device_lease.erred(error)
+
+    def report(self, cause: str, term: int, generation: int, kind: str) -> Report:
+        """What this worker holds; call it only while the training thread is paused."""
+        state = self._transaction
+        return Report(
+            cause, self._spec.worker, term, generation, kind,
+            applied=state.applied,
+            vote=state.unapplied.vote if state.unapplied is not None else None,
+            shard=state.shard.cp_rank if state.valid and state.shard is not None else None,
+            has_gradient=state.has_gradient,
+            healthy=not self.device_failed and self._device_lease.healthy(),
+            last_vote=state.last,
+            gradient_membership_id=state.gradient_membership_id,
+        )  # fmt: skip
+
+    def unsent(self) -> list[dict[str, Any]]:
+        """Records that global rank 0 has not published; empty on other ranks."""
+        if self._groups is None or self._groups.global_rank != 0:
+            return []
+        return self.records.unsent()
+
+    # ------------------------------------------------------------ building a generation
+
+    @property
+    def seated(self) -> bool:
+        return self._command is not None and self._spec.worker in self._command.members
+
+    def build(self, command: Build, connector: Connector, cause: str) -> tuple[Resumed, dict[str, Any]]:
+        """Connect, roll forward, heal; returns the answer and the durations. Raises what breaks on the way.
+
+        `connect_s`, `roll_s` and `heal_s` add up to all of it: what is done while groups connect counts as `roll_s`.
+        """
+        begun = time.monotonic()
+        worker, state = self._spec.worker, self._transaction
+        self._timings, self._command, self.boundary_requested, self._groups = {}, command, False, None
+        self._stamps.generation = command.generation
+        self._stamps.stamp(command.step, Phase.REBUILD)
+        state.leave()
+        forget_groups()
+        self._timings["free_s"] = time.monotonic() - begun
+        if self.seated:
+            self._take_device(connector)
+            self._timings["device_s"] = time.monotonic() - begun - self._timings["free_s"]
+            self._groups = connector.open(command.mesh, command.members.index(worker), links_ahead(command, worker))
+        opened = time.monotonic()
+        receives = [heal for heal in command.heals if worker in heal.newcomers]
+        if self._groups is not None:
+            self._enter(command, self._groups, connector, holds=not command.fresh and not receives)
+        entered = time.monotonic()
+        if self._groups is not None:
+            connector.join(self._groups)
+        joined = time.monotonic()
+        if command.roll_forward is not None and not receives and state.valid:
+            state.roll_forward(command.roll_forward)
+        rolled = time.monotonic()
+        mine = [heal for heal in command.heals if worker in (heal.donor, *heal.newcomers)]
+        num_bytes = sum(self._heal(heal, connector) for heal in mine)
+        healed = time.monotonic()
+        empty_cache(self._device_lease.device)
+        assert not self.seated or (state.valid and state.applied == command.step), (state.applied, command.step)
+        if self._groups is not None and command.fresh and self._spec.task.step.check_model:
+            with translated(connector):
+                check_model(state.task, self._groups, state)
+        self._stamps.stamp(command.step, Phase.IDLE)
+        timings = {
+            "connect_s": opened - begun + joined - entered, "roll_s": entered - opened + rolled - joined,
+            "heal_s": healed - rolled,
+            "heal_bytes": num_bytes, "healed": bool(receives), "pid": os.getpid(), "gpu": self._device_lease.gpu,
+            **connector.timings, **self._timings,
+        }  # fmt: skip
+        log.info("generation %d: step %d, %s", command.generation, command.step, timings)
+        return Resumed(cause, worker, command.term, command.generation, command.step), timings
+
+    def _take_device(self, connector: Connector) -> None:
+        """Take the GPU this worker owns, or a free one, and select it in this thread."""
+        assert self._command is not None
+        place, share = self._command.members.index(self._spec.worker), -(-self._num_parameters // self._command.mesh.cp)
+        device = self._device_lease.take(place, share, self._spec.run.timeouts.report_s, connector.raise_if_aborted)
+        connector.device = device
+        self.marks.move_to(device)
+        self._transaction.use(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    def _enter(self, command: Build, groups: Groups, connector: Connector, *, holds: bool) -> None:
+        """Wrap the module and load this worker's state while the groups connect; only `world` is used.
+
+        An abort is noticed afterwards, and keeps the state.
+        """
+        state = self._transaction
+        with translated(connector):  # a mixed ring would add in other ways, or hang over messages of other sizes
+            state.task = self._kernels.settle(state.task, groups.world, holds)
+        self._entering = True  # a GPU whose last process is just ending may keep this thread waiting
+        try:
+            state.enter(groups, (command.term, command.generation), keep=holds)
+            if command.fresh:
+                state.initialise()
+        finally:
+            self._entering = False
+
+    def _heal(self, heal: Heal, connector: Connector) -> int:
+        """This worker's part in a heal, with its planned faults."""
+        assert self._command is not None
+        step, rank = self._command.step, self._groups.global_rank if self._groups is not None else -1
+        self._stamps.stamp(step, Phase.HEAL)
+
+        def inject(role: str) -> None:
+            self._injector.check(phase="heal", step=step, rank=rank, role=role)
+
+        return heal_over_link(heal, self._spec.worker, self._transaction, connector, inject, self._timings)
+
+    def become_spare(self) -> None:
+        """Drop all state and release the GPU and its memory."""
+        connector = self._connector
+        self._command, self._groups = None, None
+        self._context_releaser.left_mesh()
+        self._transaction.drop()
+        forget_groups()
+        self._close_connector()
+        if connector is not None and not connector.wait_closed(BECOME_SPARE_S):
+            log.warning("groups of the old generation still hold memory after %.0f s", BECOME_SPARE_S)
+        del connector
+        self._device_lease.give_back()
+
+    def _close_connector(self) -> None:
+        """Close the old generation's connections: by now every member of it is paused or gone."""
+        if self._connector is not None:
+            self._connector.close()
+        self._connector = None
+
+    # ------------------------------------------------------------ stepping
+
+    def train(self) -> str:
+        """Step until a boundary or the end; returns `boundary` or `finished`. Raises what breaks a step off."""
+        assert self._command is not None
+        assert self._groups is not None
+        assert self._connector is not None
+        state, step_config = self._transaction, self._spec.task.step
+        if not self._trained:
+            self._compiled.news()  # the warm-up and the build
+        with translated(self._connector):
+            while state.applied < step_config.steps:
+                step, begun = state.applied, time.monotonic()
+                self._watch("idle", step)
+                self._validate_if_due(step)
+                # A step's result is published once the next one is under way.
+                self._send(through=step - 1)
+                outcome, local = state.run(step, boundary=self.boundary_requested)
+                self._record(outcome, local, time.monotonic() - begun)
+                self._publish_nondeterminism(step)
+                self._report_compiled(step)
+                if outcome.boundary and state.applied < step_config.steps:
+                    return "boundary"
+                self._context_releaser.committed(self.device, self._command.generation, step, self._groups.global_rank)
+            self._validate_if_due(state.applied)
+        return "finished"
+
+    def finalize(self, cause: str, worker: str, term: int, generation: int) -> Finalized | None:
+        """Ring 0 gathers the weights; its first rank writes and digests them."""
+        assert self._groups is not None
+        assert self._connector is not None
+        self._stamps.stamp(self.applied, Phase.FINALIZE)
+        with translated(self._connector):
+            digest = gather_weights(self._transaction, self._groups, self._spec.run.folder / "weights.safetensors")
+        self._stamps.stamp(self.applied, Phase.IDLE)
+        return None if digest is None else Finalized(cause, worker, term, generation, digest)
+
+    def _validate_if_due(self, step: int) -> None:
+        config = self._spec.task.step
+        if not config.val_every_steps or step == 0 or (step % config.val_every_steps and step != config.steps):
+            return
+        self._stamps.stamp(step, Phase.VALIDATE)
+        loss = self._transaction.validate(self._val_loader, config.num_val_sequences)
+        if self._groups is not None and self._groups.global_rank == 0:
+            self._publish([{"step": step - 1, "val_loss": loss}])
+
+    def _publish_nondeterminism(self, step: int) -> None:
+        """Publish nondeterministic operators of this step; on GPUs also `deterministic=False`."""
+        heard = self._nondeterminism.take()
+        if step == 0 and self._device_lease.gpu and not self._spec.task.step.deterministic:
+            heard.append("deterministic=False")
+        if heard:
+            self._publish([{"step": step, "not_repeatable": "; ".join(heard)}])
+
+    def _announce_compilation(self, name: str) -> None:
+        """Stamp that this process is about to compile `name`, or with "" that it has."""
+        if name:
+            self._stamps.compile_begins()
+            log.info("compiling %s", name)
+        else:
+            self._stamps.compile_ended()
+
+    def _report_compiled(self, step: int) -> None:
+        """Publish how much was compiled before this process's first step or in step 0, and what in each later step."""
+        before = self._compiled.count
+        if step == 0:
+            before += len(self._compiled.news())
+            later: list[str] = []
+        else:
+            later = report_compiled(self._compiled, step)
+        if later or not self._trained:
+            num_before = 0 if self._trained else before
+            self._publish([{"step": step, "worker": self._spec.worker, "compiled": later, "before": num_before}])
+        self._trained = True
+
+    def _record(self, outcome: Outcome, local: Local, step_s: float) -> None:
+        assert self._groups is not None
+        assert self._command is not None
+        lr = learning_rate(outcome.vote.step, self._spec.task.optim)
+        self.records.add(record_of(outcome, local, self._groups.mesh, self._command.generation, lr, step_s))
+
+    def _send(self, through: int) -> None:
+        if self._groups is not None and self._groups.global_rank == 0:
+            self.records.send(through)
+
+    def _watch(self, phase: str, step: int, hop: int | None = None) -> None:
+        """Stamp progress and inject planned faults. Faults in forward and backward fire at a hop."""
+        self._stamps.stamp(step, Phase[phase.upper()], -1 if hop is None else hop)
+        if self.device.type == "cuda":
+            self.marks.leave()
+        if phase in ABORTABLE:
+            self._raise_if_aborted()
+        if phase in ("forward", "backward") and hop is None:
+            return
+        rank = self._groups.global_rank if self._groups is not None else -1
+        self._injector.check(phase=phase, step=step, rank=rank, hop=hop)
+
+    def _while_data_comes(self) -> None:
+        """A slow data source is no stall of this rank; the ranks that wait for it have a limit too."""
+        self._num_data_waits += 1
+        self._raise_if_aborted()
+
+    def _raise_if_aborted(self) -> None:
+        """Compute and data reads do not notice an abort; without this check a long one would look like a hang."""
+        if self.aborted:
+            raise GroupAborted("aborted between two exchanges")

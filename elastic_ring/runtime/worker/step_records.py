@@ -1,0 +1,72 @@
+"""A worker's records of its committed steps. Global rank 0 publishes its own; the others keep theirs in case it dies.
+
+The training thread adds and publishes; the control thread reads, and resets what counts as published.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from elastic_ring.mesh import Mesh
+from elastic_ring.train.transaction import Local
+from elastic_ring.train.vote import Outcome
+
+KEPT_RECORDS = 16384
+
+Record = dict[str, Any]
+
+
+def record_of(outcome: Outcome, local: Local, mesh: Mesh, generation: int, lr: float, step_s: float) -> Record:
+    """The record of a committed step."""
+    return {
+        "step": outcome.vote.step, "loss": outcome.loss, "grad_norm": outcome.grad_norm,
+        "lr": lr, "num_tokens": int(outcome.num_tokens),
+        "samples": list(outcome.samples), "skipped": outcome.skip, "step_s": step_s,
+        "generation": generation, "dp": mesh.dp, "cp": mesh.cp,
+        **local.hops.figures(),  # their CUDA events completed before the vote
+        "committed_monotonic_s": time.monotonic(),
+        "vote": list(outcome.vote.values), "membership_id": list(outcome.vote.membership_id),
+    }  # fmt: skip
+
+
+class StepRecords:
+    """The newest KEPT_RECORDS of them; `publish` hands some to the coordinator."""
+
+    def __init__(self, publish: Callable[[list[Record]], None]) -> None:
+        self._publish = publish
+        self._records: list[Record] = []
+        self._published = -1
+        self._lock = threading.Lock()  # `_published`: read and moved on by the training thread, set by the other
+
+    def add(self, record: Record) -> None:
+        self._records.append(record)
+        del self._records[:-KEPT_RECORDS]
+
+    def send(self, through: int) -> None:
+        """Publish what has not been, up to step `through`."""
+        with self._lock:
+            ready = [r for r in self._records if self._published < r["step"] <= through]
+            if ready:
+                self._publish(ready)
+                self._published = ready[-1]["step"]
+
+    def after(self, step: int) -> list[Record]:
+        """Those of committed steps newer than `step`."""
+        return [record for record in self._records if record["step"] > step]
+
+    def unsent(self) -> list[Record]:
+        """Those that `send` has not published yet."""
+        return self.after(self._published)
+
+    def mark_published(self, published: int) -> None:
+        """The coordinator has the steps up to `published`, from any worker."""
+        with self._lock:
+            self._published = max(self._published, published)
+
+    def rewind(self, published: int) -> None:
+        """A new coordinator has the steps up to `published` only."""
+        with self._lock:
+            self._published = published

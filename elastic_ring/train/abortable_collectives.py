@@ -1,0 +1,62 @@
+"""FSDP2's collectives, launched under the gate that an abort closes.
+
+An abort frees NCCL's communicators. If a thread is launching an operation on one of them at that moment, its later
+operations, of any group, may never be launched. So no launch starts once the abort has begun, and the abort waits for
+the launches under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+Launching = Callable[[], AbstractContextManager[None]]
+"""A context for each launch; raises GroupAborted once the groups have been aborted."""
+
+
+class AbortableAllGather(DefaultAllGather):
+    """torch's collective, launched inside `launching`."""
+
+    def __init__(self, launching: Launching) -> None:
+        super().__init__()
+        self._launching = launching
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        with self._launching():
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class AbortableReduceScatter(DefaultReduceScatter):
+    """torch's collective, launched inside `launching`."""
+
+    def __init__(self, launching: Launching) -> None:
+        super().__init__()
+        self._launching = launching
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work:
+        with self._launching():
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def make_abortable(model: nn.Module, launching: Launching) -> None:
+    """Launch all collectives of an FSDP2-wrapped module inside `launching`."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(AbortableAllGather(launching))
+            module.set_custom_reduce_scatter(AbortableReduceScatter(launching))

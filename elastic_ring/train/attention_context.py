@@ -1,0 +1,54 @@
+"""Builds the attention of one sequence and the batch for the user's loss. No step and no state in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_ring.attention.exchange import HopBuffers
+from elastic_ring.attention.layers import PatternedAttention
+from elastic_ring.attention.layout import Layout
+from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.plan_cache import LRUCache
+from elastic_ring.attention.ring import Observer, RingAttention
+from elastic_ring.attention.schedule import plan
+from elastic_ring.data.loader import Slice
+from elastic_ring.train.task import Batch, TrainingTask
+
+
+def attention_of(
+    task: TrainingTask,
+    piece: Slice,
+    layout: Layout,
+    cp_rank: int,
+    group: Any,
+    observer: Observer | None = None,
+    kernel_cache: Path | None = None,
+    buffers: HopBuffers | None = None,
+    check: Callable[[], None] | None = None,
+    plans: LRUCache | None = None,
+) -> RingAttention | PatternedAttention:
+    """The attention of one sequence: dense with the task's kernel, or as its pattern says.
+
+    `check` raises once the group has been aborted; `plans` keeps the plans of sequences of one generation.
+    """
+    if task.pattern is not None:
+        return PatternedAttention(
+            task.pattern, layout, cp_rank, group, document_starts=piece.document_starts, observer=observer,
+            backend=task.step.kernel or None, deterministic=task.step.deterministic, cache_dir=kernel_cache,
+            buffers=buffers, check=check, plans=plans,
+        )  # fmt: skip
+    schedule = plan(Pattern(causal=True, document_starts=piece.document_starts), layout)
+    return RingAttention(
+        schedule, cp_rank, group, backend=task.step.kernel or None, deterministic=task.step.deterministic,
+        cache_dir=kernel_cache, observer=observer, buffers=buffers,
+    )  # fmt: skip
+
+
+def batch_of(piece: Slice, attention: RingAttention | PatternedAttention, device: torch.device) -> Batch:
+    """The batch for the user's loss, on `device`."""
+    here = piece.to(device)
+    return Batch(here.tokens, here.targets, here.positions, here.document_ids, attention)

@@ -1,0 +1,82 @@
+"""Multi-objective measures: Pareto fronts, ranks, hypervolume, rank correlation. All objectives are minimised.
+
+Pure functions of numbers. No trials and no optimisation library in here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Point = Sequence[float]
+
+
+def dominates(a: Point, b: Point) -> bool:
+    """Whether `a` is at least as good as `b` in every objective and better in one."""
+    return all(x <= y for x, y in zip(a, b, strict=True)) and any(x < y for x, y in zip(a, b, strict=True))
+
+
+def ranks(points: Sequence[Point]) -> list[int]:
+    """For each point the index of its front: 0 is dominated by none, 1 only by front 0, and so on.
+
+    Raises: ValueError for a value that is not finite.
+    """
+    if not all(math.isfinite(value) for point in points for value in point):
+        raise ValueError("a point has an objective that is not finite: leave such points out, as diverged")
+    found = [-1] * len(points)
+    front = 0
+    while -1 in found:
+        open_ = [i for i, rank in enumerate(found) if rank == -1]
+        best = [i for i in open_ if not any(dominates(points[j], points[i]) for j in open_)]
+        for i in best:
+            found[i] = front
+        front += 1
+    return found
+
+
+def front(points: Sequence[Point]) -> list[int]:
+    """The indices of the non-dominated points."""
+    return [i for i, rank in enumerate(ranks(points)) if rank == 0]
+
+
+def hypervolume(points: Sequence[Point], reference: Point) -> float:
+    """The volume that `points` dominate up to `reference`; exact, by slices along the last objective."""
+    inside = [tuple(p) for p in points if all(x < r for x, r in zip(p, reference, strict=True))]
+    if not inside:
+        return 0.0
+    if len(reference) == 1:
+        return float(reference[0]) - min(p[0] for p in inside)
+    levels = sorted({p[-1] for p in inside})
+    volume = 0.0
+    for level, above in zip(levels, [*levels[1:], reference[-1]], strict=True):
+        slice_ = [p[:-1] for p in inside if p[-1] <= level]
+        volume += (above - level) * hypervolume(slice_, reference[:-1])
+    return volume
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's rank correlation; ties share their mean rank.
+
+    Nan for fewer than three pairs, or where one side is constant.
+    """
+    if len(a) < 3:
+        return float("nan")
+    x, y = _places(a), _places(b)
+    mean = (len(a) - 1) / 2
+    covariance = sum((i - mean) * (j - mean) for i, j in zip(x, y, strict=True))
+    spread = sum((i - mean) ** 2 for i in x) * sum((j - mean) ** 2 for j in y)
+    return covariance / spread**0.5 if spread else float("nan")
+
+
+def _places(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    places = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        stop = start
+        while stop < len(order) and values[order[stop]] == values[order[start]]:
+            stop += 1
+        for i in order[start:stop]:
+            places[i] = (start + stop - 1) / 2
+        start = stop
+    return places

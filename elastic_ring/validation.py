@@ -1,0 +1,118 @@
+"""Settings classes: frozen pydantic dataclasses whose errors are one plain ValueError each.
+
+`@settings` takes the place of `@dataclass(frozen=True)`. Types are checked strictly (no text for a number, no 1 for
+True), unknown names are refused with the nearest known one, and a docstring under a field is its help text on the
+command line. Imports nothing of the project.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+T = TypeVar("T")
+CONFIG = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Must(str):
+    """In a field's annotation: what its value must be, after "must be", for every error about it."""
+
+
+PositiveInt = Annotated[int, Field(ge=1), Must("a whole number of at least 1")]
+NonNegativeInt = Annotated[int, Field(ge=0), Must("a whole number of at least 0")]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False), Must("0 seconds or more")]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Must("a positive number of seconds")]
+
+# What a value must be by pydantic's error type, where the field's annotation has no `Must`.
+EXPECTED = {
+    "bool_type": "True or False",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "string_type": "text",
+    "dict_type": "a mapping, written as {'NAME': value}",
+    "mapping_type": "a mapping, written as {'NAME': value}",
+    "tuple_type": "a tuple",
+    "list_type": "a list",
+    "missing": "given",
+}
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field, Field))
+def settings(cls: type[T]) -> type[T]:
+    """A frozen, validated dataclass. Its constructor raises ValueError that names setting, value and way out.
+
+    Class attributes without an annotation: `_prefix` goes before a setting's name in messages, `_instead` says for
+    names of other libraries what to use here.
+    """
+    made: Any = dataclass(cls, frozen=True, config=CONFIG)
+    validated = made.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            validated(self, *args, **kwargs)
+        except ValidationError as error:
+            given = dict(zip(made.__pydantic_fields__, args, strict=False)) | kwargs
+            raise ValueError(explain(made, error, given)) from None
+
+    __init__.__signature__ = made.__signature__  # type: ignore[attr-defined]
+    made.__init__ = __init__
+    return made  # type: ignore[no-any-return]
+
+
+def from_plain(cls: type[T], plain: Mapping[str, Any], prefix: str = "") -> T:
+    """An instance from what TOML or JSON can say (a list for a tuple). Raises ValueError as the constructor does, with
+    settings named from `prefix` on: `optim.peak_lr`."""
+    try:
+        return TypeAdapter(cls).validate_json(json.dumps(plain))
+    except ValidationError as error:
+        raise ValueError(explain(cls, error, plain, prefix)) from None
+
+
+def explain(cls: Any, error: ValidationError, given: Mapping[str, Any], prefix: str = "") -> str:
+    """The first error about the values `given`, in the words of `Must` and `EXPECTED`."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    value: Any = given
+    owner, spec, path = cls, None, []
+    for part in first["loc"]:
+        fields = getattr(owner, "__pydantic_fields__", {})
+        name = list(fields)[part] if isinstance(part, int) and part < len(fields) else str(part)
+        if name not in fields:
+            break
+        spec, owner, value = fields[name], fields[name].annotation, value.get(name)
+        path.append(name)
+    if first["type"] in ("unexpected_keyword_argument", "unexpected_positional_argument"):
+        return _unknown(owner, str(first["loc"][-1]), prefix)
+    named = f"{prefix or getattr(cls, '_prefix', '')}{'.'.join(path)}"
+    if first["type"] == "missing" and len(path) == len(first["loc"]):
+        return f"{named}: must be given"
+    must = next((str(mark) for mark in (spec.metadata if spec else ()) if isinstance(mark, Must)), "")
+    if first["type"] == "literal_error":
+        must = must or f"one of {first['ctx']['expected'].replace(' or ', ', ')}".replace("'", "")
+    must = must or EXPECTED.get(first["type"], "") or first["msg"].removeprefix("Input should be ")
+    return f"{named}={value!r}: must be {must}"
+
+
+def _unknown(cls: Any, name: str, prefix: str) -> str:
+    instead = getattr(cls, "_instead", {}).get(name)
+    if instead:
+        return f"{cls.__name__} {prefix}{name}: {instead}"
+    return unknown_setting(cls.__name__, f"{prefix}{name}", list(cls.__pydantic_fields__))
+
+
+def unknown_setting(owner: str, name: str, known: Sequence[str]) -> str:
+    """An error's text for a name that `owner` does not have, with the nearest that it has."""
+    near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    return f"{owner} has no setting {name}: {hint}"

@@ -1,1 +1,0 @@
-"""Other systems' recoveries, measured with the model, steps and kills of jobs/bench_recovery.py."""

@@ -1,0 +1,120 @@
+"""A node agent of a host with GPUs tells of a death when it begins, and again when its cause is known."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ring.config import Timeouts
+from elastic_ring.monitor.stamps import Phase, StampWriter
+from elastic_ring.runtime.agent import agent as agent_module
+from elastic_ring.runtime.agent.agent import NodeAgent
+from elastic_ring.runtime.gpu.leases import failure_record_path
+
+
+class JsonConnection:
+    """What the agent says, kept; nothing is ever said to it."""
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, Any]] = []
+        self._ends = os.pipe()
+
+    def fileno(self) -> int:
+        return self._ends[0]
+
+    def send(self, message: dict[str, Any]) -> bool:
+        self.said.append(message)
+        return True
+
+    def deaths(self) -> list[str]:
+        return [message["how"] for message in self.said if message["kind"] == "death"]
+
+    def close(self) -> None:
+        for end in self._ends:
+            os.close(end)
+
+
+@pytest.fixture
+def line() -> Iterator[JsonConnection]:
+    made = JsonConnection()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_death_is_told_when_it_begins_and_its_cause_follows(
+    tmp_path: Path, line: JsonConnection, forgotten: bool
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        stamps = StampWriter(tmp_path / "stamp").open()
+        stamps.stamp(7, Phase.BACKWARD)
+        agent: Any = NodeAgent("node", Timeouts(), early=True)
+        agent._exits.open()
+        agent._connection = line
+        agent._watch_worker({"worker": "w", "pid": process.pid, "stamp_path": str(stamps.path), "log_path": ""})
+        agent._look()
+        assert line.deaths() == []
+        process.kill()
+        while not line.deaths():
+            agent._look()
+        first = next(message for message in line.said if message["kind"] == "death")
+        assert (first["step"], first["phase"]) == (7, "backward")
+        if forgotten:  # the coordinator is done with this worker; it still wants to know what happened
+            agent._forget("w")
+        while line.deaths()[-1] != "killed by SIGKILL":
+            agent._look()
+        # The kernel may be done before the first look: then the cause is the first news.
+        assert line.deaths() in (["its process is ending", "killed by SIGKILL"], ["killed by SIGKILL"])
+        assert not agent._watched
+        stamps.close(unlink=False)
+
+
+def test_without_gpus_a_death_is_told_once(tmp_path: Path, line: JsonConnection) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        agent: Any = NodeAgent("node", Timeouts())
+        agent._exits.open()
+        agent._connection = line
+        agent._watch_worker({"worker": "w", "pid": process.pid, "stamp_path": str(tmp_path / "no"), "log_path": ""})
+        process.kill()
+        while not line.deaths():
+            agent._look()
+        agent._look()
+        assert line.deaths() == ["killed by SIGKILL"]
+
+
+def test_gpus_that_failed_twice_are_told_once_and_again_when_the_mark_is_gone(
+    tmp_path: Path, line: JsonConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "FOLDER", tmp_path)
+    agent: Any = NodeAgent("node", Timeouts(), early=True)
+    agent._exits.open()
+    agent._connection = line
+    agent._gpus.add("GPU-a")  # as the card of a worker names it; GPU-b is no GPU of this run's
+    agent._report_bad_gpus()
+    for name in ("GPU-a", "GPU-b"):
+        for pid in (1, 2):
+            with failure_record_path(tmp_path, name).open("a") as mark:
+                mark.write(json.dumps({"pid": pid, "started": 1, "unix_s": time.time(), "why": "dead"}) + "\n")
+            agent._report_bad_gpus()
+    agent._report_bad_gpus()
+    failure_record_path(tmp_path, "GPU-a").unlink()
+    agent._report_bad_gpus()
+    assert [message["bad"] for message in line.said] == [["GPU-a"], []]
+
+
+def test_an_agent_learns_its_nodes_gpus_from_the_workers_that_it_watches(tmp_path: Path, line: JsonConnection) -> None:
+    agent: Any = NodeAgent("node", Timeouts(), early=True)
+    agent._exits.open()
+    spec = {"worker": "w", "pid": os.getpid(), "stamp_path": str(tmp_path / "stamp"), "log_path": ""}
+    agent._watch_worker({**spec, "gpus": ["GPU-a"]})
+    agent._watch_worker({**spec, "worker": "v"})
+    assert agent._gpus == {"GPU-a"}
+    agent._exits.unwatch("w"), agent._exits.unwatch("v")

@@ -1,0 +1,146 @@
+"""What the coordinator's server of node agents takes from clients without the key: little, and not for long."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elastic_ring.runtime.agent import rpc
+from elastic_ring.runtime.agent.rpc import AgentServer, JsonConnection, dial
+
+HOST = "127.0.0.1"
+KEY = "the key"
+WAIT_S = 30.0
+Delivered = queue.Queue[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def delivered() -> Delivered:
+    return queue.Queue()
+
+
+@pytest.fixture
+def server(delivered: Delivered) -> Iterator[AgentServer]:
+    opened = AgentServer(KEY, lambda node, message: delivered.put((node, message))).open(HOST)
+    yield opened
+    for node in opened.nodes:
+        opened.hang_up(node)
+
+
+def hello(node: str, key: str = KEY) -> dict[str, Any]:
+    return {"kind": "hello", "node": node, "key": key, "pid": 1}
+
+
+def agent(server: AgentServer, delivered: Delivered, node: str) -> JsonConnection:
+    """A client that has authenticated itself."""
+    connection = dial(HOST, server.port, WAIT_S)
+    assert connection.send(hello(node))
+    assert delivered.get(timeout=WAIT_S) == (node, hello(node))
+    return connection
+
+
+def round_trip(server: AgentServer, connection: JsonConnection, delivered: Delivered, node: str) -> None:
+    assert connection.send({"kind": "beat"})
+    assert delivered.get(timeout=WAIT_S) == (node, {"kind": "beat"})
+    assert server.send(node, {"kind": "echo"})
+    assert connection.receive() == [{"kind": "echo"}]
+
+
+def num_bytes_taken(sock: socket.socket, num_bytes: int) -> int:
+    """How much of an endless line the server, and the kernel's buffers before it, take until it closes."""
+    sent, block = 0, b"x" * (1 << 20)
+    try:
+        while sent < num_bytes:
+            sent += sock.send(block)
+    except OSError:
+        return sent
+    return sent
+
+
+def is_closed(sock: socket.socket) -> bool:
+    sock.settimeout(WAIT_S)
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_client_without_the_key_is_closed_after_a_few_kilobytes_while_agents_are_served(
+    server: AgentServer, delivered: Delivered, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = agent(server, delivered, "n")
+    peak_kib, cpu_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with caplog.at_level(logging.WARNING), socket.create_connection((HOST, server.port)) as stranger:
+        address = "{}:{}".format(*stranger.getsockname())
+        assert num_bytes_taken(stranger, 256 << 20) < 32 << 20
+        round_trip(server, good, delivered, "n")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_kib < 16 << 10
+    assert time.process_time() - cpu_s < 2.0
+    assert f"rejected an unauthenticated connection from {address}" in caplog.text
+    good.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        json.dumps(hello("n", "another key")).encode(), json.dumps({**hello("n"), "key": None}).encode(),
+        json.dumps({"kind": "beat"}).encode(), b"[1]", b"no JSON", b"[" * 4000, b"\xff\xfe",
+    ],
+)  # fmt: skip
+def test_a_first_line_that_is_no_hello_with_the_key_closes_the_connection(
+    server: AgentServer, delivered: Delivered, line: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), socket.create_connection((HOST, server.port)) as stranger:
+        stranger.sendall(line + b"\n")
+        assert is_closed(stranger)
+    assert delivered.empty()
+    assert "rejected an unauthenticated connection" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_a_client_that_sends_no_key_in_time_is_closed(
+    server: AgentServer, delivered: Delivered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc, "HELLO_S", 0.1)
+    good = agent(server, delivered, "n")
+    with socket.create_connection((HOST, server.port)) as silent:
+        silent.sendall(b'{"kind": "hello"')
+        assert is_closed(silent)
+    round_trip(server, good, delivered, "n")
+    good.close()
+
+
+def test_of_many_clients_without_a_key_the_oldest_is_closed_and_an_agent_still_gets_in(
+    server: AgentServer, delivered: Delivered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc, "MAX_UNAUTHENTICATED", 4)
+    silent = [socket.create_connection((HOST, server.port)) for _ in range(5)]
+    assert is_closed(silent[0])
+    good = agent(server, delivered, "n")
+    round_trip(server, good, delivered, "n")
+    for sock in (*silent, good):
+        sock.close()
+
+
+def test_an_agents_long_line_arrives_whole_and_one_beyond_the_bound_ends_its_connection(
+    server: AgentServer, delivered: Delivered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc, "MAX_LINE_BYTES", 1 << 20)
+    good = agent(server, delivered, "n")
+    message = {"kind": "death", "log_lines": ["x" * (1 << 19)] * 2, "end": "\n" * 9}
+    message["log_lines"][1] = message["log_lines"][1][:-200]  # type: ignore[index]
+    assert good.send(message)
+    assert good.send({"kind": "beat"})
+    assert delivered.get(timeout=WAIT_S) == ("n", message)
+    assert delivered.get(timeout=WAIT_S) == ("n", {"kind": "beat"})
+    good.send({"kind": "death", "log_lines": ["x" * (1 << 21)]})
+    assert delivered.get(timeout=WAIT_S) == ("n", {"kind": "hung-up"})
+    good.close()

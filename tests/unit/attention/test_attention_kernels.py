@@ -1,0 +1,252 @@
+"""Merging, the backend table and its self-test."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ring.attention.kernels import aten_cpu, reference
+from elastic_ring.attention.kernels.table import BACKENDS, Backend, select, self_test
+from elastic_ring.attention.merge import Accumulator, lse_for_backward, merge_
+from elastic_ring.errors import RunFailed
+from tests.unit.attention.attention_rings import Case, one_thread, relative_error, whole_attention
+
+CPU = [backend for backend in BACKENDS if "cpu" in backend.devices]
+ATEN, REFERENCE = CPU
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def test_two_fully_masked_parts_merge_to_a_fully_masked_row_without_nan() -> None:
+    out, lse = torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1), -math.inf)
+    merge_(out, lse, torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1), -math.inf))
+    assert torch.equal(out, torch.zeros(1, 2, 1, 4))
+    assert torch.equal(lse, torch.full((1, 2, 1), -math.inf))
+
+
+@pytest.mark.parametrize("masked_first", [True, False])
+def test_a_fully_masked_part_changes_no_bit(masked_first: bool) -> None:
+    seen = torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2)
+    masked = torch.zeros(1, 3, 2, 4), torch.full((1, 3, 2), -math.inf)
+    first, second = (masked, seen) if masked_first else (seen, masked)
+    out, lse = first[0].clone(), first[1].clone()
+    merge_(out, lse, *second)
+    assert torch.equal(out, seen[0])
+    assert torch.equal(lse, seen[1])
+
+
+def test_huge_scores_merge_without_overflow() -> None:
+    out, lse = torch.ones(1, 1, 1, 2), torch.full((1, 1, 1), 3e4)
+    merge_(out, lse, torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), 3e4))
+    assert torch.equal(out, torch.full((1, 1, 1, 2), 0.5))
+    assert lse.item() == pytest.approx(3e4 + math.log(2))
+
+
+def test_merging_split_keys_gives_attention_over_all_keys() -> None:
+    q, k, v, _ = Case(cp=1, seq_len=30).tensors()
+    total = Accumulator(q)
+    for start, stop in ((0, 1), (1, 17), (17, 30)):
+        total.add((0, 30), *reference.forward(q, k[:, start:stop], v[:, start:stop], causal=False, scale=0.3))
+    out, lse = reference.forward(q, k, v, causal=False, scale=0.3)
+    assert relative_error(total.out, out) < 1e-14
+    assert relative_error(total.lse, lse) < 1e-14
+
+
+def test_rows_that_no_key_reached_have_zero_gradients() -> None:
+    q, k, v, dout = Case(cp=1, seq_len=6).tensors()
+    total = Accumulator(q)
+    assert torch.equal(total.lse, torch.full_like(total.lse, -math.inf))
+    lse = lse_for_backward(total.lse)
+    assert torch.equal(lse, torch.full_like(lse, math.inf))
+    for backend in CPU:
+        grads = backend.backward(dout, q, k, v, total.out, lse, causal=False, scale=1.0)
+        assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("backend", CPU, ids=lambda b: b.name)
+def test_a_backend_alone_agrees_with_autograd(backend: Backend, num_kv_heads: int, causal: bool) -> None:
+    case = Case(cp=1, seq_len=130, causal=causal, num_kv_heads=num_kv_heads)
+    q, k, v, dout = case.tensors()
+    scale = case.head_dim**-0.5
+    out, lse = backend.forward(q, k, v, causal=causal, scale=scale)
+    grads = backend.backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
+    assert lse.shape == q.shape[:3]
+    for got, want in zip((out, *grads), whole_attention(case), strict=True):
+        assert got.shape == want.shape
+        assert relative_error(got, want) < 1e-13
+
+
+@pytest.mark.parametrize("backend", CPU, ids=lambda b: b.name)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [4, 64, 160])
+def test_every_cpu_backend_passes_its_self_test(backend: Backend, dtype: torch.dtype, head_dim: int) -> None:
+    assert self_test(backend, dtype=dtype, head_dim=head_dim) is None
+
+
+def _base2_lse(*args: Any, **kwargs: Any) -> Any:
+    out, lse = aten_cpu.forward(*args, **kwargs)
+    return out, lse / math.log(2)
+
+
+def _ignores_causal(*args: Any, causal: bool, scale: float) -> Any:
+    return aten_cpu.forward(*args, causal=False, scale=scale)
+
+
+def _not_scaled(*args: Any, **kwargs: Any) -> Any:
+    dq, dk, dv = aten_cpu.backward(*args, **kwargs)
+    return dq, dk * 1.01, dv
+
+
+def _local_lse(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, causal: bool, scale: float) -> Any:
+    """The classic mistake: normalising by this tile's own keys instead of all keys."""
+    out, lse = aten_cpu.forward(q, k, v, causal=causal, scale=scale)
+    return aten_cpu.backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
+
+
+def _nan(*args: Any, **kwargs: Any) -> Any:
+    out, lse = aten_cpu.forward(*args, **kwargs)
+    return out * math.nan, lse
+
+
+def _raises(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("no kernel image")
+
+
+BROKEN = {
+    "base-2 lse": dataclasses.replace(ATEN, name="broken", forward=_base2_lse),
+    "no causal mask": dataclasses.replace(ATEN, name="broken", forward=_ignores_causal),
+    "dk off by a hundredth": dataclasses.replace(ATEN, name="broken", backward=_not_scaled),
+    "tile's own lse in backward": dataclasses.replace(ATEN, name="broken", backward=_local_lse),
+    "nan": dataclasses.replace(ATEN, name="broken", forward=_nan),
+    "raises": dataclasses.replace(ATEN, name="broken", forward=_raises),
+}
+
+
+@pytest.mark.parametrize("backend", BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_backend_is_passed_over_loudly(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        chosen = select("cpu", torch.float32, 32, True, backends=(backend, *BACKENDS))
+    assert chosen is ATEN
+    (record,) = caplog.records
+    assert "broken fails its self-test" in record.getMessage()
+
+
+def test_a_gpu_that_is_full_passes_over_no_kernel() -> None:
+    """Another kernel would give other bits, and whoever asks later has memory again."""
+    full = [True]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return ATEN.forward(*args, **kwargs)
+
+    tight = dataclasses.replace(ATEN, name="tight", forward=forward)
+    with pytest.raises(torch.OutOfMemoryError):
+        select("cpu", torch.float32, 24, True, backends=(tight, REFERENCE))
+    full.clear()
+    assert select("cpu", torch.float32, 24, True, backends=(tight, REFERENCE)).name == "tight"
+
+
+def test_an_error_that_the_reference_meets_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's own error may show only in what the device is asked next."""
+
+    def breaks(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(reference, "forward", breaks)
+    told = self_test(dataclasses.replace(ATEN, name="late"), head_dim=40)
+    assert told == "RuntimeError: CUDA error: an illegal memory access was encountered"
+
+
+def test_a_pass_that_cannot_be_kept_is_a_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        assert self_test(ATEN, head_dim=48, cache_dir=tmp_path / "cache") is None
+    assert "is not kept" in caplog.text
+
+
+def test_nothing_is_chosen_in_silence_when_all_fail() -> None:
+    with pytest.raises(RunFailed, match="tried broken"):
+        select("cpu", torch.float32, 32, True, backends=(BROKEN["nan"],))
+
+
+def test_the_best_able_backend_is_chosen_and_a_pin_obeyed() -> None:
+    limited = dataclasses.replace(ATEN, name="small", max_head_dim=64, deterministic=False)
+    table = (limited, *BACKENDS)
+    assert select("cpu", torch.float32, 64, False, backends=table) is limited
+    assert select("cpu", torch.float32, 65, False, backends=table) is ATEN
+    assert select("cpu", torch.float32, 64, True, backends=table) is ATEN
+    assert select("cpu", torch.float32, 64, True, "reference") is REFERENCE
+
+
+@pytest.mark.parametrize(
+    ("pin", "dtype", "message"),
+    [
+        ("flesh", torch.float32, "unknown; choose one of flash-attn-4, .*, aten-cpu, reference"),
+        ("aten-cpu", torch.int32, "takes .* not torch.int32; leave backend out"),
+        (None, torch.int32, "no attention backend"),
+    ],
+)
+def test_impossible_choices_are_the_users_mistake(pin: str | None, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        select("cpu", dtype, 32, True, pin)
+
+
+def test_a_pass_is_kept_on_disk_and_a_failure_is_not(tmp_path: Path) -> None:
+    calls = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return aten_cpu.forward(*args, **kwargs)
+
+    def judge(forward: Any, folder: Path) -> Any:
+        # A new object each time, as in a new process: the verdict in memory is not found.
+        backend = dataclasses.replace(ATEN, forward=lambda *args, **kwargs: forward(*args, **kwargs))
+        return self_test(backend, cache_dir=folder)
+
+    assert judge(counted, tmp_path) is None
+    num_calls = len(calls)
+    assert num_calls > 0
+    assert judge(counted, tmp_path) is None
+    assert len(calls) == num_calls
+    for _ in range(2):
+        assert judge(_nan, tmp_path / "other") is not None
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_uninstalled_package_a_head_dim_or_a_missing_device_is_a_refusal_with_its_reason() -> None:
+    cuda = {backend.name: backend for backend in BACKENDS if "cpu" not in backend.devices}
+    assert list(cuda) == ["flash-attn-4", "cudnn", "flash-attn-2", "aten-flash", "flex"]
+    missing = dataclasses.replace(ATEN, package="a-package-that-nobody-has")
+    assert missing.refusal("cpu", torch.float32, 64, True) == "needs a-package-that-nobody-has, which is not installed"
+    odd = dataclasses.replace(ATEN, head_dim_multiple=8)
+    assert odd.refusal("cpu", torch.float32, 12, True) == "takes multiples of 8 as head_dim, not 12"
+    assert cuda["cudnn"].refusal("cuda", torch.bfloat16, 64, True) == "is not deterministic"
+    assert cuda["cudnn"].refusal("cuda", torch.float32, 64, False) is not None
+    assert cuda["flex"].refusal("cpu", torch.float32, 64, False) == "runs on cuda, not on cpu"
+
+
+def test_deterministic_picks_the_repeatable_form_of_a_fast_backend() -> None:
+    fast = dataclasses.replace(ATEN, name="fast", deterministic=False, deterministic_backward=_same_backward)
+    chosen = select("cpu", torch.float32, 32, True, backends=(fast,))
+    assert chosen.deterministic
+    assert chosen.backward is _same_backward
+    assert select("cpu", torch.float32, 32, False, backends=(fast,)) is fast
+
+
+def _same_backward(*args: Any, **kwargs: Any) -> Any:
+    return aten_cpu.backward(*args, **kwargs)

@@ -1,0 +1,128 @@
+"""Checkpointing runs a block's attention once: the same bits, half the kernels and hops, in a ring and alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import noop_context_fn
+
+from elastic_ring.attention.kernels.table import BACKENDS
+from elastic_ring.attention.layers import PatternedAttention
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.parse import parse_pattern
+from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.schedule import plan
+from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.init import Initialiser, initialise_module
+from elastic_ring.model.transformer import Transformer
+from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
+
+CONFIG = ModelConfig(64, 3, 32, 4, 2, 8, 64)
+NUM_TOKENS = 32
+
+
+class Plain:
+    """The same attention without what checkpointing looks for: it is run again."""
+
+    def __init__(self, ring: RingAttention) -> None:
+        self._ring = ring
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._ring(q, k, v)
+
+
+def train(cp: int, cp_rank: int, group: Any, *, keep: bool, offload: bool = False) -> tuple[list[Tensor], int, int]:
+    """(loss and gradients, kernels run forward, bytes of forward hops) of one sequence's slice."""
+    backend, counted = next(b for b in BACKENDS if b.name == "aten-cpu"), [0]
+
+    def forward(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        counted[0] += 1
+        return backend.forward(*args, **options)
+
+    layout = make_layout("zigzag", NUM_TOKENS, cp)
+    ring = RingAttention(plan(Pattern(), layout), cp_rank, group, backend=replace(backend, forward=forward))
+    model = Transformer(replace(CONFIG, offload_activations=offload))
+    initialise_module(model, Initialiser(0, CONFIG.num_layers))
+    tokens = torch.arange(NUM_TOKENS).unsqueeze(0) * 7 % 64
+    positions = layout.scatter(torch.arange(NUM_TOKENS).unsqueeze(0), cp_rank, 1)
+    mine = layout.scatter(tokens, cp_rank, 1)
+    loss, _ = model(mine, positions=positions, document_ids=mine, attention=ring if keep else Plain(ring), targets=mine)
+    loss.backward()
+    num_bytes = sum(n for (direction, _), n in ring.ledger.sent_bytes.items() if direction == "forward")
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], counted[0], num_bytes
+
+
+def one_rank(cp: int, groups: Any, way: str, cp_rank: int) -> tuple[list[Tensor], int, int]:
+    return train(cp, cp_rank, groups[cp_rank], keep=way != "run again", offload=way == "offloaded")
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_attention_is_not_run_again_and_no_bit_changes(cp: int) -> None:
+    with one_thread():
+        rings = ThreadRings()
+        found = {}
+        for way in ("kept", "offloaded", "run again"):
+            groups = rings.groups(cp) if cp > 1 else [None]
+            # Autograd's one thread for the CPU is the caller's own: the ranks may run side by side.
+            found[way] = in_threads(cp, partial(one_rank, cp, groups, way))
+    for kept, again in zip(found["kept"] + found["offloaded"], 2 * found["run again"], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(kept[0], again[0], strict=True))
+        assert 2 * kept[1] == again[1]
+        assert 2 * kept[2] == again[2]
+
+
+PATTERN = '{"block": 128, "groups": [{"layers": [1], "rule": "dense"}, {"rule": "bigbird:1,0,1"}]}'
+
+
+def train_patterned(
+    cp: int, sparse_kernel: str | None, group: Any, cp_rank: int, *, keep: bool, offload: bool = False
+) -> Any:
+    """As `train`, layers 0 and 2 sparse and layer 1 dense; hops forward instead of kernels."""
+    num_tokens, heard = 128 * 2 * cp, [0]
+    layout = make_layout("zigzag", num_tokens, cp)
+
+    def observe(direction: str, call_index: int, hop: int) -> None:
+        heard[0] += direction == "forward"
+
+    attention: Any = PatternedAttention(
+        parse_pattern(PATTERN), layout, cp_rank, group, observer=observe, sparse_kernel=sparse_kernel
+    )
+    model = Transformer(replace(CONFIG, offload_activations=offload))
+    initialise_module(model, Initialiser(0, CONFIG.num_layers))
+    tokens = torch.arange(num_tokens).unsqueeze(0) * 7 % 64
+    mine = layout.scatter(tokens, cp_rank, 1)
+    positions = layout.positions(cp_rank).unsqueeze(0)
+    ledger = attention.ledger
+    if not keep:
+        attention.recomputation = noop_context_fn  # what a layer's callable hands on
+    loss, _ = model(mine, positions=positions, document_ids=mine, attention=attention, targets=mine)
+    loss.backward()
+    num_bytes = sum(n for (direction, _), n in ledger.sent_bytes.items() if direction == "forward")
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], heard[0], num_bytes
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("sparse_kernel", [None, "reference-sparse"], ids=["tiles", "blocks"])
+def test_layers_with_patterns_of_their_own_are_not_run_again_either(sparse_kernel: str | None, cp: int) -> None:
+    with one_thread():
+        rings = ThreadRings()
+        found = {}
+        for way in ("kept", "offloaded", "run again"):
+            groups = rings.groups(cp) if cp > 1 else [None]
+
+            def work(cp_rank: int, groups: Any = groups, way: str = way) -> Any:
+                keep, offload = way != "run again", way == "offloaded"
+                return train_patterned(cp, sparse_kernel, groups[cp_rank], cp_rank, keep=keep, offload=offload)
+
+            found[way] = in_threads(cp, work)
+    for kept, again in zip(found["kept"] + found["offloaded"], 2 * found["run again"], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(kept[0], again[0], strict=True))
+        assert kept[1] == CONFIG.num_layers * cp
+        assert 2 * kept[1] == again[1]
+        assert 2 * kept[2] == again[2]

@@ -1,0 +1,38 @@
+"""What the overhead bench can fail on, from figures: the bound where there is one, and the losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.recovery import bench_overhead as bench
+
+FIGURES: dict[str, Any] = {
+    "model": "small model", "blocks": 3, "steps_per_block": 4, "ratio": 1.01, "worst_loss_error": 0.0,
+    "median_product_s": 1.01, "mean_product_s": 1.01, "median_plain_s": 1.0, "mean_plain_s": 1.0,
+}  # fmt: skip
+
+
+def test_a_bound_above_the_limit_and_other_losses_are_missed() -> None:
+    text, missed = bench.report({**FIGURES, "upper_bound": 1.04}, 0.05)
+    assert "upper bound +4.00 % (limit 5 %)" in text
+    assert missed == []
+    _, missed = bench.report({**FIGURES, "upper_bound": 1.06, "worst_loss_error": 0.1}, 0.05)
+    assert [line.split(" ")[1] for line in missed] == ["upper", "losses"]
+
+
+def test_one_after_the_other_tells_no_bound_and_holds_the_losses_alone() -> None:
+    text, missed = bench.report({**FIGURES, "ratio": 1.5, "upper_bound": None}, 0.05)
+    assert "one after the other" in text
+    assert "limit" not in text
+    assert missed == []
+    _, missed = bench.report({**FIGURES, "upper_bound": None, "worst_loss_error": 0.1}, 0.05)
+    assert len(missed) == 1
+
+
+@pytest.mark.parametrize("options", [["--dp", "2"], ["--model", "small", "--cp", "2"], ["--apart", "--block-steps=2"]])
+def test_options_that_would_mean_nothing_are_refused(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench_overhead.py", *options])
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()

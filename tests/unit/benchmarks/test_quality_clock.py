@@ -1,0 +1,553 @@
+"""Training for a time: the paths that skip mean what masks mean, the time is kept, and a file is gone on with."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.quality import clock as clock_module
+from benchmarks.quality import quality_clock
+from benchmarks.quality.apart import train_apart
+from benchmarks.quality.clock import (
+    LOOK_STEPS,
+    REST_LOOKS,
+    WARM_STEPS,
+    Attentions,
+    ClockSettings,
+    compiled_pieces,
+    expected_share,
+    learning_rate,
+    median_ms,
+    num_compiled,
+    train_for,
+    train_step,
+)
+from benchmarks.quality.quality_clock import main, table
+from benchmarks.quality.records import finished
+from elastic_ring.attention import layers
+from elastic_ring.attention.block_kernels import REFERENCE
+from elastic_ring.data.source import TextFiles
+from elastic_ring.tuning.quality.families import MOST_KEPT, Family, block_families
+from elastic_ring.tuning.quality.model import Masks, SmallConfig, SmallModel
+from elastic_ring.tuning.quality.text import Corpus, corpus
+from tests.unit.attention.attention_rings import one_thread
+
+ROOT = Path(__file__).resolve().parents[3]
+CPU = torch.device("cpu")
+SMALL = ClockSettings(seconds=1.0, seq_len=128, block=8, batch=2, width=32, num_layers=2, num_heads=2)
+NAMES = tuple(block_families(128, 8, 2))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "long.txt"
+    words = [f"name_{number * 7919 % 101} = {number * 31 % 17}\n" for number in range(4000)]
+    path.write_text("".join(words), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts(text: Path) -> Corpus:
+    return corpus(SMALL.seq_len, 4, source=TextFiles(SMALL.seq_len, (str(text),)), limit=64)
+
+
+def masks_of(family: Family, settings: ClockSettings) -> Masks:
+    """By the definition; `families` has content apart from the texts."""
+    num_chosen = int(family.text.split(":")[1].split(",")[0]) if family.text.startswith("topk") else 0
+    return Masks(
+        None if num_chosen else family.pattern(), settings.seq_len, settings.num_heads, top_k=num_chosen,
+        block=settings.block, first_query=True,
+    )  # fmt: skip
+
+
+def loss_and_gradients(model: SmallModel, rows: torch.Tensor, seen: Any) -> list[torch.Tensor]:
+    loss = F.cross_entropy(model(rows[:, :-1], seen).flatten(0, 1), rows[:, 1:].flatten())
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_skips_gives_the_loss_and_gradients_of_the_masks(name: str, texts: Corpus) -> None:
+    family = block_families(SMALL.seq_len, SMALL.block, SMALL.num_layers)[name]
+    model = SmallModel(SmallConfig(texts.vocab_size, SMALL.width, num_heads=SMALL.num_heads), 0)
+    rows = torch.from_numpy(texts.training[:3])
+    found = loss_and_gradients(model, rows, Attentions(family, SMALL, CPU).of_step())
+    wanted = loss_and_gradients(model, rows, masks_of(family, SMALL))
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    if name != "dense":
+        dense = loss_and_gradients(model, rows, masks_of(Family("dense", "dense", SMALL.block), SMALL))
+        assert not torch.allclose(found[0], dense[0], atol=1e-6), "a pattern that hides nothing shows nothing"
+
+
+@pytest.mark.thinned(num=2)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float32") for name in NAMES[1:]), ("one dense layer", "bfloat16")]
+)
+def test_what_gpus_run_in_blocks_of_128_trains_alike_on_a_cpu(name: str, dtype: str, text: Path) -> None:
+    """The same lines, tables and types as on a GPU; only the kernel is the reference, and no device is waited for."""
+    settings = replace(SMALL, seq_len=2048, block=128, width=16, dtype=dtype, sparse_kernel=REFERENCE.name)
+    family = block_families(2048, 128, 2)[name]
+    read = corpus(2048, 1, source=TextFiles(2048, (str(text),)), limit=8)
+    model = SmallModel(SmallConfig(read.vocab_size, settings.width, num_heads=SMALL.num_heads), 0)
+    rows = torch.from_numpy(read.training[:2])
+    wanted = loss_and_gradients(model, rows, masks_of(family, settings))[0]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    found = train_step(model, optimizer, Attentions(family, settings, CPU), rows)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5 if dtype == "float32" else 1e-2)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize(("seq_len", "block"), [(16384, 128), (4096, 128), (1024, 32), (512, 16)])
+def test_families_of_blocks_keep_a_quarter_at_most_and_nearly_so(seq_len: int, block: int) -> None:
+    for family in block_families(seq_len, block, 8).values():
+        if family.name != "dense":
+            assert 0.6 * MOST_KEPT < family.density(seq_len, 8, 4) <= MOST_KEPT, family
+    with pytest.raises(ValueError, match="at least 16 whole blocks"):
+        block_families(seq_len + 1, block)
+
+
+class Ticks:
+    """A clock that every step of an optimizer takes `step_s` further, or what that says for its number."""
+
+    def __init__(self, step_s: float | Callable[[int], float]) -> None:
+        self._step_s, self._now, self.num_steps = step_s, 100.0, 0
+        self.looks: list[int] = []
+
+    def __call__(self) -> float:
+        self.looks.append(self.num_steps)
+        return self._now
+
+    @contextmanager
+    def running(self) -> Iterator[Ticks]:
+        def stepped(*arguments: Any) -> None:
+            self._now += self._step_s(self.num_steps) if callable(self._step_s) else self._step_s
+            self.num_steps += 1
+
+        handle = register_optimizer_step_post_hook(stepped)
+        try:
+            yield self
+        finally:
+            handle.remove()
+
+
+def train_ticking(step_s: float) -> Any:
+    """`train_for` in this process by such a clock."""
+
+    def train(*arguments: Any, **options: Any) -> Any:
+        with Ticks(step_s).running() as ticks:
+            return train_for(*arguments, **options, clock=ticks)
+
+    return train
+
+
+DENSE = block_families(128, 8, 2)["dense"]
+
+
+@pytest.mark.thinned(num=2)
+@pytest.mark.parametrize(("step_s", "steps"), [(0.25, 4), (0.3, 4), (0.34, 3), (2.0, 1), (0.03, 34), (0.0399, 26)])
+def test_no_step_begins_when_the_time_is_over(step_s: float, steps: int, texts: Corpus) -> None:
+    found = train_ticking(step_s)(DENSE, 0, SMALL, texts, CPU)
+    assert found["steps"] == steps == math.ceil(SMALL.seconds / step_s)
+    assert found["seconds"] == pytest.approx(steps * step_s)
+    assert found["ms_per_step"] == found["median_ms"] == found["rest_ms"] == pytest.approx(1000 * step_s)
+    assert found["tokens"] == steps * SMALL.batch * SMALL.seq_len
+    assert math.isfinite(found["tail_loss"])
+
+
+def test_the_clock_is_looked_at_every_few_steps_alike_in_training_and_in_what_is_not_attention(texts: Corpus) -> None:
+    """Each look has the host wait for the GPU."""
+    with Ticks(0.035).running() as ticks:
+        found = train_for(DENSE, 0, SMALL, texts, CPU, clock=ticks)
+    assert found["steps"] == 29
+    done = [0, *range(1, LOOK_STEPS), 8, 16, 24, 29]
+    rest = 29 + LOOK_STEPS
+    wanted = [*done, *range(rest, rest + LOOK_STEPS * REST_LOOKS + 1, LOOK_STEPS)]
+    assert [steps - WARM_STEPS for steps in ticks.looks] == wanted
+
+
+def test_one_long_step_moves_the_mean_and_not_the_median(texts: Corpus) -> None:
+    with Ticks(lambda number: 0.4 if number == WARM_STEPS + 12 else 0.02).running() as ticks:
+        found = train_for(DENSE, 0, SMALL, texts, CPU, clock=ticks)
+    assert found["median_ms"] == pytest.approx(20)
+    assert found["ms_per_step"] > 30
+    assert found["seconds"] < 1 + 0.4, "the time is up at a look"
+
+
+def test_between_looks_the_share_of_the_time_goes_on_at_the_pace_so_far() -> None:
+    looks = [(0, 50.0), (1, 51.0), (8, 54.0)]
+    assert expected_share(looks[:1], 1, 10.0) == 0
+    assert expected_share(looks, 8, 10.0) == pytest.approx(0.4)
+    assert expected_share(looks, 12, 10.0) == pytest.approx(0.6)
+    assert median_ms(looks) == pytest.approx(1000 * (1 + 3 / 7) / 2)
+
+
+def test_every_step_has_a_learning_rate_and_a_batch_of_its_own(texts: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates, drawn = [], []
+
+    def step(model: Any, optimizer: Any, *rest: Any) -> torch.Tensor:
+        rates.append(optimizer.param_groups[0]["lr"])
+        drawn.append(rest[1])
+        return train_step(model, optimizer, *rest)
+
+    monkeypatch.setattr(clock_module, "train_step", step)
+    steps = train_ticking(0.04)(DENSE, 0, SMALL, texts, CPU)["steps"]
+    wanted = [learning_rate(number / 25, SMALL.peak_lr) for number in range(steps)]
+    assert rates[WARM_STEPS : WARM_STEPS + steps] == pytest.approx(wanted)
+    timed = [tuple(rows.flatten().tolist()) for rows in drawn[WARM_STEPS:]]
+    assert len(timed) == steps + LOOK_STEPS * (1 + REST_LOOKS)
+    assert len(set(timed[: len(texts.training) // SMALL.batch])) == len(texts.training) // SMALL.batch
+    assert len(set(timed[-LOOK_STEPS:])) == LOOK_STEPS
+
+
+def test_dense_runs_its_own_kernel_by_the_same_objects_as_all(texts: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def spied(kind: Any) -> Any:
+        def make(*arguments: Any, **options: Any) -> Any:
+            made.append(kind.__name__)
+            return kind(*arguments, **options)
+
+        return make
+
+    for kind in (layers.RingAttention, layers.SparseRingAttention):
+        monkeypatch.setattr(layers, kind.__name__, spied(kind))
+    q, k, v = torch.randn(3, 2, 128, 2, 16)
+    for name, wanted in (("dense", ["RingAttention"] * 2), ("random", ["SparseRingAttention"] * 2)):
+        made.clear()
+        attentions = Attentions(block_families(128, 8, 2)[name], SMALL, CPU)
+        for attend in (*attentions.of_step(), *attentions.of_step()):
+            assert attend(q, k, v).shape == q.shape
+        assert made == wanted, "one object a step, which its layers share"
+
+
+# ------------------------------------------------------------ compiled
+
+COMPILED = replace(SMALL, compiled=True)
+TORCHS_OWN = [
+    # torch looks at it, and hides its own warning in a way that comes after a filter which makes errors of warnings.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+
+
+def compiling(test: Any) -> Any:
+    for mark in TORCHS_OWN:
+        test = mark(test)
+    return pytest.mark.usefixtures("_quick")(test)
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Dynamo and AOTAutograd as ever, their graphs run as they are."""
+    pieces = compiled_pieces("aot_eager")
+    monkeypatch.setattr(clock_module, "compiled_pieces", lambda: pieces)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@compiling
+def test_what_is_compiled_trains_alike_and_serves_all_layers_and_families(texts: Corpus) -> None:
+    plain = train_for(DENSE, 0, SMALL, texts, CPU, steps=9)
+    before = num_compiled()
+    found = train_for(DENSE, 0, COMPILED, texts, CPU, steps=9)
+    first = num_compiled() - before
+    assert found["tail_loss"] == pytest.approx(plain["tail_loss"], rel=1e-3)
+    assert 0 < first <= 12, "a graph for each piece in training, evaluating and without attention, not for each layer"
+    train_for(block_families(128, 8, 2)["sinks + window"], 1, replace(COMPILED, num_layers=3), texts, CPU, steps=9)
+    assert num_compiled() == before + first
+
+
+@pytest.mark.slow
+@compiling
+def test_a_run_leaves_no_cycle_behind_for_the_collector(texts: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes next would have it collected within the clock, and the GPU's memory be full until then."""
+    made = []
+
+    def noted(*arguments: Any) -> SmallModel:
+        model = SmallModel(*arguments)
+        made.append(weakref.ref(model.layers[0]))
+        return model
+
+    monkeypatch.setattr(clock_module, "SmallModel", noted)
+    train_for(DENSE, 0, COMPILED, texts, CPU, steps=1)
+    gc.collect()
+    gc.disable()
+    try:
+        train_for(DENSE, 0, COMPILED, texts, CPU, steps=1)
+        assert made[1]() is None
+    finally:
+        gc.enable()
+    assert gc.get_freeze_count() == 0
+
+
+@compiling
+def test_a_graph_that_is_made_while_the_clock_runs_is_an_error(texts: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock_module, "_warm_up", lambda *arguments: None)
+    with pytest.raises(RuntimeError, match="while the clock ran"):
+        train_for(DENSE, 0, COMPILED, texts, CPU, steps=1)
+
+
+@compiling
+def test_more_forms_than_are_kept_are_an_error_and_no_slower_run(texts: Corpus) -> None:
+    raised = pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit)
+    with torch._dynamo.config.patch(recompile_limit=1), raised:
+        train_for(DENSE, 0, COMPILED, texts, CPU, steps=1)  # evaluating is another form
+
+
+class CountedPairs(TorchDispatchMode):
+    """Pairs of queries and keys that attention kernels of CPUs went over, in both passes, as seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "flash_attention_for_cpu" in str(func):
+            q, k = args[1:3] if "backward" in str(func) else args[:2]
+            self.pairs += q.shape[:3].numel() * k.size(2)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+def test_who_goes_over_fewer_pairs_makes_more_steps_in_the_same_time(texts: Corpus) -> None:
+    steps = {}
+    for name in ("dense", "one dense layer", "sinks + window", "causal content"):
+        with CountedPairs() as counted:
+            clock = lambda counted=counted: counted.pairs / 6e5  # noqa: E731
+            steps[name] = train_for(block_families(128, 8, 2)[name], 0, SMALL, texts, CPU, clock=clock)["steps"]
+    assert steps["dense"] >= 2
+    assert steps["one dense layer"] > steps["dense"]
+    assert min(steps["sinks + window"], steps["causal content"]) >= 2 * steps["dense"]
+
+
+def test_the_learning_rate_ends_when_the_time_does() -> None:
+    assert learning_rate(0.05, 1.0) == pytest.approx(1.0)
+    assert learning_rate(1.0, 1.0) == pytest.approx(0.05)
+    rates = [learning_rate(share / 100, 1.0) for share in range(101)]
+    assert rates[:6] == sorted(rates[:6])
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert min(rates) > 0
+
+
+@pytest.mark.slow
+def test_what_warms_up_leaves_no_trace_and_a_run_repeats(texts: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = block_families(128, 8, 2)["random"]
+    train = train_ticking(1.0)
+    first, again = (train(family, 1, SMALL, texts, CPU, steps=3) for _ in range(2))
+    monkeypatch.setattr("benchmarks.quality.clock._warm_up", lambda *arguments: None)
+    cold = train(family, 1, SMALL, texts, CPU, steps=3)
+    assert first == again == cold
+    assert first["steps"] == 3
+    assert first["tail_loss"] != train(family, 2, SMALL, texts, CPU, steps=3)["tail_loss"]
+
+
+def arguments(out: Path, text: Path, *more: str) -> list[str]:
+    sizes = "--seq-len 128 --block 8 --batch 1 --width 32 --heads 2 --layers 1 --seconds 2 --seeds 0,1"
+    return ["--out", str(out), "--text", str(text), *sizes.split(), "--families", "dense,random", *more]
+
+
+@pytest.mark.slow
+def test_a_file_is_gone_on_with_and_nothing_is_run_twice(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "deep" / "clock.jsonl"
+    trained = []
+
+    def counted(step_s: float) -> Any:
+        def train(family: Family, seed: int, *rest: Any, **options: Any) -> Any:
+            trained.append((family.name, seed, options["steps"]))
+            return train_ticking(step_s)(family, seed, *rest, **options)
+
+        return train
+
+    assert main(arguments(out, text, "--seeds", "0"), counted(1.0)) == 0
+    lines = out.read_text(encoding="utf-8").splitlines()
+    assert main(arguments(out, text, "--parts", "clock,tokens"), counted(0.5)) == 0
+    assert trained == [
+        ("dense", 0, None), ("random", 0, None), ("random", 0, 2),
+        ("dense", 1, None), ("random", 1, None), ("random", 1, 4),
+    ]  # fmt: skip
+    assert out.read_text(encoding="utf-8").splitlines()[: len(lines)] == lines
+    signal = finished(out)["signal", "", 0]
+    assert signal["held"] == quality_clock.NUM_HELD
+    printed = capsys.readouterr().out
+    assert "seed 0    seed 1" in printed
+    assert main(arguments(out, text, "--stop-after", "-1", "--seeds", "5"), counted(1.0)) == 0
+    assert len(trained) == 6
+
+
+def test_other_settings_another_text_and_unknown_names_are_refused_by_name(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, changed = tmp_path / "clock.jsonl", tmp_path / "changed.txt"
+    assert main(arguments(out, text, "--seeds", "0", "--families", "random"), train_ticking(1.0)) == 0
+    changed.write_text(text.read_text(encoding="utf-8").replace("name", "mane"), encoding="utf-8")
+    for more, message in (
+        (["--seconds", "3"], "seconds 2.0 (now 3.0)"),
+        (["--text", str(changed)], "text_digest"),
+        (["--families", "fast"], "--families: 'fast' is none of dense, "),
+        (["--parts", "bytes"], "--parts: 'bytes' is none of clock, tokens"),
+        (["--block", "9"], "at least 16 whole blocks"),
+        (["--device", "gpu"], "--device gpu: give cpu"),
+        (["--device", "cuda"], "heads of 64 or 128"),
+        (["--device", "cuda:99", "--width", "128", "--seq-len", "2048", "--block", "128"], "name one, or cpu"),
+        (["--parts", "tokens", "--families", "random"], "seed 0 has no dense run by the clock"),
+    ):
+        assert main(arguments(out, text, *more), train_ticking(1.0)) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_patterns_that_gpus_cannot_run_are_refused_before_anything_is_trained() -> None:
+    with pytest.raises(ValueError, match="128"):
+        Attentions(block_families(1024, 32, 2)["random"], replace(SMALL, seq_len=1024, block=32), torch.device("cuda"))
+
+
+def test_a_file_that_another_device_kernel_or_family_began_is_refused_by_name(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "clock.jsonl"
+    assert main(arguments(out, text, "--seeds", "0", "--families", "random"), train_ticking(1.0)) == 0
+    value = finished(out)["settings", "", 0]["value"]
+    assert value["device_name"] == "cpu"
+    assert value["torch version"].split("+")[0] == torch.__version__.split("+")[0]
+    assert value["pattern of 'dense'"] == "dense"
+    for owner, name, now, message in (
+        (quality_clock, "_name", lambda device: "another", "device_name 'cpu' (now 'another')"),
+        (quality_clock, "version", lambda package: "9.9", "(now '9.9')"),
+        (quality_clock, "block_families", lambda *sizes: {**block_families(*sizes), "random": DENSE},
+         "pattern of 'random'"),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, now)
+            assert main(arguments(out, text, "--seeds", "1"), train_ticking(1.0)) == 2
+        assert message in capsys.readouterr().err
+
+
+# ------------------------------------------------------------ each run in a process of its own
+
+
+def where(family: Family, seed: int, *rest: Any, **options: Any) -> dict[str, Any]:
+    """What a run finds."""
+    if family.name == "refused":
+        raise ValueError("not on this device")
+    if family.name == "failed":
+        raise LookupError("no such kernel")
+    if family.name == "killed":
+        os.kill(os.getpid(), 9)
+    return {"pid": os.getpid(), "threads": torch.get_num_threads(), "seed": seed, "steps": options["steps"],
+            "num_sequences": len(rest[1].sequences)}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_is_made_in_a_process_of_its_own_and_its_failure_is_told(texts: Corpus) -> None:
+    def run(name: str) -> dict[str, Any]:
+        return train_apart(Family(name, "dense", 8), 3, SMALL, texts, CPU, steps=5, train=where)
+
+    found = run("fine")
+    assert found.pop("pid") != os.getpid()
+    assert found == {"threads": 1, "seed": 3, "steps": 5, "num_sequences": len(texts.sequences)}
+    with pytest.raises(ValueError, match=r"^not on this device$"):
+        run("refused")
+    with pytest.raises(RuntimeError, match=r"failed, seed 3: Traceback[\s\S]*LookupError: no such kernel"):
+        run("failed")
+    with pytest.raises(RuntimeError, match="killed, seed 3: its process died with exit code -9"):
+        run("killed")
+
+
+def waits(family: Family, *rest: Any, **options: Any) -> dict[str, Any]:
+    print(os.getpid(), flush=True)
+    threading.Event().wait()
+    raise AssertionError
+
+
+@pytest.mark.slow
+def test_a_run_whose_parent_is_killed_ends_too() -> None:
+    """It would hold the device, and nothing reads its result."""
+    program = (
+        "from tests.unit.benchmarks.test_quality_clock import *\n"
+        "train_apart(DENSE, 0, SMALL, Corpus(None, 0, 0), CPU, train=waits)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout as said:
+        assert int(said.readline()) != parent.pid
+        parent.kill()
+        parent.wait()
+        assert said.read() == "", "ends when nobody is left who could write"
+
+
+@pytest.mark.slow
+def test_the_script_runs_from_a_checkout(tmp_path: Path, text: Path) -> None:
+    """As the docstring has it, in processes that import the script again."""
+    out = tmp_path / "clock.jsonl"
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "quality" / "quality_clock.py"),
+        *arguments(out, text, "--seeds", "0"),
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [*command, "--seconds", "0.2"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    values = [finished(out)["clock", name, 0]["value"] for name in ("dense", "random")]
+    assert all(0.2 <= value["seconds"] < 2 and value["steps"] >= 1 for value in values)
+    assert done.stdout.count("! steps without") <= 1
+    assert "random " in done.stdout
+
+
+# ------------------------------------------------------------ the table
+
+
+@pytest.mark.parametrize("name", ["quality-clock-16K-2026-11-22.jsonl", "quality-clock-32K-2026-11-22.jsonl"])
+def test_files_of_before_medians_are_still_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--out", str(ROOT / "benchmarks" / "results" / name), "--table"]) == 0
+    printed = capsys.readouterr().out
+    row = next(line.split() for line in printed.splitlines() if line.startswith("dense"))
+    assert row[3] == "-"
+    assert "steps without attention took over 15%" in printed, "in these they did"
+
+
+def test_the_table_prints_gaps_to_dense_of_the_same_seed() -> None:
+    def line(part: str, name: str, seed: int, tail: float, steps: int) -> dict[str, Any]:
+        value = {"tail_loss": tail, "loss": tail, "train_loss": 0.5, "steps": steps, "tokens": 1, "epochs": 2.0,
+                 "seconds": 60.0, "ms_per_step": 60e3 / steps, "median_ms": 19.0, "density": 0.25,
+                 "rest_ms": 8.1 if (name, seed) == ("random", 1) else 7.0}  # fmt: skip
+        return {"part": part, "family": name, "seed": seed, "value": value}
+
+    records = [
+        line("clock", "dense", 0, 0.7, 1000), line("clock", "dense", 1, 0.8, 1000),
+        line("clock", "random", 0, 0.65, 3000), line("clock", "random", 1, 0.85, 3000),
+        line("clock", "random", 2, 0.9, 3000), line("tokens", "random", 0, 0.9, 1000),
+    ]  # fmt: skip
+    found = table({(r["part"], r["family"], r["seed"]): json.loads(json.dumps(r)) for r in records})
+    rows = [row.split() for row in found if row.startswith("random")]
+    assert rows[0][1:6] == ["0.250", "20.00", "19.00", "7.37", "3000"]
+    assert rows[0][-4:] == ["-0.0500", "+0.0500!", "-", "+0.0000"]
+    assert sum("over 15% more or less" in row for row in found) == 1
+    assert rows[1][-2:] == ["+0.2000", "+0.2000"]

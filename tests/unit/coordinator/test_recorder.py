@@ -1,0 +1,159 @@
+"""The run's records: only what the members that committed a step say of it counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ring.config import RunConfig
+from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.state import Membership, Running, State, Worker
+from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.report import render_status
+from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
+from elastic_ring.runtime.driver.attach import end_on_record, refuse_if_written_to
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> RunRecorder:
+    made = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), lambda note: None, lambda: 100.0)
+    made.open(0.0)
+    return made
+
+
+def record(step: int, membership_id: tuple[int, int], loss: float = 1.0) -> dict[str, Any]:
+    return {
+        "step": step, "loss": loss, "grad_norm": 1.0, "lr": 0.1, "num_tokens": 8, "samples": [1.0, 0.0, 2.0, 0.0],
+        "skipped": False, "step_s": 0.1, "generation": membership_id[1], "dp": 2, "cp": 2, "hop_bytes": 0,
+        "hop_wait_s": 0.0, "hop_latency_mean_s": None, "hop_latency_p99_s": None,
+        "committed_monotonic_s": 1.0, "vote": [1.0], "membership_id": list(membership_id),
+    }  # fmt: skip
+
+
+def test_a_late_record_of_a_step_that_is_to_run_again_is_not_published(recorder: RunRecorder) -> None:
+    recorder.begun(0, (1, 1))
+    assert [r["step"] for r in recorder.publish([record(0, (1, 1)), record(1, (1, 1))])] == [0, 1]
+    recorder.begun(2, (1, 3))  # nobody held the result of step 2
+    assert recorder.publish([record(2, (1, 1), loss=9.0)]) == []
+    assert [r["loss"] for r in recorder.publish([record(2, (1, 3), loss=2.0)])] == [2.0]
+    assert recorder.metrics.last_step == 2
+
+
+def test_a_record_that_came_too_early_and_was_given_up_meanwhile_is_not_published(recorder: RunRecorder) -> None:
+    recorder.begun(0, (1, 1))
+    assert recorder.publish([record(1, (1, 1), loss=9.0)]) == [], "step 0 is on its way still"
+    recorder.begun(1, (1, 3))
+    assert [r["step"] for r in recorder.publish([record(0, (1, 1))])] == [0]
+    assert [r["loss"] for r in recorder.publish([record(1, (1, 3), loss=2.0)])] == [2.0]
+
+
+def test_a_step_that_was_rolled_forward_keeps_the_record_of_those_that_voted(recorder: RunRecorder) -> None:
+    recorder.begun(0, (1, 1))
+    recorder.publish([record(0, (1, 1))])
+    recorder.begun(2, (1, 3))  # step 1's vote travelled
+    assert [r["step"] for r in recorder.publish([record(1, (1, 1)), record(2, (1, 3))])] == [1, 2]
+
+
+def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path: Path) -> None:
+    again = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), lambda note: None, lambda: 100.0)
+    again.open(0.0)
+    again.recall({"event": {}, "commands": [{"type": "Build", "step": 0, "term": 1, "generation": 1}]})
+    assert not again.counts(record(0, (1, 0)))
+    assert again.counts(record(0, (1, 1)))
+
+
+def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_exact(recorder: RunRecorder) -> None:
+    recorder.begun(0, (1, 1))
+    odd = {"step": 0, "not_repeatable": "put_ does not have a deterministic implementation"}
+    assert [r["step"] for r in recorder.publish([odd, record(0, (1, 1))])] == [0]
+    assert recorder.write_summary("", exact=True)["exact"] is False
+
+
+def test_compilations_after_step_0_are_counted_in_the_summary_also_by_a_new_coordinator(tmp_path: Path) -> None:
+    notes: list[dict[str, Any]] = []
+    run = RunConfig("records", run_dir=str(tmp_path))
+    made = RunRecorder(run, notes.append, lambda: 100.0)
+    made.open(0.0)
+    made.publish([{"step": 0, "worker": "a", "compiled": [], "before": 12}])
+    made.publish([{"step": 3, "worker": "a", "compiled": ["x", "y"], "before": 0}])
+    again = RunRecorder(run, lambda note: None, lambda: 100.0)
+    again.open(0.0)
+    for note in notes:
+        again.recall(note)
+    again.publish([{"step": 5, "worker": "b", "compiled": ["x"], "before": 7}])
+    assert made.write_summary("", exact=True)["compilations_after_step_0"] == 2
+    (tmp_path / "summary.json").unlink()
+    assert again.write_summary("", exact=True)["compilations_after_step_0"] == 3
+
+
+def test_the_summary_counts_the_steps_that_were_skipped(recorder: RunRecorder) -> None:
+    recorder.begun(0, (1, 1))
+    recorder.publish([{**record(step, (1, 1), loss=float("nan")), "skipped": True} for step in range(2)])
+    summary = recorder.write_summary("", exact=True)
+    assert (summary["steps"], summary["skipped_steps"], summary["lost_workers"]) == (2, 2, {})
+
+
+def test_after_the_end_nobody_is_a_member_whatever_phase_it_came_in(recorder: RunRecorder) -> None:
+    """Stopped by the user in the middle of training: the core itself has not ended anything."""
+    workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1", "w-2")}
+    membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
+    state = State(ControlOptions("records", 2, 1, 4), Running(membership), 1, 1, workers)
+    status = recorder.folder / "status.json"
+    recorder.write_status(state, force=True)
+    live = json.loads(status.read_text())
+    assert [[person["worker"] for person in live[who]] for who in ("members", "spares")] == [["w-0", "w-1"], ["w-2"]]
+    assert (live["phase"], live["ended"]) == ("running", False)
+    end = {"error": "RunFailed", "message": "stopped by the user", "facts": {}, "attempt": "a"}
+    recorder.write_status(state, force=True, end=end)
+    over = json.loads(status.read_text())
+    assert (over["phase"], over["ended"], over["error"]) == ("ended", True, "stopped by the user")
+    assert (over["members"], over["spares"], over["mesh"]) == ([], [], {"dp": 0, "cp": 0})
+    recorder.write_status(state, force=True)  # a worker that is not killed yet has published
+    assert json.loads(status.read_text()) == over
+
+
+def test_the_end_of_a_run_that_could_not_be_opened_is_told_and_what_was_known_of_it_stays(
+    recorder: RunRecorder,
+) -> None:
+    run, status = RunConfig("records", run_dir=str(recorder.folder)), recorder.folder / "status.json"
+    membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
+    workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1", "w-2")}
+    recorder.write_status(State(ControlOptions("records", 2, 1, 4), Running(membership), 1, 1, workers), force=True)
+    live = json.loads(status.read_text())
+    end = {"error": "RunFailed", "message": "JournalDamaged: line 1", "facts": {}, "attempt": "a"}
+    write_end(run, end)
+    told = json.loads(status.read_text())
+    assert list(told) == list(live)
+    assert {name for name in told if told[name] != live[name]} == {
+        "phase", "mesh", "members", "spares", "updated_unix_s", "ended", "error", "end",
+    }  # fmt: skip
+    assert (told["phase"], told["members"], told["spares"], told["ended"]) == ("ended", [], [], True)
+    assert end_on_record(run, "a") == end
+    write_end(run, {**end, "message": "another word of the same attempt"})
+    assert json.loads(status.read_text()) == told
+    write_end(run, {**end, "attempt": "b"})
+    assert end_on_record(run, "b") == {**end, "attempt": "b"}
+
+
+@pytest.mark.parametrize("left", ["", "\x00" * 8, '{"run": '])
+def test_a_status_that_a_power_cut_left_unreadable_is_none_and_the_run_goes_on(tmp_path: Path, left: str) -> None:
+    run = RunConfig("records", run_dir=str(tmp_path))
+    (tmp_path / "status.json").write_text(left)
+    assert end_on_record(run, "a") is None
+    refuse_if_written_to(run)
+    (tmp_path / "journal.jsonl").touch()
+    assert "state unknown, its status.json is missing or cannot be read" in render_status(tmp_path)
+    RunRecorder(run, lambda note: None, lambda: 100.0).open(0.0)
+
+
+@pytest.mark.parametrize("found", [None, "", "[]", "\x00"])
+def test_such_an_end_is_told_too_where_no_status_can_be_read(tmp_path: Path, found: str | None) -> None:
+    if found is not None:
+        (tmp_path / "status.json").write_text(found)
+    end = {"error": "RunFailed", "message": "OSError: x", "facts": {}, "attempt": "a"}
+    write_end(RunConfig("records", run_dir=str(tmp_path)), end)
+    assert end_on_record(RunConfig("records", run_dir=str(tmp_path)), "a") == end
+    assert render_status(tmp_path).startswith("run records: failed: OSError: x\n")

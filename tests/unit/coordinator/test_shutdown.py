@@ -1,0 +1,180 @@
+"""While the last records are written the coordinator goes on answering: silence would cost it its life."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import queue
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_ring.config import RunConfig
+from elastic_ring.control.cause_ids import CauseIds
+from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.state import Membership, Running, State, Worker
+from elastic_ring.errors import JournalDamaged, RunFailed
+from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.journal import Journal
+from elastic_ring.runtime.agent import stamp_dir
+from elastic_ring.runtime.agent.stamp_dir import hold
+from elastic_ring.runtime.coordinator import actor
+from elastic_ring.runtime.coordinator.actor import Coordinator
+from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
+from elastic_ring.runtime.coordinator.recorder import RunRecorder
+from elastic_ring.runtime.coordinator.shutdown import aside, conclude
+
+
+def test_beats_are_echoed_and_faults_refused_while_the_end_is_being_written() -> None:
+    coordinator_client: queue.Queue[tuple[str, Any, dict[str, Any]]] = queue.Queue()
+    answer: queue.Queue[bool] = queue.Queue()
+    echoed = threading.Event()
+
+    def work() -> dict[str, Any]:
+        coordinator_client.put(("fault", 0, {"answer": answer}))
+        coordinator_client.put(("beat", "node", {}))
+        assert echoed.wait(30.0), "the end could not be written while nobody echoed"
+        return {"error": ""}
+
+    nodes: list[str] = []
+
+    def echo(node: str) -> None:
+        nodes.append(node)
+        echoed.set()
+
+    assert aside(work, coordinator_client, echo) == {"error": ""}
+    assert nodes == ["node"]
+    assert answer.get(timeout=30.0) is False
+
+
+class Nobody:
+    """Whoever else the coordinator speaks to, and hears nothing from."""
+
+    weights_sha256 = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: None
+
+
+@pytest.fixture
+def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A coordinator's own parts, the deciding thread's work among them, in a run that trains; no Ray, no workers."""
+    monkeypatch.setattr(stamp_dir, "SHARED_MEMORY", tmp_path / "shm")
+    timers: list[Any] = []
+    monkeypatch.setattr(actor.threading, "Timer", lambda *args: timers.append(args) or Nobody())
+    (tmp_path / "shm").mkdir()
+    made: Any = object.__new__(Coordinator)
+    run = RunConfig("over", run_dir=str(tmp_path / "run"))
+    run.folder.mkdir()
+    made.timers = timers
+    made.run_spec = SimpleNamespace(run=run, attempt="0123456789", scaling=None, task=None)
+    made._queue, made.driver_feed, made._ready = queue.Queue(), DriverFeed(), threading.Event()
+    made._cause = CauseIds("coordinator")
+    made._ended, made._ticked_at, made._told_waiting, made._term = None, 0.0, "", 1
+    made._is_restart, made.clock = True, lambda: 100.0
+    made._clear = lambda: []
+    made.journal = Journal(run.folder / "journal.jsonl", durable=True).open()
+    made.recorder = RunRecorder(run, made._note, made.clock)
+    made.recorder.open(0.0)
+    made.node_monitor, made.dispatch = Nobody(), Nobody()
+    workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1")}
+    membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
+    made.state = State(ControlOptions("over", 2, 1, 4), Running(membership), 1, 1, workers)
+    made.recorder.write_status(made.state, force=True)
+    return made
+
+
+def status(deciding: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((deciding.run_spec.run.folder / "status.json").read_text())
+    return found
+
+
+def test_nothing_is_decided_in_the_turn_in_which_the_clock_has_ended_the_run(
+    deciding: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver was killed and its lease is over; a worker that lives still has published meanwhile."""
+    monkeypatch.setattr(DriverFeed, "silent_s", 1e9)
+    deciding._ready.set()
+    deciding._clear = lambda: deciding._queue.put(("publish", [], {"worker": "w-0"})) or []
+    deciding._publish = lambda records: pytest.fail("of a run that is over")
+    assert status(deciding)["ended"] is False
+    deciding._take()
+    assert deciding._ended["message"] == "no driver for 60 s"
+    assert (status(deciding)["ended"], status(deciding)["members"]) == (True, [])
+    assert deciding._queue.qsize() == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(JournalDamaged("line 1"), True), (OSError(5, "Input/output error"), True), (RunFailed("it has finished"), False)],
+)
+def test_a_coordinator_that_cannot_open_its_run_ends_it_in_the_status_unless_the_folder_is_not_its_own(
+    deciding: Any, error: Exception, told: bool
+) -> None:
+    deciding._is_restart = isinstance(error, JournalDamaged | RunFailed)  # after any other it would start once more
+
+    def fail() -> None:
+        raise error
+
+    deciding._open = fail
+    deciding._main()
+    assert deciding._ended["error"] == "RunFailed"
+    found = status(deciding)
+    assert (found["ended"], found["members"] == [], found["error"] != "") == (told, told, told)
+    assert found["end"] == ({name: deciding._ended[name] for name in found["end"]} if told else {})
+    assert found["end"].get("attempt") == ("0123456789" if told else None)
+    assert deciding.timers == [(60.0, deciding._vanish)], "its name and its process are free after the lease"
+
+
+def test_a_full_disk_at_the_start_is_told_with_the_folder_and_the_way_out(deciding: Any) -> None:
+    deciding._is_restart = False
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    deciding._open = fail
+    deciding._main()
+    folder = deciding.run_spec.run.folder
+    assert deciding._ended["message"].startswith(f"run folder '{folder}': its disk is full")
+    assert "Free space there, or give another folder" in deciding._ended["message"]
+
+
+def test_an_end_whose_records_cannot_be_written_is_in_the_status_all_the_same(
+    deciding: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no picture")
+
+    monkeypatch.setattr(deciding.recorder, "write_summary", fail)
+    deciding.recorder.metrics = SimpleNamespace(last_step=3)  # the last one
+    end = {"error": "", "message": "", "facts": {}, "attempt": "a"}
+    ended = conclude(end, deciding.recorder, deciding.state, "")
+    assert (ended["error"], ended["message"]) == ("RunFailed", "; then RuntimeError: no picture")
+    deciding.recorder.write_status(deciding.state, force=True)
+    assert (status(deciding)["ended"], status(deciding)["end"]) == (True, ended)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_runs_own_stamps_go_once_its_actors_have_gone(deciding: Any, ready: bool, cleared: bool) -> None:
+    folder = stamp_dir.stamp_folder("over", deciding.run_spec.attempt)
+    os.close(hold(folder, 30.0))
+    (folder / "w-0.stamp").touch()
+
+    def clear() -> list[str]:
+        """A worker that is just starting makes its folder and its stamps before Ray gets to it."""
+        os.close(hold(folder, 30.0))
+        (folder / "w-1.stamp").touch()
+        if not cleared:
+            raise ConnectionError("Ray is away")
+        return []
+
+    deciding._clear = clear
+    if ready:
+        deciding._ready.set()
+    assert (deciding._cleared() == []) is cleared
+    assert list(folder.parent.iterdir()) == []

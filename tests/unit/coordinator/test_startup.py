@@ -1,0 +1,69 @@
+"""What a coordinator starts from: the journal of its own attempt, or a folder that it makes room in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ring.config import RunConfig, ScalingConfig
+from elastic_ring.errors import CoordinatorLost, RunFailed
+from elastic_ring.runtime.coordinator.run_spec import RunSpec
+from elastic_ring.runtime.coordinator.startup import Startup, open_run
+
+
+def run_spec(folder: Path, attempt: str, submitted_unix_s: float = 50.0) -> RunSpec:
+    task: Any = None
+    return RunSpec(RunConfig("opened", run_dir=str(folder)), ScalingConfig(), task, attempt, "", submitted_unix_s, "")
+
+
+def opened(made: RunSpec, *, is_restart: bool = False, others: list[str] | None = None) -> Startup:
+    return open_run(made, is_restart=is_restart, others=lambda: others or [], clear=lambda: [])
+
+
+def begun(folder: Path, attempt: str, now: float = 10.0) -> None:
+    """A journal as a first coordinator leaves it."""
+    notes = [{"note": "term", "term": 1, "read": 0}, {"note": "begin", "attempt": attempt, "now": now, "run": "opened"}]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "journal.jsonl").write_text("".join(f"{json.dumps(note)}\n" for note in notes))
+
+
+def test_an_empty_folder_is_a_first_beginning_and_terms_rise(tmp_path: Path) -> None:
+    terms = [opened(run_spec(tmp_path / "new", "a")).term for _ in range(3)]
+    assert terms == [1, 2, 3]
+    assert opened(run_spec(tmp_path / "new", "a")).begin is None
+
+
+def test_the_journal_of_the_same_attempt_is_gone_on_with(tmp_path: Path) -> None:
+    begun(tmp_path, "a")
+    found = opened(run_spec(tmp_path, "a"), is_restart=True, others=["er:opened:w-1"])
+    assert (found.num_written, found.begin and found.begin["now"]) == (2, 10.0)
+    assert (tmp_path / "journal.jsonl").exists()
+
+
+def test_another_attempts_records_are_set_aside_and_nothing_of_them_is_read(tmp_path: Path) -> None:
+    begun(tmp_path, "a")
+    found = opened(run_spec(tmp_path, "b"))
+    assert (found.num_written, found.lines) == (0, ())
+    assert (tmp_path / "attempt-001" / "journal.jsonl").exists()
+    assert not (tmp_path / "journal.jsonl").exists()
+
+
+def test_a_restart_gives_way_to_a_later_submission_and_to_workers_of_a_journal_that_it_cannot_see(
+    tmp_path: Path,
+) -> None:
+    begun(tmp_path / "taken", "b", now=99.0)
+    with pytest.raises(RunFailed, match="another submission has taken"):
+        opened(run_spec(tmp_path / "taken", "a"), is_restart=True)
+    with pytest.raises(CoordinatorLost, match="its journal is not in"):
+        opened(run_spec(tmp_path / "elsewhere", "a"), is_restart=True, others=["er:opened:w-1"])
+
+
+def test_a_finished_run_and_actors_that_stay_are_no_beginning(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(RunFailed, match="has finished"):
+        opened(run_spec(tmp_path, "a"))
+    with pytest.raises(RunFailed, match="an earlier attempt's actors do not go: er:opened:w-1"):
+        open_run(run_spec(tmp_path / "held", "a"), is_restart=False, others=list, clear=lambda: ["er:opened:w-1"])

@@ -1,0 +1,153 @@
+"""What several threads of the coordinator share: no step is skipped, no id issued twice, no table breaks."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_ring.control.cause_ids import CauseIds
+from elastic_ring.control.messages import NodeJoined, NodeLost
+from elastic_ring.runtime.agent.rpc import AgentServer
+from elastic_ring.runtime.coordinator import node_monitor
+from elastic_ring.runtime.coordinator.driver_feed import KEPT_STEPS, DriverFeed
+from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor
+from elastic_ring.runtime.driver.cluster import NodeInfo
+
+
+@pytest.fixture(autouse=True)
+def hasty_threads() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def at_once(*works: Callable[[], None]) -> None:
+    """Run all in threads of their own. Raises what the first of them raised."""
+    raised: list[BaseException] = []
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    if raised:
+        raise raised[0]
+
+
+def test_no_cause_id_is_issued_twice() -> None:
+    issue, issued = CauseIds("c"), [[""] for _ in range(8)]
+
+    def work(ids: list[str]) -> None:
+        ids[:] = [issue() for _ in range(2000)]
+
+    at_once(*[lambda ids=ids: work(ids) for ids in issued])  # type: ignore[misc]
+    assert len(set(itertools.chain(*issued))) == 16_000
+
+
+class Slow(dict[str, int]):
+    """A record at whose reading another thread gets its turn."""
+
+    def __getitem__(self, key: str) -> int:
+        time.sleep(0)
+        return super().__getitem__(key)
+
+
+def test_no_step_is_skipped_while_the_oldest_are_dropped() -> None:
+    feed, over = DriverFeed(), threading.Event()
+
+    def publish() -> None:
+        for step in range(4 * KEPT_STEPS):
+            feed.publish([Slow(step=step)])
+            time.sleep(0)
+        over.set()
+
+    def follow() -> None:
+        while not over.is_set():
+            steps = [record["step"] for record in feed.news(-1)["steps"]]
+            assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True
+
+    at_once(publish, follow, follow, follow)
+
+
+@pytest.fixture
+def monitor(monkeypatch: pytest.MonkeyPatch) -> NodeMonitor:
+    """One that has not been opened, of a coordinator on node "me". What Ray lists is given by each test."""
+    monkeypatch.setattr(node_monitor.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "me"))
+    spec: Any = SimpleNamespace(
+        run=SimpleNamespace(timeouts=SimpleNamespace(node_silent_s=1e9)), scaling=None, task=None
+    )
+    return NodeMonitor(spec, "127.0.0.1", lambda kind, event: None, "key")
+
+
+def test_a_callback_of_ray_never_waits_for_a_thread_that_waits_for_ray(
+    monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray calls back in the thread that a call to Ray waits for."""
+    started, callbacks = [], []
+    described = {"pid": 1, "stamp_path": "", "log_path": ""}
+
+    def start_agent(node: NodeInfo) -> Any:
+        watched = threading.Thread(target=monitor.watch_worker, args=("w", "n", described), daemon=True)
+        watched.start()
+        watched.join(5.0)
+        assert not watched.is_alive(), "an agent is started under the lock"
+        started.append(node.node)
+        return SimpleNamespace(attach=SimpleNamespace(remote=lambda coordinator: None))
+
+    monkeypatch.setattr(monitor._cluster, "start_agent", start_agent)
+    monkeypatch.setattr(AgentServer, "port", 1, raising=False)
+    monkeypatch.setattr(node_monitor, "live_nodes", lambda _: [NodeInfo("n", "127.0.0.1", 2, False)])
+    monkeypatch.setattr(node_monitor, "watch_ref", lambda ref, done: callbacks.append(done))
+    monitor._poll()
+    monitor._poll()
+    assert started == ["n"]
+    with monitor._lock:
+        failed = threading.Thread(target=callbacks[0], args=(None, OSError("refused")), daemon=True)
+        failed.start()
+        failed.join(5.0)
+        assert not failed.is_alive(), "the callback takes the lock"
+    monitor._poll()
+    assert started == ["n", "n"]
+
+
+def test_nodes_that_join_and_go_in_several_threads_leave_whole_tables(
+    monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Ray lists is given here; the tables and the threads are the monitor's own."""
+    events: list[Any] = []
+    monitor._put = lambda kind, event: events.append(event)
+    monkeypatch.setattr(monitor, "_start_agent", lambda node: monitor._agents.setdefault(node.node, None))
+    monkeypatch.setattr(AgentServer, "nodes", property(lambda self: tuple(f"n{i}" for i in range(40))))
+    rounds = itertools.count()
+
+    def listed(_: object) -> list[NodeInfo]:
+        first = next(rounds) % 3
+        return [NodeInfo(f"n{i}", "127.0.0.1", 2, False) for i in range(first, 40, 2)]
+
+    monkeypatch.setattr(node_monitor, "live_nodes", listed)
+
+    def poll() -> None:
+        for _ in range(40):
+            monitor._poll()
+
+    def lose() -> None:
+        for number in range(600):
+            monitor._lose(f"n{number % 40}", "silent")
+
+    at_once(poll, poll, lose, lose)
+    joined, lost = (sum(isinstance(event, kind) for event in events) for kind in (NodeJoined, NodeLost))
+    assert joined - lost == len(monitor.nodes)

@@ -1,0 +1,80 @@
+"""What a submission that is refused is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from elastic_ring import RunConfig
+from elastic_ring.errors import CoordinatorLost
+from elastic_ring.monitor.metrics import write_json
+from elastic_ring.runtime.driver import attach
+from elastic_ring.runtime.driver.attach import attempt_of, differences, refuse_other_settings, tell_other_versions
+
+NO_DIFFERENCE = ", in nothing that is recorded"
+RECORDED = {
+    "digest": "a", "scaling": {"dp": 2, "cp": 2}, "step": {"steps": 3, "seed": 0}, "run": {"name": "x", "faults": []},
+}  # fmt: skip
+
+
+def test_what_differs_from_the_recorded_settings_is_named() -> None:
+    run = {"name": "y", "faults": ["exit@step=1"]}
+    wanted = {**RECORDED, "digest": "b", "step": {"steps": 4, "seed": 0}, "run": run}
+    told = differences(RECORDED, wanted)
+    assert told == ", in run.faults: [] there, ['exit@step=1'] here; step.steps: 3 there, 4 here"
+
+
+def test_a_pattern_that_only_one_of_them_has_is_named_and_long_values_are_cut() -> None:
+    told = differences({**RECORDED, "pattern": "w" * 100}, RECORDED)
+    assert told == f", in pattern: {'w' * 60}… there, None here"
+
+
+def test_other_versions_are_no_other_settings_and_are_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = {"torch": "2.12.0", "ray": "2.60.0", "driver": "580.1"}
+    here = {"torch": "2.13.0", "ray": "2.60.0", "python": "3.12.1"}
+    assert differences({**RECORDED, "versions": there}, {**RECORDED, "versions": here}) == NO_DIFFERENCE
+    run = RunConfig("x", run_dir=str(tmp_path))
+    tell_other_versions(run, here)  # of a run without a record there is nothing to say
+    for recorded in (RECORDED, {**RECORDED, "versions": here}, {**RECORDED, "versions": there}):
+        write_json(tmp_path / "config.json", recorded)
+        tell_other_versions(run, here)
+    (line,) = caplog.messages
+    assert line == ("run x was recorded with other versions than this submission's: torch 2.12.0 there, 2.13.0 here")
+
+
+def test_only_some_of_many_are_told() -> None:
+    wanted = {**RECORDED, "scaling": {"dp": 3, "cp": 4}, "step": {"steps": 4, "seed": 1}}
+    assert differences(RECORDED, wanted).endswith("step.seed: 0 there, 1 here and 1 more")
+
+
+def test_no_difference_is_made_up() -> None:
+    assert differences(RECORDED, {**RECORDED, "digest": "b"}) == NO_DIFFERENCE
+    with pytest.raises(ValueError, match=r"'x' is taken by a run with other settings \(here, in step\.steps\)"):
+        refuse_other_settings(RunConfig("x", run_dir="r"), "a", "b", "here", ", in step.steps")
+
+
+@pytest.mark.parametrize(("starts", "patience"), [(True, "120"), (False, "60")])
+def test_a_silent_coordinator_is_given_up_later_while_it_starts(
+    starts: bool, patience: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(*_: object, **__: object) -> None:
+        raise GetTimeoutError("no answer")
+
+    now = [0.0]
+    monkeypatch.setattr(attach.ray, "get", silent)
+    monkeypatch.setattr(attach.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(attach.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    with pytest.raises(CoordinatorLost, match=f"does not answer within {patience} s"):
+        attempt_of(Mute(), RunConfig("x", run_dir="r"), starts=starts)
+    assert now[0] == pytest.approx(float(patience), abs=1.0)
+
+
+class Mute:
+    class identity:
+        @staticmethod
+        def remote() -> None:
+            return None

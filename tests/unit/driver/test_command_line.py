@@ -1,0 +1,184 @@
+"""The command line: presets, a TOML file and flags, in this order; help and refusals without torch or Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ring import cli
+from elastic_ring.cli import settings, train
+from elastic_ring.cli.settings import SECTIONS, parse
+from elastic_ring.data.source import TokenShards
+from elastic_ring.monitor.plot import draw_run
+
+SHORT = """--preset --dp --cp --spares --max-dp --min-dp --steps --seed --global-batch --context --val-every --faults
+--data --align-tokens --layout --machine --pattern --cpus-per-worker --kernel --offload-activations --compile --plan
+--run-name --run-dir --config"""
+
+
+def test_help_imports_neither_torch_nor_ray_and_an_unknown_command_is_answered_with_those_that_exist() -> None:
+    program = (
+        "import sys\nfrom elastic_ring.cli import main\n"
+        "for arguments in (['--help'], ['trian'], ['status', '--help'], ['plan', '--help'],\n"
+        "                  ['train', '--help']):\n"
+        "    try:\n        print(main(arguments))\n    except SystemExit as end:\n        print(end.code)\n"
+        "print([name for name in ('torch', 'ray', 'pyarrow', 'numpy') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip().endswith("[]"), done.stdout[-200:]
+    assert "there is no command 'trian'" in done.stderr
+    assert all(name in done.stderr for name in cli.COMMANDS)
+
+
+def test_every_setting_is_a_flag_and_the_short_flags_keep_their_spelling(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    words = set(capsys.readouterr().out.replace(",", " ").split())
+    dotted = {
+        f"--{section}.{name.replace('_', '-')}" for section, cls in SECTIONS.items()
+        for name in cls.__pydantic_fields__ if name != "timeouts"
+    }  # fmt: skip
+    assert (dotted | {"--run.timeouts.start-s", *SHORT.split()}) - words == set()
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'preset = "100m"\n[scaling]\ndp = 4\nmax_dp = 8\n[step]\nglobal_batch = 8\n[run.timeouts]\nstart_s = 7\n'
+    )
+    asked = parse(["--config", str(file), "--scaling.max-dp", "None", "--global-batch", "16", "--run.env", "A=1,B=x"])
+    assert (asked.preset, asked.model.width, asked.scaling.device) == ("100m", 768, "cuda")
+    assert (asked.scaling.dp, asked.scaling.max_dp, asked.step.global_batch) == (4, None, 16)
+    assert (asked.run.timeouts.start_s, asked.run.env) == (7.0, {"A": "1", "B": "x"})
+    assert parse(["--preset", "laptop", "--config", str(file)]).model.width == 128
+
+
+def test_the_schedule_is_as_long_as_the_run_unless_its_length_is_given(tmp_path: Path) -> None:
+    assert (parse(["--steps", "5"]).optim.total_steps, parse(["--steps", "5"]).optim.warmup_steps) == (5, 5)
+    assert parse(["--step.steps", "90"]).optim.total_steps == 90
+    assert parse(["--steps", "90", "--optim.total-steps", "100"]).optim.total_steps == 100
+    of_preset = parse([]).optim
+    for flag in (["--optim.total-steps", "60"], ["--optim.total_steps=60"]):
+        assert parse(["--steps", "12", *flag]).optim == of_preset, "its value is the preset's"
+    with pytest.raises(ValueError, match=r"warmup_steps=10: must be in \[0, total_steps=9\]"):
+        parse(["--steps", "9", "--optim.warmup-steps", "10"])
+
+
+def test_other_steps_over_the_file_of_an_earlier_run_change_the_schedule(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    for flags, schedule in (([], (9, 9)), (["--optim.total-steps", "70", "--optim.warmup-steps", "3"], (70, 3))):
+        asked = parse(flags)
+        file.write_text(asked.toml())
+        assert parse(["--config", str(file)]) == asked
+        optim = parse(["--config", str(file), "--steps", "9"]).optim
+        assert (optim.total_steps, optim.warmup_steps) == schedule
+
+
+def test_the_resolved_settings_are_written_as_a_file_that_gives_them_again(tmp_path: Path) -> None:
+    asked = parse(
+        [
+            "--run-dir",
+            str(tmp_path),
+            "--faults",
+            "kill@step=3,rank=1",
+            "--optim.clip-norm",
+            "None",
+            "--run.env",
+            "A=secret",
+        ]
+    )
+    train.build(asked)._write_config()
+    written = (tmp_path / "config.toml").read_text()
+    assert "secret" not in written
+    again = parse(["--config", str(tmp_path / "config.toml")])
+    assert again == dataclasses.replace(asked, run=dataclasses.replace(asked.run, env={}))
+    assert tomllib.loads(written)["run"]["faults"] == "kill@step=3,phase=idle,rank=1"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[scaling]\ndpp = 3\n", "scaling has no setting dpp: did you mean dp?"),
+        ("[scalling]\ndp = 3\n", "the file has no setting scalling: did you mean scaling?"),
+        ("[run.timeouts]\nstart = 3\n", "run.timeouts has no setting start: did you mean start_s?"),
+        ("[step]\nsteps = 'x'\n", "step.steps='x': must be a whole number of at least 1"),
+        ("[step]\nsteps = \n", "cannot be read as TOML"),
+        ("scaling = 3\n", "must be a table"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(
+    text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    assert train.main(["--config", str(tmp_path / "run.toml")]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_no_preset_kills_its_own_worker() -> None:
+    assert all(parse(["--preset", name]).run.faults == () for name in settings.PRESETS)
+
+
+def test_shards_take_vocabulary_column_and_end_of_document_from_the_flags() -> None:
+    def source(*flags: str) -> Any:
+        asked = parse(["--preset", "1b", "--data", "shards:/tokens", *flags])
+        return train.data_source(asked.data, asked.model, 8)
+
+    made = source("--data.column", "ids", "--data.end-of-document", "128001", "--data.rows-end-documents")
+    assert made == TokenShards(8, "/tokens", "ids", 128_256, 128_001, True)
+    assert source("--data.vocab-size", "32768", "--data.end-of-document", "2").vocab_size == 32_768
+    with pytest.raises(ValueError, match=r"data.end_of_document is not given .* \(--data.end-of-document ID\)"):
+        source()
+    with pytest.raises(ValueError, match=r"data.vocab_size=128257 is more than model.vocab_size=128256"):
+        source("--data.vocab-size", "128257")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--data", ""], "TextFiles paths=('',): give a tuple of at least one path or pattern, none of them empty"),
+        (["--data", "shards:"], "TokenShards uri='': give --data shards:URI"),
+        (["--data.source", "shards"], "TokenShards uri='': give --data shards:URI"),
+    ],
+)
+def test_a_corpus_without_a_name_is_refused(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty path is the working directory to file systems."""
+    assert train.main([*flags, "--data.end-of-document", "256", "--data.vocab-size", "257"]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_output_into_a_closed_pipe_ends_without_a_traceback() -> None:
+    program = "import sys\nfrom elastic_ring.cli import main\nsys.stdin.read()\nsys.exit(main(['train', '--help']))\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as command:
+        assert command.stdout is not None
+        assert command.stdin is not None
+        assert command.stderr is not None
+        command.stdout.close()
+        command.stdin.close()
+        assert (command.stderr.read(), command.wait()) == (b"", 1)
+
+
+def test_optional_packages_that_are_missing_are_named_with_the_extra_that_has_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("elastic_ring.tuning")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "optuna"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert cli.main(["tune", "--help"]) == 2
+    assert "which is not installed: pip install 'elastic-ring[tune]'" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    (tmp_path / "metrics.jsonl").write_text("")
+    draw_run(tmp_path, [])
+    assert "pip install 'elastic-ring[plot]'" in caplog.text

@@ -1,0 +1,288 @@
+"""Every refused setting is a ValueError that names the setting, its value and the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from elastic_ring.config import (
+    OptimConfig,
+    RunConfig,
+    ScalingConfig,
+    StepConfig,
+    Timeouts,
+    check_lasting,
+    check_together,
+    digest,
+)
+from elastic_ring.faults import Fault, parse_faults
+from elastic_ring.mesh import Mesh
+from elastic_ring.model.config import ModelConfig
+from elastic_ring.validation import from_plain
+
+# (class, setting, refused value, a piece of the way out)
+REFUSED = [
+    (ScalingConfig, "dp", 0, "at least 1"),
+    (ScalingConfig, "dp", 2.0, "a whole number"),
+    (ScalingConfig, "dp", True, "a whole number"),
+    (ScalingConfig, "cp", 0, "at least 1"),
+    (ScalingConfig, "cp", "2", "a whole number"),
+    (ScalingConfig, "spares", -1, "at least 0"),
+    (ScalingConfig, "min_dp", 0, "at least 1"),
+    (ScalingConfig, "min_dp", 3, "lower min_dp or raise dp"),
+    (ScalingConfig, "max_dp", 1, "raise max_dp or leave it out"),
+    (ScalingConfig, "max_dp", 2.5, "a whole number"),
+    (ScalingConfig, "num_threads", 0, "at least 1"),
+    (ScalingConfig, "release_contexts", "yes", "must be True or False"),
+    (ScalingConfig, "resources_per_worker", {}, "name at least one resource"),
+    (ScalingConfig, "resources_per_worker", {"CPU": -1.0}, "not negative"),
+    (ScalingConfig, "resources_per_worker", {"CPU": math.nan}, "not negative"),
+    (ScalingConfig, "resources_per_worker", {"CPU": 0.0}, "more than 0"),
+    (ScalingConfig, "resources_per_worker", {"CPU": "two"}, "amounts that are numbers"),
+    (ScalingConfig, "wait_for_resources_s", -1.0, "0 seconds or more"),
+    (RunConfig, "grow_delay_s", -1.0, "0 seconds or more"),
+    (StepConfig, "steps", 0, "at least 1"),
+    (StepConfig, "global_batch", 0, "at least 1"),
+    (StepConfig, "context_tokens", 0, "at least 1"),
+    (StepConfig, "seed", -1, "at least 0"),
+    (StepConfig, "val_every_steps", -1, "at least 0"),
+    (StepConfig, "num_val_sequences", 0, "at least 1"),
+    (StepConfig, "layout", "spiral", "contiguous, zigzag"),
+    (StepConfig, "param_dtype", "float16", "float32, bfloat16"),
+    (RunConfig, "name", "", "letters, digits"),
+    (RunConfig, "name", "a run", "letters, digits"),
+    (RunConfig, "name", "../up", "beginning with a letter or digit"),
+    (RunConfig, "name", "x" * 81, "up to 80"),
+    (RunConfig, "crash_loop_limit", 0, "at least 1"),
+    (RunConfig, "user_error_limit", 0, "at least 1"),
+    (RunConfig, "name", 5, "letters, digits"),
+    (RunConfig, "run_dir", 5, "must be text"),
+    (RunConfig, "run_dir", "s3://bucket/run", "not supported yet"),
+    (RunConfig, "storage_path", "gs://bucket", "not supported yet"),
+    (RunConfig, "faults", 7, "a schedule as text"),
+    (RunConfig, "env", [("A", "B")], "a mapping of text to text"),
+    (RunConfig, "env", {"A": 1}, "a mapping of text to text"),
+    (RunConfig, "timeouts", {}, "must be an instance of Timeouts"),
+    (ScalingConfig, "resources_per_worker", None, "a mapping such as"),
+    (ScalingConfig, "resources_per_worker", {"CPU": math.inf}, "a mapping such as"),
+    (StepConfig, "check_model", "no", "True or False"),
+    (StepConfig, "kernel", 3, "must be text"),
+    (OptimConfig, "peak_lr", "1e-3", "a number above 0"),
+    (OptimConfig, "clip_norm", "1", "must be a number"),
+    (OptimConfig, "betas", [0.9, 1.0], "two numbers"),
+    (OptimConfig, "betas", [0.9], "two numbers"),
+    (OptimConfig, "total_steps", 1.5, "a whole number"),
+]
+
+# (class, setting that it does not have, what to use instead)
+UNKNOWN = [
+    (RunConfig, "failure_config", "crash_loop_limit"),
+    (RunConfig, "checkpoint_config", "Result.weights"),
+    (RunConfig, "callbacks", "metrics.jsonl"),
+    (ScalingConfig, "num_workers", "set dp and cp"),
+    (ScalingConfig, "use_gpu", "device='cuda'"),
+    (StepConfig, "global_bach", "did you mean global_batch"),
+    (Timeouts, "x", "known are stopped_s"),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "setting", "value", "way_out"), REFUSED, ids=lambda x: getattr(x, "__name__", str(x))[:20]
+)
+def test_a_wrong_setting_is_refused_by_name_and_value(config: type, setting: str, value: Any, way_out: str) -> None:
+    with pytest.raises(ValueError, match=way_out) as caught:
+        config(**{setting: value})
+    assert f"{setting}={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(("config", "setting", "instead"), UNKNOWN)
+def test_a_setting_that_does_not_exist_is_refused_with_what_to_use(config: type, setting: str, instead: str) -> None:
+    with pytest.raises(ValueError, match=instead) as caught:
+        config(**{setting: 1})
+    assert setting in str(caught.value)
+    assert not isinstance(caught.value, ValidationError)
+
+
+def test_settings_read_from_a_file_are_checked_as_those_of_the_constructor() -> None:
+    plain = {"peak_lr": 1e-3, "betas": [0.9, 0.99], "clip_norm": None}
+    assert from_plain(OptimConfig, plain) == OptimConfig(peak_lr=1e-3, betas=(0.9, 0.99), clip_norm=None)
+    assert from_plain(RunConfig, {"timeouts": {"start_s": 9.0}}).timeouts.start_s == 9.0
+    with pytest.raises(ValueError, match=r"^run\.timeouts\.start_s='9': must be a positive number of seconds$"):
+        from_plain(RunConfig, {"timeouts": {"start_s": "9"}}, "run.")
+    with pytest.raises(ValueError, match=r"Timeouts has no setting start: did you mean start_s\?"):
+        from_plain(RunConfig, {"timeouts": {"start": 9.0}})
+
+
+def test_every_setting_says_what_it_is() -> None:
+    for config in (Timeouts, ScalingConfig, StepConfig, OptimConfig, RunConfig, ModelConfig):
+        spec = config.__pydantic_fields__  # type: ignore[attr-defined]
+        assert [name for name, field in spec.items() if not field.description and name != "timeouts"] == []
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "1", True, None])
+@pytest.mark.parametrize("setting", [spec.name for spec in dataclasses.fields(Timeouts)])
+def test_no_timeout_is_anything_but_a_positive_number(setting: str, value: Any) -> None:
+    with pytest.raises(ValueError, match="must be a positive number of seconds") as caught:
+        Timeouts(**{setting: value})
+    assert f"timeouts.{setting}={value!r}" in str(caught.value)
+
+
+# What waits for something else must outlast it.
+ORDERED = [
+    ("stopped_s", "heart_floor_s"),
+    ("heart_floor_s", "heart_cap_s"),
+    ("heart_cap_s", "report_s"),
+    ("heart_cap_s", "heart_computing_s"),
+    ("heart_computing_s", "compile_s"),
+    ("heart_computing_s", "collective_s"),
+    ("park_s", "report_s"),
+    ("report_s", "build_s"),
+    ("beat_s", "node_silent_s"),
+    ("beat_s", "coordinator_silent_s"),
+    ("build_s", "boundary_s"),
+    ("heart_cap_s", "collective_s"),
+    ("build_s", "collective_s"),
+]
+
+
+@pytest.mark.parametrize(("inner", "outer"), ORDERED)
+def test_a_timeout_outlasts_those_it_contains(inner: str, outer: str) -> None:
+    given = getattr(Timeouts(), outer)
+    with pytest.raises(ValueError, match=r"must be less than .*: raise the second or lower the first"):
+        Timeouts(**{inner: given})
+
+
+def test_the_names_of_both_timeouts_are_in_the_refusal() -> None:
+    with pytest.raises(ValueError, match=r"timeouts\.park_s=30\.0 must be less than timeouts\.report_s=30\.0"):
+        Timeouts(park_s=30.0)
+
+
+def together(faults: str = "", **settings: Any) -> None:
+    scaling = {spec.name for spec in dataclasses.fields(ScalingConfig)}
+    check_together(
+        ScalingConfig(**{k: v for k, v in settings.items() if k in scaling}),
+        StepConfig(**{k: v for k, v in settings.items() if k not in scaling}),
+        parse_faults(faults),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"global_batch": 2, "dp": 3}, "global_batch=2 is less than dp=3: .* raise global_batch or lower dp"),
+        ({"global_batch": 2, "dp": 2, "max_dp": 4}, r"global_batch=2 is less than dp=4: .* \(max_dp\)"),
+        (
+            {"context_tokens": 3, "cp": 4},
+            "context_tokens=3 is less than cp=4: .* raise context_tokens or lower cp",
+        ),
+        (
+            {"steps": 5, "faults": "kill@step=5"},
+            r"kill@step=5,.*: step=5 never comes in a run of steps=5; name one of 0 to 4",
+        ),
+        (
+            {"faults": "kill@step=1,rank=4"},
+            r"rank=4 is not in the mesh dp=2 x cp=2; name one of 0 to 3",
+        ),
+        (
+            {"max_dp": 3, "faults": "kill@step=1,rank=6"},
+            r"rank=6 is not in the mesh dp=3 x cp=2; name one of 0 to 5",
+        ),
+        (
+            {"faults": "kill@step=1,phase=forward,hop=2"},
+            r"hop=2 never comes on rings of cp=2; name one of 0 to 1",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        together(**settings)
+
+
+def test_the_outermost_settings_that_go_together_are_accepted() -> None:
+    together("kill@step=4,rank=5; kill@step=0,phase=forward,hop=1", steps=5, max_dp=3, global_batch=3)
+    together(context_tokens=4, cp=4)
+    ScalingConfig(dp=2, min_dp=2, max_dp=2, spares=0)
+    Timeouts(lease_s=1)
+
+
+def test_a_run_takes_its_faults_as_text_or_as_a_tuple() -> None:
+    faults = (Fault("kill", 3, "idle", 1),)
+    assert RunConfig(faults="kill@step=3,rank=1").faults == faults  # type: ignore[arg-type]
+    assert RunConfig(faults=faults).faults == faults
+    with pytest.raises(ValueError, match="unknown fault 'burn'"):
+        RunConfig(faults="burn@step=3")  # type: ignore[arg-type]
+
+
+def test_a_runs_folder_is_its_name_under_the_storage_path_unless_run_dir_names_another(tmp_path: Path) -> None:
+    run = RunConfig("demo", storage_path=str(tmp_path))
+    assert run.folder == tmp_path / "demo"
+    assert dataclasses.replace(run, name="other").folder == tmp_path / "other"
+    assert RunConfig("demo", str(tmp_path), run_dir="~/here").folder == Path("~/here").expanduser()
+    assert RunConfig().folder == Path("runs/elastic-ring").absolute()
+
+
+def test_paths_and_lists_are_taken_for_text_and_tuples(tmp_path: Path) -> None:
+    path: Any = tmp_path
+    assert RunConfig("demo", storage_path=path) == RunConfig("demo", storage_path=str(path))
+    assert RunConfig(run_dir=path) == RunConfig(run_dir=str(path))
+    pair: Any = [0.9, 0.99]
+    assert OptimConfig(betas=pair).betas == (0.9, 0.99)
+
+
+def test_the_mesh_is_derived_and_spares_are_not_in_it() -> None:
+    scaling = ScalingConfig(dp=3, cp=2, spares=2, max_dp=5)
+    assert (scaling.mesh, scaling.most_rings, scaling.num_workers) == (Mesh(3, 2), 5, 8)
+    assert ScalingConfig(dp=3).most_rings == 3
+
+
+def test_equal_settings_give_equal_digests_and_any_other_another() -> None:
+    assert digest(StepConfig(), ScalingConfig()) == digest(StepConfig(), ScalingConfig())
+    changed = [
+        digest(dataclasses.replace(StepConfig(), **{name: value}), ScalingConfig())
+        for name, value in (("steps", 41), ("seed", 1), ("layout", "contiguous"))
+    ]
+    assert len({digest(StepConfig(), ScalingConfig()), *changed}) == 4
+
+
+def test_settings_survive_the_way_to_another_process_and_cannot_be_changed_there() -> None:
+    for config in (Timeouts(), ScalingConfig(), StepConfig(), RunConfig()):
+        assert pickle.loads(pickle.dumps(config)) == config
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, dataclasses.fields(config)[0].name, 1)
+
+
+def test_seats_and_ranks_of_a_mesh_are_one_to_one() -> None:
+    mesh = Mesh(3, 4)
+    assert [mesh.global_rank(mesh.coordinate(rank)) for rank in range(mesh.size)] == list(range(12))
+    assert [mesh.ring(dp_rank) for dp_rank in range(3)] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
+    assert mesh.replicas(1) == (1, 5, 9)
+    with pytest.raises(ValueError, match="mesh dp=0 x cp=4: both must be at least 1"):
+        Mesh(0, 4)
+
+
+@pytest.mark.parametrize("run_dir", ["runs/demo", ".", "COPY/runs/demo"])
+def test_a_run_folder_in_rays_copy_of_a_jobs_working_directory_is_refused_for_a_run_and_not_as_a_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_dir: str
+) -> None:
+    """As in a job that was submitted with `--working-dir`: that is where its script and its workers run, which import
+    a user's module with all settings that it makes."""
+    copy = tmp_path / "session_2026" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123456789abcdef"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    given = run_dir.replace("COPY", str(copy))
+    folder = RunConfig("demo", run_dir=given).folder
+    assert folder == copy / given
+    with pytest.raises(ValueError, match="temporary copy of a job's working directory") as refused:
+        check_lasting(folder)
+    assert str(refused.value).startswith(f"run_dir={str(folder)!r} lies in")
+    assert "give an absolute path that every node sees" in str(refused.value)
+    check_lasting(RunConfig("demo", run_dir=str(tmp_path / "runs")).folder)
+    monkeypatch.chdir(tmp_path)
+    assert RunConfig("demo", run_dir="runs").folder == tmp_path / "runs", "without a copy a relative one is as good"
+    check_lasting(tmp_path / "runs")

@@ -1,0 +1,126 @@
+"""What the cluster can hold, how a mesh that is too large for it is refused, and what workers are started with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from elastic_ring import ElasticRingTrainer, RunConfig
+from elastic_ring.config import ScalingConfig
+from elastic_ring.data.source import StdlibText
+from elastic_ring.model.config import preset
+from elastic_ring.model.transformer import Transformer
+from elastic_ring.runtime.driver import cluster
+from elastic_ring.runtime.driver.cluster import (
+    NodeInfo,
+    num_gpus,
+    room,
+    shortage,
+    without_gpus,
+    worker_environment,
+)
+
+ON_GPUS = ScalingConfig(dp=2, cp=4, device="cuda")
+
+
+def _node(num_slots: int, num_gpus: int | None, draining: bool = False) -> NodeInfo:
+    return NodeInfo("n", "10.0.0.1", num_slots, draining, num_gpus)
+
+
+def test_a_nodes_seats_are_the_gpus_that_ray_names_and_none_on_a_cpu_mesh() -> None:
+    assert num_gpus({"CPU": 64.0, "GPU": 8.0}, "cuda") == 8
+    assert num_gpus({"CPU": 64.0}, "cuda") is None
+    assert num_gpus({"CPU": 64.0, "GPU": 8.0}, "cpu") is None
+
+
+def test_a_mesh_may_take_every_gpu_whatever_room_there_is_for_standbys() -> None:
+    assert shortage(ON_GPUS, [_node(64, 4), _node(64, 4)], {"GPU": 8.0}) == ""
+    assert shortage(ON_GPUS, [_node(64, None)], {}) == ""
+
+
+def test_a_run_on_gpus_is_told_where_the_only_machine_has_none() -> None:
+    unknown = _node(64, None)
+    assert "--preset laptop" in without_gpus(ON_GPUS, [unknown], "10.0.0.1", 0)
+    assert without_gpus(ON_GPUS, [unknown], "10.0.0.2", 0) == "", "a driver that has none may start one elsewhere"
+    assert without_gpus(ON_GPUS, [unknown], "10.0.0.1", 8) == ""
+    assert without_gpus(ON_GPUS, [_node(64, 8)], "10.0.0.1", 0) == ""
+    assert without_gpus(ScalingConfig(), [unknown], "10.0.0.1", 0) == ""
+
+
+def test_a_head_without_gpus_waits_for_nodes_that_have_some_if_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [[_node(64, None)], [_node(64, None), replace(_node(64, 8), address="10.0.0.2")]]
+    monkeypatch.setattr(cluster, "live_nodes", lambda scaling: looks.pop(0) if len(looks) > 1 else looks[0])
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": 8.0})
+    monkeypatch.setattr(cluster.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    monkeypatch.setattr(cluster.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
+    room(ScalingConfig(dp=2, cp=4, device="cuda", wait_for_resources_s=600.0))
+    looks[:] = [[_node(64, None)]]
+    with pytest.raises(ValueError, match=r"device='cuda': this machine.* has no GPU .*add nodes, or set wait_for_"):
+        room(ON_GPUS)
+
+
+def test_a_mesh_larger_than_the_gpus_says_what_is_there_and_what_is_missing() -> None:
+    told = shortage(ON_GPUS, [_node(64, 4), _node(64, 2), _node(64, 8, draining=True)], {"CPU": 192.0, "GPU": 14.0})
+    assert told == (
+        "mesh dp=2 x cp=4 needs 8 GPUs, one for each member; the cluster has GPU: 14 on 3 node(s), room for 6 "
+        "member(s): 2 missing. Lower dp or cp"
+    )
+
+
+def test_too_few_slots_are_told_before_too_few_gpus() -> None:
+    told = shortage(ON_GPUS, [_node(3, 2)], {"CPU": 3.0, "GPU": 2.0})
+    assert told == (
+        "mesh dp=2 x cp=4 needs 8 workers with {'CPU': 1.0} each; the cluster has CPU: 3 on 1 node(s), room for 3: "
+        "5 missing. Lower dp or cp or resources_per_worker"
+    )
+
+
+def test_room_waits_for_gpus_and_refuses_when_they_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [[_node(64, 4)], [_node(64, 4), _node(64, 4)]]
+    monkeypatch.setattr(cluster, "live_nodes", lambda scaling: looks.pop(0) if len(looks) > 1 else looks[0])
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": 4.0})
+    monkeypatch.setattr(cluster.ray.util, "get_node_ip_address", lambda: "10.0.0.9")
+    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
+    room(ScalingConfig(dp=2, cp=4, device="cuda", wait_for_resources_s=600.0))
+    looks[:] = [[_node(64, 4)]]
+    with pytest.raises(ValueError, match=r"needs 8 GPUs, .* 4 missing\. Lower dp or cp, add nodes, or set wait_for_"):
+        room(ON_GPUS)
+
+
+# ------------------------------------------------------------ the environment of workers
+
+
+def test_the_users_own_variables_win_over_those_that_workers_on_gpus_get() -> None:
+    ours = cluster.WORKER_ENVIRONMENT
+    assert worker_environment("cuda", {}, {"HOME": "x"}, {"WANDB": "y"}) == ours, "nothing else is passed on here"
+    inherited = {"NCCL_NVLS_ENABLE": "1", "MALLOC_ARENA_MAX": "4"}
+    found = worker_environment("cuda", {}, inherited, {"NCCL_NVLS_ENABLE": "2"})
+    assert found == {**ours, "NCCL_NVLS_ENABLE": "2", "MALLOC_ARENA_MAX": "4"}
+    asked = {"NCCL_NVLS_ENABLE": "3", "NCCL_DEBUG": "INFO"}
+    assert worker_environment("cuda", asked, inherited, {"NCCL_NVLS_ENABLE": "2"}) == {**found, **asked}
+
+
+def test_workers_on_cpus_get_what_the_user_asks_for_and_nothing_else() -> None:
+    assert worker_environment("cpu", {}, {"NCCL_NVLS_ENABLE": "1"}, {}) == {}
+    assert worker_environment("cpu", {"MALLOC_ARENA_MAX": "2"}, {}, {}) == {"MALLOC_ARENA_MAX": "2"}
+
+
+def test_variables_must_be_text_and_their_values_are_not_written_down(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a mapping of text to text"):
+        RunConfig(env={"NCCL_DEBUG": 1})  # type: ignore[dict-item]
+    run = RunConfig("told", run_dir=str(tmp_path), env={"A_TOKEN": "secret"})
+    trainer = ElasticRingTrainer(partial(Transformer, preset("laptop")), StdlibText(2048), run_config=run)
+    trainer._write_config()
+    text = (tmp_path / "config.json").read_text()
+    assert "A_TOKEN" in text
+    assert "secret" not in text
+
+
+def test_the_same_run_with_other_variables_is_the_same_run(tmp_path: Path) -> None:
+    runs = [RunConfig("told", run_dir=str(tmp_path), env=env) for env in ({}, {"NCCL_DEBUG": "INFO"})]
+    model, data = partial(Transformer, preset("laptop")), StdlibText(2048)
+    assert len({ElasticRingTrainer(model, data, run_config=run)._digest for run in runs}) == 1

@@ -1,0 +1,215 @@
+"""What the job script tells whoever called it: one exit status for each way to end, and a name that stays the same."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_ring import trainer
+from elastic_ring.cli import train
+from elastic_ring.data.source import StdlibText
+from elastic_ring.errors import ShardLost
+from elastic_ring.monitor import metrics
+from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME
+from elastic_ring.runtime.worker import env_fingerprint
+from elastic_ring.trainer import check_writable, described
+
+
+class Ends:
+    """A trainer whose run ends at once."""
+
+    def __init__(self, how: BaseException) -> None:
+        self.how = how
+
+    def fit(self) -> Any:
+        raise self.how
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "told"),
+    [
+        (ShardLost("no holder of cp_rank 1"), 1, "ShardLost: no holder of cp_rank 1"),
+        (ValueError("dp=0: must be 1 or more"), 2, "dp=0: must be 1 or more"),
+        (KeyboardInterrupt(), 130, "stopped before training began"),
+        (KeyboardInterrupt("stopped; nothing is left running"), 130, "stopped; nothing is left running"),
+    ],
+)
+def test_each_end_has_its_exit_status(
+    how: BaseException, status: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "build", lambda arguments: Ends(how))
+    assert train.main([]) == status
+    assert capsys.readouterr().err.strip() == f"train_1t: {told}"
+
+
+class Corpus:
+    """A user's own source without a `repr`."""
+
+
+def test_a_users_object_has_the_same_name_in_every_process() -> None:
+    parts = "Corpus(), partial(sorted, Corpus(), key=Corpus), StdlibText(8), 'text', None"
+    here = [described(part) for part in (Corpus(), partial(sorted, Corpus(), key=Corpus), StdlibText(8), "text", None)]
+    program = (
+        "from functools import partial\nfrom elastic_ring.data.source import StdlibText\n"
+        "from elastic_ring.trainer import described\nfrom tests.unit.driver.test_train_job import Corpus\n"
+        f"print([described(part) for part in ({parts})])"
+    )
+    there = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert there.stdout.strip() == str(here)
+    assert not any("0x" in name for name in here)
+    assert len(set(here)) == len(here)
+
+
+def test_a_runs_record_names_its_versions_which_are_no_part_of_what_it_is_recognised_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submission = train.build(train.parse(["--run-dir", str(tmp_path)]))
+    before = submission._digest
+    monkeypatch.setattr(env_fingerprint.torch, "__version__", "0.1")
+    submission._write_config()
+    recorded = json.loads((tmp_path / CONFIG_NAME).read_text())
+    assert recorded["versions"] == env_fingerprint.versions("cpu")
+    assert recorded["versions"]["torch"] == "0.1"
+    assert recorded["digest"] == submission._digest == before
+    monkeypatch.undo()
+    assert submission._finished() is None, "the same run, whatever it was begun with"
+
+
+@pytest.mark.parametrize("left", ["", '{"run": '])
+def test_a_record_that_a_power_cut_left_unreadable_is_refused_with_a_way_out(tmp_path: Path, left: str) -> None:
+    submission = train.build(train.parse(["--run-dir", str(tmp_path)]))
+    (tmp_path / CONFIG_NAME).write_text(left)
+    with pytest.raises(ValueError, match=r"its config.json cannot be read .* remove that file"):
+        submission._finished()
+    (tmp_path / CONFIG_NAME).unlink()
+    assert submission._finished() is None
+
+
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the driver of a job runs that was submitted with a working directory."""
+    made = tmp_path / "session_2026" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123456789abcdef"
+    made.mkdir(parents=True)
+    monkeypatch.chdir(made)
+    monkeypatch.setattr(trainer, "ray_session", lambda scaling: pytest.fail("Ray is started"))
+    return made
+
+
+def test_a_run_in_rays_copy_of_a_jobs_working_directory_is_refused_before_anything_is_looked_at(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor is an earlier run's folder believed that was uploaded with the rest."""
+    (copy / "runs" / "astray").mkdir(parents=True)
+    (copy / "runs" / "astray" / SUMMARY_NAME).write_text(json.dumps({"losses": [(1.0).hex()]}))
+    before = sorted(copy.rglob("*"))
+    assert train.main(["--run-name", "astray", "--faults", "none"]) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told.startswith(f"train_1t: run_dir='{copy}/runs/astray' lies in Ray's temporary copy of a job's working")
+    assert sorted(copy.rglob("*")) == before
+
+
+def test_a_run_dir_that_is_a_file_is_refused_before_ray_is_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trainer, "ray_session", lambda scaling: pytest.fail("Ray is started"))
+    (tmp_path / "run").write_text("")
+    assert train.main(["--run-dir", str(tmp_path / "run")]) == 2
+    assert f"run_dir='{tmp_path}/run' is a file: give a folder" in capsys.readouterr().err
+    assert train.main(["--run-dir", str(tmp_path / "run" / "x" / "y")]) == 2
+    assert f"run/x/y' cannot be written to: {tmp_path}/run is a file; give a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("record", ["config.json", "journal.jsonl", "terms", "attempt-001"])
+def test_a_folder_with_other_files_and_no_records_is_refused_and_left_as_it_is(tmp_path: Path, record: str) -> None:
+    check_writable(tmp_path)
+    (tmp_path / "thesis.txt").write_text("")
+    with pytest.raises(ValueError, match=rf"run_dir='{tmp_path}' holds other files: give a new folder"):
+        check_writable(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    (tmp_path / record).mkdir()
+    check_writable(tmp_path)
+
+
+def test_only_a_full_disk_is_told_to_be_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(fd: int) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/a/temporary/name")
+
+    monkeypatch.setattr(trainer.os, "fsync", refused)
+    with pytest.raises(ValueError, match=r"cannot be written to \(Permission denied\): give a folder that can$"):
+        check_writable(tmp_path / "run")
+
+
+def test_a_plan_may_be_asked_for_in_such_a_copy(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--plan"]) == 0
+    assert "GiB" in capsys.readouterr().out
+    assert list(copy.iterdir()) == []
+
+
+# ------------------------------------------------------------ the versions of a run
+
+
+class Found:
+    """What the cluster would say to a submission, and what it makes of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, coordinators: list[Any], attempt: str) -> None:
+        self.made: list[Any] = []
+        actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.make))
+        looks = iter(coordinators)
+        monkeypatch.setattr(trainer, "room", lambda scaling: None)
+        monkeypatch.setattr(trainer.ray, "remote", lambda cls: actor)
+        monkeypatch.setattr(trainer.attach, "running_coordinator", lambda run, digest: next(looks))
+        monkeypatch.setattr(trainer.attach, "attempt_of", lambda made, run, starts: attempt)
+        monkeypatch.setattr(trainer.ElasticRingTrainer, "_run_with_environment", lambda self: self.run_config)
+
+    def make(self, run_spec: Any) -> str:
+        self.made.append(run_spec)
+        return "made"
+
+
+@pytest.mark.parametrize(
+    ("coordinators", "attempt", "got", "num_made"),
+    [
+        (["theirs"], "", "theirs", 0), ([None, "theirs"], "another", "theirs", 1), ([None], "mine", "made", 1),
+    ],
+    ids=["one that runs", "one that was quicker", "its own"],
+)  # fmt: skip
+@pytest.mark.parametrize("recorded", [True, False])
+def test_whoever_has_its_coordinator_hears_of_other_versions_and_only_its_maker_replaces_the_record(
+    coordinators: list[Any], attempt: str, got: str, num_made: int, recorded: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    asked = train.build(train.parse(["--run-dir", str(tmp_path), "--run-name", "x"]))
+    path = tmp_path / CONFIG_NAME
+    there = {**asked._config(), "versions": {"torch": "0.1"}}
+    if recorded:
+        path.write_text(json.dumps(there))
+    found = Found(monkeypatch, coordinators, attempt)
+    assert asked._coordinator("fingerprint", "mine") == got
+    assert len(found.made) == num_made
+    told = [line for line in caplog.messages if "was recorded with other versions" in line]
+    assert [line.split(": ")[1].split(" ")[:3] for line in told] == [["torch", "0.1", "there,"]] * recorded
+    kept = recorded and got == "theirs"
+    assert json.loads(path.read_text())["versions"] == (there["versions"] if kept else env_fingerprint.versions("cpu"))
+
+
+def test_the_record_of_a_run_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its journal does: what is not flushed before it gets its name may be an empty file afterwards."""
+    flushed, flush = list[str](), os.fsync
+
+    def fsync(fd: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{fd}").resolve().name)
+        flush(fd)
+
+    monkeypatch.setattr(metrics.os, "fsync", fsync)
+    train.build(train.parse(["--run-dir", str(tmp_path / "run")]))._write_config()
+    assert [name.startswith(f".{CONFIG_NAME}.") for name in flushed] == [True, False]
+    assert flushed[1] == "run"

@@ -1,0 +1,258 @@
+"""Which GPUs a member lets go of, when, and what it does if it is to stand by then. No GPU is asked."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ring.config import ScalingConfig
+from elastic_ring.control.messages import Build
+from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.gpu import device
+from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser, CudaContexts, loaded_runtime, release_other_contexts
+from elastic_ring.runtime.worker import member
+from elastic_ring.runtime.worker.actor import Worker
+from elastic_ring.runtime.worker.member import Member
+
+OWN = torch.device("cuda", 1)
+LOG = "elastic_ring.runtime.gpu.cuda_contexts"
+
+
+class Told:
+    """What CUDA would say of a node with four GPUs, on the last of which this process has no context."""
+
+    def __init__(self, pinned_bytes: int = 0) -> None:
+        self.pinned_bytes = pinned_bytes
+        self.in_use = dict.fromkeys(range(4), 0)
+        self.codes: dict[int, int | Exception] = dict.fromkeys(range(4), 0)
+        self.calls: list[Any] = []
+        self.contexts = [0, 1, 2]
+        self.staying: list[int] = []
+
+    def having(self) -> list[int]:
+        return list(self.contexts)
+
+    def empty(self, others: list[int]) -> int:
+        self.calls.append(("empty", *others))
+        return self.pinned_bytes
+
+    def reserved(self, index: int) -> int:
+        return self.in_use[index]
+
+    def reset(self, index: int) -> int:
+        self.calls.append(index)
+        code = self.codes[index]
+        if isinstance(code, Exception):
+            raise code
+        if code == 0 and index not in self.staying:
+            self.contexts.remove(index)
+        return code
+
+
+# ------------------------------------------------------------ which
+
+
+def test_every_other_gpu_with_a_context_is_released_once_caches_are_empty() -> None:
+    told = Told()
+    assert release_other_contexts(OWN, told) == 2
+    assert told.calls == [("empty", 0, 2), 0, 2]
+
+
+def test_alone_on_a_gpu_nothing_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    monkeypatch.setattr(told, "having", lambda: [1])
+    assert (release_other_contexts(OWN, told), told.calls) == (0, [])
+
+
+def test_a_gpu_with_memory_in_use_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    told = Told()
+    told.in_use |= {0: 512, 1: 1 << 30}
+    assert (release_other_contexts(OWN, told), told.calls[1:]) == (1, [2])
+    assert "GPU 0 is kept: 512 bytes of this process" in caplog.text
+
+
+def test_pinned_memory_keeps_all_since_nobody_can_tell_whose_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOG)
+    told = Told(pinned_bytes=4096)
+    assert (release_other_contexts(OWN, told), told.calls) == (0, [("empty", 0, 2)])
+    assert "4096 bytes of pinned memory" in caplog.text
+
+
+def test_a_gpu_that_is_not_released_is_logged_and_the_next_one_is(caplog: pytest.LogCaptureFixture) -> None:
+    told = Told()
+    told.codes[0] = 46
+    assert (release_other_contexts(OWN, told), told.calls[1:]) == (1, [0, 2])
+    assert "GPU 0 is kept: cudaDeviceReset returned 46" in caplog.text
+
+
+def test_what_is_told_is_what_is_gone_not_what_cuda_answers(caplog: pytest.LogCaptureFixture) -> None:
+    told = Told()
+    told.staying = [0]
+    assert (release_other_contexts(OWN, told), told.calls[1:]) == (1, [0, 2])
+    assert "GPU 0 is kept: it still has a context after cudaDeviceReset" in caplog.text
+
+
+@pytest.mark.parametrize("error", [OSError("not loaded"), RuntimeError("CUDA error"), KeyError("bytes")])
+def test_what_is_raised_ends_no_training(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    told = Told()
+    told.codes[0] = error
+    assert (release_other_contexts(OWN, told), told.calls[1:]) == (0, [0])
+    assert [record.message for record in caplog.records] == [f"other GPUs are kept: {type(error).__name__}: {error}"]
+
+
+def test_where_torch_has_loaded_no_runtime_none_is_loaded_for_this(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "99.1")
+    with pytest.raises(OSError, match=r"libcudart\.so\.99"):
+        loaded_runtime()
+
+
+def test_a_cache_is_emptied_with_its_own_gpu_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control thread has chosen none, and would make a context on the first one again."""
+    order: list[str] = []
+
+    @contextmanager
+    def chosen(device: torch.device) -> Iterator[None]:
+        order.append(f"{device} chosen")
+        yield
+        order.append("as before")
+
+    monkeypatch.setattr(torch.cuda, "device", chosen)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("emptied"))
+    device.empty_cache(OWN)
+    device.empty_cache(torch.device("cpu"))
+    assert order == ["cuda:1 chosen", "emptied", "as before"]
+
+
+@pytest.mark.parametrize(("held", "emptied"), [(0, True), (1 << 28, True), ((1 << 28) + 1, False)])
+def test_activations_that_wait_in_pinned_memory_are_not_pinned_anew(
+    held: int, emptied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned = [held]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.current": pinned[-1]})
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: pinned.append(0), raising=False)
+    assert CudaContexts().empty([0, 2]) == (0 if emptied else held)
+    assert (pinned[-1] == 0) == emptied
+
+
+# ------------------------------------------------------------ when
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_after_the_second_step_of_a_member_and_once(wanted: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """What may touch the other GPUs by the training thread, between its steps; their end beside the next ones."""
+    caplog.set_level(logging.INFO, LOG)
+    told, order, may_end = Told(), list[Any](), threading.Event()
+
+    def empty(others: list[int]) -> int:
+        order.append(("emptied", threading.current_thread()))
+        return 0
+
+    def reset(index: int) -> int:
+        assert may_end.wait(10)
+        order.append((index, threading.current_thread().name))
+        told.contexts.remove(index)
+        return 0
+
+    told.empty, told.reset = empty, reset  # type: ignore[method-assign]
+    context_releaser = ContextReleaser(wanted, told)
+    context_releaser.committed(OWN, 1, 4, 2)
+    context_releaser.left_mesh()
+    context_releaser.committed(OWN, 2, 7, 2)
+    assert (order, context_releaser.released) == ([], False), "the first step since it became a member again"
+    for step in range(8, 20):
+        context_releaser.committed(OWN, 2, step, 2)
+        assert context_releaser.released is wanted
+    emptied = [("emptied", threading.current_thread())]
+    assert order == (emptied if wanted else []), "no step waits for the end of a context"
+    may_end.set()
+    for thread in threading.enumerate():
+        if thread.name == "other contexts":
+            thread.join(10)
+    assert order == ([*emptied, (0, "other contexts"), (2, "other contexts")] if wanted else [])
+    lines = [record.message.partition(" in ")[0] for record in caplog.records]
+    assert lines == ["generation 2, step 8, rank 2: released 2 other GPUs"] * wanted
+
+
+@pytest.mark.parametrize("kept", ["alone", "pinned", "in use"])
+def test_a_process_that_released_nothing_can_become_a_spare(kept: str) -> None:
+    told = Told(pinned_bytes=1 if kept == "pinned" else 0)
+    told.contexts = [1] if kept == "alone" else [0, 1]
+    told.in_use[0] = 1 if kept == "in use" else 0
+    context_releaser = ContextReleaser(True, told)
+    for step in range(5):
+        context_releaser.committed(OWN, 1, step, 0)
+    assert not context_releaser.released
+    assert told.calls == ([] if kept == "alone" else [("empty", 0)]), "and it is not tried again"
+
+
+@pytest.mark.parametrize(("device", "asked"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_only_members_on_gpus_that_are_asked_to_let_go_do(
+    device: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool] = []
+    monkeypatch.setattr(member, "ContextReleaser", made.append)
+    scaling, run = ScalingConfig(device=device, release_contexts=asked), SimpleNamespace(name="run")
+    spec: Any = SimpleNamespace(scaling=scaling, run=run, task=None)
+    nothing: Any = None
+    Member(spec, nothing, nothing, lambda records: None)
+    assert made == [asked and device == "cuda"]
+
+
+def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the loop itself: behind the commit and its record, not where it stops for a boundary."""
+    order: list[str] = []
+    state = SimpleNamespace(applied=0)
+
+    def run(step: int, *, boundary: bool) -> tuple[Any, Any]:
+        state.applied = step + 1
+        order.append(f"run {step}")
+        return SimpleNamespace(boundary=step == 2), None
+
+    state.run = run
+    training: Any = Member.__new__(Member)
+    training._command = Build("c", "a", 1, 5, Mesh(1, 2), ("a", "b"), 0, None, (), True)
+    training._groups, training._connector = SimpleNamespace(global_rank=1), SimpleNamespace(aborted=False)
+    training._transaction, training.boundary_requested = state, False
+    training._spec = SimpleNamespace(task=SimpleNamespace(step=SimpleNamespace(steps=9, val_every_steps=0)))
+    training._device_lease, training._trained = SimpleNamespace(device=OWN), True
+    for name in ("_watch", "_validate_if_due", "_send", "_publish_nondeterminism", "_report_compiled"):
+        setattr(training, name, lambda *given, **named: None)
+    training._record = lambda outcome, local, seconds: order.append("recorded")
+    training._context_releaser = SimpleNamespace(committed=lambda *given: order.append(f"told {given}"))
+    assert training.train() == "boundary"
+    assert order == [
+        "run 0", "recorded", f"told {(OWN, 5, 0, 1)}", "run 1", "recorded", f"told {(OWN, 5, 1, 1)}",
+        "run 2", "recorded",
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------ what it may do then
+
+
+def _become_spare(released: bool) -> None:
+    """In a process of its own: the code that it ends with says how far it came."""
+    worker: Any = Worker.__new__(Worker)
+    worker._release_training = lambda: True
+    worker._member = SimpleNamespace(become_spare=lambda: None, released=released)
+    worker._become_spare()
+    sys.exit(7 if worker._activity == "spare" else 8)
+
+
+@pytest.mark.parametrize(("released", "code"), [(True, 0), (False, 7)])
+def test_a_process_with_one_gpu_left_exits_instead_of_becoming_a_spare(released: bool, code: int) -> None:
+    """At once, since until then it counts as a spare. One that has kept the other GPUs stays."""
+    process = multiprocessing.get_context("spawn").Process(target=_become_spare, args=(released,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == code

@@ -1,0 +1,57 @@
+"""Every preset is built without memory, and its plan says what a rank will hold; up to 1 T on a laptop."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ring.cli import train
+from elastic_ring.cli.plan import STATE_BYTES, model_flops, plan_of
+from elastic_ring.cli.settings import PRESETS
+from elastic_ring.model.config import num_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("laptop", 0.5e6, 2e6), ("100m", 0.09e9, 0.12e9), ("1b", 0.9e9, 1.2e9), ("8b", 7.5e9, 8.5e9),
+        ("70b", 65e9, 75e9), ("1t", 0.95e12, 1.1e12),
+    ],
+)  # fmt: skip
+def test_a_preset_has_about_the_parameters_that_its_name_says_and_fits_its_ranks(
+    name: str, least: float, most: float
+) -> None:
+    preset = PRESETS[name]()
+    plan = plan_of(preset["model"], preset["scaling"], preset["step"])
+    assert least < plan.num_parameters == num_parameters(preset["model"]) < most
+    assert plan.state_bytes == STATE_BYTES * -(-plan.num_parameters // preset["scaling"].cp)
+    assert plan.state_bytes + plan.activation_bytes + 2 * plan.largest_unit_bytes < 141e9
+
+
+def test_the_plan_of_one_trillion_is_printed_and_nothing_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--preset", "1t", "--plan"]) == 0
+    printed = capsys.readouterr().out
+    assert "1,0" in printed
+    assert "on 1024 ranks, 2,048 tokens on each" in printed
+    assert "standbys too, takes about 0.8 GiB of each GPU there: 7.2 GiB with eight members and a standby" in printed
+
+
+def test_the_plan_of_a_run_on_cpus_has_no_word_of_gpus() -> None:
+    preset = PRESETS["laptop"]()
+    assert not any("GPU" in line for line in plan_of(preset["model"], preset["scaling"], preset["step"]).lines())
+
+
+def test_flops_are_six_for_each_parameter_and_token_plus_the_causal_triangle() -> None:
+    model = PRESETS["8b"]()["model"]
+    table = model.vocab_size * model.width
+    dense = 6 * (num_parameters(model) - table)
+    assert model_flops(model, 1) == dense + 6 * 32 * 128 * 32
+    assert model_flops(model, 2048) == 2048 * dense + 6 * 2048**2 * 32 * 128 * 32
+
+
+def test_a_pinned_kernel_must_exist_for_the_device() -> None:
+    trainer = train.build(train.parse(["--preset", "laptop", "--kernel", "aten-cpu"]))
+    assert trainer.task.step.kernel == "aten-cpu"
+    with pytest.raises(ValueError, match=r"kernel='flash-attn-4' is no attention kernel for device='cpu'.*aten-cpu"):
+        train.build(train.parse(["--preset", "laptop", "--kernel", "flash-attn-4"]))
+    with pytest.raises(ValueError, match="kernel='nothing'"):
+        train.build(train.parse(["--preset", "1b", "--kernel", "nothing"]))

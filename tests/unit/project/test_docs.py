@@ -1,0 +1,358 @@
+"""What the pages say of commands, settings, errors, log lines and code is what is there."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import elastic_ring
+from elastic_ring import errors
+from elastic_ring.attention import parse
+from elastic_ring.attention.parse import parse_pattern
+from elastic_ring.cli import settings
+from elastic_ring.config import Timeouts
+from elastic_ring.faults import KINDS, PHASES, ROLES, parse_faults
+from elastic_ring.model.config import ModelConfig
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
+from elastic_ring.runtime.driver.cluster import WORKER_ENVIRONMENT
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")])
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+README, OPERATING = TEXTS[ROOT / "README.md"], TEXTS[DOCS / "operating.md"]
+ALL = "\n".join(TEXTS.values())
+QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+
+COMMANDS = {
+    "train": "elastic_ring.cli.train", "status": "elastic_ring.cli.status", "plan": "elastic_ring.cli.plan",
+    "calibrate": "elastic_ring.cli.calibrate", "tune": "elastic_ring.tuning.search",
+}  # fmt: skip
+DOORS = {"train_1t": "train", "status": "status", "calibrate": "calibrate", "plan": "plan", "search_patterns": "tune"}
+CONSOLE = re.compile(r"elastic-ring ([a-z]+)\b(.*)")
+SCRIPT = re.compile(r"python ((?:-m )?(?:jobs|tune|examples|benchmarks)[/.]\S+)(.*)")
+MAKE = re.compile(r"^make ([a-z-]+)|`make ([a-z-]+)[^`]*`", re.MULTILINE)
+MAKE_ARGUMENTS = re.compile(r"make train ARGS='([^']*)'")
+TOP = r"(?:elastic_ring|benchmarks|tests|docs|examples|jobs|tune|deploy)"
+
+
+def options(words: str) -> set[str]:
+    return {word.split("=")[0] for word in shlex.split(words, comments=True) if word[:2] == "--"}
+
+
+def snippets() -> Iterator[str]:
+    """Each line of code on the pages, and each code span in their sentences as one line."""
+    for text in TEXTS.values():
+        for fence in re.findall(r"^```.*?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            yield from fence.splitlines()
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+        yield from (line for line in prose.splitlines() if line.startswith("    "))
+        yield from (span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", prose))
+
+
+def console_calls() -> Iterator[tuple[str, str]]:
+    """(subcommand, option or nothing) of every `elastic-ring`, `jobs/` and `tune/` command that a page names."""
+    for line in snippets():
+        for command, rest in CONSOLE.findall(line):
+            yield from ((command, option) for option in options(rest) | {""})
+        for script, rest in SCRIPT.findall(line):
+            if script.startswith(("jobs/", "tune/")):
+                yield from ((DOORS[Path(script).stem], option) for option in options(rest) | {""})
+        for arguments in MAKE_ARGUMENTS.findall(line):
+            yield from (("train", option) for option in options(arguments))
+
+
+def bench_calls() -> Iterator[tuple[Path, str]]:
+    """(script, option) of every command in `benchmarks` or `examples` that a page names."""
+    for line in snippets():
+        for script, rest in SCRIPT.findall(line):
+            if script.startswith("-m "):
+                script = script[3:].replace(".", "/") + ".py"
+            if script.startswith(("benchmarks/", "examples/")):
+                yield from ((ROOT / script, option) for option in options(rest) | {""})
+
+
+@cache
+def help_of(command: str) -> str:
+    """What `elastic-ring COMMAND --help` prints, in this process."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        patch.setattr(os, "environ", os.environ.copy())
+        importlib.import_module(COMMANDS[command]).main(["--help"])
+    assert "usage" in printed.getvalue().lower(), command
+    return printed.getvalue()
+
+
+def rows(text: str, heading: str) -> list[list[str]]:
+    """The cells of the table below a heading, without its title row."""
+    return cells_of(re.split(r"\n#+ ", text.split(f" {heading}\n", 1)[1])[0])
+
+
+def cells_of(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"][2:]
+
+
+def test_the_readme_has_at_most_200_lines() -> None:
+    assert len(README.splitlines()) <= 200
+
+
+def test_every_option_that_a_page_gives_to_a_command_is_known_to_it() -> None:
+    calls = set(console_calls())
+    assert {("train", "--faults"), ("train", "--run-dir"), ("train", "--plan"), ("status", "--watch")} <= calls
+    unknown = [
+        f"{command} {option}" for command, option in sorted(calls)
+        if option and not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", help_of(command))
+    ]  # fmt: skip
+    assert unknown == []
+
+
+def test_every_option_that_a_page_gives_to_a_benchmark_is_in_its_source() -> None:
+    harness = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks" / "harness").glob("*.py"))
+    calls = set(bench_calls())
+    assert len({script for script, _ in calls}) > 10
+    unknown = [
+        f"{script.relative_to(ROOT)} {option}" for script, option in sorted(calls)
+        if f'"{option}"' not in script.read_text(encoding="utf-8") + harness + '""'
+    ]  # fmt: skip
+    assert unknown == []
+
+
+def test_every_file_that_a_page_names_is_there() -> None:
+    named = set(re.findall(rf"(?<![\w./-]){TOP}/[\w./-]*\w", ALL))
+    assert len(named) > 60
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_make_target_that_a_page_names_is_there() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = {one or other for one, other in MAKE.findall(ALL)}
+    assert {"train", "test", "docs"} <= targets
+    assert [target for target in sorted(targets) if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+
+
+def test_every_setting_that_a_page_names_is_there() -> None:
+    classes = {name: getattr(elastic_ring, name) for name in elastic_ring.__all__} | {"ModelConfig": ModelConfig}
+    named = re.findall(r"`(\w+)[.(](\w+)[=`()]", ALL)
+    checked = [(kind, setting) for kind, setting in named if inspect.isclass(classes.get(kind))]
+    assert len(checked) > 5
+    unknown = [
+        f"{kind}.{setting}" for kind, setting in checked
+        if setting not in inspect.signature(classes[kind]).parameters and not hasattr(classes[kind], setting)
+    ]  # fmt: skip
+    assert unknown == []
+
+
+def test_every_link_leads_somewhere() -> None:
+    broken = []
+    for page, text in TEXTS.items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            file, _, anchor = target.partition("#")
+            there = page if not file else page.parent / file
+            if not there.is_file() or (anchor and anchor not in anchors(there)):
+                broken.append(f"{page.name}: {target}")
+    assert broken == []
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_page_is_in_the_site() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = set(re.findall(r": (\w+\.md)$", site, re.MULTILINE))
+    assert {page.name for page in DOCS.glob("*.md")} - {"testing.md"} == named - {"testing.md"}
+
+
+def test_every_object_of_the_api_page_is_there() -> None:
+    named = re.findall(r"^::: ([\w.]+)$", TEXTS[DOCS / "api.md"], re.MULTILINE)
+    assert {f"elastic_ring.{name}" for name in elastic_ring.__all__ if name != "ElasticRingTrainer"} <= set(named)
+    for name in named:
+        module, _, last = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), last) or importlib.import_module(name), name
+    for name, members in re.findall(
+        r"^::: ([\w.]+)\n    options:\n      members: \[(.*)\]", TEXTS[DOCS / "api.md"], re.M
+    ):
+        module, _, last = name.rpartition(".")
+        holder = getattr(importlib.import_module(module), last, None) or importlib.import_module(name)
+        assert [member for member in members.split(", ") if not hasattr(holder, member)] == []
+
+
+def test_the_pictures_are_what_the_script_draws() -> None:
+    drawn = runpy.run_path(str(DOCS / "images" / "draw.py"))["pictures"]()
+    for name, picture in drawn.items():
+        assert (DOCS / "images" / name).read_text(encoding="utf-8") == picture, f"run docs/images/draw.py: {name}"
+
+
+def test_python_in_the_readme_is_quoted_from_the_examples() -> None:
+    """`...` on a line of its own stands for lines left out."""
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")]
+    blocks = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        pieces = [piece for piece in re.split(r"^ *\.\.\.\n", block, flags=re.MULTILINE) if piece]
+        assert any(all(piece in source for piece in pieces) for source in sources), block
+
+
+def test_the_quickstart_includes_the_examples_whole() -> None:
+    """A formatter of Markdown took these lines for Python once."""
+    included = re.findall(r'^--8<-- "(.*)"$', TEXTS[DOCS / "quickstart.md"], re.MULTILINE)
+    assert included == ["examples/own_model.py", "examples/ring_attention_alone.py"]
+
+
+def test_the_families_of_patterns_are_those_of_the_code() -> None:
+    listed = rows(TEXTS[DOCS / "patterns.md"], "Families")
+    assert sorted(family.strip("`") for family, _, _ in listed) == sorted((*parse._FAMILIES, *parse._LISTED))
+    for family, example, _ in listed:
+        assert example.startswith(family[:-1])
+        parse_pattern(example.strip("`"))
+
+
+def test_the_table_of_timeouts_is_that_of_the_code() -> None:
+    """Fields, order and defaults."""
+    told = [(cells[0].strip("`"), float(cells[1])) for cells in rows(OPERATING, "Timeouts")]
+    assert told == [(field.name, field.default) for field in dataclasses.fields(Timeouts)]
+
+
+def test_every_variable_that_workers_get_is_named_with_its_value_and_why() -> None:
+    told = {name.strip("`"): (value, why) for name, value, why in rows(OPERATING, "Variables of workers on GPUs")}
+    assert {name: value for name, (value, _) in told.items()} == WORKER_ENVIRONMENT
+    assert all(why for _, why in told.values())
+
+
+def test_every_kind_of_error_is_explained_once() -> None:
+    told = [cells[0].strip("`") for cells in rows(OPERATING, "Errors")]
+    kinds = {
+        name for name, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, errors.ElasticRingError) and kind is not errors.ElasticRingError
+    }  # fmt: skip
+    assert len(told) == len(set(told))
+    assert set(told) == kinds
+
+
+def test_the_grammar_of_faults_is_that_of_the_code() -> None:
+    told = {
+        cells[0]: set(re.findall(r"`([\w-]+)`", cells[1]))
+        for cells in rows(TEXTS[DOCS / "guarantees.md"], "Planned faults")
+    }
+    assert told["kind"] == set(KINDS)
+    assert told["phase"] == set(PHASES)
+    assert told["role"] - {"heal"} == set(ROLES)
+    schedules = re.findall(r"--faults '([^']+)'", ALL)
+    assert schedules
+    for schedule in schedules:
+        assert parse_faults(schedule)
+
+
+def test_the_files_of_a_run_have_the_names_that_the_quickstart_gives() -> None:
+    others = ("config.json", "loss.png", "weights.safetensors")
+    for name in (JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME, *others):
+        assert f"| `{name}` |" in TEXTS[DOCS / "quickstart.md"]
+
+
+def test_the_settings_file_of_the_quickstart_is_one(tmp_path: Path) -> None:
+    (file,) = re.findall(r"^```toml\n(.*?)^```$", TEXTS[DOCS / "quickstart.md"], re.MULTILINE | re.DOTALL)
+    (tmp_path / "run.toml").write_text(file, encoding="utf-8")
+    asked = settings.parse(["--config", str(tmp_path / "run.toml"), "--dp", "3", "--run.timeouts.start-s", "300"])
+    assert (asked.scaling.dp, asked.scaling.spares, asked.step.context_tokens) == (3, 2, 4096)
+    assert (asked.run.name, asked.run.timeouts.start_s) == ("longer", 300.0)
+
+
+@cache
+def messages() -> str:
+    """Every text in the package's code, with GAP where an expression or a `%s` stands."""
+    found = []
+    for path in (ROOT / "elastic_ring").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else GAP for part in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[.\d]*[sdrf]", GAP, node.value))
+    return "\n".join(found)
+
+
+GAP = "\x00"
+PLACEHOLDER = r"…|\(\w+\)|\(T, G\)|\b(?:[A-Z][A-Z_]*|Event|Command|Build|reason|\d+)\b"
+
+
+@pytest.mark.parametrize("heading", ["Coordinator", "Node agent", "Worker"])
+def test_log_lines_that_the_runbook_explains_are_in_the_code(heading: str) -> None:
+    """Of each line the longest stretch between placeholders (`N`, `WORKER`, `…`)."""
+    text = OPERATING.split(f"\n**{heading}**\n", 1)[1].split("\n**", 1)[0].split("\n## ", 1)[0]
+    said = [line for cells in cells_of(text) for line in re.findall(r"`([^`]+)`", cells[0])]
+    assert len(said) > 5
+    missing = []
+    for line in said:
+        stretch = max(re.split(PLACEHOLDER, line), key=len).strip(" :;,.()")
+        if stretch not in messages():
+            missing.append(f"{line}  ({stretch})")
+    assert missing == []
+
+
+def test_the_hugging_face_example_gives_the_loss_of_the_model_that_it_wraps() -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+    from torch.nn import functional as F
+
+    example = runpy.run_path(str(ROOT / "examples" / "hugging_face_llama.py"))
+
+    def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        heads = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    model = example["llama"]()
+    tokens = torch.randint(0, 257, (1, 64))
+    batch = elastic_ring.Batch(tokens, tokens, torch.arange(64)[None], torch.zeros_like(tokens), causal)
+    loss, num_targets = example["loss"](model, batch)
+    model.set_attn_implementation("sdpa")
+    assert isinstance(model, transformers.LlamaForCausalLM)
+    expected = F.cross_entropy(model(tokens, use_cache=False).logits.flatten(0, 1), tokens.flatten(), reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    assert num_targets == 64
+
+
+def test_ring_attention_alone_runs_on_two_ranks_and_agrees_with_one_process() -> None:
+    """The example compares itself with torch's own attention and fails where they differ."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(ROOT / "examples" / "ring_attention_alone.py")], env={**QUIET, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    # Two processes write to one pipe, and without buffering the ends of lines come apart from the lines.
+    said = re.findall(r"rank (\d) of 2: (\w+) \(", done.stdout)
+    assert sorted(said) == sorted((rank, name) for rank in "01" for name in ("out", "dk", "dv"))
+
+
+@pytest.mark.slow
+def test_own_model_trains_through_the_loss_of_its_worker(tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "own_model.py"), "--steps", "3", "--run-dir", str(folder)],
+        # A Ray of its own, not whatever else runs on this machine, that shares its cores with the tests beside it.
+        env={**QUIET, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "RAY_worker_niceness": "0"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
+    assert summary["steps"] == 3
+    assert summary["exact"]
+    assert [recovery["action"] for recovery in summary["recoveries"]] == ["spare took its place"]
+    assert (folder / "weights.safetensors").stat().st_size > 0

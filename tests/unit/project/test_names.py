@@ -1,0 +1,132 @@
+"""Private names of earlier versions must not return: the field's term is used instead, one word for one meaning."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = ("elastic_ring", "benchmarks", "jobs", "tune", "tests", "examples")
+
+FILES = {
+    "lookout": "node_monitor", "charter": "run_spec", "card": "worker_spec", "chronicle": "run_recorder",
+    "records": "step_records", "audience": "driver_feed", "mail": "coordinator_client", "lifeline": "rpc",
+    "joined": "batched_p2p", "standstill": "stall_watchdog", "troubles": "error_classifier", "chips": "gpu_leases",
+    "bits": "env_fingerprint", "contexts": "cuda_contexts", "opening": "startup", "ending": "shutdown",
+    "remembered": "cached", "own_sums": "kv_grad_accumulation", "readers": "query_index", "rehearsal": "warmup",
+    "summaries": "block_means", "picture": "plot", "spec": "parse", "machine": "cost_model", "pieces": "fused_ops",
+    "drills": "harness", "rungs": "fidelity", "attending": "attention_context", "injection": "faults",
+}  # fmt: skip
+CLASSES = {
+    "Audience": "DriverFeed", "Card": "WorkerSpec", "Charter": "RunSpec", "Chip": "Gpu", "Chronicle": "RunRecorder",
+    "Claim": "GpuLease", "Crew": "Membership", "KeptWithin": "SizedLRU", "KeySums": "KvGradAccumulation",
+    "Lifeline": "AgentServer", "Line": "JsonConnection", "Lookout": "NodeMonitor", "Mail": "CoordinatorClient",
+    "Oddities": "NondeterminismLog", "Settling": "ContextReleaser", "Short": "NotEnoughWorkers",
+    "Silence": "NullProcessGroup", "Stand": "Standby", "Standstill": "StallWatchdog", "StoodStill": "StallDetected",
+    "Switchboard": "AgentServer", "Turn": "Transition", "Unheld": "ShardLost", "Wires": "ProcessGroups",
+}  # fmt: skip
+WORDS = {
+    "audience": "driver_feed", "cast": "membership_id", "charter": "run_spec", "chip": "gpu", "chips": "gpus",
+    "chronicle": "recorder", "crew": "membership", "lifeline": "rpc", "lookout": "node_monitor",
+    "mail": "coordinator_client", "oddities": "nondeterminism_log", "rehearsal": "warmup", "rehearse": "warm_up",
+    "rehearsed": "warmed_up", "rung": "fidelity", "rungs": "fidelities", "seat": "coordinates",
+    "standstill": "stall_watchdog", "strike": "inject, or gpu_failure", "strikes": "gpu_failures",
+    "switchboard": "agent_server", "troubles": "failures", "unheld": "shard_lost",
+    "wires": "process_groups",
+}  # fmt: skip
+"""A word of an identifier or key -> what to say. Only words that mean nothing else in this code."""
+
+OF_OTHERS = {"autocast", "cast_forward_inputs", "cast"}  # torch's; `typing.cast`
+
+
+@cache
+def modules() -> tuple[Path, ...]:
+    return tuple(sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)))
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of every function, argument, variable, attribute, keyword and dictionary key."""
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield line, name
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                yield line, name
+            case ast.Dict(keys=keys):
+                yield from (
+                    (line, key.value) for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
+                )
+            case ast.Subscript(slice=ast.Constant(value=str(name))):
+                yield line, name
+            case _:
+                pass
+
+
+def words(name: str) -> set[str]:
+    """`_bad_chips` -> bad, chips; `NodeLost` -> node, lost."""
+    return {part.lower() for part in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
+
+
+def test_no_file_has_a_name_of_earlier_versions() -> None:
+    old = [
+        f"{path.relative_to(ROOT)}: say {FILES[stem]}" for path in modules()
+        if (stem := path.stem.removeprefix("test_")) in FILES
+        and not (stem == "records" and path.parent == ROOT / "benchmarks" / "quality")  # of its own results
+    ]  # fmt: skip
+    folders = {part for path in modules() for part in path.relative_to(ROOT).parts[:-1]}
+    assert old == []
+    assert folders & set(FILES) == set()
+
+
+def test_no_class_has_a_name_of_earlier_versions() -> None:
+    old = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: say {CLASSES[node.name.lstrip('_')]}"
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and node.name.lstrip("_") in CLASSES
+    ]
+    assert old == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_identifier_or_key_has_a_word_of_earlier_versions(folder: str) -> None:
+    old = sorted(
+        f"{path.relative_to(ROOT)}:{line} {name}: say {WORDS[word]}"
+        for path in modules()
+        if path.relative_to(ROOT).parts[0] == folder
+        for line, name in set(identifiers(ast.parse(path.read_text(encoding="utf-8"))))
+        if name not in OF_OTHERS
+        for word in words(name) & set(WORDS)
+    )
+    assert old == []
+
+
+def test_no_page_names_what_was_renamed() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    gone = set(WORDS) | {name.lower() for name in CLASSES} - {
+        "line",
+        "short",
+        "stand",
+        "turn",
+        "card",
+        "claim",
+        "silence",
+    }
+    found = [
+        f"{page.name}:{number} {word}" for page in pages
+        for number, text in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        for word in re.findall(r"[a-z]+", text.lower()) if word in gone - {"cast", "strike", "seat", "mail", "chip"}
+    ]  # fmt: skip
+    assert found == []
+
+
+def test_the_search_finds_what_it_looks_for() -> None:
+    source = "def f(crew):\n    self._bad_chips = {'rung': 1}\n    g(strike=x['cast'])"
+    found = {word for _, name in identifiers(ast.parse(source)) for word in words(name) & set(WORDS)}
+    assert found == {"crew", "chips", "rung", "strike", "cast"}

@@ -1,0 +1,343 @@
+"""A ring over whole blocks, as GPUs run it, here with the spelled-out kernel: values, gradients, bytes and order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ring.attention import block_pass, block_proof, sparse_ring
+from elastic_ring.attention.block_kernels import KERNELS, REFERENCE, select_sparse
+from elastic_ring.attention.device_blocks import on_device
+from elastic_ring.attention.exchange import HopBuffers
+from elastic_ring.attention.kernels.block_reference import seen_by, seen_by_key
+from elastic_ring.attention.kernels.block_tables import tables_for
+from elastic_ring.attention.layout import contiguous, zigzag
+from elastic_ring.attention.merge import add_placed_
+from elastic_ring.attention.query_index import OneGroup, SeveralGroups
+from elastic_ring.attention.rules import Window
+from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.sparse_blocks import plan_blocks
+from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.sparse_schedule import plan_sparse
+from tests.gpu.gpu_rings import ProcessGroups, run_sparse_on
+from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
+from tests.unit.sparse.block_cases import FAMILIES, NEAR, BlockCase, block_case, check_bytes, masked_reference
+from tests.unit.sparse.pattern_cases import run_sparse
+
+KERNEL = REFERENCE.name
+LAYOUTS = ("contiguous", "zigzag", "striped", "by residue")
+
+
+@pytest.fixture(scope="module")
+def rings() -> Iterator[ThreadRings]:
+    with one_thread():
+        yield ThreadRings()
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "halves"])
+def halves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Own gradients in one part, and in two around the fetched ones."""
+    if request.param:
+        monkeypatch.setattr(block_pass, "HALVING_S", 0)
+
+
+def check(case: BlockCase, found: list[torch.Tensor]) -> None:
+    for name, got, want in zip(("out", "dq", "dk", "dv"), found, masked_reference(case), strict=True):
+        assert relative_error(got, want) <= 1e-12, (case, name)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp64_agrees_with_the_masked_reference_and_moves_the_planned_bytes(
+    rings: ThreadRings, family: str, cp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layouts take turns, and so do own gradients in one part and in two around the fetched ones."""
+    number = cp + list(FAMILIES).index(family)
+    if number % 8 >= 4:
+        monkeypatch.setattr(block_pass, "HALVING_S", 0)
+    layout = LAYOUTS[number % 4]
+    case = block_case(family, cp, layout, num_kv_heads=4 if cp == 3 else 2)
+    found, ledgers = run_sparse(case, rings.groups(cp), kernel=KERNEL)
+    check(case, found)
+    check_bytes(case, ledgers)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_that_begin_with_a_block_are_attended_each_for_itself(
+    rings: ThreadRings, family: str, cp: int
+) -> None:
+    layout = LAYOUTS[(cp + list(FAMILIES).index(family)) % 4]
+    case = block_case(family, cp, layout, documents=(0, 1, 4), num_kv_heads=4 if cp == 3 else 2)
+    found, ledgers = run_sparse(case, rings.groups(cp), kernel=KERNEL)
+    check(case, found)
+    check_bytes(case, ledgers)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_every_layout_serves_every_grouping_of_heads(
+    rings: ThreadRings, layout: str, num_kv_heads: int, halves: None
+) -> None:
+    for family in ("heads in turn", "longnet with rows that see nothing"):
+        case = block_case(family, 2, layout, num_kv_heads=num_kv_heads, batch=2)
+        found, ledgers = run_sparse(case, rings.groups(2), kernel=KERNEL)
+        check(case, found)
+        check_bytes(case, ledgers)
+
+
+@pytest.mark.thinned(num=1)
+@pytest.mark.parametrize("family", ["bigbird", "longnet with rows that see nothing", "heads in turn"])
+def test_posted_as_one_operation_a_pass_and_direction_the_bits_are_the_same(
+    rings: ThreadRings, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_pass, "HALVING_S", 0)
+    case = block_case(family, 4, "zigzag")
+    want, _ = run_sparse(case, rings.groups(4), kernel=KERNEL)
+    links = ProcessGroups(4)
+    groups = links.groups()
+    links.groups = lambda: groups  # type: ignore[method-assign]
+    found, ledgers = run_sparse_on("cpu", case, links, kernel=KERNEL)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    check_bytes(case, ledgers)
+    assert [group.num_operations for group in groups] == [3] * 4  # keys twice, partials once
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_equal_calls_give_equal_bits(rings: ThreadRings, layout: str) -> None:
+    case = block_case("longnet with rows that see nothing", 3, layout, dtype=torch.float32)
+    first, _ = run_sparse(case, rings.groups(3), kernel=KERNEL)
+    again, _ = run_sparse(case, rings.groups(3, fresh=True), kernel=KERNEL)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_where_nothing_is_fetched_nothing_is_sent(rings: ThreadRings) -> None:
+    case = block_case("segments, nothing beyond", 4, "contiguous")
+    found, ledgers = run_sparse(case, rings.groups(4), kernel=KERNEL)
+    check(case, found)
+    assert not any(ledger.sent_bytes or ledger.received_bytes for ledger in ledgers)
+
+
+def test_queries_that_see_nothing_give_zeros_and_no_gradient(rings: ThreadRings) -> None:
+    case = block_case("one dilation, most rows see nothing", 4, "zigzag")
+    found, _ = run_sparse(case, rings.groups(4), kernel=KERNEL)
+    empty = ~case.mask()[0].any(-1)
+    assert empty.sum() == 12 * 128
+    assert not found[0][:, empty].any()
+    assert not found[1][:, empty].any()
+    assert all(torch.isfinite(tensor).all() for tensor in found)
+
+
+@pytest.mark.slow
+def test_partials_may_travel_in_the_kernels_type_at_the_cost_of_a_rounding(rings: ThreadRings) -> None:
+    case = block_case("bigbird", 3, "zigzag", dtype=torch.bfloat16)
+    want = masked_reference(case)
+    for partials, itemsize in ((None, None), (torch.bfloat16, 2)):
+        found, ledgers = run_sparse(case, rings.groups(3), kernel=KERNEL, partials=partials)
+        check_bytes(case, ledgers, itemsize)
+        for got, exact in zip(found, want, strict=True):
+            assert relative_error(got, exact) <= 4e-3
+
+
+def test_calls_share_buffers_and_make_none_after_the_first(rings: ThreadRings) -> None:
+    case = block_case("bigbird", 2, "zigzag")
+
+    def work(cp_rank: int) -> tuple[int, int]:
+        buffers, sizes = HopBuffers(), []
+        q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
+        ring = SparseRingAttention(case.schedule, cp_rank, rings.groups(2)[cp_rank], kernel=KERNEL, buffers=buffers)
+        for _ in range(2):
+            leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+            ring(*leaves).backward(dout)
+            sizes.append((buffers.num_bytes, len(buffers._storages)))
+        assert sizes[0] == sizes[1]
+        return sizes[0]
+
+    rings.groups(2)
+    stage = plan_blocks(case.schedule, 0)[0].stages[0]
+    rows = 4 * (stage.num_fetched_rows + stage.num_served_rows) * case.head_dim * 8
+    assert in_threads(2, work)[0][0] == rows
+
+
+def test_the_observer_hears_of_every_hop_before_its_keys_are_computed_on(rings: ThreadRings) -> None:
+    case = block_case("bigbird", 3, "zigzag")
+    heard: list[list[Any]] = [[] for _ in range(3)]
+
+    def work(cp_rank: int) -> None:
+        q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
+        ring = SparseRingAttention(
+            case.schedule, cp_rank, rings.groups(3)[cp_rank], kernel=KERNEL,
+            observer=lambda *what: heard[cp_rank].append(what),
+        )  # fmt: skip
+        q.requires_grad_()
+        ring(q, k, v).backward(dout)
+
+    rings.groups(3)
+    in_threads(3, work)
+    want = [(direction, 0, hop) for direction in ("forward", "backward") for hop in range(3)]
+    assert heard == [want] * 3
+
+
+def test_a_peer_that_is_lost_raises_on_the_others_and_leaves_no_work_behind(rings: ThreadRings) -> None:
+    case = block_case("bigbird", 3, "zigzag")
+    groups = rings.groups(3, fresh=True)
+    kept: list[SparseRingAttention] = []
+
+    def work(cp_rank: int) -> None:
+        if cp_rank == 2:
+            groups[2] = None  # its sockets close
+            return
+        ring = SparseRingAttention(case.schedule, cp_rank, groups[cp_rank], kernel=KERNEL)
+        kept.append(ring)
+        q, k, v, _ = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
+        with pytest.raises(RuntimeError):
+            ring(q, k, v)
+        assert ring._abandoned
+        groups[cp_rank] = ring._group = None
+
+    in_threads(3, work)
+    assert len(kept) == 2
+
+
+# ------------------------------------------------------------ what is refused
+
+
+def test_what_the_kernels_cannot_run_is_refused_by_name_with_a_way_out() -> None:
+    def planned(rule: Any, layout: Any, starts: tuple[int, ...] = (0,)) -> Any:
+        return plan_blocks(plan_sparse(SparsePattern((rule,), 128, starts), layout, 2, 2), 0)
+
+    with pytest.raises(ValueError, match=r"window:200: keeps blocks of 128 tokens in part.*BigBird"):
+        planned(Window(200), contiguous(512, 2))
+    with pytest.raises(ValueError, match=r"begins at position 200, inside a block of 128 .*align_tokens=128"):
+        planned(NEAR, contiguous(512, 2), (0, 128, 200))
+    with pytest.raises(ValueError, match=r"layout zigzag of 512 tokens over cp=4 cuts at .* multiple of 1024 tokens"):
+        planned(NEAR, zigzag(512, 4))
+
+
+def test_kernels_are_refused_where_they_cannot_serve() -> None:
+    with pytest.raises(ValueError, match="'flex-sparse' runs on cuda, not on cpu"):
+        select_sparse(64, 2, torch.bfloat16, True, "flex-sparse", "cpu")
+    with pytest.raises(ValueError, match="'flash-attn-4-sparse' has no deterministic sparse backward"):
+        select_sparse(64, 2, torch.bfloat16, True, "flash-attn-4-sparse")
+    with pytest.raises(ValueError, match="choose one of flash-attn-4-sparse, flex-sparse, reference-sparse"):
+        select_sparse(64, 2, torch.bfloat16, True, "flash")
+    assert REFERENCE not in KERNELS
+
+
+# ------------------------------------------------------------ the proof and the tables
+
+
+@pytest.mark.thinned(num=1)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_spelled_out_kernel_passes_the_self_test(dtype: torch.dtype) -> None:
+    assert block_proof.self_test(REFERENCE, 16, 2, dtype, "cpu") is None
+
+
+def test_a_gpu_that_is_full_passes_over_no_sparse_kernel() -> None:
+    def run(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        block_proof.self_test(replace(REFERENCE, name="tight", run=run), 16, 2, torch.float64, "cpu")
+
+
+@pytest.mark.thinned(num=1)
+@pytest.mark.parametrize("planted", ["forward", "backward", "empty rows", "unseen keys", "not where it was told to"])
+def test_a_kernel_that_is_wrong_between_stretches_of_keys_is_found(planted: str) -> None:
+    from dataclasses import replace
+
+    def forward(q: Any, k: Any, v: Any, tables: Any, scale: float) -> Any:
+        out, lse = REFERENCE.forward(q, k, v, tables, scale)
+        if planted == "empty rows":
+            return out, lse.nan_to_num(neginf=-30.0)
+        return (out * 1.1, lse) if planted == "forward" and k.size(1) != q.size(1) else (out, lse)
+
+    def backward(*arguments: Any, **places: Any) -> Any:
+        dq, dk, dv = REFERENCE.backward(*arguments, **({} if planted.startswith("not") else places))
+        if planted == "unseen keys":
+            dv[:, :128] += 1
+        return (dq, dk.mul_(1.1), dv) if planted == "backward" and dk.size(1) != dq.size(1) else (dq, dk, dv)
+
+    wrong = replace(REFERENCE, name=planted, forward=forward, backward=backward)
+    what = {"forward": "out", "empty rows": "lse", "unseen keys": "dv"}.get(planted, "dk")
+    assert (block_proof.self_test(wrong, 16, 2, torch.float64, "cpu") or "").startswith(what)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("documents", [(0,), (0, 3, 10)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tables_mean_the_pattern_in_both_directions(family: str, documents: tuple[int, ...]) -> None:
+    case = block_case(family, 4, "zigzag", documents)
+    pattern = SparsePattern(case.rules, 128, case.document_starts)
+    whole = tables_for(pattern, case.layout.seq_len, 4, torch.device("cpu"))
+    mask = case.mask()
+    assert torch.equal(seen_by(whole).expand_as(mask), mask)
+    assert torch.equal(seen_by_key(whole).expand_as(mask), mask)
+    for cp_rank in range(4):
+        blocks = on_device(case.schedule, cp_rank, torch.device("cpu"))
+        rows = case.layout.positions(cp_rank)
+        order = list(blocks.plan.head_order)
+        own = mask[order][:, rows][:, :, rows]
+        assert torch.equal(seen_by(blocks.own).expand_as(own), own)
+        assert torch.equal(seen_by_key(blocks.own).expand_as(own), own)
+        for tables in (call.tables for stage in blocks.stages for call in stage.calls):
+            assert torch.equal(seen_by(tables), seen_by_key(tables))
+            assert seen_by(tables).any(1).any(0).all()  # no key was fetched in vain
+
+
+def test_shares_are_added_where_they_belong_in_hop_order() -> None:
+    total, inbox = torch.zeros(1, 4, 2), torch.arange(1.0, 7.0).view(1, 3, 2)
+    places = torch.tensor([[0, -1, 1, -1], [-1, -1, 2, -1]], dtype=torch.int32)
+    add_placed_(total, inbox, places)
+    assert total[0].tolist() == [[1, 2], [0, 0], [8, 10], [0, 0]]
+
+
+def test_only_queries_that_see_a_fetched_key_meet_them() -> None:
+    near, far = block_case("window", 4, "contiguous"), block_case("local and dense heads", 4, "zigzag")
+    cpu = torch.device("cpu")
+    of_near = [plan_blocks(near.schedule, cp_rank)[1].stages[0].readers[0].tolist() for cp_rank in range(4)]
+    assert of_near == [[], [0, 1], [0, 1], [0, 1]]  # a window of three blocks reaches back over two
+    (call,) = on_device(near.schedule, 1, cpu).stages[0].calls
+    assert isinstance(call.query_index, OneGroup)
+    assert call.query_index.tokens == slice(0, 256)
+    several = [call.query_index for rank in range(4) for call in on_device(far.schedule, rank, cpu).stages[0].calls]
+    assert all(isinstance(readers, SeveralGroups) for readers in several)
+    for case in (near, far):
+        for cp_rank in range(4):
+            (tables,) = plan_blocks(case.schedule, cp_rank)[1].stages
+            for kept, readers in zip(tables.kept, tables.readers, strict=True):
+                assert kept.shape[1] == len(readers)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tables_lie_by_rows_as_the_kernels_read_them(family: str, layout: str) -> None:
+    case, cpu = block_case(family, 4, layout), torch.device("cpu")
+    of_ranks = [on_device(case.schedule, cp_rank, cpu) for cp_rank in range(4)]
+    found = [tables_for(SparsePattern(FAMILIES[family]), 2048, 4, cpu)]
+    for blocks in of_ranks:
+        found += [blocks.own, *blocks.own_parts]
+        found += [call.tables for stage in blocks.stages for call in stage.calls]
+    for tables in found:
+        for lists in (tables.own, tables.own_by_key, tables.full, tables.full_by_key):
+            assert lists.counts.stride(-1) == 1
+            assert lists.indices.stride(-1) == 1
+
+
+def test_partials_of_a_kernel_that_rounds_travel_as_it_rounded_them(
+    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounding = replace(REFERENCE, keeps_type=True)
+    monkeypatch.setattr(sparse_ring, "select_sparse", lambda *_: rounding)
+    case = block_case("bigbird", 3, "zigzag", dtype=torch.bfloat16)
+    found, ledgers = run_sparse(case, rings.groups(3), kernel=KERNEL)
+    check_bytes(case, ledgers, 2)
+    for got, exact in zip(found, masked_reference(case), strict=True):
+        assert relative_error(got, exact) <= 4e-3

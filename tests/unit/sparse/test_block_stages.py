@@ -1,0 +1,309 @@
+"""Fetched keys by stages: bounded buffers, the next stage behind the kernels of the one before, few messages."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from elastic_ring.attention import block_pass, device_blocks, merge, sparse_ring
+from elastic_ring.attention.block_kernels import REFERENCE
+from elastic_ring.attention.device_blocks import on_device
+from elastic_ring.attention.exchange import HopBuffers
+from elastic_ring.attention.kernels.block_sparse import flex_mask
+from elastic_ring.attention.layout import contiguous
+from elastic_ring.attention.sparse_blocks import group_hops, plan_blocks
+from elastic_ring.attention.sparse_ring import SparseRingAttention
+from tests.gpu.gpu_rings import run_sparse_on
+from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
+from tests.unit.sparse.block_cases import BlockCase, block_case, check_bytes, check_exact, fetches_little
+from tests.unit.sparse.pattern_cases import run_sparse
+
+KERNEL = REFERENCE.name
+FAMILIES = ("bigbird", "longnet with rows that see nothing", "heads in turn")
+
+
+@pytest.fixture(scope="module")
+def rings() -> Iterator[ThreadRings]:
+    with one_thread():
+        yield ThreadRings()
+
+
+def row_bytes(case: BlockCase) -> int:
+    return 2 * case.batch * case.head_dim * case.dtype.itemsize
+
+
+def most_of_a_hop(case: BlockCase) -> int:
+    """The most rows that any rank fetches in any hop."""
+    ranks = range(case.layout.cp)
+    return max(case.schedule.num_head_tokens(rank, hop) for rank in ranks for hop in ranks)
+
+
+@pytest.mark.thinned(num=2)
+@pytest.mark.parametrize(
+    ("family", "layout", "halved"),
+    [
+        (FAMILIES[0], "zigzag", True), (FAMILIES[1], "contiguous", True), (FAMILIES[1], "zigzag", False),
+        (FAMILIES[2], "by residue", True), (FAMILIES[2], "zigzag", False),
+    ],
+)  # fmt: skip
+def test_any_stages_agree_with_the_masked_reference_and_move_the_planned_bytes(
+    rings: ThreadRings, family: str, layout: str, halved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over gloo: each hop for itself, two or so at a time, all at once."""
+    if halved:
+        monkeypatch.setattr(block_pass, "HALVING_S", 0)
+    case = block_case(family, 4, layout, batch=1 + halved)
+    seen = set()
+    for limit_rows in (1, 2 * most_of_a_hop(case), 2**40):
+        seen.add(len(group_hops(case.schedule, limit_rows)))
+        found, ledgers = run_sparse(
+            case, rings.groups(4), kernel=KERNEL, stage_bytes=limit_rows * row_bytes(case), keep_keys=False
+        )
+        check_exact(case, found)
+        check_bytes(case, ledgers, keys_kept=False)
+    assert {1, 3} <= seen
+
+
+@pytest.mark.slow
+def test_stages_of_a_longer_ring_and_several_documents_agree(rings: ThreadRings) -> None:
+    case = block_case("heads in turn", 8, "zigzag", documents=(0, 5), num_kv_heads=4)
+    found, ledgers = run_sparse(case, rings.groups(8), kernel=KERNEL, stage_bytes=300 * row_bytes(case))
+    check_exact(case, found)
+    check_bytes(case, ledgers)
+
+
+def test_what_up_to_three_stages_find_is_merged_in_one_pass_over_memory(
+    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row once, with all that its stages found, where those that read fetched keys are neighbours."""
+    merged: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    plain, at_once = merge.eager_merge_all_, {}
+
+    def watched(out: torch.Tensor, lse: torch.Tensor, parts: Any) -> None:
+        merged[threading.current_thread().name].append((out.size(1), len(parts)))
+        plain(out, lse, parts)
+
+    monkeypatch.setattr(merge, "eager_merge_all_", watched)
+    case = block_case("bigbird", 4, "zigzag")
+
+    def work(cp_rank: int) -> None:
+        threading.current_thread().name = f"rank {cp_rank}"
+        q, k, v, _ = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
+        ring = SparseRingAttention(
+            case.schedule, cp_rank, rings.groups(4)[cp_rank], kernel=KERNEL, stage_bytes=1, keep_keys=False
+        )
+        assert ring.footprint(q).num_stages == 3
+        at_once[f"rank {cp_rank}"] = ring._blocks_for(q).queries_are_contiguous(q.size(2))
+        ring.run_forward(q, k, v, 1.0)
+
+    rings.groups(4)
+    in_threads(4, work)
+    num_rows = case.layout.num_tokens(0)
+    assert set(at_once.values()) == {True, False}
+    assert max(parts for rank, found in merged.items() if at_once[rank] for _, parts in found) == 3
+    for rank, found in merged.items():
+        if at_once[rank]:
+            assert sum(rows for rows, _ in found) <= num_rows
+        else:
+            assert all(parts == 1 for _, parts in found)
+
+
+def test_stages_are_the_same_on_all_ranks_and_hold_what_fits() -> None:
+    for family in FAMILIES:
+        schedule = block_case(family, 8, "zigzag").schedule
+        for limit_rows in (0, 300, 600, 2000, 2**40):
+            stages = group_hops(schedule, limit_rows)
+            assert [hop for stage in stages for hop in stage] == list(range(1, 8))
+            for stage in stages:
+                fetched = [sum(schedule.num_head_tokens(rank, hop) for hop in stage) for rank in range(8)]
+                served = [
+                    sum(schedule.num_head_tokens(schedule.reader(rank, hop), hop) for hop in stage) for rank in range(8)
+                ]
+                assert len(stage) == 1 or max(fetched + served) <= limit_rows
+        assert len(group_hops(schedule, 0)) == 7
+        assert len(group_hops(schedule, 2**40)) == 1
+
+
+@pytest.mark.thinned(num=1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_are_bounded_by_the_limit_and_the_largest_hop(rings: ThreadRings, family: str) -> None:
+    case = block_case(family, 8, "zigzag")
+    hop = most_of_a_hop(case)
+    held = {}
+    for limit_rows in (1, 2 * hop, 2**40):
+
+        def work(cp_rank: int, limit_rows: int = limit_rows) -> tuple[int, int]:
+            buffers = HopBuffers()
+            q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
+            ring = SparseRingAttention(
+                case.schedule, cp_rank, rings.groups(8)[cp_rank], kernel=KERNEL, buffers=buffers,
+                stage_bytes=limit_rows * row_bytes(case), keep_keys=False,
+            )  # fmt: skip
+            for _ in range(2):
+                ring(q.requires_grad_(), k, v).backward(dout)
+            footprint = ring.footprint(q)
+            assert footprint.kept_bytes == 0
+            assert footprint.buffer_bytes == buffers.num_bytes
+            return footprint.num_stages, buffers.num_bytes
+
+        rings.groups(8)
+        found = in_threads(8, work)
+        assert len({num_stages for num_stages, _ in found}) == 1
+        num_buffers = 4 if found[0][0] == 1 else 9
+        held[limit_rows] = max(num_bytes for _, num_bytes in found)
+        assert held[limit_rows] <= num_buffers * max(limit_rows, hop) * row_bytes(case)
+    assert held[1] < 0.6 * held[2**40]  # nine buffers of a hop, and four of all seven
+
+
+# ------------------------------------------------------------ kept keys
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bits_are_the_same_whether_keys_are_kept_or_fetched_again(
+    rings: ThreadRings, family: str, dtype: torch.dtype
+) -> None:
+    case = block_case(family, 4, "zigzag", dtype=dtype)
+    kept, ledgers = run_sparse(case, rings.groups(4), kernel=KERNEL, keep_keys=True)
+    again, others = run_sparse(case, rings.groups(4), kernel=KERNEL, keep_keys=False)
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+    check_bytes(case, ledgers, keys_kept=True)
+    check_bytes(case, others, keys_kept=False)
+
+
+def test_small_fetches_are_kept_and_freed_after_backward(rings: ThreadRings) -> None:
+    case = block_case("window", 4, "contiguous")
+    alive: list[Any] = [None] * 4
+
+    def work(cp_rank: int) -> None:
+        q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
+        buffers = HopBuffers()
+        ring = SparseRingAttention(
+            case.schedule, cp_rank, rings.groups(4)[cp_rank], kernel=KERNEL, buffers=buffers, keep_keys=True
+        )
+        run = ring.run_forward
+
+        def watched(*arguments: Any) -> Any:
+            result = run(*arguments)
+            alive[cp_rank] = weakref.ref(result.keys)
+            assert result.keys is not None
+            assert result.keys.nbytes == ring.footprint(q).kept_bytes
+            return result
+
+        ring.run_forward = watched  # type: ignore[method-assign]
+        out = ring(q.requires_grad_(), k, v)
+        out.backward(dout)
+        assert buffers.num_bytes == ring.footprint(q).buffer_bytes
+        del out
+
+    rings.groups(4)
+    in_threads(4, work)
+    assert [keys() for keys in alive] == [None] * 4
+
+
+def test_keys_are_kept_where_no_rank_fetches_more_than_a_quarter_and_in_one_stage(rings: ThreadRings) -> None:
+    """The window reaches over two blocks: two of the four of a rank's slice, or two of eight."""
+    far = block_case("bigbird", 4, "zigzag")
+    some, few = (replace(block_case("window", 4, "contiguous"), layout=contiguous(128 * n, 4)) for n in (16, 32))
+    for case, small in ((far, False), (some, False), (few, True)):
+        assert {plan_blocks(case.schedule, rank)[0].small for rank in range(4)} == {small}
+        assert fetches_little(case) == small
+    x = torch.zeros(1, 512, 4, 8, dtype=torch.float64)
+    ring = SparseRingAttention(far.schedule, 0, rings.groups(4)[0], kernel=KERNEL, keep_keys=True, stage_bytes=1)
+    with pytest.raises(ValueError, match="keep_keys=True, but what is fetched is 3 stages of at most stage_bytes=1"):
+        ring(x, x[:, :, :2], x[:, :, :2])
+
+
+def test_a_checkpointed_layer_whose_keys_are_kept_exchanges_them_once(rings: ThreadRings) -> None:
+    case = block_case("window", 4, "zigzag")
+
+    def work(cp_rank: int, offload: bool) -> tuple[list[torch.Tensor], Any]:
+        q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
+        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+        ring = SparseRingAttention(case.schedule, cp_rank, rings.groups(4)[cp_rank], kernel=KERNEL, keep_keys=True)
+        out = checkpoint(ring, *leaves, use_reentrant=False, context_fn=lambda: ring.recomputation(offload=offload))
+        out.backward(dout)
+        return [out.detach(), *(leaf.grad for leaf in leaves)], ring.ledger  # type: ignore[misc]
+
+    want, _ = run_sparse(case, rings.groups(4), kernel=KERNEL, keep_keys=False)
+    for offload in (False, True):
+        results = in_threads(4, lambda cp_rank, offload=offload: work(cp_rank, offload))
+        found = [case.layout.gather([part[i] for part, _ in results], 1) for i in range(4)]
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+        check_bytes(case, [ledger for _, ledger in results], keys_kept=True)
+
+
+# ------------------------------------------------------------ gradients in place, and plans
+
+
+@pytest.mark.slow
+def test_kernels_that_can_write_gradients_where_they_are_sent_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = block_case("heads in turn", 4, "zigzag", num_kv_heads=4, batch=2)
+    written: list[bool] = []
+
+    def backward(*arguments: Any, **places: Any) -> Any:
+        written.append(set(places) == {"dk", "dv"})
+        return REFERENCE.backward(*arguments, **places)
+
+    results = []
+    for writes in (True, False):
+        kernel = replace(REFERENCE, backward=backward, writes_gradients=writes)
+        monkeypatch.setattr(sparse_ring, "select_sparse", lambda *_, kernel=kernel: kernel)
+        written.clear()
+        found, _ = run_sparse_on("cpu", case, kernel=KERNEL)
+        assert set(written) == {writes}
+        results.append(found)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_run_of_equal_sequences_plans_once_and_one_of_packed_documents_does_not_fill_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[Any] = []
+
+    def plan(*arguments: Any) -> Any:
+        planned.append(arguments)
+        return plan_blocks(*arguments)
+
+    monkeypatch.setattr(device_blocks, "plan_blocks", plan)
+    on_device.cache_clear()
+    case = block_case("bigbird", 1, "contiguous")
+    x = case.tensors()
+    for _ in range(3):
+        SparseRingAttention(case.schedule, 0, None, kernel=KERNEL)(*x[:3])
+    assert len(planned) == 1
+    one = on_device.num_bytes
+    monkeypatch.setattr(on_device, "_limit_bytes", 3 * one)
+    for start in range(1, 6):
+        other = block_case("bigbird", 1, "contiguous", documents=(0, start))
+        SparseRingAttention(other.schedule, 0, None, kernel=KERNEL)(*x[:3])
+        SparseRingAttention(case.schedule, 0, None, kernel=KERNEL)(*x[:3])  # what comes back stays
+        assert on_device.num_bytes <= 3 * one
+    assert len(planned) == 6
+    assert on_device.num_kept < 6
+    monkeypatch.setattr(on_device, "_limit_bytes", 0)
+    held = on_device(case.schedule, 0, torch.device("cpu"))
+    on_device(block_case("window", 1, "contiguous").schedule, 0, torch.device("cpu"))
+    assert on_device.num_kept == 1
+    assert on_device(case.schedule, 0, torch.device("cpu")) is held  # a ring still computes by it
+
+
+def test_what_a_plan_weighs_counts_shared_memory_once_and_what_kernels_make_of_it() -> None:
+    blocks = on_device(block_case("bigbird", 4, "zigzag").schedule, 0, torch.device("cpu"))
+    before = blocks.num_bytes
+    flex_mask(blocks.own_parts[0])
+    made = blocks.num_bytes
+    assert made > before
+    flex_mask(blocks.own_parts[1])
+    assert blocks.num_bytes == made
+    assert not any(isinstance(value, np.ndarray) for value in vars(blocks.plan).values())

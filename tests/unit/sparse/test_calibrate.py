@@ -1,0 +1,294 @@
+"""The fit finds planted figures, every rank gets the same ones, and a file keeps them or is refused by name."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ring.attention import timed_cases
+from elastic_ring.attention.calibrate import Calibration, Check, Stopwatch, calibrate, fit
+from elastic_ring.attention.choice import BLOCK_TOKENS, Sizes, choose, price, sparse_kernels
+from elastic_ring.attention.cost_model import CostModel
+from elastic_ring.attention.families import BigBird
+from elastic_ring.attention.kernels import block_tables
+from elastic_ring.attention.layout import contiguous
+from elastic_ring.attention.rules import Window
+from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.sparse_schedule import plan_sparse
+from elastic_ring.attention.sparse_tiles import tiles
+from elastic_ring.attention.timed_cases import Hops, TimingBudget
+from elastic_ring.cli.calibrate import main, report
+from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
+
+CPU = torch.device("cpu")
+SIZES = Sizes(2, 1, 8, 4)
+EFFORT = TimingBudget(limit_s=1e6, repeats=3, most_bytes=1 << 16, num_tokens=(1024, 1536))
+TRUTH = CostModel(
+    kernel_flops=5e9, link_bytes_per_s=1e9, message_s=2e-5, call_s=1e-4, dense_flops=8e9, overlap=0.0, per_tile=True
+)
+DENSE_CALL_S = 3e-4
+
+
+@pytest.fixture(scope="module")
+def rings() -> Iterator[ThreadRings]:
+    with one_thread():
+        yield ThreadRings()
+
+
+# ------------------------------------------------------------ the fit
+
+
+@pytest.mark.parametrize("noise", [(1.0,) * 5, (1.05, 0.95, 1.05, 0.95, 1.05), (0.97, 1.04, 1.0, 1.05, 0.96)])
+def test_the_fit_recovers_the_figures_behind_noisy_times(noise: tuple[float, ...]) -> None:
+    counts, amounts = (16, 16, 1, 1, 1), (16e3, 16e4, 1e6, 1e7, 1e8)
+    times = [n * (count * 4e-5 + amount / 2e9) for n, count, amount in zip(noise, counts, amounts, strict=True)]
+    each, per = fit(counts, amounts, times)
+    allowed = 1e-9 if set(noise) == {1.0} else 0.1
+    assert each == pytest.approx(4e-5, rel=allowed)
+    assert 1 / per == pytest.approx(2e9, rel=allowed)
+
+
+def test_no_figure_of_a_fit_is_negative() -> None:
+    assert fit((1, 1), (1.0, 2.0), (1.0, 3.0))[0] == 0.0
+    assert fit((1, 1), (1.0, 2.0), (3.0, 1.0))[1] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("counts", "amounts", "times", "message"),
+    [
+        ((1,), (1.0,), (1.0,), "at least two"),
+        ((1, 1), (1.0, 2.0), (1.0, 0.0), "positive"),
+        ((1, 1), (1.0, 2.0), (1.0, float("inf")), "positive"),
+        ((1, 2), (1.0, 2.0), (1.0, 2.0), "vary the sizes"),
+    ],
+)
+def test_times_that_say_nothing_are_refused(counts: Any, amounts: Any, times: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(counts, amounts, times)
+
+
+# ------------------------------------------------------------ measuring
+
+
+class Clocks(threading.local):
+    """A clock for each thread, which stands still but for what it is told."""
+
+    now = 0.0
+    slower = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds * self.slower
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    """What is timed runs as ever, and takes the time that TRUTH says."""
+    clocks = Clocks()
+    real_hops, real_attends = timed_cases.Hops.__call__, timed_cases._Attends.__call__
+
+    def hops(self: Any, meanwhile: Any = None) -> None:
+        real_hops(self, meanwhile)
+        clocks.advance(TRUTH.moving_s(self._count * self._num_bytes, self._count))
+
+    def attends(self: Any) -> None:
+        real_attends(self)
+        schedule = self._ring.schedule
+        if hasattr(schedule, "num_heads"):
+            calls, pairs = sparse_kernels(schedule, 0, False, TRUTH)
+            clocks.advance(calls * TRUTH.call_s + 4 * SIZES.head_dim * pairs / TRUTH.kernel_flops)
+        else:
+            pairs = SIZES.num_heads * schedule.layout.seq_len * (schedule.layout.seq_len + 1) // 2
+            clocks.advance(DENSE_CALL_S + 4 * SIZES.head_dim * pairs / TRUTH.dense_flops)
+
+    monkeypatch.setattr(timed_cases.Hops, "__call__", hops)
+    monkeypatch.setattr(timed_cases._Attends, "__call__", attends)
+    return clocks
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_every_rank_gets_the_figures_of_the_slowest(rings: ThreadRings, clocks: Clocks, cp: int) -> None:
+    groups = rings.groups(cp)
+
+    def work(cp_rank: int) -> Calibration:
+        clocks.slower = 1 + cp_rank / 4
+        return calibrate(groups[cp_rank], CPU, SIZES, effort=EFFORT, clock=clocks)
+
+    found = in_threads(cp, work)
+    assert all(each.cost_model == found[0].cost_model and each.checks == found[0].checks for each in found)
+    slower = 1 + (cp - 1) / 4
+    for name, value in asdict(found[0].cost_model).items():
+        truth = getattr(TRUTH, name)
+        if name.endswith("_s") and not name.endswith("per_s"):
+            truth *= slower
+        elif name not in ("overlap", "per_tile"):
+            truth /= slower
+        assert value == pytest.approx(truth, rel=1e-6, abs=1e-9), name
+    assert {check.fitted for check in found[0].checks} == {True, False}
+    assert max(abs(check.error) for check in found[0].checks) < 1e-6
+    assert found[0].about["ranks"] == cp
+
+
+def test_a_single_rank_measures_its_kernels_and_says_what_it_did_not(clocks: Clocks) -> None:
+    with one_thread():
+        found = calibrate(None, CPU, SIZES, effort=EFFORT, clock=clocks)
+    assert found.cost_model.kernel_flops == pytest.approx(TRUTH.kernel_flops)
+    default = CostModel()
+    for name in found.about["not measured"]:
+        assert getattr(found.cost_model, name) == getattr(default, name)
+    assert not any("bytes" in check.name for check in found.checks)
+
+
+def test_repeats_end_on_all_ranks_once_the_time_of_one_is_over(rings: ThreadRings) -> None:
+    groups, effort = rings.groups(2), TimingBudget(limit_s=10.0, repeats=7)
+
+    def work(cp_rank: int) -> tuple[int, float]:
+        clock, ran = Clocks(), list[int]()
+        stopwatch = Stopwatch(groups[cp_rank], CPU, effort, clock)
+
+        def run() -> None:
+            ran.append(len(ran))
+            clock.advance((1.0, 4.0)[cp_rank])
+
+        median_s = stopwatch.median_s(run)
+        return len(ran), median_s
+
+    assert in_threads(2, work) == [(3, 4.0), (3, 4.0)]
+
+
+def test_hops_carry_what_they_are_asked_to_and_no_more_is_held(rings: ThreadRings) -> None:
+    groups = rings.groups(3)
+
+    def work(cp_rank: int) -> tuple[int, int]:
+        hops, beside = Hops(groups[cp_rank], CPU, 5000, 4), list[int]()
+        hops(lambda: beside.append(1))
+        hops()
+        assert hops._made is not None
+        return hops._made.nbytes, len(beside)
+
+    assert in_threads(3, work) == [(10000, 4)] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"limit_s": 0}, "limit_s=0"),
+        ({"limit_s": float("nan")}, "limit_s=nan"),
+        ({"repeats": 0}, "repeats=0"),
+        ({"most_bytes": 100}, "most_bytes=100"),
+        ({"num_tokens": (2048, 1024)}, "two ascending multiples of 128"),
+        ({"num_tokens": (1000, 2048)}, "two ascending multiples of 128"),
+    ],
+)
+def test_an_effort_that_cannot_measure_is_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TimingBudget(**settings)
+
+
+def test_a_bad_fit_shows_in_the_report() -> None:
+    good = Check("16 x 8192 bytes", 16, 131072.0, 1e-3, 1.1e-3, False)
+    about = {
+        "ranks": 2, "device": "CPU, 2 cores", "dtype": "float32", "num_heads": 8, "num_kv_heads": 2, "head_dim": 64,
+        "torch": "2", "date": "today",
+    }  # fmt: skip
+    fine = report(Calibration(TRUTH, (good,), about))
+    assert "+10.0%  not fitted" in fine
+    assert "do not plan by these figures" not in fine
+    assert "do not plan by these figures" in report(Calibration(TRUTH, (good, replace(good, measured_s=5e-4)), about))
+
+
+def test_the_job_refuses_wrong_options_before_it_starts_a_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cpu", "--limit-s", "0"]) == 2
+    assert main(["--device", "cpu", "--most-mib", "0"]) == 2
+    assert main(["--device", "cuda", "--ranks", "1000"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1].split("=")[0].strip() for line in told] == ["limit_s", "most_bytes", "--ranks 1000"]
+
+
+# ------------------------------------------------------------ the file
+
+
+def test_figures_come_back_from_their_file_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "deeper" / "machine.json"
+    checks = (Check("dense 1024", 1, 1e9, 0.1 + 0.2, 0.3, True),)
+    Calibration(TRUTH, checks, {"device": "CPU, 2 cores", "date": "2026-11-21"}).write(path)
+    assert CostModel.read(path) == TRUTH
+    written = json.loads(path.read_text())
+    assert written["about"]["device"] == "CPU, 2 cores"
+    assert written["checks"][0]["measured_s"] == 0.1 + 0.2
+
+
+BAD = {
+    "no file": (None, "cannot be read"),
+    "no JSON": ("{", "is not JSON"),
+    "a list": ("[]", 'no object "machine"'),
+    "no figures": ('{"about": {}}', 'no object "machine"'),
+    "missing": ({"call_s": ...}, "'call_s' is missing"),
+    "unknown": ({"calls_s": 1.0}, "'calls_s' is unknown"),
+    "text": ({"call_s": "1"}, "call_s='1': must be a number"),
+    "a bool": ({"call_s": True}, "call_s=True: must be a number"),
+    "no bool": ({"per_tile": 1}, "per_tile=1: must be true or false"),
+    "negative": ({"message_s": -1.0}, "message_s=-1.0: must be 0 seconds or more"),
+    "no rate": ({"kernel_flops": 0.0}, "kernel_flops=0.0: must be more than 0"),
+    "not finite": ({"link_bytes_per_s": float("inf")}, "link_bytes_per_s=inf"),
+    "not a number": ({"dense_flops": float("nan")}, "dense_flops=nan"),
+    "too much": ({"overlap": 1.5}, "overlap=1.5: must be 0 to 1"),
+}
+
+
+@pytest.mark.parametrize("why", BAD)
+def test_a_bad_file_is_refused_by_its_name_with_a_way_out(why: str, tmp_path: Path) -> None:
+    content, message = BAD[why]
+    path = tmp_path / "machine.json"
+    if isinstance(content, dict):
+        figures = {**asdict(TRUTH), **content}
+        content = json.dumps({"machine": {name: value for name, value in figures.items() if value is not ...}})
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        CostModel.read(path)
+    assert str(path) in str(caught.value)
+    assert "jobs/calibrate.py" in str(caught.value)
+
+
+def test_a_file_that_cannot_be_written_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be written"):
+        TRUTH.write(tmp_path)
+
+
+# ------------------------------------------------------------ what plans make of them
+
+
+def test_a_plan_for_cpus_counts_the_tiles_and_what_masked_ones_compute() -> None:
+    schedule = plan_sparse(SparsePattern((Window(200),)), contiguous(1024, 2), 2, 1)
+    own = [tile for hop in tiles(schedule, 1) for tile in hop]
+    assert sparse_kernels(schedule, 1, True, TRUTH) == (len(own), sum(2 * tile.num_pairs for tile in own))
+    assert sparse_kernels(schedule, 1, True, CostModel()) == (2, schedule.work(1))
+    assert sum(2 * tile.num_pairs for tile in own) > schedule.work(1)
+
+
+def test_each_figure_makes_plans_dearer() -> None:
+    pattern, layout = SparsePattern((BigBird(3, 1, 2),)), contiguous(4096, 4)
+    dearer = {
+        "kernel_flops": 1e9, "link_bytes_per_s": 1e3, "message_s": 1.0, "call_s": 1.0, "overlap": 0.0, "per_tile": True,
+    }  # fmt: skip
+    base = replace(CostModel(), per_tile=False)
+    for name, value in dearer.items():
+        before, after = (price(pattern, layout, SIZES, m)[0] for m in (base, replace(base, **{name: value})))
+        assert before.exchange == after.exchange == "hops"
+        assert after.forward_s > before.forward_s, name
+    assert {field.name for field in fields(CostModel)} - set(dearer) == {"dense_flops"}
+    assert choose(pattern, 4096, 4, SIZES, TRUTH).best.forward_s > choose(pattern, 4096, 4, SIZES).best.forward_s
+
+
+def test_plans_and_kernels_mean_the_same_blocks() -> None:
+    assert BLOCK_TOKENS == block_tables.BLOCK_TOKENS

@@ -1,0 +1,152 @@
+"""What FlexAttention is told of the tables: the same pairs, in memory and in shapes that do not follow every number."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
+
+from elastic_ring.attention.device_blocks import on_device
+from elastic_ring.attention.families import BigBird
+from elastic_ring.attention.kernels import block_reference, flex, reference
+from elastic_ring.attention.kernels.block_sparse import compiled_shape, flex_mask, padded_blocks
+from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart, tables_for
+from elastic_ring.attention.layout import zigzag
+from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.sparse_schedule import plan_sparse
+
+CPU = torch.device("cpu")
+
+
+def listed(counts: torch.Tensor, indices: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """(H, n, num_columns) bool, entry by entry."""
+    dense = torch.zeros(*counts.shape[1:], num_columns, dtype=torch.bool)
+    for head, row in np.ndindex(*counts.shape[1:]):
+        dense[head, row, indices[0, head, row, : counts[0, head, row]].long()] = True
+    return dense
+
+
+def told(mask: Any) -> dict[str, torch.Tensor]:
+    num_q, num_k = (length // 128 for length in mask.seq_lengths)
+    return {
+        "own": listed(mask.kv_num_blocks, mask.kv_indices, num_k),
+        "full": listed(mask.full_kv_num_blocks, mask.full_kv_indices, num_k),
+        "own by key": listed(mask.q_num_blocks, mask.q_indices, num_q).transpose(1, 2),
+        "full by key": listed(mask.full_q_num_blocks, mask.full_q_indices, num_q).transpose(1, 2),
+    }
+
+
+@pytest.mark.parametrize("all_rows", [True, False])
+def test_rectangles_mean_the_same_in_both_directions_and_are_padded_with_nothing(all_rows: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    full = torch.rand(2, 5, 9, generator=generator) < 0.3
+    full[:, 1] = False
+    tables = tables_apart([full.numpy()], [np.arange(9)], CPU, all_rows=all_rows)
+    assert padded_blocks(tables) == (5 if all_rows else 16, 16)
+    mask = flex_mask(tables)
+    assert mask.seq_lengths == (128 * padded_blocks(tables)[0], 128 * 16)
+    found = told(mask)
+    want = torch.zeros_like(found["full"])
+    want[:, :5, :9] = full
+    assert torch.equal(found["full"], want)
+    assert torch.equal(found["full by key"], want)
+    assert not found["own"].any()
+    assert not found["own by key"].any()
+    assert flex_mask(tables) is mask
+
+
+def test_halves_of_the_heads_are_views_of_the_mask_of_all() -> None:
+    pattern = SparsePattern((BigBird(2, 0, 2), BigBird(3, 0, 1), BigBird(2, 0, 0), BigBird(1, 0, 3)), 128)
+    whole = tables_for(pattern, 128 * 24, 4, CPU)
+    halves = whole.of_heads(0, 2), whole.of_heads(2, 4)
+    of_all = told(flex_mask(whole))
+    for number, half in enumerate(halves):
+        mask, some = flex_mask(half), slice(2 * number, 2 * number + 2)
+        for name, found in told(mask).items():
+            assert torch.equal(found, of_all[name][some]), name
+        of_whole = flex_mask(whole).full_kv_indices
+        assert mask.full_kv_indices.untyped_storage().data_ptr() == of_whole.untyped_storage().data_ptr()
+    shared = tables_for(SparsePattern((BigBird(2, 0, 2),), 128), 128 * 24, 4, CPU)
+    assert flex_mask(shared.of_heads(2, 4)) is flex_mask(shared)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles for the CPU")
+@pytest.mark.filterwarnings("default")  # the compiler warns of its own deprecations
+def test_a_compiled_kernel_reads_narrow_lists() -> None:
+    """Its CPU form, which gives no lse and, unlike that of GPUs, insists on wide lists of masked blocks by query."""
+    generator = torch.Generator().manual_seed(0)
+    full = torch.rand(2, 18, 22, generator=generator) < 0.3
+    full[:, 1] = False
+    tables = tables_apart([full.numpy()], [np.arange(22)], CPU, all_rows=False)
+    mask, (num_q, num_k) = flex_mask(tables), padded_blocks(tables)
+    assert mask.full_kv_indices.size(-1) == 16 < num_k
+    mask.kv_indices = functional.pad(mask.kv_indices, (0, num_k - mask.kv_indices.size(-1)))
+    q, k, v = (torch.randn(1, 128 * num, 2, 64, generator=generator) for num in (18, 22, 22))
+    padded = [
+        functional.pad(x, (0, 0, 0, 0, 0, 128 * num - x.size(1))).transpose(1, 2)
+        for x, num in ((q, num_q), (k, num_k), (v, num_k))
+    ]
+    with torch.no_grad():
+        found = torch.compile(flex_attention, dynamic=False, fullgraph=True)(*padded, block_mask=mask, scale=0.125)
+    want, _ = block_reference.forward(q, k, v, tables, 0.125)
+    assert (found.transpose(1, 2)[:, : q.size(1)] - want).abs().max() < 1e-6
+    assert not found[:, :, 128:256].any()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_is_compiled_takes_and_gives_tokens_first(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped function, traced whole; its kernels are a GPU's, so here it runs as it is written."""
+    traced = torch.compile(flex._by_token(), backend="eager", fullgraph=True)
+    monkeypatch.setattr(flex, "_compiled", lambda fullgraph: traced)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 300, heads, 16, generator=generator) for heads in (4, 2, 2))
+    out, lse = flex.forward(q, k, v, causal=causal, scale=0.25)
+    want, want_lse = (x.float() for x in reference.forward(q, k, v, causal=causal, scale=0.25))
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-5)
+
+
+def num_ints(tables: BlockTables) -> int:
+    mask = flex_mask(tables)
+    names = ("kv_indices", "full_kv_indices", "q_indices", "full_q_indices")
+    storages = {getattr(mask, name).untyped_storage().data_ptr(): getattr(mask, name).numel() for name in names}
+    return sum(storages.values())
+
+
+def test_a_mask_grows_with_what_is_kept_not_with_the_square_of_the_length() -> None:
+    for num_blocks in (64, 256, 1024):
+        tables = tables_for(SparsePattern((BigBird(8, 0, 0),), 128), 128 * num_blocks, 4, CPU)
+        assert num_ints(tables) == num_blocks * 3 * 16  # own blocks, and the seven before or after
+
+
+def shapes(starts: tuple[int, ...]) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """Over all ranks of a ring, what is compiled, and what would be if every number were taken as it is."""
+    pattern = SparsePattern((BigBird(6, 0, 4),), 128, starts)
+    schedule = plan_sparse(pattern, zigzag(128 * 256, 4), 4, 2)
+    found, exact = set(), set()
+    for cp_rank in range(4):
+        blocks = on_device(schedule, cp_rank, CPU, 1)
+        for tables in (blocks.own, *(call.tables for stage in blocks.stages for call in stage.calls)):
+            found.add(compiled_shape(tables, 4, 2))
+            lists = (tables.own, tables.full, tables.own_by_key, tables.full_by_key)
+            exact.add((tables.num_q_blocks, tables.num_k_blocks, *(x.indices.size(-1) for x in lists)))
+    return found, exact
+
+
+def test_plans_that_all_differ_are_compiled_for_a_few_shapes() -> None:
+    found: set[tuple[int, ...]] = set()
+    exact: set[tuple[int, ...]] = set()
+    generator = np.random.default_rng(0)
+    for _ in range(8):
+        starts = (0, *(128 * np.sort(generator.choice(np.arange(1, 256), 3, replace=False))).tolist())
+        few, many = shapes(starts)
+        found |= few
+        exact |= many
+    assert len(exact) > 70
+    assert len(found) <= 20

@@ -1,0 +1,280 @@
+"""A checkpoint is whole or does not count, and comes back bit for bit on any mesh. Real files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from elastic_ring.cli.checkpoints import main
+from elastic_ring.errors import CheckpointDamaged, StorageFailed
+from elastic_ring.state import checkpoint
+from elastic_ring.state.checkpoint import Manifest, Reader
+from elastic_ring.state.shard import Counters, Shard
+from elastic_ring.state.storage import Storage
+
+SHAPES = {"embed": (10, 4), "norm": (3,), "head": (7, 2, 2)}
+STEP = 5
+
+
+def whole_values() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def shard_of(cp_rank: int, cp: int, *, steps: int = STEP, optimizer: str = "adamw") -> Shard:
+    """A rank's slices of one model after some optimizer steps, as FSDP2 would have cut them."""
+    params = {}
+    for name, value in whole_values().items():
+        start, stop = checkpoint.rows_of(tuple(value.shape), cp_rank, cp)
+        params[name] = value[start:stop].clone()
+    groups = [
+        {"params": [params["embed"], params["head"]], "weight_decay": 0.1},
+        {"params": [params["norm"]], "weight_decay": 0.0},
+    ]
+    made: torch.optim.Optimizer
+    if optimizer == "adamw":
+        made = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
+    else:
+        made = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+    shard = Shard(cp_rank, params, made)
+    for step in range(steps):
+        gradients = {name: (value * (step + 1)).sin() for name, value in shard.params.items()}
+        shard.apply(gradients, 0.01)
+        shard.advance(skipped=False)
+    return shard
+
+
+def save(storage: Storage, cp: int, dp: int, *, step: int = STEP, lineage: int = 1) -> Manifest:
+    folder = checkpoint.new_attempt(step, lineage)
+    files = []
+    for cp_rank in range(cp):
+        for part in range(dp):
+            shard = shard_of(cp_rank, cp)
+            described = checkpoint.describe(shard, SHAPES, dp)
+            files.append(checkpoint.write_part(storage, folder, checkpoint.take(shard, described, part)))
+    meta = checkpoint.meta_of(shard)
+    manifest = Manifest(step, lineage, 1, "identity", folder, cp, dp, tuple(files), described, meta)
+    assert checkpoint.commit(storage, manifest)
+    return manifest
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path / "run")).open()
+
+
+def same(one: Shard, other: Shard) -> bool:
+    left, right = checkpoint.tensors_of(one), checkpoint.tensors_of(other)
+    return (
+        list(left) == list(right)
+        and all(torch.equal(left[name], right[name]) for name in left)
+        and checkpoint.meta_of(one) == checkpoint.meta_of(other)
+    )
+
+
+@pytest.mark.parametrize(("cp", "dp", "to_cp"), [(2, 1, 2), (2, 3, 2), (2, 2, 3), (4, 1, 1), (1, 2, 4), (3, 1, 2)])
+def test_a_checkpoint_comes_back_bit_for_bit_on_any_mesh(storage: Storage, cp: int, dp: int, to_cp: int) -> None:
+    save(storage, cp, dp)
+    (folder,) = checkpoint.committed(storage)
+    manifest = checkpoint.read_manifest(storage, folder)
+    for cp_rank in range(to_cp):
+        found = shard_of(cp_rank, to_cp, steps=0)
+        Reader(storage, manifest).fill(found, to_cp)
+        assert same(found, shard_of(cp_rank, to_cp))
+        assert found.counters == Counters(applied=STEP)
+
+
+def test_training_goes_on_from_it_as_if_nothing_had_been(storage: Storage) -> None:
+    manifest = save(storage, 2, 1)
+    found = shard_of(1, 2, steps=0)
+    Reader(storage, manifest).fill(found, 2)
+    for shard in (found, other := shard_of(1, 2)):
+        shard.apply({name: value.cos() for name, value in shard.params.items()}, 0.02)
+    assert same(found, other)
+
+
+def test_files_are_plain_safetensors(storage: Storage) -> None:
+    manifest = save(storage, 2, 1)
+    read = load_file(storage.at(manifest.files[0].name))
+    assert torch.equal(read["params/embed"], shard_of(0, 2).params["embed"])
+
+
+def test_each_ring_writes_its_part_once(storage: Storage) -> None:
+    """Together the parts hold every tensor exactly once, and none of them nearly all."""
+    shard = shard_of(0, 2)
+    described = checkpoint.describe(shard, SHAPES, 3)
+    parts = [checkpoint.take(shard, described, part) for part in range(3)]
+    names = [name for part in parts for name in part.tensors]
+    assert sorted(names) == sorted(checkpoint.tensors_of(shard))
+    assert all(part.tensors for part in parts)
+
+
+def test_buffers_are_used_again(storage: Storage) -> None:
+    shard = shard_of(0, 2)
+    described = checkpoint.describe(shard, SHAPES, 1)
+    first = checkpoint.take(shard, described, 0)
+    again = checkpoint.take(shard, described, 0, first)
+    assert all(again.tensors[name].data_ptr() == tensor.data_ptr() for name, tensor in first.tensors.items())
+
+
+# ---------------------------------------------------------------- what must never count
+
+
+def damage(storage: Storage, how: str, name: str) -> None:
+    path = Path(storage.at(name))
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        os.truncate(path, path.stat().st_size - 1)
+    else:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_damaged_file_is_named_and_not_loaded(storage: Storage, how: str, index: int) -> None:
+    manifest = save(storage, 2, 1)
+    name = manifest.files[index].name
+    damage(storage, how, name)
+    assert [line.split()[0] for line in checkpoint.wrong_files(storage, manifest)] == [name]
+    with pytest.raises((CheckpointDamaged, StorageFailed), match=Path(name).name):
+        Reader(storage, manifest).fill(shard_of(index, 2, steps=0), 2)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "files": [{}]}'])
+def test_a_damaged_manifest_is_refused(storage: Storage, text: str) -> None:
+    save(storage, 1, 1)
+    (folder,) = checkpoint.committed(storage)
+    storage.replace(f"{folder}/{checkpoint.COMMIT}", text.encode())
+    with pytest.raises(CheckpointDamaged, match="COMMIT"):
+        checkpoint.read_manifest(storage, folder)
+
+
+def test_a_newer_format_is_refused_with_the_way_out(storage: Storage) -> None:
+    manifest = dataclasses.replace(save(storage, 1, 1), format=checkpoint.FORMAT + 1)
+    with pytest.raises(ValueError, match="newer elastic_ring"):
+        Manifest.from_json(manifest.to_json(), "here")
+
+
+def test_without_a_manifest_there_is_no_checkpoint(storage: Storage) -> None:
+    shard = shard_of(0, 1)
+    snapshot = checkpoint.take(shard, checkpoint.describe(shard, SHAPES, 1), 0)
+    checkpoint.write_part(storage, checkpoint.new_attempt(STEP, 1), snapshot)
+    assert checkpoint.committed(storage) == []
+
+
+def test_two_writers_cannot_both_commit_a_step(storage: Storage) -> None:
+    manifest = save(storage, 1, 1)
+    assert not checkpoint.commit(storage, dataclasses.replace(manifest, term=2))
+    assert checkpoint.read_manifest(storage, checkpoint.committed(storage)[0]).term == 1
+
+
+def test_one_that_was_set_aside_no_longer_counts_and_keeps_its_files(storage: Storage) -> None:
+    older = save(storage, 1, 1, step=3)
+    newer = save(storage, 1, 1, step=9)
+    assert [name.split("/")[1] for name in checkpoint.committed(storage)] == ["step-00000009", "step-00000003"]
+    checkpoint.set_aside(storage, checkpoint.step_folder(9, 1), ["a byte is wrong"])
+    assert checkpoint.committed(storage) == [checkpoint.step_folder(3, 1)]
+    assert not list(checkpoint.wrong_files(storage, newer)), "the files are still there"
+    assert not list(checkpoint.wrong_files(storage, older))
+
+
+def test_the_newest_lineage_comes_first(storage: Storage) -> None:
+    save(storage, 1, 1, step=9, lineage=1)
+    save(storage, 1, 1, step=2, lineage=2)
+    assert checkpoint.committed(storage) == [checkpoint.step_folder(2, 2), checkpoint.step_folder(9, 1)]
+
+
+WRITER = """
+import sys
+from tests.unit.state.test_checkpoint import save
+from elastic_ring.state.storage import Storage
+storage = Storage(sys.argv[1]).open()
+print("ready", flush=True)
+step = 0
+while True:
+    step += 1
+    save(storage, 2, 2, step=step)
+"""
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "ready"
+        yield process
+        process.kill()
+
+
+def test_a_writer_killed_at_any_moment_leaves_only_whole_checkpoints(
+    tmp_path: Path, writer: subprocess.Popen[str]
+) -> None:
+    time.sleep(0.05)
+    writer.send_signal(signal.SIGKILL)
+    assert writer.wait() == -signal.SIGKILL
+    storage = Storage(str(tmp_path / "run")).open()
+    folders = checkpoint.committed(storage)
+    for folder in folders:
+        assert list(checkpoint.wrong_files(storage, checkpoint.read_manifest(storage, folder))) == []
+
+
+# ---------------------------------------------------------------- what cannot be saved, and for how long it stays
+
+
+def test_an_optimizer_that_keeps_objects_is_refused() -> None:
+    shard = shard_of(0, 1)
+    shard.optimizer.param_groups[0]["hook"] = object()
+    with pytest.raises(ValueError, match="AdamW keeps values"):
+        checkpoint.meta_of(shard)
+
+
+def test_the_interval_follows_young_and_daly() -> None:
+    assert checkpoint.interval_s(10.0, 20_000.0) == pytest.approx(622.5, abs=0.1)
+    assert checkpoint.interval_s(100.0, 1.0) == 100.0
+
+
+def test_retention_keeps_the_newest_and_every_nth() -> None:
+    assert checkpoint.superfluous([10, 20, 30, 40, 50], keep_last=2, keep_every=0) == [10, 20, 30]
+    assert checkpoint.superfluous([10, 20, 30, 40, 50], keep_last=1, keep_every=20) == [10, 30]
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_the_command_line_lists_verifies_prunes_and_exports(
+    storage: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (3, 5, 9):
+        last = save(storage, 2, 2, step=step)
+    assert main(["list", storage.uri]) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["9", "5", "3"]
+    assert main(["prune", storage.uri, "--keep-last", "1"]) == 0
+    assert [name for name, _ in storage.names() if "step-00000009" not in name] == []
+    assert main(["export", storage.uri, "--to", str(tmp_path / "out"), "--shard-mib", "0"]) == 0
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    for name in SHAPES:
+        found = load_file(tmp_path / "out" / index["weight_map"][name])[name]
+        assert torch.equal(found, torch.cat([shard_of(rank, 2).params[name] for rank in range(2)]))
+    assert main(["verify", storage.uri]) == 0
+    damage(storage, "flipped", last.files[0].name)
+    capsys.readouterr()
+    assert main(["verify", storage.uri]) == 1
+    assert last.files[0].name in capsys.readouterr().out
+    assert main(["prune", storage.uri, "--keep-last", "0"]) == 2

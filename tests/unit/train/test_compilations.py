@@ -1,0 +1,292 @@
+"""Compilations: none after the warm-up, for documents of any length; each one is counted and announced.
+
+flash-attn-4 needs a GPU. Here a kernel with its compile keys and caches, which computes with the CPU's own, takes its
+place behind the real adapter; `tests/gpu/test_compiled_on_gpu.py` makes the same claims of the real one.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastic_ring.attention.kernels import aten_cpu, flash_attn4
+from elastic_ring.attention.kernels.self_test import length_classes, warm_up_kernels, warm_up_variants
+from elastic_ring.attention.kernels.table import BACKENDS
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.schedule import plan
+from elastic_ring.attention.warmup import NullProcessGroup
+from elastic_ring.monitor.stamps import Phase, StampReader, StampWriter
+from elastic_ring.runtime.worker.member import Member
+from elastic_ring.train.compile_events import EVENTS, CompileEvents
+from elastic_ring.train.compiling import CompileWatch
+
+CONTEXT = 1024
+HEAD_DIM = 8
+BACKEND = replace(
+    next(backend for backend in BACKENDS if backend.name == "flash-attn-4"),
+    devices=("cpu",), dtypes=(torch.float32,), min_capability=None, package=None,
+)  # fmt: skip
+
+
+@dataclass
+class JITCache:
+    """As `flash_attn.cute.cache_utils.JITCache`: compiled kernels by variant."""
+
+    cache: dict[Any, str] = field(default_factory=dict)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.cache
+
+    def __getitem__(self, key: Any) -> str:
+        return self.cache[key]
+
+    def __setitem__(self, key: Any, kernel: str) -> None:
+        self.cache[key] = kernel
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows of flash-attn-4's tiles on one architecture for one head dim."""
+
+    forward: int
+    backward_causal: int
+    backward_full: int
+    backward_keys: int
+
+
+H100_64, H100_128, H100_256, B200 = Tiles(192, 128, 128, 128), Tiles(128, 64, 80, 128), Tiles(128, 64, 64, 48), None
+
+
+def make_interface(tiles: Tiles | None) -> Any:
+    """A module with the functions that the adapter calls, each with a compile cache; `tiles` None is sm_100."""
+    interface: Any = ModuleType("flash_attn.cute.interface")
+    interface.on_compile = lambda: None
+
+    def look_up(function: Any, key: Any) -> None:
+        if key not in function.compile_cache:
+            interface.on_compile()
+            function.compile_cache[key] = "compiled"
+        assert function.compile_cache[key] == "compiled"
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, return_lse: bool) -> Any:
+        rows = q.size(1) * q.size(2) // k.size(2)
+        if tiles is None:
+            stages = 2 if rows > 128 else 1
+            key: Any = (causal, stages, rows <= stages * 128)
+        else:
+            key = (causal, not causal or rows <= tiles.forward)
+        look_up(interface._flash_attn_fwd, key)
+        out, lse = aten_cpu.forward(q, k, v, causal=causal, scale=softmax_scale)
+        return out, lse.transpose(1, 2)
+
+    def backward(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *, softmax_scale: float, causal: bool,
+        deterministic: bool, dk: Tensor | None, dv: Tensor | None,
+    ) -> Any:  # fmt: skip
+        rows = 128 if tiles is None else tiles.backward_causal if causal else tiles.backward_full
+        keys = 128 if tiles is None else tiles.backward_keys
+        look_up(interface._bwd_preprocess, rows)
+        look_up(interface._flash_attn_bwd, (causal, deterministic, q.size(1) <= rows, k.size(1) <= keys))
+        grads = aten_cpu.backward(dout, q, k, v, out, lse.transpose(1, 2), causal=causal, scale=softmax_scale)
+        for place, grad in ((dk, grads[1]), (dv, grads[2])):
+            if place is not None:
+                place.copy_(grad)
+        return grads
+
+    def preprocess() -> None: ...
+
+    interface._flash_attn_fwd, interface._flash_attn_bwd, interface._bwd_preprocess = forward, backward, preprocess
+    for function in (forward, backward, preprocess):
+        function.compile_cache = JITCache()  # type: ignore[attr-defined]
+    return interface
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Puts an interface where the adapter and the counter find flash-attn-4's."""
+
+    def planted(tiles: Tiles | None) -> Any:
+        interface = make_interface(tiles)
+        for name in ("flash_attn", "flash_attn.cute"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setattr(sys.modules["flash_attn.cute"], "interface", interface, raising=False)
+        monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+        EVENTS._attached.discard("flash_attn.cute.interface")
+        flash_attn4._interface.cache_clear()
+        return interface
+
+    yield planted
+    flash_attn4._interface.cache_clear()
+    EVENTS._attached.discard("flash_attn.cute.interface")
+
+
+def train_on_documents(cp: int, group: int, num_packings: int) -> None:
+    """Forward and backward of every rank of a ring, over sequences packed with documents of 1 to 600 tokens."""
+    layout = make_layout("zigzag", CONTEXT, cp)
+    for seed in range(num_packings):
+        draw, starts = random.Random(seed), [0]
+        while starts[-1] < CONTEXT:
+            starts.append(starts[-1] + int(2 ** draw.uniform(0.0, 9.2)))
+        schedule = plan(Pattern(document_starts=tuple(start for start in starts if start < CONTEXT)), layout)
+        for cp_rank in range(cp):
+            nobody = NullProcessGroup(cp_rank, cp) if cp > 1 else None
+            shapes = [(1, layout.num_tokens(cp_rank), heads, HEAD_DIM) for heads in (2 * group, 2, 2)]
+            q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
+            RingAttention(schedule, cp_rank, nobody, backend=BACKEND)(q, k, v).sum().backward()
+
+
+@pytest.mark.parametrize("tiles", [H100_64, H100_128, H100_256, B200], ids=["h100-64", "h100-128", "h100-256", "b200"])
+@pytest.mark.parametrize(("cp", "group"), [(1, 1), (2, 4)])
+def test_documents_of_any_length_meet_only_kernels_that_the_warm_up_compiled(
+    plant: Any, tiles: Tiles | None, cp: int, group: int
+) -> None:
+    plant(tiles)
+    watch = CompileWatch()
+    assert warm_up_kernels(BACKEND, "cpu", torch.float32, HEAD_DIM, group) is None
+    num_by_self_test = len(watch.news())
+    warm_up_variants(BACKEND, "cpu", torch.float32, HEAD_DIM, group)
+    num_by_variants = len(watch.news())
+    train_on_documents(cp, group, 6)
+    assert watch.news() == []
+    assert watch.count == num_by_self_test + num_by_variants
+    # The self-test alone, all there was before, leaves some for the steps.
+    plant(tiles)
+    watch = CompileWatch()
+    assert warm_up_kernels(BACKEND, "cpu", torch.float32, HEAD_DIM, group) is None
+    watch.news()
+    train_on_documents(cp, group, 6)
+    assert 0 < len(watch.news()) <= num_by_variants
+
+
+def test_a_length_of_each_class_lies_between_the_edges_of_tiles() -> None:
+    assert length_classes((64, 128), 1) == (64, 128, 192)
+    assert length_classes((64, 128), 4) == (16, 32, 64, 128, 192)
+    assert length_classes((), 4) == ()
+
+
+@pytest.fixture
+def member(tmp_path: Path) -> Iterator[Any]:
+    """The part of a member that counts and announces, with real stamps."""
+    made: Any = Member.__new__(Member)
+    made._stamps = StampWriter(tmp_path / "w").open()
+    made._spec, made.published = SimpleNamespace(worker="w"), []
+    made._publish = made.published.extend
+    made._compiled, made._trained = CompileWatch(), False
+    EVENTS.listener = made._announce_compilation
+    yield made
+    EVENTS.listener = None
+    made._stamps.close()
+
+
+def compile_one(head_dim: int = HEAD_DIM, rows: int = 16) -> None:
+    x = torch.zeros(1, rows, 2, head_dim)
+    flash_attn4.forward(x, x, x, causal=True, scale=1.0)
+
+
+def test_a_compilation_in_a_step_has_a_phase_of_its_own_while_it_lasts(plant: Any, member: Any) -> None:
+    interface, reader, seen = plant(H100_64), StampReader(member._stamps.path), []
+    EVENTS.attach()
+    interface.on_compile = lambda: seen.append(reader.read())
+    member._stamps.stamp(3, Phase.BACKWARD, 1)
+    compile_one()
+    (during,), after = seen, reader.read()
+    assert after is not None
+    assert (during.step, during.phase, during.hop) == (3, Phase.COMPILE, 1)
+    assert (after.step, after.phase, after.hop) == (3, Phase.BACKWARD, 1)
+    compile_one()
+    assert len(seen) == 1
+    reader.close()
+
+
+def test_a_worker_tells_what_it_compiled_before_and_after_step_0(
+    plant: Any, member: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    interface = plant(H100_64)
+    EVENTS.attach()
+    compile_one()
+    member._report_compiled(0)
+    assert member.published.pop() == {"step": 0, "worker": "w", "compiled": [], "before": 1}
+    with caplog.at_level(logging.WARNING):
+        member._report_compiled(1)
+        compile_one(rows=400)
+        interface._flash_attn_bwd.compile_cache["a kernel"] = "compiled"
+        member._report_compiled(2)
+    names = ["flash-attn-4 flash_attn_fwd", "flash-attn-4 flash_attn_bwd"]
+    assert member.published == [{"step": 2, "worker": "w", "compiled": names, "before": 0}]
+    assert caplog.messages == [f"step 2 compiled 2 more: {'; '.join(names)}; the warm-up did not cover it"]
+
+
+def test_a_spare_that_joins_later_counts_its_warm_up_as_before(plant: Any, member: Any) -> None:
+    plant(H100_64)
+    EVENTS.attach()
+    compile_one()
+    member._compiled.news()
+    member._report_compiled(7)
+    assert member.published == [{"step": 7, "worker": "w", "compiled": [], "before": 1}]
+
+
+def test_a_kernel_that_is_loaded_from_disk_is_counted(plant: Any) -> None:
+    interface = plant(H100_64)
+
+    class Persistent(JITCache):
+        def __contains__(self, key: Any) -> bool:
+            self.cache[key] = "compiled"
+            return True
+
+    interface._flash_attn_fwd.compile_cache = Persistent()
+    watch = CompileWatch()
+    compile_one()
+    compile_one()
+    assert watch.news() == ["flash-attn-4 flash_attn_fwd"]
+
+
+def test_torch_compile_is_announced_before_it_begins_and_when_it_has_ended() -> None:
+    heard: list[str] = []
+    EVENTS.listener = heard.append
+    try:
+        function = torch.compile(lambda x: x + 1, backend="eager")
+        EVENTS.attach()
+        function(torch.ones(3))
+    finally:
+        EVENTS.listener = None
+    assert [name.split()[0] if name else "" for name in heard] == ["torch.compile", ""]
+
+
+def test_triton_is_announced_and_counted_by_its_hooks_unless_they_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    runtime, events = SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None), CompileEvents()
+    heard: list[str] = []
+    events.listener = heard.append
+    events._observe_triton(SimpleNamespace(runtime=runtime))
+    about = {"fn": SimpleNamespace(name="_merge_kernel"), "already_compiled": False}
+    assert runtime.jit_cache_hook(**about) is False
+    runtime.jit_post_compile_hook(**about)
+    assert (heard, events.names) == (["triton _merge_kernel", ""], ["triton _merge_kernel"])
+    events.begin("torch.compile 0/0")
+    runtime.jit_cache_hook(**about)
+    runtime.jit_post_compile_hook(**about)
+    assert heard[2:] == ["torch.compile 0/0", "triton _merge_kernel"], "the outer compilation goes on"
+    events.end()
+    assert heard[4:] == [""]
+    with caplog.at_level(logging.WARNING):
+        CompileEvents()._observe_triton(SimpleNamespace(runtime=runtime))
+    assert "neither counted nor announced" in caplog.text

@@ -1,0 +1,299 @@
+"""Training with a pattern: right, the same on every ring, and the same bits after a step that broke off."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elastic_ring import ElasticRingTrainer, RunConfig, ScalingConfig, StepConfig
+from elastic_ring.attention.layers import PatternedAttention, of_layer
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.parse import parse_pattern
+from elastic_ring.data.loader import slice_sample
+from elastic_ring.data.packing import Sample
+from elastic_ring.data.source import StdlibText
+from elastic_ring.mesh import Mesh
+from elastic_ring.model.init import Initialiser, initialise_module
+from elastic_ring.model.transformer import Transformer
+from elastic_ring.train.check_pattern import check_pattern
+from elastic_ring.train.task import Batch, TrainingTask
+from tests.unit.attention.attention_rings import ThreadRings, in_threads
+from tests.unit.groups.processes import Membership, membership
+from tests.unit.train import tiny_task
+from tests.unit.train.tiny_task import (
+    CONTEXT,
+    STEP,
+    abort_until_paused,
+    begin,
+    break_off,
+    facts,
+    make_task,
+    plain_training,
+    plan_break,
+    rebuild,
+    run_steps,
+)  # fmt: skip
+
+NUM_STEPS = 3
+MIXED = (
+    '{"block": 4, "groups": [{"layers": [0], "rule": "sinks:2+window:5"},'
+    ' {"heads": [{"rule": "random:1,unit=4"}, {"rule": "window:3"}]}]}'
+)
+"""Layer 0 of the tiny model one way, layer 1 another; its two heads apart."""
+
+
+def patterned(text: str = MIXED, **settings: Any) -> TrainingTask:
+    pattern = parse_pattern(text)
+    pattern.check(tiny_task.MODEL.num_layers, tiny_task.MODEL.num_heads, tiny_task.MODEL.num_kv_heads)
+    return make_task(pattern=pattern, **settings)
+
+
+@pytest.fixture(scope="module")
+def six() -> Iterator[Membership]:
+    with membership(6) as made:
+        yield made
+
+
+def losses_on(six: Membership, mesh: Mesh, task: TrainingTask) -> list[float]:
+    ranks = range(mesh.size)
+    six.all(begin, six.meeting(), mesh, task, ranks=ranks)
+    results = six.all(run_steps, NUM_STEPS, ranks=ranks)
+    assert all(result == results[0] for result in results)
+    return [float.fromhex(loss) for loss, _ in results[0]]
+
+
+def masked_batch(task: TrainingTask) -> Any:
+    """For `plain_training`: dense attention under the mask that the rules spell out pair by pair."""
+
+    def batch(sample: Any) -> Batch:
+        piece = slice_sample(sample, make_layout("contiguous", CONTEXT, 1), 0, sample_id=0, index_in_batch=0)
+        ids = piece.document_ids[0]
+        starts = torch.tensor([int((ids == i).nonzero()[0, 0]) for i in range(int(ids.max()) + 1)])
+        at = torch.arange(CONTEXT) - starts[ids]
+        causal = (ids[:, None] == ids[None, :]) & torch.ones(CONTEXT, CONTEXT, dtype=torch.bool).tril()
+        return Batch(piece.tokens, piece.targets, piece.positions, piece.document_ids, Masked(task, at, causal))
+
+    return batch
+
+
+class Masked:
+    """What each layer sees, from its rules and nothing else of the package."""
+
+    def __init__(self, task: TrainingTask, at: Tensor, causal: Tensor) -> None:
+        self.task, self.at, self.causal = task, at, causal
+
+    def layer(self, index: int) -> Any:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            assert self.task.pattern is not None
+            rules = self.task.pattern.of_layer(index).heads(q.size(2), k.size(2))
+            at = self.at.numpy()
+            seen = torch.stack([torch.from_numpy(rule.sees(at[:, None], at[None, :]).copy()) for rule in rules])
+            heads = [x.transpose(1, 2) for x in (q, k, v)]
+            out = F.scaled_dot_product_attention(*heads, attn_mask=seen & self.causal, enable_gqa=True)
+            return out.transpose(1, 2)
+
+        return attend
+
+
+def layer_of(attention: Any, index: int) -> Any:
+    return attention.layer(index) if isinstance(attention, Masked) else of_layer(attention, index)
+
+
+def test_training_with_a_pattern_is_masked_training_and_every_ring_gives_its_losses(
+    six: Membership, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cp 1, 2 and 3 and two rings, 26 tokens in two documents, layers and heads that differ."""
+    task = patterned()
+    dense, _ = plain_training(make_task(), NUM_STEPS)
+    monkeypatch.setattr(tiny_task, "dense_batch", masked_batch(task))
+    monkeypatch.setattr("elastic_ring.model.transformer.of_layer", layer_of)
+    wanted, _ = plain_training(task, NUM_STEPS)
+    for mesh in (Mesh(1, 1), Mesh(1, 2), Mesh(1, 3), Mesh(2, 3)):
+        assert losses_on(six, mesh, task) == pytest.approx(wanted, abs=1e-5), mesh
+    assert abs(dense[-1] - wanted[-1]) > 1e-4, "the pattern makes no difference: the test could not see one"
+
+
+@pytest.mark.thinned(num=1)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_dense_pattern_gives_the_bits_of_no_pattern(six: Membership, layout: str) -> None:
+    step = replace(STEP, layout=layout)
+    mesh = Mesh(1, 2)
+    assert losses_on(six, mesh, patterned("dense", step=step)) == losses_on(six, mesh, make_task(step=step))
+
+
+@pytest.mark.thinned(num=1)
+@pytest.mark.parametrize("phase", ["forward", "backward", "reduce"])
+def test_a_step_with_a_pattern_that_breaks_off_and_runs_again_gives_the_same_bits(six: Membership, phase: str) -> None:
+    """Rank 2 of two rings of two breaks off; all abort, meet again, and run the step once more."""
+    square, ranks = Mesh(2, 2), range(4)
+    six.all(begin, six.meeting(), square, patterned(), ranks=ranks)
+    six.all(run_steps, NUM_STEPS, ranks=ranks)
+    undisturbed = six.all(facts, ranks=ranks)
+    six.all(begin, six.meeting(), square, patterned(), ranks=ranks)
+    six.call(2, plan_break, phase, 1)
+    for rank in ranks:
+        six.start(rank, break_off, 2)
+    assert six.result(2) == "Broken"
+    assert all(six.now(rank, abort_until_paused) for rank in ranks)
+    assert {six.result(rank) for rank in (0, 1, 3)} == {"GroupAborted"}
+    six.all(rebuild, six.meeting(), square, ranks=ranks)
+    six.all(run_steps, NUM_STEPS - 1, ranks=ranks)
+    assert six.all(facts, ranks=ranks) == [{**fact, "gradient_membership_id": (1, 1)} for fact in undisturbed]
+
+
+def test_the_pattern_is_part_of_what_a_run_is(tmp_path: Any) -> None:
+    def digest(pattern: str | None) -> str:
+        task = make_task()
+        return ElasticRingTrainer(task.model, task.data, step_config=task.step, pattern=pattern)._digest
+
+    assert digest("window:8") == digest("window:8")
+    assert len({digest(None), digest("window:8"), digest("window:9"), digest("window:8;dense@0")}) == 4
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "named"),
+    [
+        ("model", torch.nn.Linear(2, 2), "model is a Linear, already built: give a class, a function"),
+        ("model", 3, "model=3: give a function"),
+        ("loss", 5, "loss=5: give a function"),
+        ("optimizer", 0.1, "optimizer=0.1: give a function"),
+        ("pattern", ["dense"], r"pattern=\['dense'\]: give a short form"),
+        ("units", "layers", "units='layers': give a function"),
+        ("data", [1, 2], "data is a list: give StdlibText"),
+        ("initial", 3, "initial=3: give an object whose tensor"),
+        ("scaling", None, "has no argument scaling=: it is scaling_config= now"),
+        ("machine", None, "has no argument machine=: it is cost_model= now"),
+        ("epochs", 3, "has no argument epochs="),
+    ],
+)
+def test_the_trainer_refuses_parts_that_are_not_what_their_names_say(part: str, value: Any, named: str) -> None:
+    task = make_task()
+    with pytest.raises(ValueError, match=named):
+        ElasticRingTrainer(**{"model": task.model, "data": task.data, "step_config": task.step, part: value})
+
+
+def test_the_trainer_refuses_a_wrong_pattern_before_anything_starts() -> None:
+    task = make_task()
+    with pytest.raises(ValueError, match="'windw' is no family"):
+        ElasticRingTrainer(task.model, task.data, step_config=task.step, pattern="windw:8")
+
+
+def packed(num_tokens: int) -> Any:
+    """Sequences of random tokens whose first is one document; of the later ones some are cut inside a block."""
+
+    class Source(RandomSource):
+        def starts(self, sample_id: int) -> tuple[int, ...]:
+            return (0, num_tokens // 2) if sample_id < 40 else (0, num_tokens // 2 + 1)
+
+    return Source(num_tokens)
+
+
+def unaligned(num_tokens: int) -> Any:
+    return StdlibText(num_tokens)
+
+
+class RandomSource:
+    def __init__(self, num_tokens: int) -> None:
+        self.context_tokens = num_tokens
+        self.num_sequences = 64
+        self.fingerprint = "random"
+
+    def open(self) -> RandomSource:
+        return self
+
+    def read(self, sample_id: int) -> Sample:
+        return Sample(np.full(self.context_tokens + 1, sample_id % 7), self.starts(sample_id))
+
+    def starts(self, sample_id: int) -> tuple[int, ...]:
+        return (0,)
+
+
+REFUSED = {
+    "in part": ("window:200", 512, {}, r"pattern='window:200.*context_tokens=512.*in part.*bigbird:8,0,0"),
+    "cut blocks": ("bigbird:2,0,0", 384, {}, r"layout zigzag of 384 tokens over cp=2 .* multiple of 512"),
+    "documents": ("bigbird:2,0,0", 512, {"source": packed}, r"begins at position 257, inside a block"),
+    "unaligned": ("bigbird:2,0,0", 512, {"source": unaligned}, r"align_tokens=1 of the data: .* set align_tokens=128"),
+    "type": ("bigbird:2,0,0", 512, {"param_dtype": "float32"}, r"set param_dtype='bfloat16'"),
+    "a pinned kernel": (
+        "bigbird:2,0,0",
+        512,
+        {"kernel": "flash-attn-4"},
+        r"no deterministic sparse backward.*or kernel='flash-attn-4' to",
+    ),
+    "heads": ("bigbird:2,0,0", 512, {"head_dim": 8}, r"takes head_dim 64, 128, not 8"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_pattern_that_gpus_cannot_run_is_refused_by_fit_before_anything_starts(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, num_tokens, change, message = REFUSED[why]
+    monkeypatch.setattr("elastic_ring.trainer.ray_session", None)  # it would start Ray
+    step = StepConfig(
+        steps=1,
+        global_batch=2,
+        context_tokens=num_tokens,
+        param_dtype=change.get("param_dtype", "bfloat16"),
+        kernel=change.get("kernel", ""),
+    )
+    model = replace(tiny_task.MODEL, head_dim=change.get("head_dim", 64))
+    trainer = ElasticRingTrainer(
+        partial(Transformer, model), change.get("source", RandomSource)(num_tokens), step_config=step, pattern=text,
+        scaling_config=ScalingConfig(device="cuda"), run_config=RunConfig("refused", run_dir=str(tmp_path / "run")),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        trainer.fit()
+
+
+def test_a_pattern_of_whole_blocks_is_let_through_to_gpus() -> None:
+    step = StepConfig(steps=1, global_batch=2, context_tokens=512, param_dtype="bfloat16")
+    model = partial(Transformer, replace(tiny_task.MODEL, head_dim=64))
+    trainer = ElasticRingTrainer(
+        model,
+        RandomSource(512),
+        step_config=step,
+        pattern="bigbird:2,1,1;dense@1",
+        scaling_config=ScalingConfig(device="cuda"),
+    )
+    check_pattern(trainer.task, 2)
+    check_pattern(replace(trainer.task, data=StdlibText(512, align_tokens=128)), 2)
+
+
+@pytest.mark.parametrize("text", ["bigbird:2,0,1,unit=128", "bigbird:1,0,0;dense@1", "longnet:256/1,512/2,unit=128"])
+@pytest.mark.parametrize("documents", [(0,), (0, 128, 384)])
+def test_training_in_blocks_gives_the_losses_of_training_in_tiles(text: str, documents: tuple[int, ...]) -> None:
+    """What GPUs run, with the spelled-out kernel: both layers of the tiny model, two ranks."""
+    layout = make_layout("zigzag", 512, 2)
+    model = Transformer(tiny_task.MODEL)
+    initialise_module(model, Initialiser(0, tiny_task.MODEL.num_layers))
+    tokens = torch.arange(512).unsqueeze(0) * 5 % tiny_task.MODEL.vocab_size
+    rings = ThreadRings()
+
+    def work(cp_rank: int, kernel: str | None) -> list[Tensor]:
+        own = copy.deepcopy(model)
+        attention = PatternedAttention(
+            parse_pattern(text), layout, cp_rank, rings.groups(2)[cp_rank], sparse_kernel=kernel,
+            document_starts=documents,
+        )  # fmt: skip
+        mine = layout.scatter(tokens, cp_rank, 1)
+        loss, _ = own(mine, positions=layout.positions(cp_rank).unsqueeze(0), document_ids=mine, attention=attention,
+                      targets=mine)  # fmt: skip
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in own.parameters() if p.grad is not None)]
+
+    rings.groups(2)
+    found = {kernel: in_threads(2, partial(work, kernel=kernel)) for kernel in (None, "reference-sparse")}
+    for tiles, blocks in zip(*found.values(), strict=True):
+        for a, b in zip(tiles, blocks, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

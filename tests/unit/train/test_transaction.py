@@ -1,0 +1,231 @@
+"""The step as a transaction, on real processes, groups and shards: right, repeatable, and whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastic_ring.data.loader import digest_value
+from elastic_ring.errors import TooManySkipped
+from elastic_ring.mesh import Mesh
+from elastic_ring.state import device_squares
+from elastic_ring.state.device_squares import squared_norm
+from elastic_ring.state.shard import Counters
+from elastic_ring.train.transaction import sequence_seed
+from tests.unit.groups.processes import Membership, membership
+from tests.unit.train import tiny_task
+from tests.unit.train.tiny_task import (
+    OPTIM,
+    STEP,
+    WithUnused,
+    abort_until_paused,
+    begin,
+    break_off,
+    facts,
+    last_vote,
+    make_task,
+    momentum,
+    own_slices,
+    plain_training,
+    plan_break,
+    rebuild,
+    roll_forward,
+    run_steps,
+)
+
+ALONE, RING, REPLICAS, SQUARE = Mesh(1, 1), Mesh(1, 2), Mesh(2, 1), Mesh(2, 2)
+NUM_STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Membership]:
+    with membership(4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(four: Membership) -> list[dict[str, Any]]:
+    """What the ranks of the square hold after NUM_STEPS steps without a fault."""
+    four.all(begin, four.meeting(), SQUARE, make_task())
+    four.all(run_steps, NUM_STEPS)
+    return four.all(facts)
+
+
+def whole(slices: list[dict[str, Tensor]], cp: int) -> dict[str, Tensor]:
+    """The weights of the first ring."""
+    return {name: torch.cat([part[name] for part in slices[:cp]]) for name in slices[0]}
+
+
+# ------------------------------------------------------------ right
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("optimizer", [None, momentum], ids=["AdamW", "SGD"])
+@pytest.mark.parametrize("mesh", [ALONE, RING, REPLICAS, SQUARE], ids=str)
+def test_steps_on_a_mesh_are_those_of_plain_training(four: Membership, mesh: Mesh, optimizer: Any) -> None:
+    """Three sequences on two rings: one ring has twice the tokens of the other."""
+    task, ranks = make_task(optimizer=optimizer), range(mesh.size)
+    four.all(begin, four.meeting(), mesh, task, ranks=ranks)
+    results = four.all(run_steps, NUM_STEPS, ranks=ranks)
+    losses, weights = plain_training(task, NUM_STEPS)
+    assert all(result == results[0] for result in results)
+    got = [float.fromhex(loss) for loss, _ in results[0]]
+    assert got == pytest.approx(losses, rel=1e-6)
+    trained = whole(four.all(own_slices, ranks=ranks), mesh.cp)
+    assert list(trained) == list(weights)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+def test_every_mesh_uses_the_same_samples(four: Membership) -> None:
+    digests = []
+    for mesh in (ALONE, RING, REPLICAS, SQUARE):
+        four.all(begin, four.meeting(), mesh, make_task(), ranks=range(mesh.size))
+        results = four.all(run_steps, 2, ranks=range(mesh.size))
+        digests.append([digest_value(samples) for _, samples in results[0]])
+    assert all(digest == digests[0] for digest in digests)
+    assert digests[0][0] != digests[0][1]
+
+
+def test_replicas_end_with_the_same_bits(undisturbed: list[dict[str, Any]]) -> None:
+    digests = [fact["digest"] for fact in undisturbed]
+    assert digests[:2] == digests[2:]
+    assert digests[0] != digests[1]
+    assert all(fact["valid"] and not fact["unapplied"] and not fact["has_gradient"] for fact in undisturbed)
+
+
+def test_a_parameter_that_no_pass_uses_has_a_gradient_of_zero(four: Membership) -> None:
+    four.all(begin, four.meeting(), SQUARE, make_task(WithUnused))
+    before = whole(four.all(own_slices), 2)["unused"]
+    four.all(run_steps, 2)
+    after = whole(four.all(own_slices), 2)["unused"]
+    assert torch.equal(before, after)
+    assert before.abs().sum() > 0
+
+
+# ------------------------------------------------------------ broken off
+
+
+def break_the_square(four: Membership, phase: str, step: int, rank: int) -> list[str]:
+    """Run up to the break on one rank, abort all, and tell how it ended on each."""
+    four.all(begin, four.meeting(), SQUARE, make_task())
+    four.call(rank, plan_break, phase, step)
+    for other in range(4):
+        four.start(other, break_off, step + 1)
+    ends = {rank: four.result(rank)}
+    assert all(four.now(other, abort_until_paused) for other in range(4))
+    return [ends[other] if other in ends else four.result(other) for other in range(4)]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "reduce"])
+def test_a_step_that_breaks_off_and_runs_again_gives_the_same_bits(
+    four: Membership, undisturbed: list[dict[str, Any]], phase: str
+) -> None:
+    ends = break_the_square(four, phase, 1, 2)
+    assert ends[2] == "Broken"
+    assert {ends[rank] for rank in (0, 1, 3)} == {"GroupAborted"}
+    assert all(fact["applied"] == 1 and fact["valid"] and not fact["unapplied"] for fact in four.all(facts))
+    four.all(rebuild, four.meeting(), SQUARE)
+    four.all(run_steps, NUM_STEPS - 1)
+    assert four.all(facts) == after_a_rebuild(undisturbed)
+
+
+def after_a_rebuild(expected: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same, but the last gradient was reduced in the generation after."""
+    return [{**fact, "gradient_membership_id": (1, 1)} for fact in expected]
+
+
+def test_a_rank_that_misses_the_result_applies_it_later_and_only_once(
+    four: Membership, undisturbed: list[dict[str, Any]]
+) -> None:
+    four.all(begin, four.meeting(), SQUARE, make_task())
+    four.call(3, plan_break, "vote", 1)
+    ends = []
+    for rank in range(4):
+        four.start(rank, break_off, 2)
+    for rank in range(4):  # rank 3 has entered the vote, so it completes on the others
+        ends.append(four.result(rank))
+    assert ends == ["completed"] * 3 + ["Broken"]
+    assert all(four.now(rank, abort_until_paused) for rank in range(4))
+    before = four.all(facts)
+    assert [fact["applied"] for fact in before] == [2, 2, 2, 1]
+    assert (before[3]["valid"], before[3]["has_gradient"], before[3]["gradient_membership_id"]) == (True, True, (1, 0))
+    vote = four.call(0, last_vote)
+    assert vote.step == 1
+    assert vote.membership_id == before[3]["gradient_membership_id"]
+    four.all(rebuild, four.meeting(), SQUARE)
+    four.all(roll_forward, vote)
+    rolled = four.all(facts)
+    assert [fact["applied"] for fact in rolled] == [2] * 4
+    assert rolled[3]["digest"] == rolled[1]["digest"]
+    four.all(roll_forward, vote)
+    assert four.all(facts) == rolled
+    four.all(run_steps, NUM_STEPS - 2)
+    assert four.all(facts) == after_a_rebuild(undisturbed)
+
+
+def test_a_shard_whose_apply_broke_off_is_not_valid(four: Membership) -> None:
+    four.all(begin, four.meeting(), ALONE, make_task(), ranks=(0,))
+    four.call(0, plan_break, "apply", 1)
+    assert four.call(0, break_off, 3) == "Broken"
+    fact = four.call(0, facts)
+    assert (fact["applied"], fact["valid"]) == (1, False)
+
+
+# ------------------------------------------------------------ skipped
+
+
+def poison(me: Any, on: bool) -> None:
+    tiny_task.POISON.on = on
+
+
+def test_a_step_with_a_non_finite_gradient_anywhere_changes_nothing_but_the_counters(four: Membership) -> None:
+    four.all(begin, four.meeting(), SQUARE, make_task())
+    four.all(run_steps, 1)
+    before = four.all(own_slices)
+    four.call(1, poison, True)
+    losses = [results[0][0] for results in four.all(run_steps, 2)]
+    assert losses == ["nan"] * 4
+    for old, new in zip(before, four.all(own_slices), strict=True):
+        assert all(torch.equal(old[name], new[name]) for name in old)
+    assert [fact["counters"] for fact in four.all(facts)] == [Counters(3, 2, 2)] * 4
+    four.call(1, poison, False)
+    four.all(run_steps, 1)
+    assert [fact["counters"] for fact in four.all(facts)] == [Counters(4, 2, 0)] * 4
+    assert not torch.equal(before[0]["embedding.weight"], four.all(own_slices)[0]["embedding.weight"])
+
+
+def test_more_skipped_steps_in_a_row_than_allowed_raise_on_every_rank_after_they_are_counted(four: Membership) -> None:
+    four.all(begin, four.meeting(), REPLICAS, make_task(optim=replace(OPTIM, max_skipped=1)), ranks=(0, 1))
+    four.call(0, poison, True)
+    for rank in (0, 1):
+        four.start(rank, run_steps, STEP.steps)
+    named = r"step 1: 2 steps in a row .*max_skipped=1\); lower the learning rate"
+    for rank in (0, 1):
+        with pytest.raises(TooManySkipped, match=named):
+            four.result(rank)
+    assert [fact["counters"] for fact in four.all(facts, ranks=(0, 1))] == [Counters(2, 2, 2)] * 2
+    assert all(fact["valid"] for fact in four.all(facts, ranks=(0, 1)))
+
+
+def test_random_numbers_depend_on_what_is_computed_and_not_on_what_came_before() -> None:
+    seeds = {sequence_seed(*key) for key in [(0, 1, 2, 3), (1, 1, 2, 3), (0, 2, 2, 3), (0, 1, 3, 3), (0, 1, 2, 0)]}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert sequence_seed(0, 12, 3, 4) != sequence_seed(0, 1, 23, 4)
+
+
+def test_the_norm_is_summed_piece_by_piece_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    wanted = float(flat.double().square().sum())
+    assert float(squared_norm(flat)) == pytest.approx(wanted, rel=1e-14)
+    monkeypatch.setattr(device_squares, "PIECE_ELEMENTS", 7)
+    assert float(squared_norm(flat)) == pytest.approx(wanted, rel=1e-14)
+    assert float(squared_norm(flat[:0])) == 0.0
+    flat[50] = float("nan")
+    assert not torch.isfinite(squared_norm(flat))

@@ -1,0 +1,127 @@
+"""The vote: every rank reads the same table in rank order and comes to the same bits, or says why not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elastic_ring.control.messages import Vote
+from elastic_ring.mesh import Mesh
+from elastic_ring.train.vote import FIELDS, Ballot, Outcome, ReplicasDiverged, count, start_vote
+from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
+
+MESH = Mesh(3, 2)
+# Added from left to right these give another sum than in any other order.
+UNEVEN = (1e16, 1.0, -1e16, 1.0, 3.0, 1e-3)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def ballot(**fields: Any) -> Ballot:
+    plain: dict[str, Any] = {
+        "grad_norm_sq": 2.0, "num_nonfinite": 0, "loss_sum": 10.0, "num_tokens": 5, "boundary": False,
+        "samples": (1.0, 2.0, 3.0, 4.0),
+    }  # fmt: skip
+    return Ballot(**{**plain, **fields})
+
+
+def counted(ballots: list[Ballot], mesh: Mesh = MESH) -> Outcome:
+    return count(7, [b.row() for b in ballots], mesh, (2, 5))
+
+
+def outcome(**values: float) -> Outcome:
+    plain = {"grad_norm_sq": 16.0, "num_tokens": 2.0, "loss_sum": 3.0}
+    return Outcome(Vote(0, tuple({**plain, **values}.get(name, 0.0) for name in FIELDS)))
+
+
+def test_all_ranks_hold_the_same_bits_of_the_same_vote() -> None:
+    groups = ThreadRings().groups(MESH.size)
+
+    def cast(rank: int) -> Outcome:
+        work, rows = start_vote(groups[rank], ballot(loss_sum=UNEVEN[rank], samples=(rank, 0.0, 1.0, 2.0)))
+        work.wait()
+        return count(7, rows, MESH, (2, 5))
+
+    outcomes = in_threads(MESH.size, cast)
+    assert all(o == outcomes[0] for o in outcomes)
+    assert (outcomes[0].vote.step, outcomes[0].vote.membership_id) == (7, (2, 5))
+    assert outcomes[0].samples == (15.0, 0.0, 6.0, 12.0)
+
+
+def test_sums_are_taken_in_rank_order() -> None:
+    in_order = 0.0
+    for value in UNEVEN:
+        in_order += value
+    assert in_order != sum(reversed(UNEVEN))
+    total = counted([ballot(loss_sum=value) for value in UNEVEN])
+    assert total.loss * total.num_tokens == in_order
+    assert total.num_tokens == 30
+
+
+def test_the_gradient_norm_is_counted_in_one_ring_only() -> None:
+    """All rings hold the same reduced gradient, each rank of a ring another part of it."""
+    total = counted([ballot(grad_norm_sq=(9.0, 16.0)[rank % 2]) for rank in range(6)])
+    assert total.vote.values[FIELDS.index("grad_norm_sq")] == 25.0
+    assert total.grad_norm == 5.0 / 30
+
+
+def test_replicas_that_computed_different_gradients_are_named() -> None:
+    ballots = [ballot(grad_norm_sq=1.0) for _ in range(6)]
+    ballots[3] = ballot(grad_norm_sq=math.nextafter(1.0, 2.0))
+    with pytest.raises(ReplicasDiverged, match=r"step 7: the replicas of cp_rank 1 .*rank 3: 1\.0000000000000002") as e:
+        counted(ballots)
+    assert e.value.facts == {"step": 7, "cp_rank": 1}
+
+
+def test_replicas_that_are_all_nan_agree_and_one_that_is_does_not() -> None:
+    assert counted([ballot(grad_norm_sq=math.nan, num_nonfinite=3)] * 6).skip
+    with pytest.raises(ReplicasDiverged, match="cp_rank 0"):
+        counted([ballot(grad_norm_sq=math.nan if rank == 4 else 1.0) for rank in range(6)])
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_one_request_for_a_boundary_is_enough(rank: int) -> None:
+    assert counted([ballot(boundary=i == rank) for i in range(6)]).boundary
+    assert not counted([ballot() for _ in range(6)]).boundary
+
+
+@pytest.mark.parametrize(
+    ("values", "skip"),
+    [
+        ({}, False),
+        ({"num_nonfinite": 1.0}, True),
+        ({"grad_norm_sq": math.nan}, True),
+        ({"grad_norm_sq": math.inf}, True),
+        ({"loss_sum": math.nan}, True),
+        ({"loss_sum": -math.inf}, True),
+        ({"num_tokens": 0.0}, False),
+    ],
+)
+def test_a_step_is_skipped_for_any_number_that_is_not_finite(values: dict[str, float], skip: bool) -> None:
+    assert outcome(**values).skip is skip
+
+
+def test_a_shard_with_a_non_finite_gradient_makes_all_skip() -> None:
+    # The rings have summed it up, so that every replica of the shard counts it.
+    assert counted([ballot(num_nonfinite=int(rank % 2 == 0)) for rank in range(6)]).skip
+
+
+def test_the_scale_is_the_mean_over_tokens_and_clips_the_norm_of_the_mean() -> None:
+    total = outcome(grad_norm_sq=16.0, num_tokens=2.0)  # the mean's norm is 2
+    assert total.grad_norm == 2.0
+    assert total.scale(None) == 0.5
+    assert total.scale(2.0) == 0.5
+    assert total.scale(1.0) == 0.25
+    assert total.scale(0.5) * 4.0 == 0.5  # times the norm of the sum: exactly the bound
+
+
+def test_a_step_without_any_target_has_no_loss_and_no_infinite_scale() -> None:
+    total = outcome(grad_norm_sq=0.0, num_tokens=0.0, loss_sum=0.0)
+    assert (total.loss, total.grad_norm, total.scale(1.0)) == (0.0, 0.0, 1.0)

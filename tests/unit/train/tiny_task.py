@@ -1,0 +1,230 @@
+"""A training task small enough for a unit test, its jobs for a membership, and the same training without any of it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.config import StepConfig
+from elastic_ring.control.messages import Vote
+from elastic_ring.data.loader import Loader, slice_sample
+from elastic_ring.data.order import Order
+from elastic_ring.data.packing import Sample
+from elastic_ring.mesh import Mesh
+from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.init import Initialiser, initialise_module
+from elastic_ring.model.loss import language_model_loss
+from elastic_ring.model.transformer import Transformer
+from elastic_ring.runtime.groups.groups import Rendezvous
+from elastic_ring.runtime.groups.transport import translated
+from elastic_ring.train.optim import OptimConfig, learning_rate, make_optimizer
+from elastic_ring.train.task import Batch, TrainingTask
+from elastic_ring.train.transaction import Transaction
+from elastic_ring.train.weights import gather_weights
+from tests.unit.groups.processes import connect
+
+# Two layers; rows that 2 ranks share unevenly; a head that both share.
+MODEL = ModelConfig(17, 2, 16, 2, 1, 8, 23)
+CONTEXT = 26
+STEP = StepConfig(steps=8, global_batch=3, context_tokens=CONTEXT)
+# Adam divides by the gradient's size: without this eps it would blow differences of rounding up.
+OPTIM = OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=8, eps=1e-4, clip_norm=0.5)
+
+
+@dataclass(frozen=True)
+class RandomText:
+    """Random tokens, each sequence two documents; equal for equal ids."""
+
+    context_tokens: int = CONTEXT
+    vocab_size: int = 17
+    num_sequences: int = 20
+    fingerprint: str = "random"
+
+    def open(self) -> RandomText:
+        return self
+
+    def read(self, sample_id: int) -> Sample:
+        tokens = np.random.default_rng(sample_id).integers(0, self.vocab_size, self.context_tokens + 1)
+        return Sample(tokens=tokens.astype(np.int64), document_starts=(0, 11), ends_document=sample_id % 2 == 0)
+
+
+class WithUnused(Transformer):
+    """A decoder with a parameter that no forward pass uses."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.unused = nn.Parameter(torch.ones(6))
+
+
+@dataclass
+class Poison:
+    """Makes the loss of this process NaN while it is on."""
+
+    on: bool = False
+
+
+POISON = Poison()
+
+
+def poisonable_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    loss, num_targets = language_model_loss(model, batch)
+    return (loss * math.nan if POISON.on else loss), num_targets
+
+
+def momentum(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([tensor for _, tensor in named], lr=0.1, momentum=0.9)
+
+
+def make_task(model: type[Transformer] = Transformer, **settings: Any) -> TrainingTask:
+    plain = TrainingTask(
+        partial(model, MODEL), RandomText(), STEP, OPTIM, loss=poisonable_loss,
+        initial=Initialiser(0, MODEL.num_layers),
+    )  # fmt: skip
+    return replace(plain, **settings)
+
+
+# ------------------------------------------------------------ jobs: me.state is the process's Transaction
+
+
+class Broken(RuntimeError):
+    """The planned break of a step."""
+
+
+def begin(me: Any, where: Rendezvous, mesh: Mesh, task: TrainingTask) -> None:
+    """A fresh Transaction in a fresh generation, parameters from the seed."""
+    POISON.on = False
+    me.break_at, me.paused = None, threading.Event()
+
+    def watch(phase: str, step: int, hop: int | None = None) -> None:
+        if me.break_at == (phase, step) and (phase not in ("forward", "backward") or hop == 0):
+            me.break_at = None
+            raise Broken(f"{phase} of step {step}")
+
+    if getattr(me, "state", None) is not None:
+        me.state.leave()
+        me.state.loader.close()
+    source = task.data.open()
+    order = Order(task.step.seed, task.step.global_batch, source.num_sequences)
+    me.state = Transaction(task, Loader(source), order, watch)
+    me.membership_id = (1, 0)
+    connect(me, where, mesh)
+    me.state.enter(me.groups, me.membership_id, keep=False)
+    me.state.initialise()
+
+
+def rebuild(me: Any, where: Rendezvous, mesh: Mesh, *, keep: bool = True) -> None:
+    """The next generation; the shard's values are kept, or this rank comes as an empty newcomer."""
+    me.state.leave()
+    connect(me, where, mesh)
+    me.membership_id = (1, me.membership_id[1] + 1)
+    me.state.enter(me.groups, me.membership_id, keep=keep)
+
+
+def run_steps(me: Any, num_steps: int) -> list[tuple[str, tuple[float, ...]]]:
+    """(loss, digest of the samples) of each step. Whatever ends it, the training thread is paused after."""
+    me.paused.clear()
+    results = []
+    try:
+        with translated(me.connector):
+            for _ in range(num_steps):
+                outcome, _ = me.state.run(me.state.applied, boundary=False)
+                results.append((outcome.loss.hex(), outcome.samples))
+    finally:
+        me.paused.set()
+    return results
+
+
+def break_off(me: Any, num_steps: int) -> str:
+    """How some steps end here: the error's name, or "completed"."""
+    try:
+        run_steps(me, num_steps)
+    except Exception as error:
+        return type(error).__name__
+    return "completed"
+
+
+def plan_break(me: Any, phase: str, step: int) -> None:
+    me.break_at = (phase, step)
+
+
+def abort_until_paused(me: Any) -> bool:
+    return me.connector.abort_until(me.paused, 20.0)
+
+
+def roll_forward(me: Any, vote: Vote) -> None:
+    me.state.roll_forward(vote)
+
+
+def last_vote(me: Any) -> Vote | None:
+    return me.state.last
+
+
+def facts(me: Any) -> dict[str, Any]:
+    state = me.state
+    return {
+        "applied": state.applied, "valid": state.valid, "has_gradient": state.has_gradient,
+        "gradient_membership_id": state.gradient_membership_id,
+        "unapplied": state.unapplied is not None, "counters": state.shard.counters,
+        "digest": state.shard.digest(),
+    }  # fmt: skip
+
+
+def own_slices(me: Any) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in me.state.shard.params.items()}
+
+
+def weights_sha256(me: Any, folder: str) -> str | None:
+    return gather_weights(me.state, me.groups, Path(folder, "weights.safetensors"))
+
+
+# ------------------------------------------------------------ the same training in plain PyTorch
+
+
+def plain_training(task: TrainingTask, num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """(losses, weights): one process, the unsharded model, dense attention, the whole batch at once."""
+    model = task.model()
+    assert isinstance(task.initial, Initialiser)
+    initialise_module(model, task.initial)
+    named = [(name, param.detach()) for name, param in model.named_parameters()]
+    make = task.optimizer or partial(
+        make_optimizer, config=task.optim, full_ndims={name: tensor.dim() for name, tensor in named}
+    )
+    optimizer = make([(name, param) for name, param in model.named_parameters()])
+    source, losses = RandomText(), []
+    order = Order(task.step.seed, task.step.global_batch, source.num_sequences)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        total, num_targets = torch.zeros(()), 0
+        for sample_id in order.sample_ids(step):
+            loss, count = task.loss(model, dense_batch(source.read(sample_id)))
+            total, num_targets = total + loss, num_targets + count
+        (total / num_targets).backward()
+        if task.optim.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), task.optim.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, task.optim)
+        optimizer.step()
+        losses.append(float(total.detach()) / num_targets)
+    return losses, dict(named)
+
+
+def dense_batch(sample: Sample) -> Batch:
+    piece = slice_sample(sample, make_layout("contiguous", CONTEXT, 1), 0, sample_id=0, index_in_batch=0)
+    same = piece.document_ids[0][:, None] == piece.document_ids[0][None, :]
+    mask = same & torch.ones_like(same).tril()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = [x.transpose(1, 2) for x in (q, k, v)]
+        return F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    return Batch(piece.tokens, piece.targets, piece.positions, piece.document_ids, attend)

@@ -1,0 +1,82 @@
+"""Whose trouble an exception is: the ring's, the user's, or that of this worker's own device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_ring.errors import DigestMismatch, GroupAborted, PeerFailed, TooManySkipped
+from elastic_ring.runtime.groups.nccl import has_failed
+from elastic_ring.runtime.worker.error_classifier import trouble_kind, trouble_text
+from elastic_ring.train.check import ModelRefused
+from elastic_ring.train.kernels import KernelMismatch
+from elastic_ring.train.vote import ReplicasDiverged
+
+CUDA_ERROR = "CUDA error: an illegal memory access was encountered\nFor debugging consider CUDA_LAUNCH_BLOCKING=1"
+
+
+def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    """The exception as whoever catches it finds it."""
+    try:
+        raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+def failed() -> bool:
+    return True
+
+
+def untouched() -> bool:
+    raise AssertionError("asked of the device although the error says what it is")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TooManySkipped("x"), "skipped"), (DigestMismatch("x"), "peer"), (ModelRefused("x"), "check"),
+        (ReplicasDiverged("x"), "check"), (GroupAborted("x"), "peer"), (PeerFailed("x"), "peer"),
+        (dist.DistNetworkError("x"), "peer"), (dist.DistStoreError("x"), "peer"), (dist.DistBackendError("x"), "peer"),
+        (ValueError("in the user's loss, from a failed exchange"), "peer"),
+    ],
+)  # fmt: skip
+def test_what_the_ring_says_of_itself_asks_no_device(error: BaseException, kind: str) -> None:
+    cause = dist.DistBackendError("x") if isinstance(error, ValueError) else None
+    assert trouble_kind(raised(error, cause), untouched) == kind
+
+
+def test_an_error_of_the_device_is_not_the_users_wherever_it_is_wrapped() -> None:
+    error = torch.AcceleratorError(CUDA_ERROR)
+    assert trouble_kind(raised(error)) == "device"
+    assert trouble_kind(raised(ValueError("in the model"), error)) == "device"
+    assert trouble_kind(raised(RuntimeError("whatever"), None), failed) == "device"
+
+
+def test_no_room_for_a_newcomer_is_its_devices_trouble_and_no_room_for_a_step_the_users() -> None:
+    error = raised(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB."))
+    assert trouble_kind(error, healing=True) == "device"
+    assert trouble_kind(error) == "user"
+
+
+def test_a_kernel_that_the_others_run_and_this_device_does_not_costs_a_newcomer_or_refuses_a_start() -> None:
+    error = raised(KernelMismatch("cannot follow"))
+    assert trouble_kind(error, untouched, healing=True) == "device"
+    assert trouble_kind(error, untouched) == "check"
+
+
+def test_everything_else_is_the_users_while_the_device_is_well() -> None:
+    assert trouble_kind(raised(ValueError("a shape"))) == "user"
+    assert trouble_kind(raised(RuntimeError("[gloo/transport/tcp] NCCL"))) == "user"  # words prove nothing
+    assert trouble_kind(raised(SystemExit(3))) == "user"
+    assert not has_failed(torch.device("cpu"))
+
+
+def test_a_device_says_one_line_and_the_user_gets_the_whole_traceback() -> None:
+    assert trouble_text(torch.AcceleratorError(CUDA_ERROR), "device") == (
+        "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    )
+    assert trouble_text(torch.OutOfMemoryError(), "device") == "OutOfMemoryError: "
+    told = trouble_text(raised(ValueError("a shape")))
+    assert told.startswith("Traceback")
+    assert told.rstrip().endswith("ValueError: a shape")
