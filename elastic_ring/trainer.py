@@ -168,7 +168,8 @@ class ElasticRingTrainer:
                 followed.append(coordinator)
                 with lease(coordinator, self.run_config.timeouts.lease_s / 6):
                     end = self._follow(coordinator)
-            ray.kill(coordinator, no_restart=True)
+            if not attach.remove(coordinator, self.run_config):
+                log.error("left behind: the coordinator of run %s, which was killed", self.run_config.name)
         return self._result(end)
 
     # ------------------------------------------------------------ attaching

@@ -44,7 +44,8 @@ def running_coordinator(run: RunConfig, digest: str) -> Any | None:
         return None
     if identity["ended"] is not None and identity["ended"]["error"]:
         log.info("an earlier attempt of run %s has ended (%s): starting anew", run.name, identity["ended"]["error"])
-        _remove(found, run)
+        if not remove(found, run):
+            raise CoordinatorLost(f"the ended coordinator of run {run.name} keeps its name")
         return None
     refuse_other_settings(run, identity["digest"], digest, "it is running now")
     if identity["folder"] != str(run.folder):
@@ -186,11 +187,12 @@ def _identity(coordinator: Any, run: RunConfig, patience_s: float) -> dict[str, 
             time.sleep(ASK_AGAIN_S)
 
 
-def _remove(coordinator: Any, run: RunConfig) -> None:
-    """Kill the coordinator and wait until its name is free. Raises CoordinatorLost when it stays taken."""
+def remove(coordinator: Any, run: RunConfig) -> bool:
+    """Kill the coordinator and wait until its name is free (`ray.kill` returns earlier); whether it is by `clear_s`."""
     ray.kill(coordinator, no_restart=True)
     deadline = time.monotonic() + run.timeouts.clear_s
-    while find(run) is not None:
+    while (found := find(run)) is not None and found._actor_id == coordinator._actor_id:
         if time.monotonic() > deadline:
-            raise CoordinatorLost(f"the ended coordinator of run {run.name} keeps its name")
-        time.sleep(ASK_AGAIN_S)
+            return False
+        time.sleep(0.05)
+    return True

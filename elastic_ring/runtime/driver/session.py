@@ -90,17 +90,18 @@ def interruptible(run: RunConfig, attempt: str) -> Iterator[list[Any]]:
         if coordinator is None or not (followed or attach.attempt_of(coordinator, run) == attempt):
             raise
         coordinator.abandon.remote("stopped by the user")
-        raise KeyboardInterrupt(_await_clear(coordinator, run.timeouts.clear_s)) from None
+        raise KeyboardInterrupt(_await_clear(coordinator, run)) from None
     finally:
         if in_main_thread:
             signal.signal(signal.SIGTERM, before)
 
 
-def _await_clear(coordinator: Any, clear_s: float) -> str:
+def _await_clear(coordinator: Any, run: RunConfig) -> str:
     """Wait until the coordinator has cleared the run, and say what is left.
 
     The coordinator goes on clearing if this process is killed.
     """
+    clear_s = run.timeouts.clear_s
     deadline, ended = time.monotonic() + clear_s + ASK_S, None
     while ended is None and time.monotonic() < deadline:
         try:
@@ -112,7 +113,8 @@ def _await_clear(coordinator: Any, clear_s: float) -> str:
         time.sleep(0.05)
     if ended is None:
         return f"stopped, but the coordinator has not cleared the run within {clear_s:.0f} s; it goes on by itself"
-    ray.kill(coordinator, no_restart=True)
+    if not attach.remove(coordinator, run):
+        ended["left_behind"] = [*ended["left_behind"], "its coordinator, which was killed"]
     if ended["left_behind"]:
         return f"stopped; left behind: {', '.join(ended['left_behind'])}"
     return "stopped; nothing is left running"
