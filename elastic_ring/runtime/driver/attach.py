@@ -191,7 +191,7 @@ def remove(coordinator: Any, run: RunConfig) -> bool:
     """Kill the coordinator and wait until its name is free (`ray.kill` returns earlier); whether it is by `clear_s`."""
     ray.kill(coordinator, no_restart=True)
     deadline = time.monotonic() + run.timeouts.clear_s
-    while (found := find(run)) is not None and found._actor_id == coordinator._actor_id:
+    while find(run) == coordinator:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
