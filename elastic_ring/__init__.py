@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic_ring.attention.ring import ring_attention
     from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig, Timeouts
+    from elastic_ring.monitor.callbacks import Callback
     from elastic_ring.monitor.result import Result
     from elastic_ring.train.task import Batch
     from elastic_ring.train.weights import load_weights
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "Callback",
     "ElasticRingTrainer",
     "OptimConfig",
     "Result",
@@ -34,6 +36,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     homes = {
         "Batch": "elastic_ring.train.task",
+        "Callback": "elastic_ring.monitor.callbacks",
         "ElasticRingTrainer": "elastic_ring.trainer",
         "OptimConfig": "elastic_ring.config",
         "Result": "elastic_ring.monitor.result",

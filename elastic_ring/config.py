@@ -266,7 +266,7 @@ class RunConfig:
     _instead: ClassVar[Mapping[str, str]] = {
         "failure_config": "every failure is recovered from; set crash_loop_limit and user_error_limit for when to stop",
         "checkpoint_config": "there are no durable checkpoints yet; the final weights are Result.weights",
-        "callbacks": "there are none; follow metrics.jsonl and status.json in the run's folder",
+        "callbacks": "give them to the trainer: ElasticRingTrainer(..., callbacks=[...])",
         "verbose": "set progress=False to hide the progress line",
         "storage_filesystem": "give a storage_path that every node sees",
     }

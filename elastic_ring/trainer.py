@@ -34,6 +34,7 @@ from elastic_ring.data.order import Order
 from elastic_ring.data.source import SourceConfig, hold_out, open_source
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.loss import language_model_loss
+from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_callbacks
 from elastic_ring.monitor.metrics import (
     CONFIG_NAME,
     JOURNAL_NAME,
@@ -86,6 +87,7 @@ class ElasticRingTrainer:
             `attention.parse`, for example "sinks:64+window:512"; by default all keys (dense, causal).
         cost_model: measured figures by which `step_config.layout="auto"` compares layouts, as a `CostModel` or
             the file that `elastic-ring calibrate` writes; by default those of an H200.
+        callbacks: told of steps, validations, recoveries and checkpoints in this process; see `Callback`.
 
     Raises: ValueError for settings that cannot work, before anything is started.
     """
@@ -105,9 +107,12 @@ class ElasticRingTrainer:
         units: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
         pattern: LayerPatterns | str | None = None,
         cost_model: CostModel | str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **renamed: Never,
     ) -> None:
         _refuse_renamed(renamed)
+        check_callbacks(callbacks)
+        self.callbacks = tuple(callbacks)
         step = step_config or StepConfig()
         self.scaling_config = scaling_config or ScalingConfig()
         self.run_config = run_config or RunConfig()
@@ -142,7 +147,7 @@ class ElasticRingTrainer:
         done = self._finished()
         if done is not None:
             log.info("run %s is finished already; its summary is in %s", self.run_config.name, self.run_config.folder)
-            return done
+            return self._told(done)
         fingerprint = open_source(self.task.data).fingerprint
         training_order(self.task)
         check_writable(self.run_config.folder)
@@ -215,7 +220,7 @@ class ElasticRingTrainer:
         done = self._finished()
         assert done is not None
         log.info("run %s has finished meanwhile; its summary is in %s", self.run_config.name, self.run_config.folder)
-        return done
+        return self._told(done)
 
     def _coordinator(self, fingerprint: str, attempt: str) -> Any | None:
         """The run's coordinator, found or created; None when the run has succeeded since this submission began.
@@ -299,7 +304,7 @@ class ElasticRingTrainer:
         """Show progress until the run ends; returns how it ended. Each call to the coordinator renews the lease."""
         run, last_step, num_lines, lost_since = self.run_config, -1, 0, None
         attempt = attach.attempt_of(coordinator, self.run_config)
-        with ProgressLine(sys.stderr, self.task.step.steps) as progress:
+        with self._telling() as telling, ProgressLine(sys.stderr, self.task.step.steps) as progress:
             opened = False
             while True:
                 try:
@@ -325,9 +330,20 @@ class ElasticRingTrainer:
                 for record in news["steps"] if self.run_config.progress else ():
                     progress.step(_shown(record))
                 last_step = max([last_step, *(record["step"] for record in news["steps"])])
+                if news.get("phase") != "starting":  # until then the folder may hold an earlier attempt's records
+                    telling.tell()
                 if news["ended"] is not None:
                     return dict(news["ended"])
                 time.sleep(FOLLOW_S)
+
+    def _telling(self) -> Telling:
+        return Telling(self.callbacks, RunInfo(self.run_config.name, self.run_config.folder, self._config()))
+
+    def _told(self, done: Result) -> Result:
+        """`done`, once the callbacks have been told what an earlier driver left untold."""
+        with self._telling() as telling:
+            telling.tell()
+        return done
 
     def _result(self, end: dict[str, Any]) -> Result:
         for name in end.get("left_behind", []):

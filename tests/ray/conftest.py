@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import ray
 from safetensors.torch import load_file
 
-from elastic_ring import ElasticRingTrainer, OptimConfig, Result, RunConfig, ScalingConfig, StepConfig
+from elastic_ring import Callback, ElasticRingTrainer, OptimConfig, Result, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control import invariants
 from elastic_ring.control.coordination import advance, initial
 from elastic_ring.control.messages import from_json
@@ -27,7 +27,7 @@ from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.journal import read
-from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, STATUS_NAME
+from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, STATUS_NAME, StepMetrics
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, control_options
 from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
 from elastic_ring.runtime.worker.env_fingerprint import versions
@@ -71,6 +71,29 @@ def held_loss(gate: Path, seconds: float, model: Any, batch: Any) -> tuple[Any, 
     return language_model_loss(model, batch)
 
 
+class Heard(Callback):
+    """What a driver's callback was told, by kind."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[int, str]] = []
+        self.validations: list[tuple[int, float]] = []
+        self.causes: list[str] = []
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self.losses.append((metrics.step, metrics.loss.hex()))
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.validations.append((step, metrics["val_loss"]))
+
+    def on_recovery(self, recovery: Mapping[str, Any]) -> None:
+        self.causes.append(recovery["cause"])
+
+    def check(self, summary: Mapping[str, Any]) -> None:
+        """Every step and every recovery of the finished run was told, each once and in order."""
+        assert self.losses == list(enumerate(summary["losses"]))
+        assert self.causes == [recovery["cause"] for recovery in summary["recoveries"]]
+
+
 def wait_for(*conditions: Callable[[], bool], limit_s: float = 120.0) -> None:
     """Until all hold; fails after `limit_s`, which only a defect makes it reach."""
     deadline = time.monotonic() + limit_s
@@ -89,6 +112,7 @@ def tiny_trainer(
     slow_s: float = 0.0,
     gate: Path | None = None,
     gate_s: float = 0.3,
+    callbacks: tuple[Callback, ...] = (),
     **scaling: Any,
 ) -> ElasticRingTrainer:
     """A run of a small decoder on the standard library's sources."""
@@ -101,6 +125,7 @@ def tiny_trainer(
         optim_config=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=steps),
         loss=partial(held_loss, gate, gate_s) if gate else loss,
         scaling_config=ScalingConfig(**options), run_config=run, initial=Initialiser(0, TINY.num_layers),
+        callbacks=callbacks,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from elastic_ring.runtime.agent.stamp_dir import hold, stamp_folder
 from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
-from tests.ray.conftest import ALONE, check_records, fault_free, tiny_trainer, wait_for
+from tests.ray.conftest import ALONE, Heard, check_records, fault_free, tiny_trainer, wait_for
 
 
 def notes(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -45,7 +45,8 @@ def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(
 ) -> None:
     caplog.set_level(logging.INFO)
     gate = tmp_path / "gate"
-    trainers = [tiny_trainer(tmp_path, "followed", steps=6, gate=gate, **ALONE) for _ in range(2)]
+    heard = [Heard(), Heard()]
+    trainers = [tiny_trainer(tmp_path, "followed", steps=6, gate=gate, callbacks=(one,), **ALONE) for one in heard]
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(trainers[0].fit)
         recorded = tmp_path / "followed" / "config.json"
@@ -66,6 +67,8 @@ def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(gone.identity.remote())
     assert trainers[1]._follow(gone)["summary"] == block_means[0]
+    both = sorted(heard[0].losses + heard[1].losses)
+    assert both == list(enumerate(block_means[0]["losses"])), "each step was told to one of the two drivers, once"
     assert left_behind("followed") == []
 
 
@@ -88,9 +91,10 @@ def test_a_submission_that_overlaps_the_end_of_its_run_takes_the_result_and_move
 
 @pytest.mark.slow
 def test_a_death_while_the_ring_validates_loses_neither_a_bit_nor_a_validation(local_ray: None, tmp_path: Path) -> None:
-    block_means, validations = [], []
+    block_means, validations, heard = [], [], []
     for name, faults in (("calm-held-out", ""), ("held-out", "kill@step=4,phase=idle,rank=0")):
-        trainer = tiny_trainer(tmp_path, name, steps=6, faults=faults)
+        heard.append(Heard())
+        trainer = tiny_trainer(tmp_path, name, steps=6, faults=faults, callbacks=(heard[-1],))
         trainer.task = replace(trainer.task, step=replace(trainer.task.step, val_every_steps=2))
         result = trainer.fit()
         block_means.append(result.summary)
@@ -99,6 +103,9 @@ def test_a_death_while_the_ring_validates_loses_neither_a_bit_nor_a_validation(l
     assert [len(summary["recoveries"]) for summary in block_means] == [0, 1]
     assert validations[0] == validations[1]
     assert [step for step, loss in validations[0].items() if loss is not None] == [1, 3, 5]
+    for one, summary in zip(heard, block_means, strict=True):
+        one.check(summary)
+        assert one.validations == [(step, loss) for step, loss in validations[0].items() if loss is not None]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ray.conftest import fault_free
+from tests.ray.conftest import Heard, fault_free
 
 Train = Callable[..., dict[str, Any]]
 Summary = dict[str, Any]
@@ -52,7 +52,9 @@ def faults_of(summary: Summary) -> list[int]:
 
 def test_a_kill_in_each_phase_and_of_each_rank_changes_no_bit(train: Train, undisturbed: Known, tmp_path: Path) -> None:
     reference = fault_free(undisturbed, tmp_path, 2, 2)
-    summary = train("every-phase", spares=6, faults=EVERY_PHASE)
+    heard = Heard()
+    summary = train("every-phase", spares=6, faults=EVERY_PHASE, callbacks=(heard,))
+    heard.check(summary)
     assert_same_bits(summary, reference)
     assert faults_of(summary) == [1] * 6
 
@@ -120,7 +122,11 @@ def test_training_goes_on_while_the_coordinator_is_gone(
     train: Train, undisturbed: Known, tmp_path: Path, kind: str
 ) -> None:
     reference = fault_free(undisturbed, tmp_path, 2, 2)
-    summary = train(f"{kind}-coordinator", spares=0, faults=f"{kind}-coordinator@step=2", slow_s=0.4)
+    heard = Heard()
+    summary = train(
+        f"{kind}-coordinator", spares=0, faults=f"{kind}-coordinator@step=2", slow_s=0.4, callbacks=(heard,)
+    )
+    heard.check(summary)
     assert_same_bits(summary, reference)
     assert summary["generations"][-1]["generation"] == 1
     assert [recovery["action"] for recovery in summary["recoveries"]] == ["coordinator restarted from its journal"]

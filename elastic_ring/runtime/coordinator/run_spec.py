@@ -8,6 +8,7 @@ from pathlib import Path
 
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.options import ControlOptions
+from elastic_ring.monitor.callbacks import CALLBACKS_NAME
 from elastic_ring.train.task import TrainingTask
 
 
@@ -52,6 +53,9 @@ def set_aside(folder: Path) -> None:
     number = 1 + len(list(folder.glob("attempt-*")))
     old = folder / f"attempt-{number:03d}"
     old.mkdir()
-    for name in ("journal.jsonl", "metrics.jsonl", "status.json", "summary.json", "loss.png", "weights.safetensors"):
+    for name in (
+        "journal.jsonl", "metrics.jsonl", "status.json", "summary.json", "loss.png", "weights.safetensors",
+        CALLBACKS_NAME,
+    ):  # fmt: skip
         if (folder / name).exists():
             (folder / name).rename(old / name)

@@ -84,7 +84,7 @@ REFUSED = [
 UNKNOWN = [
     (RunConfig, "failure_config", "crash_loop_limit"),
     (RunConfig, "checkpoint_config", "Result.weights"),
-    (RunConfig, "callbacks", "metrics.jsonl"),
+    (RunConfig, "callbacks", "give them to the trainer"),
     (ScalingConfig, "num_workers", "set dp and cp"),
     (ScalingConfig, "use_gpu", "device='cuda'"),
     (StepConfig, "global_bach", "did you mean global_batch"),

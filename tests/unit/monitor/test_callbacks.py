@@ -1,0 +1,234 @@
+"""Callbacks are told each event once, in order, by one driver at a time, whatever ends that driver."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.callbacks import CALLBACKS_NAME, Callback, RunInfo, Telling, check_callbacks
+from elastic_ring.monitor.journal import Journal
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, MetricsLog, StepMetrics
+from elastic_ring.runtime.coordinator.run_spec import set_aside
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Hears(Callback):
+    """Notes what it is told; raises or ends its process where it is asked to."""
+
+    def __init__(self, name: str = "hears", raises_at: int = -1) -> None:
+        self._name, self.raises_at = name, raises_at
+        self.heard: list[Any] = []
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def on_start(self, run: RunInfo) -> None:
+        self.heard.append(("start", run.name))
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        if metrics.step == self.raises_at:
+            raise OSError("the disk is full")
+        self.heard.append(metrics.step)
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.heard.append((step, dict(metrics)))
+
+    def on_recovery(self, recovery: Mapping[str, Any]) -> None:
+        self.heard.append(recovery["cause"])
+
+    def on_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        self.heard.append(("checkpoint", checkpoint["step"]))
+
+    def on_end(self) -> None:
+        self.heard.append("end")
+
+
+def step(number: int) -> StepMetrics:
+    return StepMetrics(number, 2.5, 1.0, 3e-4, 64, 640.0, 0.1, False, 1, Mesh(1, 1), 1)
+
+
+class Records:
+    """The records of a run, as its coordinator writes them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.metrics = MetricsLog(folder).open()
+        self.journal = Journal(folder / JOURNAL_NAME, durable=False).open()
+
+    def steps(self, *numbers: int) -> None:
+        for number in numbers:
+            self.metrics.record(step(number))
+
+    def recovery(self, cause: str) -> None:
+        self.journal.append({"note": "recovery", "recovery": {"cause": cause}, "closes": True})
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    return Records(tmp_path)
+
+
+def telling(folder: Path, *callbacks: Callback) -> Telling:
+    return Telling(callbacks, RunInfo("first", folder))
+
+
+def test_each_event_is_told_once_over_drivers_and_new_records(tmp_path: Path, records: Records) -> None:
+    heard = []
+    for numbers in ((0, 1), (2,), ()):
+        callback = Hears()
+        with telling(tmp_path, callback) as driver:
+            driver.tell()
+            records.steps(*numbers)
+            driver.tell()
+            driver.tell()
+        heard += callback.heard
+    assert heard == [("start", "first"), 0, 1, "end", ("start", "first"), 2, "end", ("start", "first"), "end"]
+
+
+def test_what_comes_between_the_last_look_and_the_end_is_told_too(tmp_path: Path, records: Records) -> None:
+    callback = Hears()
+    with telling(tmp_path, callback) as driver:
+        driver.tell()
+        records.steps(0)
+    assert callback.heard == [("start", "first"), 0, "end"]
+
+
+def test_a_validation_waits_for_its_step_and_what_is_not_finite_is_nan(tmp_path: Path, records: Records) -> None:
+    callback = Hears()
+    with telling(tmp_path, callback) as driver:
+        records.metrics.validated(0, float("nan"))
+        driver.tell()
+        assert callback.heard == [("start", "first")]
+        records.steps(0, 1)
+        records.metrics.validated(1, 2.25)
+        driver.tell()
+    assert callback.heard[1] == 0
+    assert callback.heard[2][0] == 0
+    assert callback.heard[2][1]["val_loss"] != callback.heard[2][1]["val_loss"]
+    assert callback.heard[3:] == [1, (1, {"val_loss": 2.25}), "end"]
+
+
+def test_recoveries_and_checkpoints_are_told_from_the_journal(tmp_path: Path, records: Records) -> None:
+    first, second = Hears(), Hears()
+    with telling(tmp_path, first) as driver:
+        records.recovery("rank 3 died")
+        records.journal.append({"note": "checkpoint", "checkpoint": {"step": 4}})
+        driver.tell()
+    with telling(tmp_path, second) as driver:
+        records.recovery("rank 3 died")  # once more, in the same words
+        driver.tell()
+    assert first.heard == [("start", "first"), "rank 3 died", ("checkpoint", 4), "end"]
+    assert second.heard == [("start", "first"), "rank 3 died", "end"]
+
+
+def test_a_line_that_its_writer_has_not_finished_is_told_once_it_has(tmp_path: Path, records: Records) -> None:
+    callback, line = Hears(), json.dumps({**step(0).to_json()}).encode() + b"\n"
+    with telling(tmp_path, callback) as driver, (tmp_path / METRICS_NAME).open("ab", buffering=0) as file:
+        file.write(line[:40])
+        driver.tell()
+        assert callback.heard == [("start", "first")]
+        file.write(line[40:])
+        driver.tell()
+        assert callback.heard == [("start", "first"), 0]
+
+
+def test_a_callback_that_raises_is_told_the_rest_by_the_next_driver_and_disturbs_no_other(
+    tmp_path: Path, records: Records, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, whole = Hears("broken", raises_at=1), Hears("whole")
+    records.steps(0, 1, 2)
+    with telling(tmp_path, broken, whole) as driver:
+        driver.tell()
+    assert broken.heard == [("start", "first"), 0]
+    assert whole.heard == [("start", "first"), 0, 1, 2, "end"]
+    (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "callback broken: on_step raised" in said.getMessage()
+    assert said.exc_info is not None
+    mended, again = Hears("broken"), Hears("whole")
+    with telling(tmp_path, mended, again) as driver:
+        driver.tell()
+    assert (mended.heard, again.heard) == ([("start", "first"), 1, 2, "end"], [("start", "first"), "end"])
+
+
+def test_of_two_drivers_one_tells_and_the_other_takes_over(tmp_path: Path, records: Records) -> None:
+    one, other = Hears(), Hears()
+    records.steps(0)
+    with telling(tmp_path, other) as waits:
+        with telling(tmp_path, one) as first:
+            first.tell()
+            waits.tell()
+            assert other.heard == []
+        records.steps(1)
+        waits.tell()
+    assert one.heard == [("start", "first"), 0, "end"]
+    assert other.heard == [("start", "first"), 1, "end"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.unit.monitor.test_callbacks import Hears, telling
+class Dies(Hears):
+    def on_step(self, metrics):
+        with open(sys.argv[2], "a") as file:
+            file.write(f"{metrics.step}\\n")
+        if metrics.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+with telling(Path(sys.argv[1]), Dies()) as driver:
+    driver.tell()
+"""
+
+
+def test_a_driver_that_is_killed_in_a_method_leaves_that_one_event_to_be_told_again(
+    tmp_path: Path, records: Records
+) -> None:
+    records.steps(0, 1, 2, 3)
+    heard = tmp_path / "heard"
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), str(heard)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert heard.read_text().split() == ["0", "1", "2"]
+    after = Hears()
+    with telling(tmp_path, after) as driver:
+        driver.tell()
+    assert after.heard == [("start", "first"), 2, 3, "end"]
+
+
+def test_a_new_attempt_in_the_folder_is_told_from_its_beginning(tmp_path: Path, records: Records) -> None:
+    records.steps(0, 1)
+    with telling(tmp_path, Hears()) as driver:
+        driver.tell()
+    set_aside(tmp_path)
+    Records(tmp_path).steps(0)
+    callback = Hears()
+    with telling(tmp_path, callback) as driver:
+        driver.tell()
+    assert callback.heard == [("start", "first"), 0, "end"]
+
+
+def test_a_record_of_what_was_told_that_cannot_be_read_is_refused(tmp_path: Path, records: Records) -> None:
+    (tmp_path / CALLBACKS_NAME).write_text("{")
+    with (
+        telling(tmp_path, Hears()) as driver,
+        pytest.raises(ValueError, match="remove it to have them told everything"),
+    ):
+        driver.tell()
+
+
+def test_what_is_no_callback_and_two_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"is no elastic_ring\.Callback"):
+        check_callbacks([Hears])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="two are called 'one'"):
+        check_callbacks([Hears("one"), Hears("one")])
