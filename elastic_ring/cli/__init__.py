@@ -12,6 +12,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": ("elastic_ring.cli.train", "train a decoder over elastic rings"),
     "status": ("elastic_ring.cli.status", "show a run's mesh, step, spares and last recoveries"),
+    "metrics": ("elastic_ring.cli.metrics", "print the table of exported metrics"),
     "plan": ("elastic_ring.cli.plan", "print what a run needs, and start nothing"),
     "tune": ("elastic_ring.tuning.search", "search sparse patterns by quality, time and bytes"),
     "calibrate": ("elastic_ring.cli.calibrate", "measure what --layout auto prices with"),

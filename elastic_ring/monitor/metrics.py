@@ -1,4 +1,4 @@
-"""The numbers of a run: one line per committed step, goodput, and the summary at the end.
+"""The numbers of a run: one line per committed step, and the summary at the end.
 
 Only final results are written: a step's line appears once the next step is under way. Plots and texts belong to `plot`
 and `report`; sending metrics to a store must not enter this module.
@@ -96,6 +96,38 @@ class StepMetrics:
         return cls(**values)
 
 
+@dataclass
+class Newest:
+    """What a run last measured: its newest committed step, the Unix time of that, the newest step that timed its
+    exchanges, the newest validation, and how many steps were skipped."""
+
+    step: StepMetrics | None = None
+    unix_s: float | None = None
+    timed: StepMetrics | None = None
+    val_loss: float | None = None
+    num_skipped: int = 0
+
+    @classmethod
+    def of(cls, lines: Sequence[Mapping[str, Any]]) -> Newest:
+        """As the lines of a metrics.jsonl tell it."""
+        steps = [line for line in lines if "loss_hex" in line]
+        timed = next((line for line in reversed(steps) if line["exposed_hop_wait_s"] is not None), None)
+        validated = next((line for line in reversed(lines) if "loss_hex" not in line), None)
+        return cls(
+            step=StepMetrics.from_json(steps[-1]) if steps else None,
+            unix_s=steps[-1]["unix_s"] if steps else None,
+            timed=StepMetrics.from_json(timed) if timed else None,
+            val_loss=validated["val_loss"] if validated else None,
+            num_skipped=sum(bool(line["skipped"]) for line in steps),
+        )
+
+    def committed(self, step: StepMetrics, unix_s: float) -> None:
+        self.step, self.unix_s = step, unix_s
+        self.num_skipped += step.skipped
+        if step.exposed_hop_wait_s is not None:
+            self.timed = step
+
+
 class MetricsLog:
     """DIR/metrics.jsonl: one line per committed step, however often the step is reported."""
 
@@ -105,6 +137,7 @@ class MetricsLog:
         self._by_step: dict[int, tuple[str, float]] = {}  # step -> (loss_hex, step_s)
         self._last_step = -1
         self._validated: set[int] = set()
+        self.newest = Newest()
 
     def open(self) -> MetricsLog:
         """Open the file and continue it. Raises: JournalDamaged."""
@@ -113,6 +146,7 @@ class MetricsLog:
         self._by_step = {line["step"]: (line["loss_hex"], line["step_s"]) for line in lines if "loss_hex" in line}
         self._validated = {line["step"] for line in lines if "loss_hex" not in line}
         self._last_step = max(self._by_step, default=-1)
+        self.newest = Newest.of(lines)
         return self
 
     @property
@@ -134,7 +168,9 @@ class MetricsLog:
                     step=metrics.step,
                 )
             return False
-        self._journal.append({**line, "unix_s": round(time.time(), 3)})
+        unix_s = round(time.time(), 3)
+        self._journal.append({**line, "unix_s": unix_s})
+        self.newest.committed(metrics, unix_s)
         self._by_step[metrics.step] = (line["loss_hex"], metrics.step_s)
         self._last_step = max(self._last_step, metrics.step)
         return True
@@ -146,7 +182,8 @@ class MetricsLog:
         """
         if step not in self._validated:
             self._validated.add(step)
-            self._journal.append({"step": step, "val_loss": val_loss if math.isfinite(val_loss) else None})
+            self.newest.val_loss = val_loss if math.isfinite(val_loss) else None
+            self._journal.append({"step": step, "val_loss": self.newest.val_loss})
 
     def losses_hex(self) -> list[str]:
         """The losses of steps 0, 1, ... Raises: RunFailed with the first step that is missing."""
@@ -176,30 +213,6 @@ def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     steps = [{**line, **({"val_loss": validated[line["step"]]} if line["step"] in validated else {})}
              for line in lines if "loss_hex" in line]  # fmt: skip
     return sorted(steps, key=lambda line: int(line["step"]))
-
-
-class Goodput:
-    """Time of steps that stayed committed ÷ total time. The caller passes all times, on one clock."""
-
-    def __init__(self, start_s: float, step_times_s: Mapping[int, float] | None = None) -> None:
-        self._start_s = start_s
-        self._kept_s: dict[int, float] = dict(step_times_s or {})
-
-    def committed(self, step: int, step_s: float) -> None:
-        """`step` took `step_s` in the attempt that was committed; failed attempts count as lost time."""
-        self._kept_s[step] = step_s
-
-    def undone(self, first_step: int) -> int:
-        """Remove `first_step` and all later steps; returns how many committed steps that undid."""
-        gone = [step for step in self._kept_s if step >= first_step]
-        for step in gone:
-            del self._kept_s[step]
-        return len(gone)
-
-    def ratio(self, now_s: float) -> float:
-        """Goodput at `now_s`, between 0 and 1; 0 before any time has passed."""
-        total_s = now_s - self._start_s
-        return min(1.0, math.fsum(self._kept_s.values()) / total_s) if total_s > 0 else 0.0
 
 
 def build_summary(

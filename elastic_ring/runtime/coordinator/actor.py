@@ -50,6 +50,7 @@ from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_trouble
 from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
+from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter
 from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor
 from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
 from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, control_options
@@ -188,6 +189,7 @@ class Coordinator:
         self.dispatch = Dispatcher(run_spec, self.address, self.cluster, self.node_monitor, self.me, self._put)
         self.dispatch.open()
         self.dispatch.recall(self.state)
+        self.metrics_exporter = MetricsExporter(run_spec.run.name, run_spec.run.timeouts.lease_s, self.recorder)
 
     def _clear(self) -> list[str]:
         """Remove every actor and placement group of the run but this; the names of those that stay."""
@@ -220,6 +222,7 @@ class Coordinator:
         self._told_waiting = told
         if self.driver_feed.silent_s > self.run_spec.run.timeouts.lease_s:
             self._handle("abandon", f"no driver for {self.run_spec.run.timeouts.lease_s:.0f} s", {})
+        self.metrics_exporter.export(self.state, self.driver_feed.silent_s, self.clock())
 
     def _handle(self, kind: str, body: Any, extra: dict[str, Any]) -> None:
         match kind:
@@ -340,6 +343,7 @@ class Coordinator:
         end = aside(
             lambda: conclude(end, self.recorder, self.state, weights_sha256), self._queue, self.node_monitor.echo
         )
+        self.metrics_exporter.close(self.state, self.driver_feed.silent_s, self.clock(), failed=bool(end["error"]))
         end["left_behind"] = self._cleared()
         self._ended = end
         log.info("ended: %s", end)

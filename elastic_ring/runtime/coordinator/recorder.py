@@ -18,10 +18,10 @@ from elastic_ring.config import RunConfig
 from elastic_ring.control.messages import Vote
 from elastic_ring.control.state import State, describe, members, mesh_of, phase_name, spares
 from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.goodput import Goodput
 from elastic_ring.monitor.metrics import (
     STATUS_NAME,
     SUMMARY_NAME,
-    Goodput,
     MetricsLog,
     StepMetrics,
     build_summary,
@@ -56,7 +56,7 @@ class RunRecorder:
         self._alive_at_s: float | None = None
         self._status_at = 0.0
         self._end_told = False
-        self._num_compiled_late = 0  # after step 0, by all workers
+        self.num_compiled_late = 0  # after step 0, by all workers
         self.started_s = 0.0
 
     def open(self, started_s: float) -> None:
@@ -65,7 +65,7 @@ class RunRecorder:
         if status is not None:
             self._alive_at_s = status["updated_unix_s"]
         self.metrics.open()
-        self._goodput = Goodput(started_s, self.metrics.step_times_s())
+        self.goodput = Goodput(started_s, self.metrics.step_times_s())
 
     # ------------------------------------------------------------ what happens
 
@@ -117,13 +117,13 @@ class RunRecorder:
                     committed_monotonic_s=record["committed_monotonic_s"],
                 )
             )  # fmt: skip
-            self._goodput.committed(record["step"], record["step_s"])
+            self.goodput.committed(record["step"], record["step_s"])
             self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["membership_id"]))
             self.recoveries.committed(record["step"], now)
         return new
 
     def _count_compilations(self, note: Mapping[str, Any]) -> None:
-        self._num_compiled_late += len(note["compiled"])
+        self.num_compiled_late += len(note["compiled"])
 
     def look(self, state: State) -> None:
         """Record a new generation, and a recovery if it was one."""
@@ -196,11 +196,11 @@ class RunRecorder:
             losses_hex=self.metrics.losses_hex(),
             weights_sha256=weights_sha256,
             samples_sha256=samples_digest(self.folder),
-            goodput=self._goodput.ratio(self._clock()),
+            goodput=self.goodput.ratio(self._clock()),
             exact=exact and self.recoveries.same_environment and all(r["exact"] for r in self.recoveries.records),
             generations=self.generations,
             recoveries=self.recoveries.records,
-            compilations_after_step_0=self._num_compiled_late,
+            compilations_after_step_0=self.num_compiled_late,
             skipped_steps=sum(bool(line["skipped"]) for line in read_metrics(self.folder)),
             lost_workers=self.recoveries.num_lost(),
         )

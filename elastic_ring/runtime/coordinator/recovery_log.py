@@ -38,6 +38,7 @@ class RecoveryLog:
         self._open_faults: list[int] = []
         self._open: dict[str, Any] | None = None
         self._own_failures: dict[str, str] = {}
+        self._own_failure_kinds: list[str] = []
         self._timings: dict[str, dict[str, Any]] = {}
         self._environments: dict[str, Mapping[str, Any]] = {}
         self._reference: Mapping[str, Any] | None = None
@@ -74,6 +75,7 @@ class RecoveryLog:
         what = (detail.strip().splitlines() or [""])[-1]
         did = {"user": "raised", "device": "had a device error"}.get(kind, "lost a peer")
         self._own_failures[worker] = f"{did} in step {step} ({what})"
+        self._own_failure_kinds.append(kind)
 
     def num_lost(self) -> dict[str, int]:
         """How many members were lost, by reason: "node lost", "died", "hung" and so on."""
@@ -137,6 +139,7 @@ class RecoveryLog:
             "step": change.step_rerun if change.step_rerun is not None else change.step,
             "faults": [str(self._run.faults[i]) for i in sorted(faults)],
             "cause": self._cause(change),
+            "kind": self._kind(change),
             "action": change.action,
             "detect_s": max(0.0, change.noticed_at - struck),
             "close_s": max(0.0, change.resumed_at - change.noticed_at - heal_s),
@@ -152,6 +155,7 @@ class RecoveryLog:
             "_step": change.step,
         }
         self._own_failures.clear()
+        self._own_failure_kinds.clear()
         self._open = begun if self._open is None else merged(self._open, begun)
         self._note({"note": "resumed", "recovery": self._open})
 
@@ -178,7 +182,7 @@ class RecoveryLog:
         last_s = now if alive_at_s is None else alive_at_s
         struck = min((self.fired[i] for i in self._open_faults), default=last_s)
         self._add({
-            "step": step, "cause": "the coordinator died",
+            "step": step, "cause": "the coordinator died", "kind": "coordinator",
             "faults": [str(self._run.faults[i]) for i in sorted(self._take_faults())],
             "action": "coordinator restarted from its journal", "detect_s": 0.0, "close_s": now - struck, "heal_s": 0.0,
             "rerun_s": 0.0, "total_s": now - struck, "steps_undone": 0, "steps_rerun": 0,
@@ -252,6 +256,13 @@ class RecoveryLog:
         parts += [] if parts else [f"{worker} {text}" for worker, text in self._own_failures.items()]
         return "; ".join(parts) or change.reason
 
+    def _kind(self, change: Change) -> str:
+        """The cause in a word of `metrics_table.CAUSES`. An error of the user's code breaks the exchanges of its peers,
+        which may be told first."""
+        if change.lost:
+            return change.lost[0].reason
+        return "drained" if change.drained else "user" if "user" in self._own_failure_kinds else "peer"
+
     def _take_faults(self) -> list[int]:
         taken, self._open_faults = self._open_faults, []
         return taken
@@ -263,6 +274,7 @@ def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         **second,
         "faults": first["faults"] + second["faults"],
         "cause": f"{first['cause']}; {second['cause']}",
+        "kind": first["kind"],
         "detect_s": first["detect_s"] + second["detect_s"],
         "close_s": first["close_s"] + second["close_s"],
         "heal_s": first["heal_s"] + second["heal_s"],

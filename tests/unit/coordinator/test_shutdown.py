@@ -25,6 +25,7 @@ from elastic_ring.runtime.agent.stamp_dir import hold
 from elastic_ring.runtime.coordinator import actor
 from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
+from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
 from elastic_ring.runtime.coordinator.shutdown import aside, conclude
 
@@ -81,6 +82,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.recorder = RunRecorder(run, made._note, made.clock)
     made.recorder.open(0.0)
     made.node_monitor, made.dispatch = Nobody(), Nobody()
+    made.metrics_exporter = MetricsExporter(run.name, 60.0, made.recorder)
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1")}
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
     made.state = State(ControlOptions("over", 2, 1, 4), Running(membership), 1, 1, workers)

@@ -11,11 +11,11 @@ import pytest
 
 from elastic_ring.errors import JournalDamaged, RunFailed
 from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.goodput import Goodput
 from elastic_ring.monitor.metrics import (
     GENERATION_KEYS,
     RECOVERY_KEYS,
     SUMMARY_KEYS,
-    Goodput,
     MetricsLog,
     StepMetrics,
     build_summary,

@@ -25,7 +25,7 @@ import elastic_ring
 from elastic_ring import errors
 from elastic_ring.attention import parse
 from elastic_ring.attention.parse import parse_pattern
-from elastic_ring.cli import settings
+from elastic_ring.cli import main, settings
 from elastic_ring.config import Timeouts
 from elastic_ring.faults import KINDS, PHASES, ROLES, parse_faults
 from elastic_ring.model.config import ModelConfig
@@ -43,6 +43,7 @@ QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY
 COMMANDS = {
     "train": "elastic_ring.cli.train", "status": "elastic_ring.cli.status", "plan": "elastic_ring.cli.plan",
     "calibrate": "elastic_ring.cli.calibrate", "tune": "elastic_ring.tuning.search",
+    "metrics": "elastic_ring.cli.metrics",
 }  # fmt: skip
 DOORS = {"train_1t": "train", "status": "status", "calibrate": "calibrate", "plan": "plan", "search_patterns": "tune"}
 CONSOLE = re.compile(r"elastic-ring ([a-z]+)\b(.*)")
@@ -228,6 +229,11 @@ def test_the_table_of_timeouts_is_that_of_the_code() -> None:
     """Fields, order and defaults."""
     told = [(cells[0].strip("`"), float(cells[1])) for cells in rows(OPERATING, "Timeouts")]
     assert told == [(field.name, field.default) for field in dataclasses.fields(Timeouts)]
+
+
+def test_the_table_of_metrics_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["metrics", "--table"]) == 0
+    assert TEXTS[DOCS / "metrics.md"].endswith(f"\n\n{capsys.readouterr().out}")
 
 
 def test_every_variable_that_workers_get_is_named_with_its_value_and_why() -> None:

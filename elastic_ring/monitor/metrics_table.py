@@ -1,0 +1,157 @@
+"""The table of a run's metrics: the one place that names them. Exporter, documentation and dashboard come from it.
+
+`runtime.coordinator.metrics_exporter` sets each entry once a second and no other metric. Ray puts `ray_` before the
+name and adds labels of its own. No entry without a value that the coordinator knows; no Ray in here.
+
+Every sum since the run's start is a gauge, not a counter: a counter of Ray cannot start at 0, so that Prometheus would
+miss the first event; it begins anew with a new coordinator; and a node shows it as long as it lives, even when the run
+has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+PREFIX = "ray_"
+"""What Ray puts before the name of every metric."""
+
+PHASES = ("idle", "forming", "building", "running", "closing", "waiting", "finishing", "reconnecting", "ended")
+CAUSES = (
+    "died", "hung", "exited", "node lost", "unreachable", "start-failed", "device error", "poisoned device", "drained",
+    "peer", "user", "coordinator",
+)  # fmt: skip
+"""Why a recovery began: the reason of its first loss; `drained` after a notice; without a loss `peer` for a broken
+exchange and `user` for an error of the user's code; `coordinator` when only that was replaced."""
+LOSSES = CAUSES[:8]
+"""Why a worker was lost."""
+RECOVERY_PARTS = ("detect", "close", "heal", "rerun", "total")
+BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 300.0)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric. `values` are those of its second label, `label`; `only` says when it is exported, if not always."""
+
+    name: str
+    unit: str
+    meaning: str
+    label: Literal["", "cause", "part"] = ""
+    values: tuple[str, ...] = ()
+    only: str = ""
+    kind: Literal["gauge", "histogram"] = "gauge"
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return ("run", self.label) if self.label else ("run",)
+
+    @property
+    def exported_name(self) -> str:
+        """The name at Ray's endpoint and in Prometheus."""
+        return PREFIX + self.name
+
+
+STEP_1 = "after the first step"
+TABLE: tuple[Metric, ...] = (
+    # where the run stands
+    Metric("elastic_ring_phase", "1", "1 for the phase that the run is in, 0 for the others", "part", PHASES),
+    Metric("elastic_ring_failed", "1", "1 once the run has ended with an error, else 0"),
+    Metric("elastic_ring_committed_steps", "steps", "steps whose result is committed"),
+    Metric("elastic_ring_planned_steps", "steps", "steps that the run is to train"),
+    Metric(
+        "elastic_ring_last_commit_timestamp_seconds", "seconds",
+        "Unix time at which the coordinator heard of the newest committed step; of its own start before the first",
+    ),
+    Metric("elastic_ring_term", "1", "number of the coordinator that decides; rises with each new one"),
+    Metric("elastic_ring_generation", "1", "number of the membership; rises with each change"),
+    Metric("elastic_ring_bit_exact", "1", "1 as long as the run promises equal bits, 0 once only equal samples"),
+    Metric("elastic_ring_driver_silent_seconds", "seconds", "time since a driver last called"),
+    Metric("elastic_ring_driver_lease_seconds", "seconds", "silence of the driver after which the run ends (lease_s)"),
+    # training
+    Metric("elastic_ring_loss", "1", "mean loss of the newest committed step's tokens; missing while not finite",
+           only=STEP_1),
+    Metric("elastic_ring_validation_loss", "1", "loss of the held-out sequences when they were last computed",
+           only="after the first validation"),
+    Metric("elastic_ring_gradient_norm", "1", "norm of the gradient before clipping; missing while not finite",
+           only=STEP_1),
+    Metric("elastic_ring_learning_rate", "1", "learning rate of the newest committed step", only=STEP_1),
+    Metric("elastic_ring_step_seconds", "seconds", "duration of the newest committed step on global rank 0",
+           only=STEP_1),
+    Metric("elastic_ring_tokens_per_second", "tokens/s", "tokens of the newest committed step by its duration",
+           only=STEP_1),
+    Metric("elastic_ring_skipped_steps", "steps", "steps so far that a non-finite gradient made the run skip"),
+    # the mesh
+    Metric("elastic_ring_mesh", "ranks", "rings (dp) and ranks of a ring (cp); 0 without a mesh", "part",
+           ("dp", "cp")),
+    Metric("elastic_ring_wanted_rings", "rings", "min_dp, dp and max_dp of the settings", "part",
+           ("min", "start", "max")),
+    Metric("elastic_ring_workers", "workers", "workers by what they do; leaving ones are draining or stopping", "part",
+           ("member", "spare", "starting", "leaving")),
+    Metric("elastic_ring_wanted_spares", "workers", "spares of the settings"),
+    Metric("elastic_ring_nodes", "nodes", "nodes that the coordinator may use, and those among them that drain", "part",
+           ("usable", "draining")),
+    Metric("elastic_ring_failed_starts", "starts", "failed starts in a row, of the node with most of them"),
+    # recoveries
+    Metric("elastic_ring_recoveries", "recoveries", "recoveries so far, by the cause of each", "cause", CAUSES),
+    Metric("elastic_ring_lost_workers", "workers", "members lost so far, by reason", "cause", LOSSES),
+    Metric("elastic_ring_recovery_sum_seconds", "seconds", "time of all recoveries so far, by part", "part",
+           RECOVERY_PARTS),
+    Metric("elastic_ring_recovery_duration_seconds", "seconds",
+           "durations of the recoveries that this coordinator saw; Ray makes its sum of bucket midpoints, so take "
+           "sums from elastic_ring_recovery_sum_seconds", "part", RECOVERY_PARTS, "after the first recovery",
+           "histogram"),
+    Metric("elastic_ring_undone_steps", "steps", "committed steps so far that a recovery undid"),
+    Metric("elastic_ring_rerun_steps", "steps", "steps so far that ran again because nobody held their result"),
+    # where time goes
+    Metric("elastic_ring_goodput_ratio", "1", "time of steps that stayed committed by time since the run's start"),
+    Metric("elastic_ring_time_seconds", "seconds",
+           "time since the run's start: in steps that stayed committed; in recoveries while no step ran (detect, "
+           "close, heal); everything else, such as starting, waiting, validating and broken-off steps", "part",
+           ("steps", "recovery", "other")),
+    Metric("elastic_ring_late_compilations", "compilations", "compilations so far that the warm-up did not cover"),
+    # K/V exchange of global rank 0 in the newest step that measured it
+    Metric("elastic_ring_hop_sent_bytes", "bytes", "K/V and gradients sent in one step", only=STEP_1),
+    Metric("elastic_ring_hop_exposed_wait_seconds", "seconds", "time of one step in which nothing was left to compute",
+           only=STEP_1),
+    Metric("elastic_ring_hop_latency_seconds", "seconds", "one exchange, from ready to start until arrived", "part",
+           ("mean", "p99"), "on GPUs"),
+)  # fmt: skip
+
+OF_RAY: dict[str, str] = {
+    "ray_node_cpu_utilization": "percent of the node's CPUs in use",
+    "ray_node_mem_used": "bytes of the node's memory in use",
+    "ray_node_mem_total": "bytes of the node's memory",
+    "ray_node_mem_shared_bytes": "bytes of shared memory in use on the node",
+    "ray_node_gpus_utilization": "percent of one GPU in use",
+    "ray_node_gram_used": "MiB of one GPU's memory in use",
+    "ray_node_gram_available": "MiB of one GPU's memory that are free",
+    "ray_node_gpu_power_milliwatts": "power of one GPU",
+    "ray_node_gpu_temperature_celsius": "temperature of one GPU",
+    "ray_node_network_send_speed": "bytes a second that the node sends",
+    "ray_node_network_receive_speed": "bytes a second that the node receives",
+}
+"""Ray's own metrics that the dashboard and the alert rules use; those of GPUs exist where Ray sees one."""
+
+
+def by_name() -> dict[str, Metric]:
+    return {metric.name: metric for metric in TABLE}
+
+
+def markdown() -> str:
+    """The table as `elastic-ring metrics --table` prints it and docs/metrics.md shows it."""
+    rows = [("name", "type", "unit", "labels", "meaning"), ("---",) * 5]
+    rows += [(f"`{m.name}`", m.kind, m.unit, _labels(m), _meaning(m)) for m in TABLE]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _labels(metric: Metric) -> str:
+    return ", ".join(["`run`", *([f"`{metric.label}`: {_listed(metric.values)}"] if metric.label else [])])
+
+
+def _listed(values: Iterable[str]) -> str:
+    return ", ".join(values)
+
+
+def _meaning(metric: Metric) -> str:
+    return f"{metric.meaning} ({metric.only})" if metric.only else metric.meaning

@@ -1,0 +1,190 @@
+"""Exports a run's metrics through Ray: what status.json shows, as the gauges of `monitor.metrics_table`.
+
+The coordinator's deciding thread calls it, never a step. A gauge that is not set again disappears from Ray's endpoint
+after 20 to 30 s, so all are set every second, and an ended run has none soon. No decisions here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ray.util.metrics import Gauge, Histogram
+
+from elastic_ring.control.state import State, mesh_of, phase_name, spares
+from elastic_ring.monitor.metrics_table import (
+    BUCKETS_S,
+    CAUSES,
+    LOSSES,
+    PHASES,
+    RECOVERY_PARTS,
+    TABLE,
+    Metric,
+    by_name,
+)
+from elastic_ring.runtime.coordinator.recorder import RunRecorder
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 1.0
+DURATION = "elastic_ring_recovery_duration_seconds"
+
+Sample = tuple[str, str, float | None]
+"""Name, value of the second label (empty without one), value (None: not known)."""
+
+
+class MetricsExporter:
+    """The metrics of one run. Not thread-safe: the deciding thread alone uses it."""
+
+    def __init__(self, run: str, lease_s: float, recorder: RunRecorder) -> None:
+        self._run, self._lease_s, self._recorder = run, lease_s, recorder
+        self._started_unix_s = time.time()
+        self._exported_at = -math.inf
+        self._num_observed = len(recorder.recoveries.records)  # an earlier coordinator observed these
+        self._table = by_name()
+        self._metrics: Mapping[str, Gauge | Histogram] = {}
+        self._closed = False
+
+    def export(self, state: State, driver_silent_s: float, now: float) -> None:
+        """Set every gauge, at most once in PERIOD_S. A defect in here ends the metrics, not the training."""
+        if self._closed or time.monotonic() - self._exported_at < PERIOD_S:
+            return
+        self._exported_at = time.monotonic()
+        try:
+            self._export(state, driver_silent_s, now)
+        except Exception:
+            log.exception("metrics are not exported any more")
+            self._closed = True
+
+    def close(self, state: State, driver_silent_s: float, now: float, *, failed: bool) -> None:
+        """The last export: how the run ended."""
+        self._exported_at = -math.inf
+        self.export(state, driver_silent_s, now)
+        if not self._closed:
+            for name, value, number in of_end(failed):
+                self._set(name, value, number)
+        self._closed = True
+
+    def _export(self, state: State, driver_silent_s: float, now: float) -> None:
+        self._metrics = self._metrics or {metric.name: _made(metric) for metric in TABLE}
+        driver = [("elastic_ring_driver_silent_seconds", "", driver_silent_s),
+                  ("elastic_ring_driver_lease_seconds", "", self._lease_s)]  # fmt: skip
+        for name, value, number in [*samples(state, self._recorder, now, self._started_unix_s), *driver]:
+            self._set(name, value, number)
+        for record in self._recorder.recoveries.records[self._num_observed :]:
+            for part, duration_s in parts_of(record).items():
+                self._metrics[DURATION].observe(duration_s, {"run": self._run, "part": part})
+            self._num_observed += 1
+
+    def _set(self, name: str, value: str, number: float | None) -> None:
+        if number is None or not math.isfinite(number):  # Ray drops these without a word
+            return
+        label = self._table[name].label
+        self._metrics[name].set(float(number), {"run": self._run, label: value} if label else {"run": self._run})
+
+
+def _made(metric: Metric) -> Gauge | Histogram:
+    if metric.kind == "histogram":
+        return Histogram(metric.name, metric.meaning, list(BUCKETS_S), metric.labels)
+    return Gauge(metric.name, metric.meaning, metric.labels)
+
+
+def samples(state: State, recorder: RunRecorder, now: float, started_unix_s: float) -> Iterator[Sample]:
+    """Every gauge of the table but those of the driver."""
+    yield from _standing(state, recorder, started_unix_s)
+    yield from _of_mesh(state)
+    yield from _of_steps(recorder)
+    yield from _of_recoveries(recorder.recoveries.records, recorder.recoveries.num_lost())
+    yield from _of_time(recorder, now)
+
+
+def of_end(failed: bool) -> Iterator[Sample]:
+    """What the end of a run changes, whatever phase it came in."""
+    yield from (("elastic_ring_phase", phase, float(phase == "ended")) for phase in PHASES)
+    yield "elastic_ring_failed", "", float(failed)
+
+
+def _standing(state: State, recorder: RunRecorder, started_unix_s: float) -> Iterator[Sample]:
+    phase, newest = phase_name(state), recorder.metrics.newest
+    yield from (("elastic_ring_phase", known, float(known == phase)) for known in PHASES)
+    yield "elastic_ring_failed", "", 0.0
+    yield "elastic_ring_committed_steps", "", recorder.metrics.last_step + 1
+    yield "elastic_ring_planned_steps", "", state.options.total_steps
+    last_unix_s = started_unix_s if newest.unix_s is None else newest.unix_s
+    yield "elastic_ring_last_commit_timestamp_seconds", "", last_unix_s
+    yield "elastic_ring_term", "", state.term
+    yield "elastic_ring_generation", "", state.generation
+    kept = recorder.recoveries.same_environment and all(record["exact"] for record in recorder.recoveries.records)
+    yield "elastic_ring_bit_exact", "", float(kept and state.promise == "bit-exact")
+
+
+def _of_mesh(state: State) -> Iterator[Sample]:
+    mesh, options = mesh_of(state), state.options
+    yield "elastic_ring_mesh", "dp", mesh.dp if mesh else 0
+    yield "elastic_ring_mesh", "cp", mesh.cp if mesh else 0
+    yield "elastic_ring_wanted_rings", "min", options.min_dp
+    yield "elastic_ring_wanted_rings", "start", options.dp
+    yield "elastic_ring_wanted_rings", "max", options.dp_limit
+    waiting = set(spares(state))
+    doing = Counter(
+        "leaving" if worker.status == "stopping" or worker.draining
+        else "starting" if worker.status == "starting"
+        else "spare" if worker.worker in waiting
+        else "member"
+        for worker in state.workers.values()
+    )  # fmt: skip
+    yield from (("elastic_ring_workers", what, doing[what]) for what in by_name()["elastic_ring_workers"].values)
+    yield "elastic_ring_wanted_spares", "", options.spares
+    nodes = list(state.nodes.values())
+    yield "elastic_ring_nodes", "usable", len(nodes)
+    yield "elastic_ring_nodes", "draining", sum(node.draining for node in nodes)
+    yield "elastic_ring_failed_starts", "", max((node.start_failures for node in nodes), default=0)
+
+
+def _of_steps(recorder: RunRecorder) -> Iterator[Sample]:
+    newest = recorder.metrics.newest
+    yield "elastic_ring_skipped_steps", "", newest.num_skipped
+    yield "elastic_ring_validation_loss", "", newest.val_loss
+    if (step := newest.step) is not None:
+        yield "elastic_ring_loss", "", step.loss
+        yield "elastic_ring_gradient_norm", "", step.grad_norm
+        yield "elastic_ring_learning_rate", "", step.lr
+        yield "elastic_ring_step_seconds", "", step.step_s
+        yield "elastic_ring_tokens_per_second", "", step.tokens_per_s
+        yield "elastic_ring_hop_sent_bytes", "", step.hop_bytes
+    if (timed := newest.timed) is not None:
+        yield "elastic_ring_hop_exposed_wait_seconds", "", timed.exposed_hop_wait_s
+        yield "elastic_ring_hop_latency_seconds", "mean", timed.hop_latency_mean_s
+        yield "elastic_ring_hop_latency_seconds", "p99", timed.hop_latency_p99_s
+
+
+def _of_recoveries(records: list[dict[str, Any]], num_lost: Mapping[str, int]) -> Iterator[Sample]:
+    kinds, sums = Counter(record["kind"] for record in records), Counter[str]()
+    for record in records:
+        sums.update(parts_of(record))
+    yield from (("elastic_ring_recoveries", kind, kinds[kind]) for kind in dict.fromkeys([*CAUSES, *kinds]))
+    yield from (("elastic_ring_lost_workers", why, num_lost.get(why, 0)) for why in dict.fromkeys([*LOSSES, *num_lost]))
+    yield from (("elastic_ring_recovery_sum_seconds", part, sums[part]) for part in RECOVERY_PARTS)
+    yield "elastic_ring_undone_steps", "", sum(record["steps_undone"] for record in records)
+    yield "elastic_ring_rerun_steps", "", sum(record["steps_rerun"] for record in records)
+
+
+def parts_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """A recovery's durations by part."""
+    return {part: float(record[f"{part}_s"]) for part in RECOVERY_PARTS}
+
+
+def _of_time(recorder: RunRecorder, now: float) -> Iterator[Sample]:
+    goodput = recorder.goodput
+    records = recorder.recoveries.records
+    in_recovery_s = sum(record["detect_s"] + record["close_s"] + record["heal_s"] for record in records)
+    other_s = max(0.0, goodput.total_s(now) - goodput.kept_s - in_recovery_s)
+    yield "elastic_ring_goodput_ratio", "", goodput.ratio(now)
+    yield "elastic_ring_time_seconds", "steps", goodput.kept_s
+    yield "elastic_ring_time_seconds", "recovery", in_recovery_s
+    yield "elastic_ring_time_seconds", "other", other_s
+    yield "elastic_ring_late_compilations", "", recorder.num_compiled_late
