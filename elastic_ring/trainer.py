@@ -33,7 +33,6 @@ from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_last
 from elastic_ring.data.order import Order
 from elastic_ring.data.source import SourceConfig, hold_out, open_source
 from elastic_ring.mesh import Mesh
-from elastic_ring.model.loss import language_model_loss
 from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_callbacks
 from elastic_ring.monitor.metrics import (
     CONFIG_NAME,
@@ -56,7 +55,7 @@ from elastic_ring.train.check_pattern import check_pattern
 from elastic_ring.train.compiling import check_compiles
 from elastic_ring.train.layouts import AUTO, Layouts, check_layers
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory
-from elastic_ring.train.task import Initial, LossFunction, TrainingTask, check_parts
+from elastic_ring.train.task import Initial, LossFunction, TrainingTask, check_parts, check_vocabulary, parts_of
 from elastic_ring.train.wrap import check_buildable
 
 log = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ class ElasticRingTrainer:
     Args:
         model: builds the module, which must call `batch.attention` for its attention.
         data: a source of packed sequences (`StdlibText`, `TextFiles`, `TokenShards`, or your own).
-        loss: (model, batch) -> (sum over this slice's targets, number of targets).
+        loss: (model, batch) -> (sum over this slice's targets, number of targets); by default next-token cross-entropy.
         scaling_config, run_config, step_config, optim_config: settings; see their classes.
         optimizer: named local shards -> optimizer; by default AdamW with `optim_config`.
         initial: initial values by parameter name; by default the module's own under the seed.
@@ -97,7 +96,7 @@ class ElasticRingTrainer:
         model: Callable[[], nn.Module],
         data: SourceConfig,
         *,
-        loss: LossFunction = language_model_loss,
+        loss: LossFunction | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         step_config: StepConfig | None = None,
@@ -114,15 +113,18 @@ class ElasticRingTrainer:
         check_callbacks(callbacks)
         self.callbacks = tuple(callbacks)
         step = step_config or StepConfig()
+        parts = parts_of(model, step)
         self.scaling_config = scaling_config or ScalingConfig()
         self.run_config = run_config or RunConfig()
         self.task = TrainingTask(
-            model, data, step, optim_config or OptimConfig(total_steps=step.steps), loss, optimizer, initial, units,
-            parse_pattern(pattern) if isinstance(pattern, str) else pattern,
+            model, data, step, optim_config or OptimConfig(total_steps=step.steps),
+            parts.loss if loss is None else loss, optimizer, parts.initial if initial is None else initial, units,
+            parts.pattern if pattern is None else parse_pattern(pattern) if isinstance(pattern, str) else pattern,
             CostModel.read(cost_model) if isinstance(cost_model, str | Path) else cost_model,
         )  # fmt: skip
-        self.config_files: dict[str, str] = {}  # name -> text of files written next to config.json
+        self.config_files: dict[str, str] = {**parts.files}  # name -> text of files written next to config.json
         check_parts(self.task)
+        check_vocabulary(parts, data)
         if self.task.cost_model is not None and step.layout != AUTO:
             raise ValueError(
                 f"cost_model={cost_model}: layout={step.layout!r} prices nothing; set layout='auto', "

@@ -33,17 +33,19 @@ class BatchLike(Protocol):
     def attention(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]: ...
 
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, *, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """(sum of -log softmax(hidden @ weight.T)[target], number of targets), as 0-dim tensors.
 
     hidden (N, width), weight (vocab_size, width), targets int64 (N,), where -100 does not count. At most
     `chunk_tokens` rows of logits exist at a time; backward recomputes them. Logits have the dtype of `hidden`;
-    softmax, sum and the weight's gradient are fp32 (fp64 for fp64 inputs). Raises: ValueError for chunk_tokens below
-    1.
+    softmax, sum and the weight's gradient are fp32 (fp64 for fp64 inputs). With `softcap` logits x become softcap *
+    tanh(x / softcap). Raises: ValueError for chunk_tokens below 1.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1")
-    loss_sum: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_tokens)
+    loss_sum: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_tokens, softcap)
     return loss_sum, (targets != IGNORE).sum()
 
 
@@ -67,19 +69,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Saves the log-sum-exp of forward, so that backward needs no second softmax reduction."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, softcap: float | None
+    ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         lse = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
         loss_sum = torch.zeros((), dtype=wide, device=hidden.device)
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             counted = targets[rows] != IGNORE
-            logits = (hidden[rows] @ weight.t()).to(wide)
+            logits = _capped((hidden[rows] @ weight.t()).to(wide), softcap)
             lse[rows] = logits.logsumexp(dim=-1)
             chosen = logits.gather(1, targets[rows].clamp_min(0).unsqueeze(1)).squeeze(1)
             loss_sum += torch.where(counted, lse[rows] - chosen, 0.0).sum()
         ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.chunk_tokens = chunk_tokens
+        ctx.chunk_tokens, ctx.softcap = chunk_tokens, softcap
         return loss_sum
 
     @staticmethod
@@ -91,12 +95,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
             counted = targets[rows] != IGNORE
-            logits = (hidden[rows] @ weight.t()).to(lse.dtype)
+            logits = _capped((hidden[rows] @ weight.t()).to(lse.dtype), ctx.softcap)
+            slope = None if ctx.softcap is None else 1.0 - (logits / ctx.softcap).square()
             # d loss / d logits = softmax - one-hot, zero where there is no target.
             probabilities = logits.sub_(lse[rows].unsqueeze(1)).exp_()
             one_hot = torch.ones(len(counted), 1, dtype=lse.dtype, device=lse.device)
             probabilities.scatter_add_(1, targets[rows].clamp_min(0).unsqueeze(1), -one_hot)
+            if slope is not None:
+                probabilities *= slope
             scaled = (probabilities * torch.where(counted, grad, 0.0).unsqueeze(1)).to(hidden.dtype)
             grad_hidden[rows] = scaled @ weight
             grad_weight += scaled.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -40,6 +40,27 @@ class Initial(Protocol):
     """First values by name, the same on every mesh."""
 
     def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What a model's factory brings along for the trainer, which takes its own arguments first.
+
+    A factory with a method `ring_parts(step_config)` returns it. `vocab_size` bounds the tokens of the data; `files`,
+    name -> text, are written into the run's folder.
+    """
+
+    loss: LossFunction = language_model_loss
+    initial: Initial | None = None
+    pattern: LayerPatterns | None = None
+    vocab_size: int | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+def parts_of(model: Any, step: StepConfig) -> ModelParts:
+    """What the factory `model` brings along; nothing but defaults where it brings nothing."""
+    bring = getattr(model, "ring_parts", None)
+    return ModelParts() if bring is None else bring(step)
 
 
 @dataclass(frozen=True)
@@ -84,3 +105,13 @@ def check_parts(task: TrainingTask) -> None:
         raise ValueError(f"pattern={task.pattern!r}: give a short form such as 'window:512', or LayerPatterns")
     if task.initial is not None and not hasattr(task.initial, "tensor"):
         raise ValueError(f"initial={task.initial!r}: give an object whose tensor(name, shape, rows) has first values")
+
+
+def check_vocabulary(parts: ModelParts, data: SourceConfig) -> None:
+    """Raises ValueError where the data has tokens that the model has no row for."""
+    tokens = getattr(data, "vocab_size", None)
+    if parts.vocab_size is not None and tokens is not None and tokens > parts.vocab_size:
+        raise ValueError(
+            f"data.vocab_size={tokens} is more than the model's {parts.vocab_size}: the model needs a row for each "
+            "token; prepare the data with the model's own tokenizer, or give a model with a larger vocabulary"
+        )

@@ -7,12 +7,14 @@ gathered, and its groups no longer exist. The values stay in `state.Shard`.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from elastic_ring.train.task import TrainingTask
 
@@ -51,11 +53,19 @@ class ModuleMaker:
         return model
 
     def keep_buffers(self) -> None:
-        """Compute the buffers' values ahead of time: this builds the whole model, which is slow in a recovery."""
+        """Compute the buffers' values ahead of time: building the model again would be slow in a recovery.
+
+        With `initial` parameters stay on the meta device; without, the whole model is in memory for a moment.
+        """
         with torch.device("meta"):
             names = [name for name, _ in self._task.model().named_buffers()]
-        if names and self._buffers is None:
-            self._buffers = {name: value.clone() for name, value in self._real().named_buffers()}
+        if not names or self._buffers is not None:
+            return
+        with parameters_on_meta() if self._task.initial is not None else nullcontext():
+            found = {name: value.clone() for name, value in self._real().named_buffers()}
+        if any(value.is_meta for value in found.values()):  # computed from parameters
+            found = {name: value.clone() for name, value in self._real().named_buffers()}
+        self._buffers = found
 
     def first_values(self, model: nn.Module, cp_rank: int, cp: int) -> None:
         """Fill a wrapped module's slices from the seed; the values do not depend on the mesh."""
@@ -85,6 +95,26 @@ class ModuleMaker:
         for name, buffer in buffers.items():
             assert self._buffers is not None
             buffer.copy_(self._buffers[name])
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules that are built within have their parameters on the meta device and their buffers where they belong.
+
+    A constructor's tensor lives until it is registered, so that memory holds one parameter at a time. Counts for every
+    thread of the process: build no other model meanwhile.
+    """
+
+    def drop_values(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None or param.is_meta:
+            return param
+        return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+
+    handle = register_module_parameter_registration_hook(drop_values)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def local_params(model: nn.Module) -> dict[str, Tensor]:

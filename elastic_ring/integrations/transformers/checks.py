@@ -1,0 +1,92 @@
+"""Which configs may train on a ring: read, looked at, and followed through one pass on the meta device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_ring.integrations.transformers.module import TracedRing, class_of
+
+NUM_TRACED_TOKENS = 16
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """The content of a folder's config.json. Raises ValueError."""
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model folder {str(folder)!r}: its config.json cannot be read ({error}); give a folder as save_pretrained "
+            "writes it"
+        ) from error
+    if not isinstance(found, dict) or "model_type" not in found:
+        raise ValueError(f"{path} has no model_type: give the config of a transformers model")
+    return found
+
+
+def config_of(plain: dict[str, Any]) -> Any:
+    """The `PreTrainedConfig` of a config's dictionary. Raises ValueError for a type that transformers does not know."""
+    from transformers import CONFIG_MAPPING
+
+    kind = plain.get("model_type", "")
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"model_type={kind!r}: this version of transformers does not know it; code from the folder is "
+                         "never run")  # fmt: skip
+    return CONFIG_MAPPING[kind].from_dict(plain)
+
+
+def check_config(config: Any) -> None:
+    """Raises ValueError for what the config alone shows."""
+    base, kind = class_of(config), f"model_type={config.model_type!r}"
+    if not base._supports_attention_backend:
+        raise ValueError(f"{kind} does not attend through transformers' AttentionInterface: choose a decoder that does")
+    if getattr(config, "is_encoder_decoder", False) or hasattr(config, "vision_config"):
+        raise ValueError(f"{kind} has more than a decoder of text: give the config of its text model")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{kind} is quantised (quantization_config): give weights in float32, bfloat16 or float16")
+    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout_prob"):
+        if getattr(config, name, 0.0):
+            raise ValueError(f"{kind} {name}={getattr(config, name)}: rings train without dropout; set it to 0.0")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ValueError(f"{kind} use_bidirectional_attention=True: rings of a trainer are causal")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
+        if part.get("rope_type") in ("dynamic", "longrope"):
+            raise ValueError(
+                f"{kind} rope_type={part['rope_type']!r} depends on the largest position at hand, and a rank sees its "
+                "own slice only: choose default, linear, llama3 or yarn"
+            )
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        raise ValueError(f"{kind} layer_types has {', '.join(sorted(others))}: rings have full and sliding attention")
+
+
+def trace(model: Any, config: Any) -> tuple[int | None, ...]:
+    """Each layer's sliding window, as the layers give it to the attention in a pass on the meta device.
+
+    Raises ValueError for layers that do not attend through the interface, or ask for what a ring does not have.
+    """
+    kind, traced = f"model_type={config.model_type!r}", TracedRing()
+    integers = torch.zeros(1, NUM_TRACED_TOKENS, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad():
+            model(integers, positions=integers, document_ids=integers, attention=traced)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{kind} cannot be followed on the meta device ({type(error).__name__}: {error}): its forward pass must "
+            "not depend on values of tensors"
+        ) from error
+    missing = set(range(config.num_hidden_layers)) - set(traced.windows)
+    if missing:
+        raise ValueError(
+            f"{kind}: layer {min(missing)} does not attend through transformers' AttentionInterface, so its tokens "
+            "would see their own slice only; choose a decoder that attends in every layer"
+        )
+    return tuple(traced.windows[layer] for layer in range(config.num_hidden_layers))

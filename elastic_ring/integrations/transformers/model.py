@@ -1,0 +1,148 @@
+"""`ring_model` and the factory that it makes: which config, which first values, which windows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from elastic_ring.attention.families import BigBird
+from elastic_ring.attention.layers import LayerGroup, LayerPatterns
+from elastic_ring.attention.rules import Dense, Rule, Window
+from elastic_ring.config import StepConfig
+from elastic_ring.integrations.transformers.checks import check_config, config_of, read_config, trace
+from elastic_ring.integrations.transformers.first_values import FirstValues
+from elastic_ring.integrations.transformers.module import build, checkpoint_layers
+from elastic_ring.integrations.transformers.weights import FolderWeights
+from elastic_ring.train.task import ModelParts
+
+log = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 128
+CONFIG_FILE = "huggingface.json"
+Windows = Literal["exact", "blocks", "dense"]
+
+
+@dataclass(frozen=True)
+class RingModel:
+    """A picklable factory of one Hugging Face decoder, for `ElasticRingTrainer(model, ...)`; made by `ring_model`.
+
+    Called, it builds the module in float32 with attention on rings. Parameters have their Hugging Face names.
+    """
+
+    config_json: str
+    folder: str = ""
+    weights: FolderWeights | None = None
+    checkpoint_activations: bool = True
+    loss_chunk_tokens: int = 1024
+    windows: Windows = "exact"
+    layer_windows: tuple[int | None, ...] = ()
+
+    def __call__(self) -> nn.Module:
+        made: nn.Module = build(self.config)
+        made.loss_chunk_tokens = self.loss_chunk_tokens  # type: ignore[assignment]
+        if self.checkpoint_activations:
+            checkpoint_layers(made)
+        return made
+
+    def __repr__(self) -> str:
+        """Equal for equal models in every process: it goes into the run's digest."""
+        options = f"checkpoint_activations={self.checkpoint_activations}, windows={self.windows!r}"
+        digest = hashlib.sha256(self.config_json.encode()).hexdigest()[:16]
+        return f"RingModel(config={digest}, weights={self.weights and self.weights.digest}, {options})"
+
+    def ring_parts(self, step: StepConfig) -> ModelParts:
+        """What the trainer uses unless it is given something else: first values, pattern, vocabulary, records."""
+        record = json.dumps({"folder": self.folder, "config": json.loads(self.config_json)}, indent=1) + "\n"
+        return ModelParts(
+            initial=self.weights or FirstValues(self.config_json, step.seed),
+            pattern=self.pattern(step.context_tokens),
+            vocab_size=self.vocab_size,
+            files={CONFIG_FILE: record},
+        )
+
+    @property
+    def config(self) -> Any:
+        """The `PreTrainedConfig`, a new one in each call."""
+        return config_of(json.loads(self.config_json))
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    def pattern(self, context_tokens: int) -> LayerPatterns | None:
+        """The sliding windows that a sequence of `context_tokens` notices, by layer; None where there are none.
+
+        With windows="blocks" they are rounded up to whole blocks of 128 tokens, as GPUs need them: a query sees its
+        window and at most 254 tokens more.
+        """
+        wanted = [w if w is not None and w < context_tokens else None for w in self.layer_windows]
+        if self.windows == "dense" or not any(wanted):
+            return None
+        rules: dict[Rule, list[int]] = {}
+        for layer, window in enumerate(wanted):
+            rules.setdefault(self._rule(window), []).append(layer)
+        if len(rules) == 1:
+            return LayerPatterns((LayerGroup(tuple(rules)),))
+        return LayerPatterns(tuple(LayerGroup((rule,), tuple(layers)) for rule, layers in rules.items()))
+
+    def _rule(self, window: int | None) -> Rule:
+        if window is None:
+            return Dense()
+        if self.windows == "exact":
+            return Window(window)
+        return BigBird(window=1 + -(-(window - 1) // BLOCK_TOKENS), globals=0, randoms=0)
+
+
+def ring_model(
+    source: str | Path | Mapping[str, Any] | Any,
+    *,
+    weights: bool = True,
+    checkpoint_activations: bool = True,
+    loss_chunk_tokens: int = 1024,
+    windows: Windows = "exact",
+) -> RingModel:
+    """A Hugging Face decoder for `ElasticRingTrainer`.
+
+    Args:
+        source: a folder as `save_pretrained` writes it, or a config (`PreTrainedConfig`, or its dictionary). A folder
+            with safetensors files gives the first values; each rank reads the rows of its own shard only, so workers
+            must see the folder. Otherwise first values are those of transformers, drawn from the run's seed.
+        weights: False ignores the folder's weights.
+        checkpoint_activations: keep each layer's input and attention result only; recompute the rest in backward.
+        loss_chunk_tokens: tokens whose logits exist at a time.
+        windows: "exact" keeps the config's sliding windows; "blocks" rounds them up to blocks of 128 tokens, for GPUs;
+            "dense" ignores them.
+
+    Raises: ValueError for what cannot train on a ring (softcap, sinks, dropout, layers without attention of
+    transformers' interface), and for weights that do not fit the model.
+    """
+    if windows not in ("exact", "blocks", "dense"):
+        raise ValueError(f"windows={windows!r}: must be one of exact, blocks, dense")
+    if loss_chunk_tokens < 1:
+        raise ValueError(f"loss_chunk_tokens={loss_chunk_tokens}: must be at least 1")
+    folder = Path(source).expanduser().absolute() if isinstance(source, str | Path) else None
+    config: Any = read_config(folder) if folder is not None else source
+    plain = dict(config) if isinstance(config, Mapping) else config.to_dict()
+    made = RingModel(
+        json.dumps(plain, sort_keys=True), str(folder or ""), None, checkpoint_activations, loss_chunk_tokens, windows
+    )
+    check_config(made.config)
+    with torch.device("meta"):
+        model = build(made.config)
+    made = replace(made, layer_windows=trace(model, made.config))
+    if folder is None or not weights:
+        return made
+    found = FolderWeights.open(folder)
+    if found is None:
+        log.warning("%s has a config and no weights: first values are drawn from the seed", folder)
+        return made
+    return replace(made, weights=found.fitted(model))

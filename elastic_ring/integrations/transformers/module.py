@@ -1,0 +1,127 @@
+"""The module that trains: a class of transformers whose attention goes through a ring and whose loss is in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from elastic_ring.attention.layers import of_layer
+from elastic_ring.model.loss import chunked_cross_entropy
+from elastic_ring.train.wrap import largest_list
+
+NAME = "elastic_ring"
+PLAIN_HEAD = frozenset(
+    {"gemma", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
+)
+"""Model types whose logits are `lm_head(hidden)`, with a softcap where the config has `final_logit_softcapping`: their
+loss is computed in chunks of tokens. Others make the logits of a whole slice at once, as transformers does."""
+
+
+@dataclass
+class TracedRing:
+    """Takes the place of a ring in a pass on the meta device: hears which layers call, and computes nothing."""
+
+    windows: dict[int, int | None] = field(default_factory=dict)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.empty_like(q)
+
+
+def attend(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, ring: Any, scaling: float | None = None,
+    dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, s_aux: Any = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention of transformers' interface through a ring: q (B, H, S, D), k and v (B, H_kv, S, D) to (B, S, H, D).
+
+    Windows are in the ring's pattern. Rings scale by 1 / sqrt(D); another `scaling` goes into q. Raises ValueError for
+    what rings do not have.
+    """
+    kind, layer = type(module).__name__, int(module.layer_idx)
+    if softcap is not None:
+        raise ValueError(f"{kind}: attn_logit_softcapping={softcap}: attention on rings has no softcap; set it to None "
+                         "in the config, which changes the model, or choose another")  # fmt: skip
+    if s_aux is not None:
+        raise ValueError(f"{kind}: attention on rings has no sinks (s_aux); choose another model")
+    if dropout:
+        raise ValueError(f"{kind}: attention on rings has no dropout, and {dropout} is set; set it to 0.0")
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"{kind}: layer {layer} is not causal, and rings of a trainer are; choose a decoder")
+    if isinstance(ring, TracedRing):
+        ring.windows[layer] = sliding_window
+    usual = q.size(-1) ** -0.5
+    if scaling is not None and abs(scaling - usual) > 1e-9 * usual:
+        q = q * (scaling / usual)
+    return of_layer(ring, layer)(*(tensor.transpose(1, 2) for tensor in (q, k, v))), None
+
+
+def build(config: Any) -> Any:
+    """The module of a config, in float32, with attention on rings. Raises ValueError for a config of no decoder."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)  # here, so that every worker's process does it
+    return _ring_class(class_of(config))._from_config(config, dtype=torch.float32, attn_implementation=NAME)
+
+
+def class_of(config: Any) -> Any:
+    """The causal language model of a config. Raises ValueError where transformers has none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"model_type={config.model_type!r} is no causal language model of transformers: give a decoder"
+        )
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Have each layer keep its inputs and its attention's result only, and recompute the rest in backward."""
+    for layer in largest_list(model):
+        layer.forward = partial(_checkpointed, layer.forward)
+
+
+@lru_cache(maxsize=16)
+def _ring_class(base: Any) -> Any:
+    """A causal language model whose forward pass takes a batch's parts, as `elastic_ring.model.loss` calls it."""
+
+    def forward(
+        self: Any, tokens: Tensor, *, positions: Tensor, document_ids: Tensor, attention: Any,
+        targets: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        # The loss is computed in here because FSDP2 keeps the head's weight gathered only there.
+        named = {"input_ids": tokens, "position_ids": positions, "ring": attention, "use_cache": False}
+        if targets is None or self.config.model_type not in PLAIN_HEAD:
+            logits = base.forward(self, **named).logits
+            return logits if targets is None else _cross_entropy(logits, targets)
+        hidden = self.base_model(**named).last_hidden_state
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return chunked_cross_entropy(
+            hidden.flatten(0, 1), self.get_output_embeddings().weight, targets.flatten(), self.loss_chunk_tokens,
+            softcap=cap,
+        )  # fmt: skip
+
+    # Under the base's own module: transformers takes classes of other modules for custom code.
+    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "loss_chunk_tokens": 1024})
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    loss = nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
+    return loss, (targets != -100).sum()
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs inside the layer's hooks, so that FSDP2 sees one call."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    contexts = getattr(kwargs.get("ring"), "recomputation", noop_context_fn)
+    return checkpoint(
+        partial(forward, **kwargs), *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+    )

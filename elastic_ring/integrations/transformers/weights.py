@@ -1,0 +1,165 @@
+"""Reads a Hugging Face folder's safetensors files row by row; checks that they fit a model. No transformers in here.
+
+A tensor is read from its file when it is asked for, and only the rows asked for: no process holds the whole model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SAMPLE_BYTES = 1 << 16
+NUM_NAMED = 5
+# Earlier versions of transformers stored this buffer; it is computed from the config.
+NO_PARAMETER = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class FolderWeights:
+    """First values from a folder, by parameter name, as the trainer's `initial`.
+
+    `files` maps a stored name to its file. `aliases` maps a parameter's name to the name it is stored under, where that
+    is another. `digest` covers headers, sizes and samples of the files' bytes.
+    """
+
+    folder: str
+    files: Mapping[str, str]
+    digest: str
+    aliases: Mapping[str, str]
+
+    @classmethod
+    def open(cls, folder: Path) -> FolderWeights | None:
+        """Reads the index and the headers; None for a folder without weights. Raises ValueError for one whose weights
+        are in another format, or cannot be read."""
+        names = _files_of(folder)
+        if not names:
+            others = sorted(path.name for path in folder.glob("*.bin")) + sorted(
+                path.name for path in folder.glob("*.pt")
+            )
+            if others:
+                raise ValueError(
+                    f"model folder {str(folder)!r} has {others[0]} and no safetensors: only safetensors are read; load "
+                    "it with transformers once and save it with save_pretrained"
+                )
+            return None
+        total, files = hashlib.sha256(), dict[str, str]()
+        for name in names:
+            path = folder / name
+            try:
+                with safe_open(path, framework="pt") as file:
+                    files |= dict.fromkeys(file.keys(), name)
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{path}: cannot be read as safetensors ({error})") from error
+            total.update(f"{name} {path.stat().st_size} ".encode() + _sample(path))
+        return cls(str(folder), files, total.hexdigest()[:16], {})
+
+    def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor:
+        """The fp32 value of a parameter, or its rows [start, stop). Raises ValueError where shape or file differ."""
+        stored = self.aliases.get(name, name)
+        path = Path(self.folder, self.files[stored])
+        try:
+            with safe_open(path, framework="pt") as file:
+                part = file.get_slice(stored)
+                if tuple(part.get_shape()) != tuple(shape):
+                    raise ValueError(f"{path}: {stored} has shape {tuple(part.get_shape())}, the model {tuple(shape)}")
+                start, stop = rows if rows is not None else (0, shape[0])
+                value: Tensor = part[start:stop]
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"{path}: cannot be read as safetensors ({error}); every worker must see the model folder"
+            ) from error
+        return value.to(torch.float32)
+
+    def fitted(self, model: nn.Module) -> FolderWeights:
+        """With aliases for the parameters of `model`. Raises ValueError for weights that are missing, that the model
+        does not have, or that have another shape; the message has the first five names of each."""
+        prefix = str(getattr(model, "base_model_prefix", ""))
+        wanted, aliases, missing = _names_of(model), dict[str, str](), list[str]()
+        used = set[str]()
+        for name, tied in wanted.items():
+            stored = next((found for each in tied for found in _spellings(each, prefix) if found in self.files), None)
+            if stored is None:
+                missing.append(name)
+                continue
+            used |= {found for each in tied for found in _spellings(each, prefix)}
+            if stored != name:
+                aliases[name] = stored
+        unknown = sorted(key for key in self.files.keys() - used if not NO_PARAMETER.search(key))
+        made = FolderWeights(self.folder, self.files, self.digest, aliases)
+        others = made._other_shapes({name: tuple(param.shape) for name, param in model.named_parameters()}, missing)
+        failures = [
+            f"{len(names)} {what}: {', '.join(names[:NUM_NAMED])}{', …' * (len(names) > NUM_NAMED)}"
+            for what, names in (("missing", missing), ("unknown to the model", unknown), ("of another shape", others))
+            if names
+        ]
+        if failures:
+            raise ValueError(
+                f"the weights in {self.folder!r} do not fit a {type(model).__name__}: {'; '.join(failures)}. Give the "
+                "folder that belongs to this config, or weights=False to begin with drawn values"
+            )
+        return made
+
+    def _other_shapes(self, shapes: Mapping[str, tuple[int, ...]], missing: Sequence[str]) -> list[str]:
+        by_file: dict[str, list[str]] = {}
+        for name in shapes:
+            if name not in missing:
+                by_file.setdefault(self.files[self.aliases.get(name, name)], []).append(name)
+        found = []
+        for file_name, names in by_file.items():
+            with safe_open(Path(self.folder, file_name), framework="pt") as file:
+                for name in names:
+                    stored = tuple(file.get_slice(self.aliases.get(name, name)).get_shape())
+                    if stored != shapes[name]:
+                        found.append(f"{name} {stored} instead of {shapes[name]}")
+        return found
+
+    def __repr__(self) -> str:
+        return f"FolderWeights({self.digest})"
+
+
+def _files_of(folder: Path) -> list[str]:
+    """The names of the safetensors files; none where there are none."""
+    index = folder / INDEX
+    if not index.exists():
+        return [SINGLE] if (folder / SINGLE).exists() else []
+    try:
+        found: Any = json.loads(index.read_text(encoding="utf-8"))
+        return sorted(set(found["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: cannot be read as an index of weights ({type(error).__name__}: {error})") from error
+
+
+def _names_of(model: nn.Module) -> dict[str, list[str]]:
+    """Every parameter's name with all the names that share it, which itself is the first."""
+    shared: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(param), []).append(name)
+    return {names[0]: names for names in shared.values()}
+
+
+def _spellings(name: str, prefix: str) -> tuple[str, ...]:
+    """As stored by the model with its head, and by the model below the head."""
+    if prefix and name.startswith(f"{prefix}."):
+        return name, name.removeprefix(f"{prefix}.")
+    return (name,)
+
+
+def _sample(path: Path) -> bytes:
+    """The first and last bytes, and some of the middle: reading all of a large file would take minutes."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        taken = [file.read(SAMPLE_BYTES)]
+        for start in (size // 2, max(0, size - SAMPLE_BYTES)):
+            file.seek(start)
+            taken.append(file.read(SAMPLE_BYTES))
+    return hashlib.sha256(b"".join(taken)).digest()

@@ -1,0 +1,274 @@
+"""Decoders of transformers compute on a ring what transformers computes; what rings cannot do is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from elastic_ring import ElasticRingTrainer, StepConfig
+from elastic_ring.attention.families import BigBird
+from elastic_ring.attention.layers import PatternedAttention
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.rules import Window
+from elastic_ring.attention.schedule import plan
+from elastic_ring.data.source import StdlibText
+from elastic_ring.integrations.transformers import RingModel, ring_model
+from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.wrap import ModuleMaker, check_buildable, parameters_on_meta
+
+T = pytest.importorskip("transformers")
+
+CONTEXT = 64
+SMALL: dict[str, Any] = {
+    "vocab_size": 301, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+FAMILIES: dict[str, Any] = {
+    "llama, tied": lambda: T.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "mistral": lambda: T.MistralConfig(**SMALL, sliding_window=24),
+    "qwen2": lambda: T.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "qwen3": lambda: T.Qwen3Config(**SMALL, head_dim=8),
+    "gemma": lambda: T.GemmaConfig(**SMALL, head_dim=16),
+    "gemma2, final softcap and scale of its own": lambda: T.Gemma2Config(
+        **SMALL, head_dim=16, sliding_window=24, attn_logit_softcapping=None, query_pre_attn_scalar=32,
+        final_logit_softcapping=1.0,
+    ),
+    "gemma3": lambda: T.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=24),
+    "granite, logits scaled": lambda: T.GraniteConfig(**SMALL, attention_multiplier=0.3, logits_scaling=3.0),
+}  # fmt: skip
+
+
+def attention_of(model: RingModel) -> Any:
+    layout, pattern = make_layout("zigzag", CONTEXT, 1), model.pattern(CONTEXT)
+    if pattern is None:
+        return RingAttention(plan(Pattern(), layout), 0, None)
+    return PatternedAttention(pattern, layout, 0, None)
+
+
+def filled(model: RingModel) -> Any:
+    """The module with the first values of a run, its one-dimensional ones moved a little."""
+    made, initial = model(), model.ring_parts(StepConfig(context_tokens=CONTEXT)).initial
+    assert initial is not None
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, param in made.named_parameters():
+            param.copy_(initial.tensor(name, param.shape))
+            if param.dim() == 1:
+                param.add_(torch.randn_like(param), alpha=0.1)
+    return made
+
+
+def loss_of(made: Any, model: RingModel, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+    positions = torch.arange(CONTEXT)[None]
+    return made(
+        tokens, positions=positions, document_ids=positions.int(), attention=attention_of(model), targets=targets
+    )
+
+
+@pytest.mark.thinned(num=3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradient_are_those_of_transformers_own_attention(family: str) -> None:
+    config = FAMILIES[family]()
+    model = ring_model(config, loss_chunk_tokens=24)
+    ours = filled(model).train()
+    theirs = T.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).train()
+    theirs.load_state_dict(ours.state_dict())
+    tokens, targets = torch.randint(0, 301, (2, 1, CONTEXT))
+    targets[0, 5] = -100
+    loss, num_targets = loss_of(ours, model, tokens, targets)
+    loss.backward()
+    expected = F.cross_entropy(theirs(tokens, use_cache=False).logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-3)
+    assert int(num_targets) == CONTEXT - 1
+    for (name, own), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert own.grad is not None, name
+        error = (own.grad - other.grad).norm() / other.grad.norm().clamp_min(1e-6)
+        assert float(error) < 1e-4, name
+
+
+def test_a_window_that_is_ignored_changes_the_loss() -> None:
+    """The comparison above would notice it."""
+    config = FAMILIES["mistral"]()
+    tokens, targets = torch.randint(0, 301, (2, 1, CONTEXT))
+    models = [ring_model(config), ring_model(config, windows="dense")]
+    exact, dense = (float(loss_of(filled(model), model, tokens, targets)[0].detach()) for model in models)
+    assert abs(exact - dense) > 1e-3
+
+
+def test_recomputing_a_layer_gives_the_same_bits_and_calls_attention_once() -> None:
+    tokens, targets = torch.randint(0, 301, (2, 1, CONTEXT))
+    gradients, calls = [], []
+    for kept in (True, False):
+        model = ring_model(FAMILIES["mistral"](), checkpoint_activations=kept)
+        made, ring = filled(model).train(), attention_of(model)
+        run_forward, seen = ring.layer, []
+        ring.layer = lambda index, run=run_forward, seen=seen: (seen.append(index), run(index))[1]
+        positions = torch.arange(CONTEXT)[None]
+        loss, _ = made(tokens, positions=positions, document_ids=positions, attention=ring, targets=targets)
+        loss.backward()
+        gradients.append([param.grad for param in made.parameters()])
+        calls.append((len(seen), ring._num_calls))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert calls == [(6, 3), (3, 3)], "each layer runs twice, and its attention is planned and run once"
+
+
+@pytest.mark.parametrize(
+    ("family", "context", "expected"),
+    [
+        ("mistral", 64, "window:24"), ("mistral", 24, "None"), ("qwen2", 64, "dense@0;window:24@1,2"),
+        ("gemma2, final softcap and scale of its own", 64, "window:24@0,2;dense@1"), ("gemma3", 64, "window:24"),
+        ("gemma3", 20, "None"), ("llama, tied", 64, "None"),
+    ],
+)  # fmt: skip
+def test_sliding_windows_become_patterns_where_a_sequence_notices_them(
+    family: str, context: int, expected: str
+) -> None:
+    parts = ring_model(FAMILIES[family]()).ring_parts(StepConfig(context_tokens=context))
+    assert str(parts.pattern) == expected
+
+
+@pytest.mark.parametrize("window", [1, 2, 24, 128, 129, 4096])
+def test_windows_in_blocks_keep_the_window_and_at_most_254_tokens_more(window: int) -> None:
+    model = RingModel("{}", windows="blocks", layer_windows=(window,))
+    pattern = model.pattern(8192)
+    assert pattern is not None
+    (rule,) = pattern.groups[0].rules
+    assert isinstance(rule, BigBird)
+    queries, keys = np.arange(7000, 7300)[:, None], np.arange(7300)[None]
+    past = keys <= queries
+    kept, wanted = rule.sees(queries, keys) & past, Window(window).sees(queries, keys) & past
+    assert not (wanted & ~kept).any()
+    assert (kept.sum(1) - wanted.sum(1)).max() <= 254
+    pattern.check_blocks(make_layout("zigzag", 8192, 2))
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "softcap": (lambda: T.Gemma2Config(**SMALL, head_dim=16), r"attn_logit_softcapping=50\.0: .* has no softcap"),
+    "sinks": (lambda: T.GptOssConfig(**SMALL, head_dim=8, num_local_experts=2), "has no sinks"),
+    "dropout": (lambda: T.LlamaConfig(**SMALL, attention_dropout=0.1), r"attention_dropout=0\.1: .* set it to 0\.0"),
+    "dynamic rope": (
+        lambda: T.LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        "rope_type='dynamic' depends on the largest position",
+    ),
+    "not causal": (lambda: T.Gemma3TextConfig(**SMALL, use_bidirectional_attention=True), "rings of a trainer are"),
+    "another kind of layer": (
+        lambda: T.Qwen2Config(**SMALL, layer_types=["full_attention", "chunked_attention", "full_attention"]),
+        "layer_types has chunked_attention: rings have full and sliding",
+    ),
+    "recurrent layers": (lambda: T.Qwen3NextConfig(**SMALL, head_dim=8), "does not attend through transformers'"),
+    "images": (lambda: T.Gemma3Config(), "has more than a decoder of text"),
+    "an encoder and a decoder": (lambda: T.T5Config(), "no causal language model|AttentionInterface"),
+    "quantised": (lambda: T.LlamaConfig(**SMALL, quantization_config={"quant_method": "fp8"}), "is quantised"),
+    "unknown": (lambda: {"model_type": "of_tomorrow"}, "model_type='of_tomorrow': this version of transformers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_ring_cannot_do_is_refused_by_name(what: str) -> None:
+    config, told = REFUSED[what]
+    with pytest.raises(ValueError, match=told):
+        ring_model(config())
+
+
+def test_folders_and_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"its config\.json cannot be read"):
+        ring_model(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="has no model_type"):
+        ring_model(tmp_path)
+    with pytest.raises(ValueError, match="windows='some': must be one of exact, blocks, dense"):
+        ring_model(FAMILIES["mistral"](), windows="some")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="loss_chunk_tokens=0"):
+        ring_model(FAMILIES["mistral"](), loss_chunk_tokens=0)
+
+
+def test_a_trainer_takes_the_parts_that_the_factory_brings_unless_it_is_given_others() -> None:
+    model, step = ring_model(FAMILIES["mistral"]()), StepConfig(context_tokens=CONTEXT, global_batch=4)
+    trainer = ElasticRingTrainer(model, StdlibText(CONTEXT), step_config=step)
+    assert str(trainer.task.pattern) == "window:24"
+    assert trainer.task.initial is not None
+    assert json.loads(trainer.config_files["huggingface.json"])["config"]["model_type"] == "mistral"
+    check_buildable(trainer.task)
+    other = ElasticRingTrainer(model, StdlibText(CONTEXT), step_config=step, pattern="window:12")
+    assert str(other.task.pattern) == "window:12"
+    assert other._digest != trainer._digest
+
+
+def test_data_with_more_tokens_than_the_model_has_rows_is_refused() -> None:
+    model = ring_model(T.LlamaConfig(**{**SMALL, "vocab_size": 200}))
+    with pytest.raises(ValueError, match=r"data\.vocab_size=257 is more than the model's 200"):
+        ElasticRingTrainer(model, StdlibText(CONTEXT), step_config=StepConfig(context_tokens=CONTEXT, global_batch=4))
+
+
+def test_the_factory_is_the_same_in_every_process_and_survives_a_pickle() -> None:
+    model = ring_model(FAMILIES["qwen2"]())
+    assert isinstance(pickle.loads(pickle.dumps(model))(), T.Qwen2ForCausalLM)
+    source = (
+        "import pickle, sys; from elastic_ring.integrations.transformers import *; "
+        "model = pickle.load(sys.stdin.buffer); print(model, 'transformers' in sys.modules)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", source], input=pickle.dumps(model), capture_output=True, check=True, timeout=120,
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+    ).stdout.decode()  # fmt: skip
+    assert told.split("\n")[0] == f"{model} False", "and transformers is imported only once a model is built"
+
+
+def test_first_values_are_those_of_transformers_rules_and_rows_of_the_whole() -> None:
+    model = ring_model(FAMILIES["gemma3"]())
+    initial = model.ring_parts(StepConfig(seed=3, context_tokens=CONTEXT)).initial
+    assert initial is not None
+    shapes = {name: tuple(param.shape) for name, param in model().named_parameters()}
+    weight = initial.tensor("model.layers.1.mlp.up_proj.weight", shapes["model.layers.1.mlp.up_proj.weight"])
+    assert 0.015 < float(weight.std()) < 0.025, "the config's initializer_range"
+    norm = initial.tensor("model.norm.weight", shapes["model.norm.weight"])
+    assert torch.equal(norm, torch.zeros(32)), "Gemma's norms scale by 1 + weight"
+    again = pickle.loads(pickle.dumps(initial))
+    rows = again.tensor("model.layers.1.mlp.up_proj.weight", weight.shape, rows=(10, 20))
+    assert torch.equal(rows, weight[10:20])
+    other = model.ring_parts(StepConfig(seed=4, context_tokens=CONTEXT)).initial
+    assert not torch.equal(other.tensor("model.layers.1.mlp.up_proj.weight", weight.shape), weight)
+
+
+def test_buffers_are_made_without_the_parameters_and_are_those_of_the_whole_model() -> None:
+    model = ring_model(FAMILIES["gemma3"]())
+    with parameters_on_meta():
+        bare = model()
+    whole = model()
+    assert all(param.is_meta for param in bare.parameters())
+    assert len(list(bare.buffers())) > 2
+    for (name, found), (_, expected) in zip(bare.named_buffers(), whole.named_buffers(), strict=True):
+        assert torch.equal(found, expected), name
+    assert not any(param.is_meta for param in nn.Linear(2, 2).parameters()), "only within"
+
+
+class Derived(nn.Module):
+    """A model whose buffer is computed from its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("twice", 2 * self.weight.detach())
+
+
+def test_a_buffer_that_is_computed_from_parameters_still_has_its_value() -> None:
+    ones: Any = type("Ones", (), {"tensor": lambda self, name, shape, rows=None: torch.ones(shape)})()
+    maker = ModuleMaker(TrainingTask(Derived, StdlibText(8), StepConfig(), optim=None, initial=ones))  # type: ignore[arg-type]
+    maker.keep_buffers()
+    assert maker._buffers is not None
+    assert torch.equal(maker._buffers["twice"], torch.full((4,), 2.0))
