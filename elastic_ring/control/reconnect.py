@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_ring.control import phases, recovery
+from elastic_ring.control import phases, recovery, worker_pool
 from elastic_ring.control.messages import CoordinatorStarted, Hello, MemberFailed, Report, Status
 from elastic_ring.control.state import (
     Building,
@@ -92,9 +92,7 @@ def late_ready(ctx: Transition, event: Status) -> None:
     """A `Status` of a starting worker replaces its lost `WorkerReady`."""
     worker = ctx.state.workers.get(event.worker)
     if worker is not None and worker.status == "starting":
-        ctx.put(replace(worker, status="ready"))
-        ctx.set(pool_changed_at=ctx.now)
-        ctx.explain(f"{event.worker} is ready")
+        worker_pool.mark_ready(ctx, worker)
     else:
         ctx.explain(f"late answer of {event.worker}")
 

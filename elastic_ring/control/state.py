@@ -38,14 +38,15 @@ class Worker:
 class Node:
     """A node with room for `num_slots` workers, of which `num_gpus` may be members at the same time (None: no limit).
 
-    `start_failures`: consecutive failed starts. `last_failure`: the last one's own error, empty if it gave none. No
-    worker starts here before `backoff_until`.
+    `start_failures`: consecutive failed starts. `start_errors`: those of them that gave an error of their own, the last
+    of which is `last_failure`. No worker starts here before `backoff_until`.
     """
 
     node: str
     num_slots: int
     draining: bool = False
     start_failures: int = 0
+    start_errors: int = 0
     backoff_until: float = 0.0
     last_failure: str = ""
     num_gpus: int | None = None

@@ -96,13 +96,20 @@ def worker_ready(ctx: Transition, event: WorkerReady) -> bool:
     if worker.status != "starting":
         ctx.explain(f"{event.worker} is known to be {worker.status}")
         return False
+    mark_ready(ctx, worker)
+    return True
+
+
+def mark_ready(ctx: Transition, worker: Worker) -> None:
+    """A start succeeded: forget the failed ones before it on this node."""
     node = ctx.state.nodes.get(worker.node)
     if node is not None and node.start_failures:
-        ctx.set(nodes={**ctx.state.nodes, node.node: replace(node, start_failures=0, backoff_until=0.0)})
+        ctx.set(
+            nodes={**ctx.state.nodes, node.node: replace(node, start_failures=0, start_errors=0, backoff_until=0.0)}
+        )
     ctx.put(replace(worker, status="ready"))
     ctx.set(pool_changed_at=ctx.now)
-    ctx.explain(f"{event.worker} is ready on {worker.node}")
-    return True
+    ctx.explain(f"{worker.worker} is ready on {worker.node}")
 
 
 def worker_lost(ctx: Transition, event: WorkerLost) -> tuple[LostWorker, ...]:
@@ -178,7 +185,9 @@ def _count_failed_start(ctx: Transition, name: str, why: str) -> None:
         wait_s = ctx.options.backoff_s * 2 ** min(over, 4)
         until = ctx.now + wait_s
         ctx.explain(f"{failures} starts in a row failed on {name}: no start there for {wait_s:g} s")
-    node = replace(node, start_failures=failures, backoff_until=until, last_failure=why)
+    node = replace(node, start_failures=failures, backoff_until=until)
+    if why:
+        node = replace(node, start_errors=node.start_errors + 1, last_failure=why)
     ctx.set(nodes={**ctx.state.nodes, name: node})
 
 
@@ -191,7 +200,7 @@ def refuse_if_nobody_starts(ctx: Transition) -> None:
     nodes = [n for n in ctx.state.nodes.values() if n.num_slots and n.num_gpus != 0 and not n.draining]
     if not nodes or any(worker.status != "stopping" for worker in ctx.state.workers.values()):
         return
-    if all(node.start_failures >= limit and node.last_failure for node in nodes):
+    if all(node.start_errors >= limit for node in nodes):
         worst = nodes[-1]
         ctx.end(
             "RunFailed",

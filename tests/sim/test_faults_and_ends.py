@@ -387,6 +387,26 @@ def test_a_run_that_no_node_can_start_ends_with_the_last_reason() -> None:
     assert "no module named 'mine'" in end.message
 
 
+def test_a_start_that_died_is_not_counted_among_those_that_failed_with_an_error_of_their_own() -> None:
+    run = Bench({"a": 1}, dp=1, cp=1, spares=0, backoff_s=20.0)
+    for reason, detail in (("died", "killed"), ("start-failed", "broken image"), ("start-failed", "broken image")):
+        run.handle(WorkerLost("a", *starting(run), reason, detail))
+    assert run.phase == "forming", "two errors"
+    run.wait(20.0)
+    end = end_in(run.handle(WorkerLost("a", *starting(run), "start-failed", "broken image")))
+    assert "broken image" in end.message
+
+
+def test_a_status_of_a_worker_whose_ready_was_lost_ends_the_count_of_failed_starts() -> None:
+    run = Bench({"a": 2}, dp=1, cp=2, spares=0)
+    said: tuple[Command, ...] = ()
+    for failure in range(3):
+        if failure == 2:
+            run.handle(Status("w", starting(run)[0], 1, 0, "spare"))
+        said = run.handle(WorkerLost("a", starting(run)[-1], "start-failed", "broken image"))
+    assert only(StartWorker, said), "not the third failure in a row"
+
+
 def starting(run: Bench) -> list[str]:
     return [worker.worker for worker in run.state.workers.values() if worker.status == "starting"]
 
