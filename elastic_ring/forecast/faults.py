@@ -77,6 +77,8 @@ def random_schedule(seed: int) -> Schedule:
         backoff_s=3.0,
         crash_loop_limit=rng.choice([3, 50]),
         build_failure_limit=100,
+        round_limit=100,
+        finalize_limit=100,
     )
     kinds = rng.choices(list(FAULTS), weights=list(FAULTS.values()), k=rng.randint(0, 12))
     horizon = rng.choice([3.0, 8.0])

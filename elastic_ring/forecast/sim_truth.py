@@ -66,6 +66,8 @@ def check_end(world: World, end: EndRun) -> None:
         step = int(dict(end.facts)["step"])
         told = f"user code raised {world.raised[step]} times in step {step}"
         require(world.raised[step] >= world.options.user_error_limit, 3, told)
+    elif end.error == "RunFailed" and end.message.startswith("no worker starts"):
+        _check_nobody_starts(world, state)
     else:
         require(False, 3, f"{end.error}: {end.message}")
 
@@ -83,6 +85,16 @@ def _check_committed(world: World) -> None:
     require([vote.step for vote in history] == list(range(total)), 4, "a step twice or never")
     for step, vote in world.published.items():
         require(history[step] == vote, 3, f"step {step} was published and is not in the weights")
+
+
+def _check_nobody_starts(world: World, state: State) -> None:
+    """True only before the first ring, after enough starts with an error of their own on each node that counts."""
+    require(not world.groups, 3, "a run that had formed ended because no worker starts")
+    limit = world.options.start_failure_limit
+    for node in state.nodes.values():
+        if node.num_slots and node.num_gpus != 0 and not node.draining:
+            errors = world.start_errors[node.node]
+            require(errors >= limit, 3, f"only {errors} starts on {node.node} failed with an error of their own")
 
 
 def _check_lost(world: World, end: EndRun, state: State) -> None:

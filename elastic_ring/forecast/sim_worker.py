@@ -205,8 +205,9 @@ class SimWorker:
         self._complain(kind, step, self.num_aborts)
 
     def _complain(self, kind: str, step: int, aborts: int) -> None:
-        if self.alive and self.num_aborts == aborts and not self.frozen:
-            self.world.tell(MemberFailed("w", self.name, self.term, self.generation, kind, step, "trace"))
+        if self.alive and self.num_aborts == aborts:
+            if not self.frozen:
+                self.world.tell(MemberFailed("w", self.name, self.term, self.generation, kind, step, "trace"))
             self.world.later(1.0, lambda: self._complain(kind, step, aborts))
 
     def _own_trouble(self) -> bool:
@@ -220,8 +221,9 @@ class SimWorker:
         return self.doing == "stopped"
 
     def _announce(self, kind: str, aborts: int) -> None:
-        if self.alive and self.num_aborts == aborts and not self.frozen:
-            self._report(kind)
+        if self.alive and self.num_aborts == aborts:
+            if not self.frozen:
+                self._report(kind)
             self.world.later(2.0, lambda: self._announce(kind, aborts))
 
     # ------------------------------------------------------------ the training thread

@@ -101,6 +101,7 @@ class World:
         self.seen: list[Event] = []
         self.facts: dict[str, int] = {}
         self.raised: Counter[int] = Counter()  # by step: how often somebody's user code raised
+        self.start_errors: Counter[str] = Counter()  # by node: how often a start failed with an error of its own
         self.deaths: list[tuple[int, str]] = []  # the steps applied and the phase, of each that was killed
         self.healthy_reports: set[str] = set()
 
@@ -226,6 +227,7 @@ class World:
         self.workers[command.worker] = worker
         present = sum(w.alive and w.node == command.node for w in self.workers.values())
         if self.take_fault("bad-start") or present > self.nodes[command.node] + 1:
+            self.start_errors[command.node] += 1
             self.later(0.1, lambda: self.die(worker, "start-failed"))
         else:
             self.later(self.random.uniform(0.2, 1.5), worker.ready)

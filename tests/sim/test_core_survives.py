@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from elastic_ring.control.coordination import Decision
 from elastic_ring.control.invariants import InvariantBroken
 from elastic_ring.control.messages import Build, Event, Finalize, MemberFailed, Standby, Stop
+from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import phase_name
 from elastic_ring.errors import IllegalTransition
 from elastic_ring.forecast import sim_worker
@@ -54,6 +55,31 @@ def _run_seeds(num_seeds: int) -> None:
         simulate(seed, limit_s=200.0)
 
 
+ONE_WORKER = replace(
+    random_schedule(0), nodes=(1,), gpus=(), faults=(), lost=0.0, doubled=0.0, faults_end_s=60.0,
+    options=ControlOptions(run="simulated", dp=1, cp=1, total_steps=30, spares=0, start_s=5.0, backoff_s=3.0),
+)  # fmt: skip
+
+
+def test_a_member_whose_exchange_breaks_while_it_is_frozen_says_so_when_it_thaws() -> None:
+    for seed in range(12):
+        outcome = simulate(seed, replace(ONE_WORKER, faults=((2.0, "freeze"), (2.1, "glitch"))), limit_s=30.0)
+        assert outcome.end.error in ("", "ShardLost"), "it thaws, or is killed and was the only holder"
+
+
+@pytest.mark.parametrize(
+    ("faults", "error"),
+    [
+        (((0.0, "bad-start"), (0.0, "bad-start"), (0.0, "bad-start")), "RunFailed"),
+        (((0.1, "kill"), (0.1, "bad-start"), (0.1, "bad-start")), ""),
+    ],
+)
+def test_a_run_ends_because_nothing_starts_only_if_every_start_erred(
+    faults: tuple[tuple[float, str], ...], error: str
+) -> None:
+    assert simulate(1, replace(ONE_WORKER, faults=faults)).end.error == error
+
+
 class Upheaval(RuleBasedStateMachine):
     """Faults at moments that hypothesis chooses and shrinks; every invariant is checked after every event."""
 
@@ -79,7 +105,7 @@ class Upheaval(RuleBasedStateMachine):
 
 TestUpheaval = Upheaval.TestCase
 TestUpheaval.settings = settings(
-    max_examples=40,
+    max_examples=300,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
