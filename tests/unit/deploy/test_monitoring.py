@@ -1,0 +1,162 @@
+"""Alert rules, dashboard and Prometheus's files: parsed by Prometheus's own tool, and naming what a run exports."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
+
+from elastic_ring.monitor.metrics_table import OF_RAY, TABLE
+from tests.unit.deploy.tools import DEPLOY, ROOT, program, promtool
+
+MONITORING = DEPLOY / "monitoring"
+RULES, RULES_TEST, DASHBOARD = (
+    (MONITORING / name).read_text(encoding="utf-8") for name in ("rules.yml", "rules_test.yml", "dashboard.json")
+)
+METRIC = re.compile(r"\b(ray_\w+)(?:\{([^}]*)\})?")
+MATCHER = re.compile(r'(cause|part)(?:=|=~|!=)\\?"([^"\\]*)\\?"')
+SUFFIXES = ("_bucket", "_sum", "_count")
+
+
+def unknown(text: str) -> Iterator[str]:
+    """Metrics, and values of their labels, that a PromQL text names and no run exports."""
+    table = {metric.exported_name: metric for metric in TABLE}
+    for histogram in [metric for metric in TABLE if metric.kind == "histogram"]:
+        table |= {histogram.exported_name + suffix: histogram for suffix in SUFFIXES}
+    for name, matchers in METRIC.findall(text):
+        if name in OF_RAY or name == "ray_cluster":
+            continue
+        if name not in table:
+            yield name
+            continue
+        for label, values in MATCHER.findall(matchers):
+            if label != table[name].label:
+                yield f"{name}{{{label}}}"
+            yield from (f"{name}: {value}" for value in values.split("|") if value not in table[name].values)
+
+
+def alerts() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(RULES)["groups"] for rule in group["rules"]]
+
+
+def expressions(node: Any) -> Iterator[str]:
+    """Every PromQL expression of the dashboard."""
+    if isinstance(node, dict):
+        yield from ([node["expr"]] if "expr" in node else [])
+        node = list(node.values())
+    if isinstance(node, list):
+        for part in node:
+            yield from expressions(part)
+
+
+def test_the_rules_are_what_prometheus_accepts() -> None:
+    checked = promtool("check", "rules", MONITORING / "rules.yml")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert f"{len(alerts())} rules found" in checked.stdout
+
+
+def test_each_alert_fires_when_it_should_and_a_healthy_run_is_silent() -> None:
+    tested = promtool("test", "rules", MONITORING / "rules_test.yml")
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+def test_a_rule_whose_limit_is_wrong_is_caught_by_the_rules_tests(tmp_path: Path) -> None:
+    assert RULES.count("> 0.92") == 1
+    (tmp_path / "rules.yml").write_text(RULES.replace("> 0.92", "> 0.98"))
+    tests = yaml.safe_load(RULES_TEST)
+    tests["tests"] = [test for test in tests["tests"] if test["name"] == "capacity"]
+    (tmp_path / "rules_test.yml").write_text(yaml.safe_dump(tests))
+    tested = promtool("test", "rules", tmp_path / "rules_test.yml")
+    assert tested.returncode == 1
+    assert "ElasticRingMemoryPressure" in tested.stderr
+
+
+def test_every_alert_has_a_test_in_which_it_fires_a_section_in_the_runbook_and_a_severity() -> None:
+    cases = [case for test in yaml.safe_load(RULES_TEST)["tests"] for case in test.get("alert_rule_test", ())]
+    fired = {case["alertname"] for case in cases if case.get("exp_alerts")}
+    names = [alert["alert"] for alert in alerts()]
+    assert fired == set(names)
+    runbook = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^### (ElasticRing\w+)\n\n(.*?)(?=^##|\Z)", runbook, re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in sections] == names
+    for name, section in sections:
+        assert re.findall(r"^- \*\*([\w ]+)\*\*:", section, re.MULTILINE) == ["Means", "Look at", "Do", "Drill"], name
+    for alert in alerts():
+        assert alert["annotations"]["runbook"] == f"docs/runbook.md#{alert['alert'].lower()}"
+        assert alert["labels"]["severity"] in ("page", "ticket")
+
+
+@pytest.mark.parametrize("text", [RULES, RULES_TEST, DASHBOARD], ids=["rules", "rules_test", "dashboard"])
+def test_every_metric_and_label_that_is_asked_for_is_exported(text: str) -> None:
+    assert METRIC.search(text)
+    assert list(unknown(text)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("max(ray_elastic_ring_los)", ["ray_elastic_ring_los"]),
+        ('ray_elastic_ring_phase{part="runing"}', ["ray_elastic_ring_phase: runing"]),
+        ('ray_elastic_ring_recoveries{run="r", part="died"}',
+         ["ray_elastic_ring_recoveries{part}"]),
+        ("ray_node_mem", ["ray_node_mem"]),
+        ('ray_elastic_ring_phase{part=~"ended|forming"} and ray_node_mem_used', []),
+    ],
+)  # fmt: skip
+def test_the_search_for_unknown_metrics_finds_a_planted_one(text: str, found: list[str]) -> None:
+    assert list(unknown(text)) == found
+
+
+def test_rays_own_metrics_are_those_of_the_installed_ray() -> None:
+    assert [name for name in OF_RAY if name.removeprefix("ray_") not in METRICS_GAUGES] == []
+
+
+def test_the_dashboard_is_what_the_script_makes_of_the_table() -> None:
+    made = runpy.run_path(str(MONITORING / "make_dashboard.py"))["build"]()
+    assert made == DASHBOARD, "run deploy/monitoring/make_dashboard.py"
+
+
+def test_every_metric_is_on_the_dashboard_and_every_expression_is_parsed_by_prometheus(tmp_path: Path) -> None:
+    asked = list(expressions(json.loads(DASHBOARD)))
+    text = "\n".join(asked)
+    assert [name for name in [*(m.exported_name for m in TABLE), *OF_RAY] if not re.search(rf"\b{name}", text)] == []
+    rules = [{"record": f"panel:{index}", "expr": one} for index, one in enumerate(asked)]
+    (tmp_path / "panels.yml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    checked = promtool("check", "rules", tmp_path / "panels.yml")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    (tmp_path / "panels.yml").write_text(
+        yaml.safe_dump({"groups": [{"name": "x", "rules": [{"record": "a", "expr": asked[0] + ")"}]}]})
+    )
+    assert promtool("check", "rules", tmp_path / "panels.yml").returncode == 1
+
+
+@pytest.mark.parametrize("name", ["prometheus.yml", "prometheus-hosts.yml"])
+def test_prometheus_accepts_its_configuration_and_refuses_a_misspelled_one(name: str, tmp_path: Path) -> None:
+    checked = promtool("check", "config", MONITORING / name)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    typo = (MONITORING / name).read_text(encoding="utf-8").replace("scrape_interval", "scrape_intervall")
+    (tmp_path / name).write_text(typo)
+    assert promtool("check", "config", "--syntax-only", tmp_path / name).returncode == 1
+
+
+def test_alertmanager_accepts_its_configuration_and_every_alert_that_it_names_is_there() -> None:
+    file = MONITORING / "alertmanager.yml"
+    amtool = program("amtool", "prometheus-alertmanager")
+    checked = subprocess.run([amtool, "check-config", str(file)], capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    inhibited = yaml.safe_load(file.read_text(encoding="utf-8"))["inhibit_rules"]
+    matchers = [m for rule in inhibited for kind in ("source_matchers", "target_matchers") for m in rule[kind]]
+    names = [re.compile(matcher.split("=", 1)[1].lstrip("~ ").strip('"')) for matcher in matchers]
+    known = [alert["alert"] for alert in alerts()]
+    assert names
+    for pattern in names:
+        options = re.sub(r"^ElasticRing\((.*)\)$", r"\1", pattern.pattern).split("|")
+        assert sum(bool(pattern.fullmatch(name)) for name in known) == len(options), pattern.pattern
