@@ -15,10 +15,11 @@ COMMANDS = {
     "metrics": ("elastic_ring.cli.metrics", "print the table of exported metrics"),
     "plan": ("elastic_ring.cli.plan", "print what a run needs, and start nothing"),
     "tune": ("elastic_ring.tuning.search", "search sparse patterns by quality, time and bytes"),
+    "data": ("elastic_ring.cli.data", "prepare documents as token shards for training"),
     "calibrate": ("elastic_ring.cli.calibrate", "measure what --layout auto prices with"),
 }
 # Optional dependencies, and the extra of pyproject.toml that has each.
-EXTRAS = {"optuna": "tune", "matplotlib": "plot"}
+EXTRAS = {"optuna": "tune", "matplotlib": "plot", "tokenizers": "huggingface", "transformers": "huggingface"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

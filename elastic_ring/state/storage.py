@@ -79,7 +79,7 @@ class Storage:
     def open(self, *, write: bool = True) -> Storage:
         """Connect, and with `write` try a small file and the exclusive create. Raises StorageFailed."""
         with _named(self.uri, "cannot be reached"):
-            self._fs = fs.LocalFileSystem() if self.is_local else _s3_filesystem()
+            self._fs = fs.LocalFileSystem() if self.is_local else s3_filesystem()
             if not self.is_local:
                 bucket = self.root.split("/")[0]
                 if self._fs.get_file_info(bucket).type == fs.FileType.NotFound:
@@ -260,7 +260,8 @@ def _endpoint() -> str | None:
     return found.get("AWS_ENDPOINT_URL_S3") or found.get("AWS_ENDPOINT_URL")
 
 
-def _s3_filesystem() -> Any:
+def s3_filesystem() -> Any:
+    """The pyarrow file system of S3, or of the store that `AWS_ENDPOINT_URL` names."""
     # Stores other than Amazon's answer 411 to the streamed checksums that the client would send by itself.
     environment().setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "WHEN_REQUIRED")
     endpoint = _endpoint()

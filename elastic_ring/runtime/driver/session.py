@@ -26,7 +26,16 @@ ASK_S = 2.0
 
 @contextmanager
 def ray_session(scaling: ScalingConfig) -> Iterator[None]:
-    """Attach to an existing cluster (RAY_ADDRESS, or one that `ray start` began here), else run a local one within.
+    """`cluster` with as many CPUs as the workers of a run ask for."""
+    need = scaling.resources_per_worker.get("CPU", 0.0) * (scaling.most_rings * scaling.cp + scaling.spares)
+    with cluster(max(1, -(-int(need * 1000) // 1000))):
+        yield
+
+
+@contextmanager
+def cluster(num_cpus: int) -> Iterator[None]:
+    """Attach to an existing cluster (RAY_ADDRESS, or one that `ray start` began here), else run a local one within,
+    which counts `num_cpus` CPUs.
 
     Raises: ValueError when RAY_ADDRESS does not answer.
     """
@@ -40,10 +49,9 @@ def ray_session(scaling: ScalingConfig) -> Iterator[None]:
         except ConnectionError as error:
             raise ValueError(f"RAY_ADDRESS={address!r}: no Ray cluster answers there ({error})") from error
     else:
-        need = scaling.resources_per_worker.get("CPU", 0.0) * (scaling.most_rings * scaling.cp + scaling.spares)
         ray.init(
-            address="local", num_cpus=max(1, -(-int(need * 1000) // 1000)), namespace=NAMESPACE,
-            include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING,
+            address="local", num_cpus=num_cpus, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False,
+            logging_level=logging.WARNING,
         )  # fmt: skip
     try:
         yield

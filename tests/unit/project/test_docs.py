@@ -42,9 +42,10 @@ QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY
 
 COMMANDS = {
     "train": "elastic_ring.cli.train", "status": "elastic_ring.cli.status", "plan": "elastic_ring.cli.plan",
-    "calibrate": "elastic_ring.cli.calibrate", "tune": "elastic_ring.tuning.search",
+    "calibrate": "elastic_ring.cli.calibrate", "data": "elastic_ring.cli.data", "tune": "elastic_ring.tuning.search",
     "metrics": "elastic_ring.cli.metrics",
 }  # fmt: skip
+VERBS = {"data": ["prepare"]}
 DOORS = {"train_1t": "train", "status": "status", "calibrate": "calibrate", "plan": "plan", "search_patterns": "tune"}
 CONSOLE = re.compile(r"elastic-ring ([a-z]+)\b(.*)")
 SCRIPT = re.compile(r"python ((?:-m )?(?:jobs|tune|examples|benchmarks)[/.]\S+)(.*)")
@@ -95,7 +96,7 @@ def help_of(command: str) -> str:
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         patch.setattr(os, "environ", os.environ.copy())
-        importlib.import_module(COMMANDS[command]).main(["--help"])
+        importlib.import_module(COMMANDS[command]).main([*VERBS.get(command, []), "--help"])
     assert "usage" in printed.getvalue().lower(), command
     return printed.getvalue()
 

@@ -1,0 +1,118 @@
+"""Prepare documents for training: `elastic-ring data prepare` turns them into token shards and a manifest.
+
+    elastic-ring data prepare --source corpus/ --tokenizer bytes --out prepared/
+    elastic-ring train --data prepared/manifest.json
+
+A preparation that was stopped or killed goes on when it is started again with the same settings. The last line is the
+manifest's digest. Exits 0 when it is complete, 1 when it failed, 2 for a wrong setting or bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic_ring.data.manifest import Manifest
+    from elastic_ring.data.prepare import PrepareConfig
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="elastic-ring data", description=(__doc__ or "").split("\n")[0])
+    verbs = made.add_subparsers(dest="verb", required=True)
+    says = "read documents, tokenise them, write token shards and a manifest"
+    prepare = verbs.add_parser("prepare", help=says, description=says)
+    add = prepare.add_argument
+    add("--source", required=True, metavar="URI[,URI...]", help="files, folders, patterns or saved datasets; commas")
+    add("--out", required=True, metavar="URI", help="a new folder for shards and manifest, local or s3://bucket/prefix")
+    add("--tokenizer", default="bytes", metavar="bytes|FOLDER", help="a byte a token, or a saved tokenizer (bytes)")
+    add("--text-column", default="text", metavar="C", help="column or key that holds the text (text)")
+    add(
+        "--weights",
+        default="",
+        metavar="W[,W...]",
+        help="train on the sources in this proportion; all are one if left out",
+    )
+    add("--end-of-document", metavar="TOKEN", help="token that ends a document (the tokenizer's eos_token)")
+    add("--drop-duplicates", action="store_true", help="keep the first of documents with equal bytes")
+    add(
+        "--align-tokens", type=int, default=1, metavar="N", help="fill documents up to multiples of N; 128 for patterns"
+    )
+    add("--on-bad-input", default="fail", metavar="fail|skip", help="files and lines that cannot be read (fail)")
+    add("--workers", type=int, metavar="N", help="processes; 0 for this one alone (every CPU of the cluster)")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    options = parser().parse_args(argv)
+    from elastic_ring.errors import ElasticRingError
+
+    try:
+        manifest = _prepare(options)
+    except ValueError as error:
+        print(f"data prepare: {error}", file=sys.stderr)
+        return 2
+    except ElasticRingError as error:
+        print(f"data prepare: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("data prepare: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    print("\n".join(report(manifest, options.out)))
+    return 0
+
+
+def _prepare(options: argparse.Namespace) -> Manifest:
+    from elastic_ring.data.prepare import prepare
+
+    config = config_of(options)
+    session: AbstractContextManager[None] = nullcontext()
+    if config.workers != 0:
+        from elastic_ring.runtime.driver.session import cluster
+
+        session = cluster(config.workers or os.cpu_count() or 1)
+    with session:
+        return prepare(config)
+
+
+def config_of(options: argparse.Namespace) -> PrepareConfig:
+    """The settings of `data prepare`. Raises ValueError for wrong ones."""
+    from elastic_ring.data.prepare import PrepareConfig
+    from elastic_ring.validation import from_plain
+
+    given = {name: value for name, value in vars(options).items() if name not in ("verb", "source", "weights")}
+    try:
+        weights = [float(weight) for weight in options.weights.split(",") if weight]
+    except ValueError as error:
+        raise ValueError(f"--weights {options.weights}: write numbers, separated by commas") from error
+    return from_plain(PrepareConfig, {**given, "sources": options.source.split(","), "weights": weights})
+
+
+def report(manifest: Manifest, out: str) -> list[str]:
+    """What was prepared, what was left out, where the manifest is; its digest last."""
+    from elastic_ring.data.manifest import MANIFEST
+
+    dropped = manifest.dropped
+    lines = [
+        f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens in {manifest.num_shards} shards; "
+        f"vocabulary {manifest.vocab_size:,}, the longest document has {manifest.longest_document_tokens:,} tokens",
+        f"left out: {dropped.num_duplicates:,} duplicates, {dropped.num_empty_documents:,} empty documents, "
+        f"{dropped.num_empty_files} empty files, {len(dropped.bad) - dropped.num_empty_files} bad inputs",
+    ]
+    if len(manifest.sources) > 1:
+        total = sum(source.weight or 0.0 for source in manifest.sources)
+        lines += [
+            f"source {source.name}: {source.num_tokens:,} tokens, {(source.weight or 0.0) / total:.1%} of training"
+            for source in manifest.sources
+        ]
+    return [*lines, f"{out.rstrip('/')}/{MANIFEST}", manifest.digest]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""The manifest of a prepared corpus: its vocabulary, its sources and their token shards, with digests.
+
+A manifest is one JSON file beside the folder `shards`. Its digest covers what training sees: documents, tokens, order
+and weights, but neither where the input came from nor how the files are compressed. No tokens in here, and no Ray.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Any, Literal
+
+from elastic_ring.data.filesystem import located, read_file
+from elastic_ring.validation import NonNegativeInt, PositiveInt, from_plain, settings
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"^manifest(-\d+)?\.json$")
+_NOT_IN_DIGEST = frozenset({"digest", "about", "num_bytes", "sha256"})
+
+
+@settings
+class Shard:
+    """One Parquet file of tokens. `tokens_sha256` is of its tokens, `sha256` of its bytes."""
+
+    name: str
+    num_documents: NonNegativeInt
+    num_tokens: PositiveInt
+    tokens_sha256: str
+    num_bytes: PositiveInt
+    sha256: str
+
+
+@settings
+class PreparedSource:
+    """One part of a mixture, or the whole corpus where `weight` is None. Its shards follow each other."""
+
+    name: str
+    weight: float | None
+    shards: tuple[Shard, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def num_documents(self) -> int:
+        return sum(shard.num_documents for shard in self.shards)
+
+
+@settings
+class Dropped:
+    """What the input had and the shards have not. `bad` names each unreadable input and says why."""
+
+    num_duplicates: NonNegativeInt = 0
+    num_empty_documents: NonNegativeInt = 0
+    num_empty_files: NonNegativeInt = 0
+    bad: tuple[str, ...] = ()
+
+
+@settings
+class Manifest:
+    """A prepared corpus, or the part of it that is complete: then `is_complete` is False.
+
+    Documents end in the token `end_of_document`, and are padded with it to a multiple of `align_tokens`. Each row group
+    of a shard has `row_group_tokens` tokens; the last one of a shard may have fewer.
+    """
+
+    vocab_size: PositiveInt
+    end_of_document: NonNegativeInt
+    column: str
+    row_group_tokens: PositiveInt
+    align_tokens: PositiveInt
+    tokenizer_sha256: str
+    sources: tuple[PreparedSource, ...]
+    longest_document_tokens: NonNegativeInt
+    is_complete: bool
+    dropped: Dropped = field(default_factory=Dropped)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    format: Literal["elastic_ring tokens 1"] = "elastic_ring tokens 1"
+    digest: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(source.num_tokens for source in self.sources)
+
+    @property
+    def num_documents(self) -> int:
+        return sum(source.num_documents for source in self.sources)
+
+    @property
+    def num_shards(self) -> int:
+        return sum(len(source.shards) for source in self.sources)
+
+    def sealed(self) -> Manifest:
+        """The same with its digest."""
+        return dataclasses.replace(self, digest=digest_of(dataclasses.asdict(self)))
+
+    def to_json(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True).encode()
+
+
+def digest_of(plain: Any) -> str:
+    """SHA-256 of a manifest's JSON value, without what the digest does not cover."""
+    return hashlib.sha256(json.dumps(_covered(plain), sort_keys=True).encode()).hexdigest()
+
+
+def _covered(plain: Any) -> Any:
+    if isinstance(plain, Mapping):
+        return {key: _covered(value) for key, value in plain.items() if key not in _NOT_IN_DIGEST}
+    if isinstance(plain, Sequence) and not isinstance(plain, str):
+        return [_covered(value) for value in plain]
+    return plain
+
+
+def is_manifest(uri: str) -> bool:
+    """Whether the last part of a path or URI is a manifest's name."""
+    return bool(_NAME.match(uri.rstrip("/").rpartition("/")[2]))
+
+
+def read_manifest(uri: str) -> Manifest:
+    """The manifest at `uri`. Raises ValueError for one that is absent, of another format or altered."""
+    filesystem, path = located(uri)
+    data = read_file(filesystem, path, uri)
+    try:
+        plain = json.loads(data)
+        found = from_plain(Manifest, plain)
+    except ValueError as error:
+        raise ValueError(f"{uri}: is no manifest of elastic-ring data prepare: {error}") from error
+    if digest_of(plain) != found.digest:
+        raise ValueError(f"{uri}: was altered after it was written: its content does not have its digest; restore it")
+    return found

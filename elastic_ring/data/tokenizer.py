@@ -1,0 +1,181 @@
+"""Tokenizers: one token a byte, or a tokenizer saved in a local folder. No files of the corpus in here.
+
+`tokenizers` and `transformers` are the extra `huggingface`, imported only where a folder is opened. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, Tokens
+
+BYTES = "bytes"
+PART_BYTES = 1 << 20
+"""Longer documents are cut for a folder's tokenizer, at the end of a line where there is one: its time and memory grow
+with the length of a text."""
+FAST, CONFIG = "tokenizer.json", "tokenizer_config.json"
+_OF_MODELS = ("config.json", "generation_config.json")
+_VOCABULARY = (".json", ".model", ".txt", ".tiktoken")
+
+
+class Tokenizer(Protocol):
+    """`encode` gives the tokens of each document, without an end. `sha256` identifies what it does."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def end_of_document(self) -> int: ...
+
+    @property
+    def sha256(self) -> str: ...
+
+    @property
+    def needs_text(self) -> bool: ...
+
+    def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
+        """Raises UnicodeDecodeError for a document that is no UTF-8, if the tokenizer `needs_text`."""
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """A byte a token, and one more token for the end of a document."""
+
+    vocab_size: int = BYTE_VOCAB_SIZE
+    end_of_document: int = END_OF_DOCUMENT
+    sha256: str = hashlib.sha256(b"bytes 257 256").hexdigest()
+    needs_text: bool = False
+
+    def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
+        return [np.frombuffer(document, dtype=np.uint8).astype(np.int32) for document in documents]
+
+
+@dataclass(frozen=True)
+class FolderTokenizer:
+    """A tokenizer of `tokenizers` or `transformers`. Adds no special tokens and reads none out of documents."""
+
+    vocab_size: int
+    end_of_document: int
+    sha256: str
+    batch: Any
+    """(texts) -> token ids of each."""
+    needs_text: bool = True
+
+    def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
+        parts = [list(parts_of(document)) for document in documents]
+        encoded = iter(self.batch([part.decode("utf-8") for of_document in parts for part in of_document]))
+        return [
+            np.concatenate([np.empty(0, np.int32), *(np.asarray(next(encoded), dtype=np.int32) for _ in of_document)])
+            for of_document in parts
+        ]
+
+
+def parts_of(document: bytes, limit: int = PART_BYTES) -> Iterator[bytes]:
+    """A document in parts of at most `limit` bytes, each whole lines, words or at least whole characters."""
+    start = 0
+    while len(document) - start > limit:
+        stop = start + limit
+        for sign in (b"\n", b" "):
+            found = document.rfind(sign, start + 1, stop)
+            if found > start:
+                stop = found + 1 if sign == b"\n" else found  # a word's token begins with its space
+                break
+        while stop > start + 1 and document[stop] & 0xC0 == 0x80:  # inside a character
+            stop -= 1
+        yield document[start:stop]
+        start = stop
+    yield document[start:]
+
+
+def open_tokenizer(where: str, end_of_document: str | None = None) -> Tokenizer:
+    """`bytes`, or the tokenizer in a local folder. `end_of_document` names the token that ends a document; by default
+    the folder's own end-of-sequence token.
+
+    Raises ValueError for a folder without a tokenizer or without such a token, ModuleNotFoundError without the extra.
+    """
+    if where == BYTES:
+        if end_of_document is not None:
+            raise ValueError(
+                f"end_of_document={end_of_document!r}: the byte tokenizer has one of its own; leave it out"
+            )
+        return ByteTokenizer()
+    folder = Path(where).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"tokenizer={where!r}: no such folder; give bytes, or a folder with a saved tokenizer")
+    fast = folder / FAST
+    if not fast.exists() and not any((folder / name).exists() for name in (CONFIG, "tokenizer.model", "vocab.json")):
+        raise ValueError(f"tokenizer={where!r}: holds no {FAST} and no other tokenizer's files")
+    ids, batch = _fast(fast) if fast.exists() else _slow(folder)
+    token = end_of_document or _own_end(folder)
+    if token is None:
+        raise ValueError(
+            f"tokenizer={where!r}: names no eos_token; say which token ends a document (--end-of-document)"
+        )
+    if token not in ids:
+        raise ValueError(
+            f"tokenizer={where!r}: has no token {token!r}; say which one ends a document (--end-of-document)"
+        )
+    return FolderTokenizer(max(ids.values()) + 1, ids[token], _digest(folder, ids[token]), batch)
+
+
+def _fast(path: Path) -> tuple[dict[str, int], Any]:
+    from tokenizers import Tokenizer as Fast
+
+    try:
+        found = Fast.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"tokenizer={str(path.parent)!r}: {path.name} cannot be read: {error}") from error
+    found.encode_special_tokens = True  # "<|endoftext|>" in a document is text
+    found.no_truncation()
+    found.no_padding()
+
+    def batch(texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in found.encode_batch_fast(texts, add_special_tokens=False)]
+
+    return found.get_vocab(with_added_tokens=True), batch
+
+
+def _slow(folder: Path) -> tuple[dict[str, int], Any]:
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # as many classes as there are tokenizers
+        raise ValueError(f"tokenizer={str(folder)!r}: cannot be read: {error}") from error
+
+    def batch(texts: list[str]) -> list[list[int]]:
+        given = {"add_special_tokens": False, "split_special_tokens": True, "truncation": False}
+        ids: list[list[int]] = found(texts, **given)["input_ids"] if texts else []
+        return ids
+
+    return found.get_vocab(), batch
+
+
+def _own_end(folder: Path) -> str | None:
+    """The folder's end-of-sequence token."""
+    for name in (CONFIG, "special_tokens_map.json"):
+        if (folder / name).exists():
+            token = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if token is not None:
+                return str(token)
+    return None
+
+
+def _digest(folder: Path, end: int) -> str:
+    """SHA-256 of the files that decide about tokens; a model beside them does not count."""
+    fast = (folder / FAST).exists()
+    names = [FAST] if fast else sorted(path.name for path in folder.iterdir() if path.suffix in _VOCABULARY)
+    total = hashlib.sha256(f"end {end}".encode())
+    for name in names:
+        if name not in _OF_MODELS and not name.endswith(".index.json"):
+            data = (folder / name).read_bytes()
+            total.update(f"{name} {len(data)} ".encode() + data)
+    return total.hexdigest()

@@ -1,0 +1,118 @@
+"""Preparing a corpus with Ray Data: equal digests on any number of workers, through killed workers and drivers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_ring.data import pipeline
+from elastic_ring.data.inputs import Piece
+from elastic_ring.data.manifest import read_manifest
+from elastic_ring.data.piece import PieceRecord, PieceWorker
+from elastic_ring.errors import RunFailed
+from tests.unit.data.corpora import prepared, texts, texts_of, write_jsonl, write_table
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # of its own options by itself
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    write_jsonl(tmp_path / "in" / "a.jsonl", texts(150))
+    write_table(tmp_path / "in" / "b.parquet", [*texts(50, 150), *texts(5)])
+    return tmp_path / "in"
+
+
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_any_number_of_workers_gives_the_same_digest(
+    workers: int, corpus: Path, tmp_path: Path, local_ray: None
+) -> None:
+    alone = prepared(tmp_path / "alone", corpus, workers=0, drop_duplicates=True)
+    together = prepared(tmp_path / "together", corpus, workers=workers, drop_duplicates=True)
+    assert together.digest == alone.digest
+    assert together == alone
+    assert texts_of(tmp_path / "together", together.sources[0]) == texts(200)
+
+
+def test_a_users_mistake_in_a_worker_has_its_own_words(corpus: Path, tmp_path: Path, local_ray: None) -> None:
+    (corpus / "c.jsonl").write_text("no JSON\n")
+    with pytest.raises(ValueError, match=r"c\.jsonl: the line at byte 0 is no JSON object"):
+        prepared(tmp_path / "out", corpus, workers=2)
+
+
+def deadly(piece_number: int, mark: Path | None) -> type:
+    """A pool worker whose process dies at a piece: the first time, where `mark` is a path; else each time."""
+
+    class Deadly(pipeline._PoolWorker):  # local, so that it goes to the workers by value
+        def __init__(self) -> None:
+            super().__init__()
+            whole = PieceWorker.prepare
+
+            def prepare(worker: PieceWorker, piece: Piece) -> PieceRecord:
+                if piece.number == piece_number and (mark is None or not mark.exists()):
+                    if mark is not None:
+                        mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return whole(worker, piece)
+
+            PieceWorker.prepare = prepare  # type: ignore[method-assign]
+
+    return Deadly
+
+
+def test_a_killed_worker_loses_and_repeats_nothing(
+    corpus: Path, tmp_path: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_PoolWorker", deadly(3, tmp_path / "died"))
+    manifest = prepared(tmp_path / "out", corpus, workers=2)
+    assert (tmp_path / "died").exists()
+    assert texts_of(tmp_path / "out", manifest.sources[0]) == [*texts(200), *texts(5)]
+    assert not (tmp_path / "out" / "attempts").exists()
+
+
+@pytest.mark.slow
+def test_a_piece_that_always_kills_its_worker_ends_the_preparation_by_name(
+    corpus: Path, tmp_path: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "_PoolWorker", deadly(3, None))
+        with pytest.raises(RunFailed, match=r"prepare-000-0000003 killed its process 3 times"):
+            prepared(tmp_path / "out", corpus, workers=1)
+    manifest = prepared(tmp_path / "out", corpus, workers=0)  # once what killed it is gone
+    assert texts_of(tmp_path / "out", manifest.sources[0]) == [*texts(200), *texts(5)]
+
+
+@pytest.mark.slow
+def test_a_killed_driver_goes_on_from_the_command_line(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [text * 2_500 for text in texts(120)])  # pieces of about a second
+    out = tmp_path / "out"
+    words = ["--source", str(source), "--out", str(out), "--workers", "2"]
+    command = [sys.executable, "-m", "elastic_ring", "data", "prepare", *words]
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
+    driver = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (out / "pieces").exists() or len(list((out / "pieces").glob("0*.json"))) < 1:
+        assert driver.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    driver.kill()
+    driver.wait(60)
+    assert not (out / "manifest.json").exists()
+    there = {path: path.stat().st_mtime_ns for path in (out / "pieces").glob("0*.json")}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"going on: \d+ of \d+ pieces are there", done.stderr)
+    assert {path: path.stat().st_mtime_ns for path in there} == there
+    digest = done.stdout.splitlines()[-1]
+    assert digest == read_manifest(str(out / "manifest.json")).digest
+    again = prepared(tmp_path / "alone", source, piece_bytes=16 << 20, row_group_tokens=1 << 16)
+    assert digest == again.digest
