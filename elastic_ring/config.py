@@ -80,6 +80,8 @@ class Timeouts:
     """One exchange between workers."""
     lease_s: PositiveSeconds = 60.0
     """How long a run outlives its driver."""
+    storage_s: PositiveSeconds = 60.0
+    """How long a request to the run's storage is tried again while it fails."""
     clear_s: PositiveSeconds = 30.0
     """For actors and placement groups to be gone at the end, and for stamps that are removed."""
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
+from tests.object_store.store import object_store  # noqa: F401  a fixture for all
+
 # A Ray cluster and a GPU are for one test at a time: one of pytest-xdist's processes runs all of these.
 SERIAL = ("tests/ray/", "tests/gpu/")
 

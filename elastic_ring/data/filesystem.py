@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 from pyarrow import fs
 
-from elastic_ring.state.storage import s3_filesystem
+from elastic_ring.config import environment
 
 
 def located(uri: str) -> tuple[Any, str]:
@@ -17,7 +18,7 @@ def located(uri: str) -> tuple[Any, str]:
     if not separator or scheme == "file":
         return fs.LocalFileSystem(), str(Path(rest if separator else uri).expanduser().absolute())
     if scheme == "s3":
-        return s3_filesystem(), rest.rstrip("/")
+        return _s3_filesystem(), rest.rstrip("/")
     import fsspec
 
     try:
@@ -35,3 +36,15 @@ def read_file(filesystem: Any, path: str, name: str) -> bytes:
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{name}: cannot be read: {error}") from error
     return data
+
+
+def _s3_filesystem() -> Any:
+    """pyarrow's, of Amazon or of the store that `AWS_ENDPOINT_URL` names."""
+    found = environment()
+    endpoint = found.get("AWS_ENDPOINT_URL_S3") or found.get("AWS_ENDPOINT_URL")
+    if endpoint is None:
+        return fs.S3FileSystem()
+    parts = urlsplit(endpoint)
+    return fs.S3FileSystem(
+        endpoint_override=parts.netloc, scheme=parts.scheme, region=found.get("AWS_REGION", "us-east-1")
+    )

@@ -10,7 +10,6 @@ Who writes when, and what a run does with a checkpoint, is decided elsewhere. No
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import secrets
@@ -331,12 +330,11 @@ class Reader:
 
     def _file(self, name: str) -> tuple[dict[str, Any], memoryview]:
         if name not in self._open:
-            data = bytearray(self.storage.read(name))
-            written = self._files[name]
-            if len(data) != written.num_bytes or hashlib.sha256(data).hexdigest() != written.sha256:
+            data, found = self.storage.load(name)
+            if found != (written := self._files[name]):
                 raise CheckpointDamaged(
-                    f"{self.storage.at(name)} is not what was written: {len(data)} bytes of {written.num_bytes}, or "
-                    "another digest",
+                    f"{self.storage.at(name)} is not what was written: {found.num_bytes} bytes with sha256 "
+                    f"{found.sha256[:16]}, {written.num_bytes} with {written.sha256[:16]} were written",
                     path=self.storage.at(name),
                 )
             length = int.from_bytes(data[:8], "little")

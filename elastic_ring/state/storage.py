@@ -1,56 +1,50 @@
 """One folder on a file system or in an object store: bulk files, small files replaced whole, exclusive names.
 
-`pyarrow.fs` moves the bytes. What it has no word for goes through s3fs: the conditional PUT (`If-None-Match: *`) and
-the list of unfinished multipart uploads. What is stored, and when it counts, must not enter this module.
+Everything that a run keeps goes through here. What fails is tried again for `timeout_s`; then it is a StorageFailed
+that names the place. What is stored, and when it counts, must not enter this module.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
+import logging
 import secrets
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import pyarrow
-from pyarrow import fs
-
-from elastic_ring.config import environment
+from elastic_ring.config import Timeouts
 from elastic_ring.errors import StorageFailed
-from elastic_ring.files import sync_directory
+from elastic_ring.state.local_files import LocalFiles
+from elastic_ring.state.object_store import ObjectStore
+from elastic_ring.state.retries import Retries
+from elastic_ring.state.stored import CHUNK_BYTES, Entry, StoredFile, Upload, pieces
 
-CHUNK_BYTES = 16 << 20
+__all__ = ["CHUNK_BYTES", "Storage", "StoredFile", "open_or_refuse"]
+
+logger = logging.getLogger(__name__)
+
 PROBE = ".write-test"
-TAKEN = (409, 412)
-"""HTTP: a conditional request that lost to one beside it, a condition that does not hold."""
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """A file by its name under the storage's root. `sha256` is of the bytes that were handed to the store."""
-
-    name: str
-    num_bytes: int
-    sha256: str
+LONGEST_SILENCE_S = 15.0
 
 
 @dataclass
 class Storage:
     """The files under one URI: a local path, `file://`, or `s3://bucket/prefix`.
 
-    Credentials, region and endpoint of S3 come from the environment, as for every AWS client (`AWS_ENDPOINT_URL` names
-    a store that is not Amazon's). Names are relative, with `/` between their parts.
+    Credentials, region and endpoint of S3 come from where every AWS client has them (`AWS_ENDPOINT_URL` names a store
+    that is not Amazon's). Names are relative, with `/` between their parts. Threads may share one.
     """
 
     uri: str
     excludes: bool = True
     """Whether `create` excludes a second writer; tried by `open`. File systems do, some object stores do not."""
-    _fs: Any = field(default=None, repr=False)
-    _s3: Any = field(default=None, repr=False)
+    timeout_s: float = Timeouts.storage_s
+    """How long each request is tried again while it fails; 0 for one attempt."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.uri)
@@ -58,6 +52,16 @@ class Storage:
             raise ValueError(f"storage_path={self.uri!r}: use a folder, file:///folder or s3://bucket/prefix")
         if parts.scheme == "s3" and not parts.netloc:
             raise ValueError(f"storage_path={self.uri!r}: name the bucket, as in s3://bucket/prefix")
+        retries = Retries(self.timeout_s)
+        # Four silent requests fit into the time.
+        silence_s = min(LONGEST_SILENCE_S, self.timeout_s / 4) or LONGEST_SILENCE_S
+        self._files: LocalFiles | ObjectStore = (
+            LocalFiles(self.root, retries) if self.is_local else ObjectStore(self.root, retries, silence_s)
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process connects by itself."""
+        return Storage, (self.uri, self.excludes, self.timeout_s)
 
     @property
     def is_local(self) -> bool:
@@ -71,24 +75,30 @@ class Storage:
         return f"{parts.netloc}{parts.path}".rstrip("/")
 
     def at(self, name: str) -> str:
-        """Where `name` is, as the file system calls it."""
+        """Where `name` is, as the file system or the store calls it."""
         return f"{self.root}/{name}" if name else self.root
+
+    def _shown(self, name: str = "") -> str:
+        return self.at(name) if self.is_local else f"s3://{self.at(name)}"
 
     # ------------------------------------------------------------ opening
 
     def open(self, *, write: bool = True) -> Storage:
-        """Connect, and with `write` try a small file and the exclusive create. Raises StorageFailed."""
-        with _named(self.uri, "cannot be reached"):
-            self._fs = fs.LocalFileSystem() if self.is_local else s3_filesystem()
-            if not self.is_local:
-                bucket = self.root.split("/")[0]
-                if self._fs.get_file_info(bucket).type == fs.FileType.NotFound:
-                    raise OSError(f"there is no bucket {bucket}")
+        """Ask whether it is there, and with `write` try a small file and the exclusive create. Raises StorageFailed."""
+        with _named(self._shown(), "cannot be reached"):
+            self._files.connect(write=write)
         if write:
             name = f"{PROBE}-{secrets.token_hex(4)}"
+            self.excludes = True  # so that `create` itself does not look whether the name is taken
             won = [self.create(name, b"first"), self.create(name, b"second")]
             self.excludes = won == [True, False]
             self.remove(name)
+        if not self.excludes:
+            logger.warning(
+                "%s ignores conditional requests (If-None-Match): two coordinators that write at the same moment are "
+                "not kept apart by the store, only by their terms",
+                self._shown(),
+            )
         return self
 
     # ------------------------------------------------------------ writing
@@ -96,190 +106,156 @@ class Storage:
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> StoredFile:
         """A bulk file under a name that nobody used before; on disk, folder entry included, when this returns.
 
-        Raises StorageFailed. What an error leaves has no meaning: nothing names it.
+        Raises StorageFailed. What a killed process leaves has no meaning: nothing names it.
         """
-        total, num_bytes = hashlib.sha256(), 0
-        with _named(self.at(name), "cannot be written"):
-            if self.is_local:
-                os.makedirs(os.path.dirname(self.at(name)), exist_ok=True)
-            with self._fs.open_output_stream(self.at(name), buffer_size=None) as stream:
-                for chunk in chunks:
-                    stream.write(pyarrow.py_buffer(chunk))
-                    total.update(chunk)
-                    num_bytes += len(chunk)
-            if self.is_local:
-                self._sync(name)
-        return StoredFile(name, num_bytes, total.hexdigest())
+        digest = _Digest()
+        with _named(self._shown(name), "cannot be written"):
+            self._files.write(self.at(name), digest.of(pieces(chunks)))
+        return StoredFile(name, digest.num_bytes, digest.sha256)
 
     def create(self, name: str, data: bytes) -> bool:
         """A small file, unless the name is taken; whether this call made it. Atomic where `excludes`.
 
         No two writers may give the same `data`.
         """
-        with _named(self.at(name), "cannot be created"):
-            if not self.is_local:
-                try:
-                    self._conditional().pipe_file(self.at(name), data, mode="create")
-                except OSError as error:
-                    if _http_status(error) not in TAKEN:
-                        raise
-                    # The client sends a request again whose answer was lost: then it was this call that won.
-                    return self.read(name) == data
-                return True
-            partial = self._partial(name, data)
-            try:
-                os.link(partial, self.at(name))  # fails where the name is taken, and then changes nothing
-            except FileExistsError:
+        with _named(self._shown(name), "cannot be created"):
+            if not self.excludes and self._files.entry(self.at(name)) is not None:
                 return False
-            finally:
-                os.unlink(partial)
-            sync_directory(os.path.dirname(self.at(name)))
-            return True
+            return self._files.create(self.at(name), data)
 
     def replace(self, name: str, data: bytes) -> None:
         """A small file, whole, in place of what was there."""
-        with _named(self.at(name), "cannot be written"):
-            if not self.is_local:
-                self._conditional().pipe_file(self.at(name), data)
-                return
-            os.replace(self._partial(name, data), self.at(name))
-            sync_directory(os.path.dirname(self.at(name)))
+        with _named(self._shown(name), "cannot be written"):
+            self._files.replace(self.at(name), data)
 
     def remove(self, name: str) -> None:
         """A file, if it is there."""
-        with _named(self.at(name), "cannot be removed"):
-            if self._fs.get_file_info(self.at(name)).type == fs.FileType.File:
-                self._fs.delete_file(self.at(name))
+        with _named(self._shown(name), "cannot be removed"):
+            self._files.remove(self.at(name))
 
     def remove_folder(self, name: str) -> None:
         """All that is under a folder, and the folder."""
-        with _named(self.at(name), "cannot be removed"):
-            if self._fs.get_file_info(self.at(name)).type == fs.FileType.Directory:
-                self._fs.delete_dir(self.at(name))
+        with _named(self._shown(name), "cannot be removed"):
+            self._files.remove_folder(self.at(name))
+
+    def uploads(self, folder: str = "") -> list[Upload]:
+        """Multipart uploads under `folder` that were begun and not ended; none on file systems."""
+        with _named(self._shown(folder), "has uploads that cannot be listed"):
+            return self._files.uploads(self.at(folder))
+
+    def abort(self, upload: Upload) -> None:
+        """End a multipart upload and free what it holds."""
+        with _named(f"s3://{upload.path}", "has an upload that cannot be aborted"):
+            self._files.abort(upload)
 
     def abort_uploads(self, prefix: str) -> int:
-        """End multipart uploads under `prefix` that their writer left; how many there were. 0 on file systems."""
-        if self.is_local:
-            return 0
-        bucket, _, key = self.at(prefix).partition("/")
-        client = self._conditional()
-        with _named(self.at(prefix), "has uploads that cannot be listed"):
-            found = client.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key).get("Uploads", [])
-            for upload in found:
-                client.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+        """Abort all multipart uploads under a folder, also those that are under way; how many there were."""
+        found = self.uploads(prefix)
+        for upload in found:
+            self.abort(upload)
         return len(found)
 
     # ------------------------------------------------------------ reading
 
     def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         """The bytes of a file, or of a part of it. Raises StorageFailed, also for one that is not there."""
-        with _named(self.at(name), "cannot be read"), self._fs.open_input_file(self.at(name)) as file:
-            file.seek(start)
-            data: bytes = file.read(num_bytes)
-        return data
+        with _named(self._shown(name), "cannot be read"):
+            return b"".join(self._stream(name, start, num_bytes))
 
-    def exists(self, name: str) -> bool:
-        with _named(self.at(name), "cannot be looked up"):
-            return bool(self._fs.get_file_info(self.at(name)).type != fs.FileType.NotFound)
-
-    def names(self, folder: str = "", *, recursive: bool = True) -> Iterator[tuple[str, int]]:
-        """(name, bytes) of the files under `folder`, sorted; none where there is no such folder."""
-        with _named(self.at(folder), "cannot be listed"):
-            selector = fs.FileSelector(self.at(folder), allow_not_found=True, recursive=recursive)
-            found = [info for info in self._fs.get_file_info(selector) if info.type == fs.FileType.File]
-        for info in sorted(found, key=lambda info: info.path):
-            yield info.path.removeprefix(self.root).lstrip("/"), int(info.size)
-
-    def folders(self, folder: str = "") -> list[str]:
-        """Names of the folders directly in `folder`, sorted."""
-        with _named(self.at(folder), "cannot be listed"):
-            selector = fs.FileSelector(self.at(folder), allow_not_found=True)
-            found = [info.path for info in self._fs.get_file_info(selector) if info.type == fs.FileType.Directory]
-        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
+    def load(self, name: str) -> tuple[bytearray, StoredFile]:
+        """A whole file, and its size and digest as they were read. Raises StorageFailed."""
+        data, digest = bytearray(), _Digest()
+        with _named(self._shown(name), "cannot be read"):
+            for piece in digest.of(self._stream(name)):
+                data += piece
+        return data, StoredFile(name, digest.num_bytes, digest.sha256)
 
     def digest(self, name: str) -> StoredFile:
         """Read a whole file and digest it. Raises StorageFailed."""
-        total, num_bytes = hashlib.sha256(), 0
-        with _named(self.at(name), "cannot be read"), self._fs.open_input_stream(self.at(name)) as stream:
-            while chunk := stream.read(CHUNK_BYTES):
-                total.update(chunk)
-                num_bytes += len(chunk)
-        return StoredFile(name, num_bytes, total.hexdigest())
+        digest = _Digest()
+        with _named(self._shown(name), "cannot be read"):
+            for _ in digest.of(self._stream(name)):
+                pass
+        return StoredFile(name, digest.num_bytes, digest.sha256)
 
-    # ------------------------------------------------------------ details
+    def exists(self, name: str) -> bool:
+        """Whether there is a file of that name, or one under a folder of that name."""
+        with _named(self._shown(name), "cannot be looked up"):
+            if self._files.entry(self.at(name)) is not None:
+                return True
+            return next(self._files.entries(self.at(name), recursive=True), None) is not None
 
-    def _partial(self, name: str, data: bytes) -> str:
-        """The data in a file beside `name`, on disk. A full disk leaves no such file."""
-        path = self.at(name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        partial = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{secrets.token_hex(4)}")
-        try:
-            with open(partial, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            if os.path.exists(partial):
-                os.unlink(partial)
+    def names(self, folder: str = "", *, recursive: bool = True) -> Iterator[tuple[str, int]]:
+        """(name, bytes) of the files under `folder`, sorted; none where there is no such folder."""
+        for entry in self.entries(folder, recursive=recursive):
+            yield entry.path, entry.num_bytes
+
+    def entries(self, folder: str = "", *, recursive: bool = True) -> list[Entry]:
+        """The files under `folder` with size and time, sorted; their `path` is the name under the root."""
+        with _named(self._shown(folder), "cannot be listed"):
+            found = list(self._files.entries(self.at(folder), recursive=recursive))
+        cut = len(self.root) + 1
+        return [Entry(each.path[cut:], each.num_bytes, each.modified_unix_s) for each in sorted(found, key=_path)]
+
+    def folders(self, folder: str = "") -> list[str]:
+        """Names of the folders directly in `folder`, sorted."""
+        with _named(self._shown(folder), "cannot be listed"):
+            return sorted(self._files.folders(self.at(folder)))
+
+    def _stream(self, name: str, start: int = 0, num_bytes: int | None = None) -> Iterator[bytes]:
+        found = self._files.entry(self.at(name))
+        if found is None:
+            raise FileNotFoundError("there is no such file")
+        stop = found.num_bytes if num_bytes is None else min(found.num_bytes, start + num_bytes)
+        return self._files.read(self.at(name), start, stop)
+
+
+def open_or_refuse(
+    uri: str, *, write: bool = True, timeout_s: float = Timeouts.storage_s, setting: str = "storage_path"
+) -> Storage:
+    """Before anything starts: like `open`, but with one attempt, and what the user can mend is a ValueError."""
+    asked = Storage(uri, timeout_s=0.0)
+    try:
+        asked.open(write=write)
+    except StorageFailed as error:
+        advice = asked._files.advice(error.__cause__ or error)
+        if advice is None:
             raise
-        return partial
-
-    def _sync(self, name: str) -> None:
-        """A file and the entries of all folders up to the root survive a power cut."""
-        descriptor = os.open(self.at(name), os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        folder = os.path.dirname(self.at(name))
-        while len(folder) >= len(self.root):
-            sync_directory(folder)
-            folder = os.path.dirname(folder)
-
-    def _conditional(self) -> Any:
-        """s3fs, made at first use: it keeps an event loop of its own."""
-        if self._s3 is None:
-            import s3fs
-
-            endpoint = _endpoint()
-            # Instances of s3fs are shared by their arguments; one of our own is not skewed by somebody else's cache.
-            self._s3 = s3fs.S3FileSystem(
-                use_listings_cache=False, skip_instance_cache=True, client_kwargs={"endpoint_url": endpoint}
-            )
-        return self._s3
+        raise ValueError(f"{setting}={uri!r}: {error.message}: {advice}") from error
+    return Storage(uri, asked.excludes, timeout_s)
 
 
-def _http_status(error: BaseException) -> int:
-    """What the store answered, from under s3fs's own error; 0 if it did not."""
-    response = getattr(error.__cause__, "response", None) or {}
-    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+class _Digest:
+    """Counts and digests bytes beside the one who writes or reads them."""
+
+    def __init__(self) -> None:
+        self._sha256, self.num_bytes = hashlib.sha256(), 0
+
+    @property
+    def sha256(self) -> str:
+        return self._sha256.hexdigest()
+
+    def of(self, given: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+        """Hands the pieces on; each has been digested when the next one is asked for."""
+        with ThreadPoolExecutor(1) as hasher:
+            for piece in given:
+                digesting = hasher.submit(self._sha256.update, piece)
+                self.num_bytes += len(piece)
+                yield piece
+                digesting.result()
 
 
-def _endpoint() -> str | None:
-    found = environment()
-    return found.get("AWS_ENDPOINT_URL_S3") or found.get("AWS_ENDPOINT_URL")
-
-
-def s3_filesystem() -> Any:
-    """The pyarrow file system of S3, or of the store that `AWS_ENDPOINT_URL` names."""
-    # Stores other than Amazon's answer 411 to the streamed checksums that the client would send by itself.
-    environment().setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "WHEN_REQUIRED")
-    endpoint = _endpoint()
-    if endpoint is None:
-        return fs.S3FileSystem()
-    parts = urlsplit(endpoint)
-    return fs.S3FileSystem(
-        endpoint_override=parts.netloc, scheme=parts.scheme, region=environment().get("AWS_REGION", "us-east-1")
-    )
+def _path(entry: Entry) -> str:
+    return entry.path
 
 
 @contextmanager
 def _named(where: str, what: str) -> Iterator[None]:
-    """Errors of any storage library come out as StorageFailed that names the place."""
+    """Errors of any storage come out as StorageFailed that names the place."""
     try:
         yield
     except StorageFailed:
         raise
     except Exception as error:
-        shown = error.__cause__ if _http_status(error) else error
-        raise StorageFailed(f"{where} {what}: {type(shown).__name__}: {shown}", path=where) from error
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+        raise StorageFailed(f"{where} {what}: {type(error).__name__}: {error}{notes}", path=where) from error

@@ -1,46 +1,93 @@
-"""Files are whole or absent, a name is won once, and errors name the place."""
+"""Files are whole or absent, a name is won once, errors name the place: in a folder and in a real object store."""
 
 from __future__ import annotations
 
+import logging
 import os
+import pickle
+import resource
 import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from elastic_ring.errors import StorageFailed
-from elastic_ring.state.storage import Storage
+from elastic_ring.state import object_store as s3
+from elastic_ring.state.retries import Retries
+from elastic_ring.state.storage import CHUNK_BYTES, Storage, StoredFile, open_or_refuse
+from tests.object_store.proxy import FaultyProxy, faulty_proxy
+from tests.object_store.store import ObjectStore
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["folder", "s3"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "folder":
+        return str(tmp_path / "run")
+    return f"s3://{request.getfixturevalue('bucket')}/runs/one"
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return Storage(str(tmp_path / "run")).open()
+def bucket(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    return object_store.new_bucket()
+
+
+@pytest.fixture
+def storage(uri: str) -> Storage:
+    return Storage(uri).open()
+
+
+@pytest.fixture
+def proxy(object_store: ObjectStore, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    with faulty_proxy(object_store.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy
+
+
+# ---------------------------------------------------------------- what is written and read
 
 
 def test_what_is_written_is_read_whole_and_in_parts(storage: Storage) -> None:
     written = storage.write("a/b", [b"one", memoryview(b"two")])
     assert storage.read("a/b") == b"onetwo"
     assert storage.read("a/b", 1, 3) == b"net"
+    assert storage.read("a/b", 4, 100) == b"wo"
     assert storage.digest("a/b") == written
     assert list(storage.names()) == [("a/b", 6)]
     assert storage.folders() == ["a"]
+    assert storage.write("empty", []).num_bytes == 0
+    assert storage.read("empty") == b""
+
+
+def test_a_file_of_many_pieces_is_the_same_bytes(storage: Storage) -> None:
+    data = os.urandom(MIB) * 37
+    view = memoryview(data)
+    sizes = [5, 18 * MIB, 1, MIB, 20, 17 * MIB]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    written = storage.write("big", [view[start : start + size] for start, size in zip(starts, sizes, strict=False)])
+    expected = data[: starts[-1]]
+    assert (written.num_bytes, written.sha256) == (len(expected), sha256(expected).hexdigest())
+    assert storage.read("big") == expected
+    assert storage.load("big") == (expected, written)
+    assert storage.read("big", CHUNK_BYTES - 3, 6) == expected[CHUNK_BYTES - 3 : CHUNK_BYTES + 3]
+    assert storage.uploads() == []
 
 
 def test_of_many_writers_one_creates(storage: Storage) -> None:
-    won: list[int] = []
-    barrier = threading.Barrier(8)
-
-    def create(index: int) -> None:
-        barrier.wait()
-        if storage.create("name", str(index).encode()):
-            won.append(index)
-
-    threads = [threading.Thread(target=create, args=(index,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [storage.read("name")] == [str(index).encode() for index in won]
+    for name in ("first", "second"):
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(lambda index, name=name: storage.create(name, b"%d" % index), range(8)))
+        assert won.count(True) == 1
+        assert storage.read(name) == b"%d" % won.index(True)
 
 
 def test_a_replaced_file_is_never_half_there(storage: Storage) -> None:
@@ -50,9 +97,55 @@ def test_a_replaced_file_is_never_half_there(storage: Storage) -> None:
     assert [name for name, _ in storage.names()] == ["status"], "no temporary file stays"
 
 
+def test_listing_is_sorted_and_sees_one_folder_or_all_below(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "PAGE", 2)
+    for name in ("b/2", "b/10", "a", "b/c/d", "bb/x", "c"):
+        storage.replace(name, name.encode())
+    assert list(storage.names()) == [("a", 1), ("b/10", 4), ("b/2", 3), ("b/c/d", 5), ("bb/x", 4), ("c", 1)]
+    assert [name for name, _ in storage.names("b", recursive=False)] == ["b/10", "b/2"]
+    assert (storage.folders(), storage.folders("b"), storage.folders("nothing")) == (["b", "bb"], ["c"], [])
+    assert list(storage.names("nothing")) == []
+    assert all(abs(time.time() - entry.modified_unix_s) < 60 for entry in storage.entries())
+
+
+def test_what_is_removed_is_gone_and_nothing_is_left_in_its_place(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "PAGE", 2)
+    names = ["keep", "step-1/a/x", "step-1/a/y", "step-1/a/z", "step-10/x"]
+    for name in names:
+        storage.replace(name, b".")
+    storage.remove("nothing")
+    storage.remove("keep")
+    storage.remove_folder("step-1/a")
+    storage.remove_folder("nothing")
+    assert [name for name, _ in storage.names()] == ["step-10/x"]
+    assert storage.folders() == ["step-10"], "the empty folder above is gone, too"
+    assert storage.exists("step-10/x")
+    assert storage.exists("step-10")
+    assert not storage.exists("step-1")
+
+
+def test_a_missing_file_is_named_at_once(storage: Storage) -> None:
+    begun = time.monotonic()
+    with pytest.raises(StorageFailed, match=f"{storage.uri}/nothing cannot be read"):
+        storage.read("nothing")
+    assert time.monotonic() - begun < storage.timeout_s / 2
+
+
 def test_opening_leaves_nothing_behind(storage: Storage) -> None:
     assert list(storage.names()) == []
     assert storage.excludes
+
+
+def test_another_process_can_be_handed_it(storage: Storage) -> None:
+    storage.replace("name", b"data")
+    again = pickle.loads(pickle.dumps(storage))
+    assert again == storage
+    assert again.read("name") == b"data"
+
+
+# ---------------------------------------------------------------- refused before anything starts
 
 
 @pytest.mark.parametrize(("uri", "told"), [("gs://bucket/x", "s3://bucket/prefix"), ("s3:///x", "name the bucket")])
@@ -65,29 +158,228 @@ def test_a_place_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(StorageFailed, match="taken"):
         Storage(str(tmp_path / "taken")).open()
+    with pytest.raises(ValueError, match=r"storage_path='.*taken': .*give a folder that every node can write to"):
+        open_or_refuse(str(tmp_path / "taken"))
 
 
-def test_a_missing_file_is_named(storage: Storage) -> None:
-    with pytest.raises(StorageFailed, match="nothing"):
-        storage.read("nothing")
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("AWS_SECRET_ACCESS_KEY", "wrong", "SignatureDoesNotMatch.*check AWS_ACCESS_KEY_ID"),
+        ("AWS_ACCESS_KEY_ID", "nobody", "InvalidAccessKeyId.*check AWS_ACCESS_KEY_ID"),
+        ("AWS_ACCESS_KEY_ID", None, "Credentials.*set AWS_ACCESS_KEY_ID"),
+        ("AWS_ENDPOINT_URL", "http://127.0.0.1:9", "127.0.0.1:9.*check AWS_ENDPOINT_URL"),
+        ("AWS_ENDPOINT_URL", "http://no-such-host.invalid", "no-such-host.*check AWS_ENDPOINT_URL"),
+    ],
+)
+def test_wrong_credentials_and_endpoints_are_refused_at_once_with_the_way_out(
+    bucket: str, monkeypatch: pytest.MonkeyPatch, variable: str, value: str | None, told: str
+) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    if value is None:
+        monkeypatch.delenv(variable)
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    else:
+        monkeypatch.setenv(variable, value)
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=f"storage_path='s3://{bucket}/run': .*{told}"):
+        open_or_refuse(f"s3://{bucket}/run")
+    assert time.monotonic() - begun < 20
 
 
-def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    with pytest.raises(StorageFailed, match="s3://bucket/run cannot be reached"):
-        Storage("s3://bucket/run").open()
+@pytest.mark.parametrize(("name", "told"), [("not-there", "there is no bucket not-there"), ("a b", "bucket's name")])
+def test_a_missing_bucket_is_refused_with_the_way_out(bucket: str, name: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        open_or_refuse(f"s3://{name}/run")
 
 
-@pytest.mark.skipif(not os.access("/dev/full", os.W_OK), reason="no /dev/full")
-def test_a_full_disk_leaves_no_partial_file(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    import builtins
+def test_what_can_be_used_is_opened_with_the_time_that_was_asked_for(uri: str) -> None:
+    storage = open_or_refuse(uri, timeout_s=3.0)
+    assert (storage.timeout_s, storage.excludes) == (3.0, True)
+    assert storage.create("name", b"data")
 
-    real = builtins.open
-    monkeypatch.setattr(
-        builtins, "open", lambda path, *args: real("/dev/full", "wb") if "status" in str(path) else real(path, *args)
-    )
-    with pytest.raises(StorageFailed, match="No space left"):
-        storage.replace("status", b"x" * 100_000)
+
+def test_an_endpoint_may_be_a_name(bucket: str, monkeypatch: pytest.MonkeyPatch, object_store: ObjectStore) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://localhost:{object_store.port}")
+    assert Storage(f"s3://{bucket}").open().create("name", b"data")
+
+
+def test_a_store_that_ignores_conditions_is_warned_about(
+    bucket: str, proxy: FaultyProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy.fault = lambda method, path: "ignore condition"
+    with caplog.at_level(logging.WARNING):
+        storage = Storage(f"s3://{bucket}/run").open()
+    assert not storage.excludes
+    assert f"s3://{bucket}/run ignores conditional requests" in caplog.text
+    assert [storage.create("name", data) for data in (b"first", b"second")] == [True, False], "it is looked up first"
+
+
+# ---------------------------------------------------------------- faults while running
+
+
+def failing(num_requests: int, fault: str, method: str = "") -> object:
+    """The next requests (of `method`) meet a fault, those after them do not."""
+    left = [num_requests]
+    lock = threading.Lock()
+
+    def decide(asked: str, path: str) -> str | None:
+        with lock:
+            if method not in (asked, "") or left[0] == 0:
+                return None
+            left[0] -= 1
+            return fault
+
+    return decide
+
+
+@pytest.mark.parametrize("fault", ["503", "hang", "lose answer"])
+def test_a_request_that_fails_is_tried_again(bucket: str, proxy: FaultyProxy, fault: str) -> None:
+    storage = Storage(f"s3://{bucket}/run", timeout_s=4.0)
+    proxy.fault = failing(2, fault)  # type: ignore[assignment]
+    data = os.urandom(MIB) * 33
+    written = storage.write("big", [data])
+    proxy.fault = failing(1, fault, "GET")  # type: ignore[assignment]
+    assert storage.digest("big") == written
+    proxy.fault = failing(1, fault, "PUT")  # type: ignore[assignment]
+    assert storage.create("name", b"data"), "the answer may have been lost, the name was not"
+    assert not storage.create("name", b"other")
+
+
+@pytest.mark.parametrize("fault", ["503", pytest.param("hang", marks=pytest.mark.slow)])
+def test_a_store_that_stays_away_is_given_up_within_the_time_and_named(
+    bucket: str, proxy: FaultyProxy, fault: str
+) -> None:
+    storage = Storage(f"s3://{bucket}/run", timeout_s=2.0)
+    proxy.fault = lambda method, path: fault
+    for operation in (lambda: storage.write("a", [b"x"]), lambda: storage.read("a"), lambda: list(storage.names())):
+        begun = time.monotonic()
+        with pytest.raises(StorageFailed, match=rf"s3://{bucket}/run.*\d attempts in \d\.\d s") as failed:
+            operation()
+        assert time.monotonic() - begun < 4 * storage.timeout_s
+        assert failed.value.facts["path"].startswith(f"s3://{bucket}/run")
+
+
+def test_an_upload_that_is_given_up_leaves_neither_object_nor_parts(bucket: str, proxy: FaultyProxy) -> None:
+    storage = Storage(f"s3://{bucket}/run", timeout_s=4.0)
+    storage._files._retries = Retries(1.0)  # gives up before the parts that are slow
+    proxy.fault = lambda method, path: "503" if "partNumber=2" in path else None
+    with pytest.raises(StorageFailed, match=f"s3://{bucket}/run/big cannot be written.*SlowDown"):
+        storage.write("big", [bytes(3 * CHUNK_BYTES)])
+    assert any("partNumber=3" in path for _, path in proxy.requests), "the others were under way"
+    assert (list(storage.names()), storage.uploads()) == ([], [])
+
+
+def test_a_writer_that_fails_leaves_nothing(storage: Storage) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield bytes(3 * CHUNK_BYTES)
+        raise RuntimeError("the device is gone")
+
+    with pytest.raises(StorageFailed, match="the device is gone"):
+        storage.write("big", chunks())
+    assert (list(storage.names()), storage.uploads()) == ([], [])
+
+
+def test_uploads_that_others_left_are_listed_and_aborted(
+    bucket: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "PAGE", 2)
+    client = object_store.client()
+    for name in ("run/a", "run/b", "run/c", "running"):
+        client.create_multipart_upload(Bucket=bucket, Key=name)
+    storage = Storage(f"s3://{bucket}/run").open()
+    assert [upload.path for upload in storage.uploads()] == [f"{bucket}/run/{name}" for name in "abc"]
+    assert all(abs(time.time() - upload.begun_unix_s) < 60 for upload in storage.uploads())
+    assert storage.abort_uploads("") == 3
+    assert [upload.path for upload in Storage(f"s3://{bucket}").uploads()] == [f"{bucket}/running"]
+
+
+def test_credentials_that_are_renewed_are_used(
+    bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, object_store: ObjectStore
+) -> None:
+    def credentials(secret: str) -> str:
+        return f"[default]\naws_access_key_id = elastic-ring\naws_secret_access_key = {secret}\n"
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    file = tmp_path / "credentials"
+    file.write_text(credentials("expired"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    storage = Storage(f"s3://{bucket}/run", timeout_s=2.0)
+    with pytest.raises(StorageFailed, match=f"s3://{bucket}/run/a cannot be written: .*SignatureDoesNotMatch"):
+        storage.write("a", [b"data"])
+    renewal = threading.Timer(0.5, file.write_text, [credentials("elastic-ring")])
+    renewal.start()
+    storage.write("a", [b"data"])
+    renewal.join()
+    assert storage.read("a") == b"data"
+
+
+def test_what_a_gateway_acknowledged_is_there_after_it_was_killed_and_the_writer_goes_on(
+    object_store: ObjectStore, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = object_store.another_gateway()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", gateway.endpoint)
+    storage = Storage(f"s3://{bucket}/run").open()
+    acknowledged: list[StoredFile] = []
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            data = os.urandom(64) * (MIB // 4 if len(acknowledged) % 3 == 2 else 1024)
+            acknowledged.append(storage.write(f"file-{len(acknowledged)}", [data]))
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        wait_for_number(acknowledged, 4, writing)
+        gateway.kill()
+        gateway.start()
+        before = len(acknowledged)
+        wait_for_number(acknowledged, before + 4, writing)
+        stop.set()
+        writing.result()
+    gateway.kill()
+    gateway.start()
+    assert [storage.digest(file.name) for file in acknowledged] == acknowledged
+    gateway.kill()
+
+
+def wait_for_number(found: list[StoredFile], number: int, writing: Future[None]) -> None:
+    limit = time.monotonic() + 60
+    while len(found) < number:
+        assert time.monotonic() < limit, f"{len(found)} of {number}"
+        if writing.done():
+            writing.result()
+        time.sleep(0.02)
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+@pytest.fixture
+def limited() -> Iterator[None]:
+    """No file of this process can be longer than a MiB; the kernel answers EFBIG, as it answers ENOSPC elsewhere."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_without_room_is_named_and_nothing_stays(tmp_path: Path, limited: None) -> None:
+    storage = Storage(str(tmp_path / "run"), timeout_s=0.5).open()
+    for write in (storage.write, lambda name, data: storage.replace(name, data[0])):
+        with pytest.raises(StorageFailed, match=rf"{tmp_path}/run/big cannot be written: OSError.*\d attempts"):
+            write("big", [bytes(2 * MIB)])
     assert list(storage.names()) == []
+
+
+def test_a_write_goes_on_once_there_is_room(tmp_path: Path, limited: None) -> None:
+    storage = Storage(str(tmp_path / "run")).open()
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    room = threading.Timer(0.5, resource.setrlimit, [resource.RLIMIT_FSIZE, (hard, hard)])
+    room.start()
+    data = os.urandom(3 * MIB)
+    storage.write("big", [data])
+    room.join()
+    assert storage.read("big") == data

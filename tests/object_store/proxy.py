@@ -1,0 +1,95 @@
+"""A real HTTP server in front of an object store, which answers some requests by itself: 503, nothing at all, a lie."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>reduce your rate</Message></Error>"
+
+
+class FaultyProxy:
+    """`fault(method, path)` decides over each request: "503", "hang", "lose answer" (it is carried out, and the
+    connection ends), "ignore condition" (a taken name is told to be written), or None for no fault."""
+
+    def __init__(self, port: int) -> None:
+        self._upstream = port
+        self.fault: Callable[[str, str], str | None] = lambda method, path: None
+        self.requests: list[tuple[str, str]] = []
+        """(method, path) of each request, those with a fault too."""
+        self.released = threading.Event()
+        """Set at the end: lets the requests go that hang."""
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_one_request(self) -> None:
+                try:
+                    super().handle_one_request()
+                except (ConnectionError, TimeoutError):  # the client had enough
+                    self.close_connection = True
+
+            def _serve(self) -> None:
+                proxy.serve(self)
+
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
+
+    def serve(self, request: BaseHTTPRequestHandler) -> None:
+        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        self.requests.append((request.command, request.path))
+        fault = self.fault(request.command, request.path)
+        if fault == "hang":
+            self.released.wait(60)
+            request.close_connection = True
+            return
+        if fault == "503":
+            self.answer(request, 503, {"Content-Type": "application/xml"}, BUSY)
+            return
+        upstream = http.client.HTTPConnection("127.0.0.1", self._upstream, timeout=30)
+        headers = {name: value for name, value in request.headers.items() if name.lower() != "expect"}
+        upstream.request(request.command, request.path, body, headers)
+        found = upstream.getresponse()
+        status, answer = found.status, found.read()
+        upstream.close()
+        if fault == "lose answer":
+            request.close_connection = True
+            return
+        if fault == "ignore condition" and status == 412:
+            status, answer = 200, b""
+        self.answer(request, status, dict(found.getheaders()), answer)
+
+    def answer(self, request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], body: bytes) -> None:
+        request.send_response(status)
+        length = headers.get("Content-Length", "0") if request.command == "HEAD" else str(len(body))
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "connection", "transfer-encoding"):
+                request.send_header(name, value)
+        request.send_header("Content-Length", length)
+        request.end_headers()
+        request.wfile.write(b"" if request.command == "HEAD" else body)
+
+
+@contextmanager
+def faulty_proxy(port: int) -> Iterator[FaultyProxy]:
+    proxy = FaultyProxy(port)
+    thread = threading.Thread(target=proxy.server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        proxy.released.set()
+        proxy.server.shutdown()
+        thread.join()
+        proxy.server.server_close()
