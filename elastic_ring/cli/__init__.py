@@ -16,10 +16,14 @@ COMMANDS = {
     "plan": ("elastic_ring.cli.plan", "print what a run needs, and start nothing"),
     "tune": ("elastic_ring.tuning.search", "search sparse patterns by quality, time and bytes"),
     "data": ("elastic_ring.cli.data", "prepare documents as token shards for training"),
+    "export": ("elastic_ring.cli.export", "write a run's final weights as transformers loads them"),
     "calibrate": ("elastic_ring.cli.calibrate", "measure what --layout auto prices with"),
 }
 # Optional dependencies, and the extra of pyproject.toml that has each.
-EXTRAS = {"optuna": "tune", "matplotlib": "plot", "tokenizers": "huggingface", "transformers": "huggingface"}
+EXTRAS = {
+    "optuna": "tune", "matplotlib": "plot", "huggingface_hub": "huggingface", "tokenizers": "huggingface",
+    "transformers": "huggingface",
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -84,6 +84,11 @@ PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
 NONE = "none"
 """What stands for None in a TOML file, which has no such value."""
 
+TOP = ("pattern", "machine", "model_folder", "windows")
+"""Keys of the file beside `preset` that belong to no section; flags of the same name win over them."""
+FREE_OF_FOLDER = frozenset({"checkpoint_activations", "loss_chunk_tokens"})
+"""Settings of [model] that a model folder does not decide."""
+
 # Short flags and the settings that they set, where that is one.
 SHORT = {
     "dp": "scaling.dp", "cp": "scaling.cp", "spares": "scaling.spares", "max_dp": "scaling.max_dp",
@@ -134,6 +139,10 @@ class ShortFlags:
     """Measured costs for --layout auto: a file of elastic-ring calibrate."""
     pattern: str | None = None
     """Which keys attention keeps: a JSON file, or sinks:64+window:512;dense@3, or topk:8; all if left out."""
+    model_folder: str | None = None
+    """A Hugging Face decoder in place of the preset's: a folder with its config, and its weights if they are there."""
+    windows: Literal["exact", "blocks", "dense"] | None = None
+    """Its sliding windows: exact; in blocks of 128 tokens, for GPUs; dense: ignored."""
     cpus_per_worker: float | None = None
     """Of Ray's CPUs, which are a count and no limit."""
     kernel: str | None = None
@@ -163,6 +172,8 @@ class TrainSettings:
     run: RunConfig
     pattern: str | None = None
     machine: str | None = None
+    model_folder: str | None = None
+    windows: str | None = None
     plan: bool = False
 
     def toml(self) -> str:
@@ -175,7 +186,9 @@ class TrainSettings:
         steps, of_preset = self.step.steps, PRESETS[self.preset]()["optim"]
         follow = {"total_steps": steps, "warmup_steps": min(of_preset.warmup_steps, steps)}
         plain["optim"] = {name: value for name, value in plain["optim"].items() if follow.get(name) != value}
-        own = {name: value for name in ("pattern", "machine") if (value := getattr(self, name)) is not None}
+        if self.model_folder is not None:
+            plain["model"] = {name: plain["model"][name] for name in sorted(FREE_OF_FOLDER)}
+        own = {name: value for name in TOP if (value := getattr(self, name)) is not None}
         return tomli_w.dumps({"preset": self.preset, **own, **plain})
 
 
@@ -237,8 +250,26 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     made = {
         section: from_plain(cls, _with_none(cls, given[section]), f"{section}.") for section, cls in SECTIONS.items()
     }
-    pattern, machine = flags.pattern or file.get("pattern"), flags.machine or file.get("machine")
-    return TrainSettings(name, **made, pattern=pattern, machine=machine, plan=flags.plan)
+    top: dict[str, Any] = {key: getattr(flags, key) or file.get(key) for key in TOP}
+    _check_folder(top, argv, flags, file)
+    return TrainSettings(name, **made, **top, plan=flags.plan)
+
+
+def _check_folder(top: Mapping[str, Any], argv: Sequence[str], flags: Any, file: Mapping[str, Any]) -> None:
+    """Raises ValueError for settings of a model that a folder decides, and for settings of a folder without one."""
+    if top["model_folder"] is None:
+        if top["windows"] is not None:
+            raise ValueError(f"windows={top['windows']!r}: says how a model folder's windows are kept; --model-folder "
+                             "names none. For other models give --pattern")  # fmt: skip
+        return
+    if flags.compile or flags.offload_activations:
+        raise ValueError(f"{'compile' if flags.compile else 'offload_activations'}=True: models of --model-folder have "
+                         "no such setting; leave it out")  # fmt: skip
+    decided = [setting for setting in ModelConfig.__pydantic_fields__ if setting not in FREE_OF_FOLDER]  # type: ignore[attr-defined]
+    asked = [setting for setting in decided
+             if setting in file.get("model", {}) or _has_flag(argv, f"model.{setting}")]  # fmt: skip
+    if asked:
+        raise ValueError(f"model.{asked[0]}: the folder of --model-folder decides it; leave it out")
 
 
 def _has_flag(argv: Sequence[str], setting: str) -> bool:
@@ -252,7 +283,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--config {path}: cannot be read as TOML ({error})") from error
-    top = ["preset", "pattern", "machine", *SECTIONS]
+    top = ["preset", *TOP, *SECTIONS]
     for key, value in found.items():
         if key not in top:
             raise ValueError(f"--config {path}: {unknown_setting('the file', key, top)}")

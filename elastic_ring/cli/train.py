@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,12 @@ from elastic_ring.errors import ElasticRingError
 from elastic_ring.model.config import ModelConfig, num_parameters
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from elastic_ring.attention.layers import LayerPatterns
     from elastic_ring.config import StepConfig
     from elastic_ring.data.source import SourceConfig
+    from elastic_ring.train.task import Initial
     from elastic_ring.trainer import ElasticRingTrainer
 
 __all__ = ["build", "main", "parse"]
@@ -30,20 +33,47 @@ __all__ = ["build", "main", "parse"]
 
 def build(asked: TrainSettings) -> ElasticRingTrainer:
     """The trainer that the settings describe. Raises ValueError for what cannot work."""
-    from elastic_ring.model.init import Initialiser
-    from elastic_ring.model.transformer import Transformer
     from elastic_ring.trainer import ElasticRingTrainer
 
-    model, step, scaling = asked.model, asked.step, asked.scaling
-    logging.info("%s parameters, mesh %s, %d spare(s)", f"{num_parameters(model):,}", scaling.mesh, scaling.spares)
+    step, scaling = asked.step, asked.scaling
+    factory, model, initial = _model(asked)
+    about = "about " if asked.model_folder else ""  # its norms and biases are counted as our decoder's
+    logging.info(
+        "%s%s parameters, mesh %s, %d spare(s)", about, f"{num_parameters(model):,}", scaling.mesh, scaling.spares
+    )
     trainer = ElasticRingTrainer(
-        partial(Transformer, model), data_source(asked.data, model, step.context_tokens), scaling_config=scaling,
-        run_config=asked.run, step_config=step, optim_config=asked.optim,
-        initial=Initialiser(step.seed, model.num_layers), pattern=_pattern(asked.pattern, model, step),
+        factory, data_source(asked.data, model, step.context_tokens), scaling_config=scaling, run_config=asked.run,
+        step_config=step, optim_config=asked.optim, initial=initial, pattern=_pattern(asked.pattern, model, step),
         cost_model=asked.machine,
     )  # fmt: skip
     trainer.config_files["config.toml"] = asked.toml()
     return trainer
+
+
+def sizes_of(trainer: ElasticRingTrainer, asked: TrainSettings) -> ModelConfig:
+    """The sizes of the model that the settings describe."""
+    if asked.model_folder is None:
+        return asked.model
+    sizes: ModelConfig = trainer.task.model.sizes()  # type: ignore[attr-defined]
+    return sizes
+
+
+def _model(asked: TrainSettings) -> tuple[Callable[[], nn.Module], ModelConfig, Initial | None]:
+    """(factory, sizes, first values) of the preset's decoder, or of the one in the model folder, which brings its own
+    first values."""
+    if asked.model_folder is not None:
+        from elastic_ring.integrations.transformers import ring_model
+
+        made = ring_model(
+            asked.model_folder, checkpoint_activations=asked.model.checkpoint_activations,
+            loss_chunk_tokens=asked.model.loss_chunk_tokens, windows=asked.windows or "exact",  # type: ignore[arg-type]
+        )  # fmt: skip
+        logging.info("%s: %s", asked.model_folder, made.description())
+        return made, made.sizes(), None
+    from elastic_ring.model.init import Initialiser
+    from elastic_ring.model.transformer import Transformer
+
+    return partial(Transformer, asked.model), asked.model, Initialiser(asked.step.seed, asked.model.num_layers)
 
 
 def data_source(data: DataConfig, model: ModelConfig, context_tokens: int) -> SourceConfig:
@@ -100,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from elastic_ring.train.layouts import Layouts
 
             Layouts(trainer.task).choice(asked.scaling.cp, asked.scaling.device)  # logs what "auto" chooses
-            print("\n".join(plan_of(asked.model, asked.scaling, asked.step).lines()))
+            print("\n".join(plan_of(sizes_of(trainer, asked), asked.scaling, asked.step).lines()))
             return 0
         result = trainer.fit()
     except ValueError as error:

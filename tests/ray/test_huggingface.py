@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
-from elastic_ring import ElasticRingTrainer, OptimConfig, Result, RunConfig, ScalingConfig, StepConfig
+from elastic_ring import ElasticRingTrainer, OptimConfig, Result, RunConfig, ScalingConfig, StepConfig, load_weights
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.schedule import plan
+from elastic_ring.cli import main as command
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import ring_model
 from elastic_ring.runtime.driver.cluster import left_behind
@@ -16,6 +27,7 @@ from tests.ray.conftest import Heard, check_records
 
 transformers = pytest.importorskip("transformers")
 
+ROOT = Path(__file__).parents[2]
 CONTEXT, STEPS = 96, 4
 
 
@@ -53,11 +65,40 @@ def fit(folder: Path, runs: Path, name: str, faults: str = "", dtype: Any = "bfl
 
 
 @pytest.mark.slow
-def test_a_saved_llama_trains_through_a_kill_with_the_bits_of_the_undisturbed_run(
+def test_a_saved_llama_trains_through_a_kill_and_comes_back_with_the_bits_of_the_undisturbed_run(
     local_ray: None, folder: Path, tmp_path: Path
 ) -> None:
-    calm = fit(folder, tmp_path, "hf-calm", spares=0).summary
-    struck = fit(folder, tmp_path, "hf-struck", "kill@step=1,phase=backward,rank=3", spares=1).summary
+    calm = fit(folder, tmp_path, "hf-calm", spares=0)
+    struck = fit(folder, tmp_path, "hf-struck", "kill@step=1,phase=backward,rank=3", spares=1)
     for key in ("losses", "weights_sha256", "samples_sha256"):
-        assert struck[key] == calm[key], key
-    assert [recovery["action"] for recovery in struck["recoveries"]] == ["spare took its place"]
+        assert struck.summary[key] == calm.summary[key], key
+    assert [recovery["action"] for recovery in struck.summary["recoveries"]] == ["spare took its place"]
+
+    out = tmp_path / "out"
+    assert command(["export", str(struck.path), "--format", "huggingface", "--out", str(out)]) == 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
+    trained = ring_model(folder)()
+    load_weights(trained, struck.weights)
+    trained.to(torch.bfloat16).eval()
+    before = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    tokens, positions = torch.randint(0, 257, (1, CONTEXT)), torch.arange(CONTEXT)[None]
+    ring = RingAttention(plan(Pattern(), make_layout("zigzag", CONTEXT, 1)), 0, None)
+    with torch.no_grad():
+        expected = trained(tokens, positions=positions, document_ids=positions, attention=ring)
+        torch.testing.assert_close(loaded(tokens).logits, expected, rtol=0.02, atol=0.02)
+        assert (before(tokens).logits - expected).abs().max() > 0.1, "it has learned something"
+
+
+@pytest.mark.slow
+def test_the_example_tunes_a_saved_model_and_exports_it(folder: Path, tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 256, (40, 300)).tolist()
+    pq.write_table(pa.table({"tokens": tokens}), tmp_path / "shard.parquet")
+    words = [sys.executable, str(ROOT / "examples" / "finetune_hf.py"), str(folder), str(tmp_path), "tuned", "2"]
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+        # A Ray of its own, not whatever else runs on this machine.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert loaded.dtype == torch.bfloat16

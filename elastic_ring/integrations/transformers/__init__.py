@@ -4,6 +4,7 @@ Any decoder that attends through transformers' `AttentionInterface` will do. Onl
 and only once a model is asked for: a worker that unpickles a factory imports nothing of it.
 """
 
+from elastic_ring.integrations.transformers.export import Exported, export
 from elastic_ring.integrations.transformers.model import RingModel, ring_model
 
-__all__ = ["RingModel", "ring_model"]
+__all__ = ["Exported", "RingModel", "export", "ring_model"]

@@ -40,6 +40,25 @@ def config_of(plain: dict[str, Any]) -> Any:
     return CONFIG_MAPPING[kind].from_dict(plain)
 
 
+def check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Raises ValueError where the folder's tokenizer has a token that the model has no row for."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return
+    from tokenizers import Tokenizer
+
+    try:
+        tokens = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path}: cannot be read as a tokenizer ({error})") from error
+    token, largest = max(tokens.items(), key=lambda item: item[1], default=("", -1))
+    if largest >= vocab_size:
+        raise ValueError(
+            f"{path}: token {largest} ({token!r}) is outside the model's vocabulary of {vocab_size}: enlarge the "
+            "embeddings of the saved model (resize_token_embeddings), or give the tokenizer that belongs to it"
+        )
+
+
 def check_config(config: Any) -> None:
     """Raises ValueError for what the config alone shows."""
     base, kind = class_of(config), f"model_type={config.model_type!r}"
@@ -80,8 +99,8 @@ def trace(model: Any, config: Any) -> tuple[int | None, ...]:
         raise
     except Exception as error:
         raise ValueError(
-            f"{kind} cannot be followed on the meta device ({type(error).__name__}: {error}): its forward pass must "
-            "not depend on values of tensors"
+            f"{kind}: a pass on the meta device fails ({type(error).__name__}: {error}): the config's sizes must fit "
+            "each other, and the forward pass must not depend on values of tensors"
         ) from error
     missing = set(range(config.num_hidden_layers)) - set(traced.windows)
     if missing:

@@ -18,10 +18,11 @@ from elastic_ring.attention.families import BigBird
 from elastic_ring.attention.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.rules import Dense, Rule, Window
 from elastic_ring.config import StepConfig
-from elastic_ring.integrations.transformers.checks import check_config, config_of, read_config, trace
+from elastic_ring.integrations.transformers.checks import check_config, check_tokenizer, config_of, read_config, trace
 from elastic_ring.integrations.transformers.first_values import FirstValues
 from elastic_ring.integrations.transformers.module import build, checkpoint_layers
 from elastic_ring.integrations.transformers.weights import FolderWeights
+from elastic_ring.model.config import ModelConfig
 from elastic_ring.train.task import ModelParts
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,22 @@ class RingModel:
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
 
+    def sizes(self) -> ModelConfig:
+        """The sizes as those of our own decoder, for plans and patterns: norms' and biases' parameters may differ."""
+        config = self.config
+        num_heads = int(config.num_attention_heads)
+        return ModelConfig(
+            vocab_size=self.vocab_size, num_layers=int(config.num_hidden_layers), width=int(config.hidden_size),
+            num_heads=num_heads, num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
+            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
+            ffn_width=int(config.intermediate_size), tie_embeddings=bool(config.tie_word_embeddings),
+            checkpoint_activations=self.checkpoint_activations, loss_chunk_tokens=self.loss_chunk_tokens,
+        )  # fmt: skip
+
+    def description(self) -> str:
+        begins = "weights from the folder" if self.weights is not None else "values drawn from the seed"
+        return f"{self.config.model_type}, {begins}"
+
     def pattern(self, context_tokens: int) -> LayerPatterns | None:
         """The sliding windows that a sequence of `context_tokens` notices, by layer; None where there are none.
 
@@ -123,7 +140,7 @@ def ring_model(
             "dense" ignores them.
 
     Raises: ValueError for what cannot train on a ring (softcap, sinks, dropout, layers without attention of
-    transformers' interface), and for weights that do not fit the model.
+    transformers' interface), for weights that do not fit the model, and for a tokenizer with more tokens than it.
     """
     if windows not in ("exact", "blocks", "dense"):
         raise ValueError(f"windows={windows!r}: must be one of exact, blocks, dense")
@@ -136,6 +153,8 @@ def ring_model(
         json.dumps(plain, sort_keys=True), str(folder or ""), None, checkpoint_activations, loss_chunk_tokens, windows
     )
     check_config(made.config)
+    if folder is not None:
+        check_tokenizer(folder, made.vocab_size)
     with torch.device("meta"):
         model = build(made.config)
     made = replace(made, layer_windows=trace(model, made.config))

@@ -16,10 +16,11 @@ from elastic_ring.cli import settings, train
 from elastic_ring.cli.settings import SECTIONS, parse
 from elastic_ring.data.source import TokenShards
 from elastic_ring.monitor.plot import draw_run
+from elastic_ring.train.wrap import num_parameters
 
 SHORT = """--preset --dp --cp --spares --max-dp --min-dp --steps --seed --global-batch --context --val-every --faults
 --data --align-tokens --layout --machine --pattern --cpus-per-worker --kernel --offload-activations --compile --plan
---run-name --run-dir --config"""
+--run-name --run-dir --config --model-folder --windows"""
 
 
 def test_help_imports_neither_torch_nor_ray_and_an_unknown_command_is_answered_with_those_that_exist() -> None:
@@ -57,6 +58,28 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path) ->
     assert (asked.scaling.dp, asked.scaling.max_dp, asked.step.global_batch) == (4, None, 16)
     assert (asked.run.timeouts.start_s, asked.run.env) == (7.0, {"A": "1", "B": "x"})
     assert parse(["--preset", "laptop", "--config", str(file)]).model.width == 128
+
+
+def test_a_model_folder_decides_the_sizes_and_stays_in_the_file(tmp_path: Path) -> None:
+    flags = ["--model-folder", "llama", "--windows", "blocks", "--model.loss-chunk-tokens", "7"]
+    asked = parse(flags)
+    assert (asked.model_folder, asked.windows, asked.model.loss_chunk_tokens) == ("llama", "blocks", 7)
+    file = tmp_path / "config.toml"
+    file.write_text(asked.toml())
+    assert parse(["--config", str(file)]) == asked
+    assert parse(["--config", str(file), "--model-folder", "qwen"]).model_folder == "qwen"
+    for wrong, told in (
+        (["--model.width", "64"], r"model\.width: the folder of --model-folder decides it"),
+        (["--compile"], "compile=True: models of --model-folder have no such setting"),
+        (
+            ["--offload-activations", "--model.checkpoint-activations"],
+            "offload_activations=True: models of --model-folder",
+        ),
+    ):
+        with pytest.raises(ValueError, match=told):
+            parse([*flags, *wrong])
+    with pytest.raises(ValueError, match="--model-folder names none"):
+        parse(["--windows", "dense"])
 
 
 def test_the_schedule_is_as_long_as_the_run_unless_its_length_is_given(tmp_path: Path) -> None:
@@ -182,3 +205,24 @@ def test_optional_packages_that_are_missing_are_named_with_the_extra_that_has_th
     (tmp_path / "metrics.jsonl").write_text("")
     draw_run(tmp_path, [])
     assert "pip install 'elastic-ring[plot]'" in caplog.text
+
+
+def test_a_model_folder_is_planned_and_built_with_its_own_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=None, bos_token_id=None,
+    ).save_pretrained(tmp_path / "llama")  # fmt: skip
+    flags = ["--model-folder", str(tmp_path / "llama"), "--context", "64", "--run-dir", str(tmp_path / "run")]
+    trainer = train.build(parse(flags))
+    assert trainer.task.model().config.hidden_size == 32
+    assert "huggingface.json" in trainer.config_files
+    assert train.main([*flags, "--plan"]) == 0
+    assert capsys.readouterr().out.startswith(f"{num_parameters(trainer.task):,} parameters on 4 ranks")
+    transformers.LlamaConfig(
+        vocab_size=200, hidden_size=32, num_attention_heads=4, num_hidden_layers=1
+    ).save_pretrained(tmp_path / "small")
+    assert train.main(["--model-folder", str(tmp_path / "small")]) == 2
+    assert "data.vocab_size=257 is more than the model's 200" in capsys.readouterr().err

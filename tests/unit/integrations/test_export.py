@@ -1,0 +1,136 @@
+"""What a run exports loads with transformers and computes the same; what cannot be exported is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import elastic_ring
+from elastic_ring import ElasticRingTrainer, StepConfig
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.schedule import plan
+from elastic_ring.cli import main as command
+from elastic_ring.data.source import StdlibText
+from elastic_ring.integrations.transformers import RingModel, export, ring_model
+
+T = pytest.importorskip("transformers")
+
+CONTEXT = 48
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+
+def saved(folder: Path, **changes: Any) -> Path:
+    """A small model and a tokenizer, as transformers saves them."""
+    from tokenizers import Tokenizer, models
+
+    vocab = {chr(33 + number): number for number in range(60)}
+    T.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab, []))).save_pretrained(folder)
+    config = T.LlamaConfig(**{
+        "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": None,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": None,
+        **changes,
+    })  # fmt: skip
+    T.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def finished(run: Path, model: RingModel, dtype: Any = "float32") -> dict[str, Tensor]:
+    """A run's folder as it is at its end, with random weights; the records are the trainer's own."""
+    step = StepConfig(context_tokens=CONTEXT, param_dtype=dtype, global_batch=4)
+    trainer = ElasticRingTrainer(
+        model, StdlibText(CONTEXT), step_config=step, run_config=elastic_ring.RunConfig("run", run_dir=str(run))
+    )
+    trainer._write_config()
+    torch.manual_seed(3)
+    values = {name: 0.1 * torch.randn(param.shape) for name, param in model().named_parameters()}
+    save_file(values, run / "weights.safetensors", metadata={"sha256": ""})
+    return values
+
+
+def logits_of(module: Any, tokens: Tensor) -> Tensor:
+    """By the module that trains, through a ring of one."""
+    layout = make_layout("zigzag", CONTEXT, 1)
+    with torch.no_grad():
+        found: Tensor = module.eval()(
+            tokens, positions=torch.arange(CONTEXT)[None], document_ids=tokens.int(),
+            attention=RingAttention(plan(Pattern(), layout), 0, None),
+        )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(("tied", "dtype"), [(True, "float32"), (False, "bfloat16")])
+def test_transformers_loads_the_trained_model_with_equal_logits(
+    tmp_path: Path, tied: bool, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(tmp_path / "model", tie_word_embeddings=tied)
+    model, run, out = ring_model(folder), tmp_path / "run", tmp_path / "out"
+    finished(run, model, dtype)
+    wanted = ["export", str(run), "--format", "huggingface", "--out", str(out), "--max-file-size", "20KB"]
+    assert command(wanted) == 0
+    told = capsys.readouterr().out
+    assert f"tensors in {dtype}" in told
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in TOKENIZER)
+    trained = model()
+    elastic_ring.load_weights(trained, run / "weights.safetensors")
+    trained.to(getattr(torch, dtype))
+    loaded = T.AutoModelForCausalLM.from_pretrained(out, attn_implementation="sdpa", local_files_only=True).eval()
+    assert str(loaded.dtype) == f"torch.{dtype}"
+    for (name, ours), (_, theirs) in zip(trained.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    tokens = torch.randint(0, 257, (1, CONTEXT))
+    with torch.no_grad():
+        expected = loaded(tokens, use_cache=False).logits
+    tolerance = 1e-5 if dtype == "float32" else 0.05
+    torch.testing.assert_close(logits_of(trained, tokens), expected, rtol=tolerance, atol=tolerance)
+    assert not list(out.glob(".*")), "nothing half written is left"
+    again = ring_model(out)
+    assert again.weights is not None, "and what was exported can be trained on"
+
+
+def test_another_type_and_another_tokenizer_can_be_asked_for(tmp_path: Path) -> None:
+    model = ring_model(T.LlamaConfig(**json.loads((saved(tmp_path / "model") / "config.json").read_text())))
+    values = finished(tmp_path / "run", model)
+    done = export(tmp_path / "run", tmp_path / "out", dtype="float16", tokenizer=tmp_path / "model")
+    loaded = T.AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert torch.equal(loaded.model.norm.weight, values["model.norm.weight"].half())
+    assert (done.num_files, done.dtype) == (1, "float16")
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == (tmp_path / "run" / "config.json").stat(
+    ).st_mode & 0o777  # fmt: skip
+    with pytest.raises(ValueError, match=r"has none of tokenizer\.json"):
+        export(tmp_path / "run", tmp_path / "more", tokenizer=tmp_path / "run")
+
+
+def test_what_cannot_be_exported_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, run = ring_model(saved(tmp_path / "model")), tmp_path / "run"
+    values = finished(run, model)
+    assert command(["export", str(run), "--out", str(tmp_path / "model")]) == 2
+    assert "is not an empty folder" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"dtype='int8': must be one of"):
+        export(run, tmp_path / "out", dtype="int8")
+    with pytest.raises(ValueError, match=r"huggingface\.json: cannot be read"):
+        export(tmp_path, tmp_path / "out")
+    values.pop("model.norm.weight")
+    save_file(values, run / "weights.safetensors")
+    with pytest.raises(ValueError, match=r"not those of its model .*: model\.norm\.weight"):
+        export(run, tmp_path / "out")
+    (run / "weights.safetensors").unlink()
+    with pytest.raises(ValueError, match="final weights are written when a run completes"):
+        export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"token 59 \('\\\\'\) is outside the model's vocabulary of 59"):
+        ring_model(saved(tmp_path, vocab_size=59))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
+        ring_model(tmp_path)
