@@ -13,6 +13,7 @@ COMMANDS = {
     "train": ("elastic_ring.cli.train", "train a decoder over elastic rings"),
     "status": ("elastic_ring.cli.status", "show a run's mesh, step, spares and last recoveries"),
     "metrics": ("elastic_ring.cli.metrics", "print the table of exported metrics"),
+    "drain": ("elastic_ring.cli.drain", "drain a node and wait until no run has a worker there"),
     "plan": ("elastic_ring.cli.plan", "print what a run needs, and start nothing"),
     "tune": ("elastic_ring.tuning.search", "search sparse patterns by quality, time and bytes"),
     "data": ("elastic_ring.cli.data", "prepare documents as token shards for training"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +18,12 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from elastic_ring.cli import main
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.coordinator.node_monitor import POLL_S
 from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
+from elastic_ring.runtime.driver.drain import workers_on
 from tests.ray.conftest import check_records, fault_free, tiny_trainer, wait_for
 
 Known = dict[tuple[int, int, int], dict[str, Any]]
@@ -144,3 +149,27 @@ def test_a_node_that_dies_at_a_random_moment_is_replaced_by_one_that_joins(
         assert summary["weights_sha256"] == calm["weights_sha256"]
     else:  # the mesh lost or gained a ring on the way
         assert {(g["mesh"]["dp"], g["mesh"]["cp"]) for g in summary["generations"]} > {(2, 2)}
+
+
+@pytest.mark.slow
+def test_a_drained_node_is_left_before_the_command_returns_and_no_step_is_lost(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, gate = tmp_path / "leaving", tmp_path / "gate"
+    trainer = tiny_trainer(tmp_path, "leaving", spares=2, steps=20, gate=gate)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
+        node = sorted(members_nodes(folder))[0]
+        command = [sys.executable, "-m", "elastic_ring", "drain", "--node-id", node, "--deadline-s", "100"]
+        environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (0, f"no run has a worker on {node}\n"), done.stderr
+        assert workers_on(node) == []
+        gate.touch()
+        result = run.result()
+    (recovery,) = result.summary["recoveries"]
+    assert (recovery["action"], recovery["steps_rerun"], recovery["steps_undone"]) == ("drained", 0, 0)
+    with pytest.raises(SystemExit):
+        main(["drain", "--deadline-s", "0"])
+    assert "must be above 0 seconds" in capsys.readouterr().err

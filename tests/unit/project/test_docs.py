@@ -43,7 +43,7 @@ QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY
 COMMANDS = {
     "train": "elastic_ring.cli.train", "status": "elastic_ring.cli.status", "plan": "elastic_ring.cli.plan",
     "calibrate": "elastic_ring.cli.calibrate", "data": "elastic_ring.cli.data", "tune": "elastic_ring.tuning.search",
-    "export": "elastic_ring.cli.export", "metrics": "elastic_ring.cli.metrics",
+    "export": "elastic_ring.cli.export", "metrics": "elastic_ring.cli.metrics", "drain": "elastic_ring.cli.drain",
 }  # fmt: skip
 VERBS = {"data": ["prepare"]}
 DOORS = {"train_1t": "train", "status": "status", "calibrate": "calibrate", "plan": "plan", "search_patterns": "tune"}
