@@ -220,14 +220,19 @@ class StepConfig:
 
 @settings
 class OptimConfig:
-    """AdamW with warm-up and cosine decay."""
+    """AdamW with warm-up and a schedule."""
 
     _prefix: ClassVar[str] = "OptimConfig "
 
     peak_lr: Annotated[float, Field(gt=0, allow_inf_nan=False), Must("a number above 0")] = 3e-4
     """Learning rate after the warm-up."""
     min_lr: Annotated[float, Field(allow_inf_nan=False)] = 3e-5
-    """Learning rate of the last step and of all later ones."""
+    """Learning rate of the last step and of all later ones; unused by schedule="constant"."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """How the rate falls after the warm-up: half a cosine; a line; not at all; not until the last decay_steps, then a
+    line (warm-up, stable, decay). The trainer's lr_schedule takes a function instead."""
+    decay_steps: PositiveInt | None = None
+    """Steps over which "wsd" decays; a fifth of total_steps if left out."""
     warmup_steps: int = 0
     """Steps over which the rate rises linearly to peak_lr."""
     total_steps: PositiveInt = 1000
@@ -253,6 +258,16 @@ class OptimConfig:
         if not 0 <= self.warmup_steps <= self.total_steps:
             raise ValueError(
                 f"OptimConfig warmup_steps={self.warmup_steps}: must be in [0, total_steps={self.total_steps}]"
+            )
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise ValueError(
+                f"OptimConfig decay_steps={self.decay_steps}: schedule={self.schedule!r} has no such part; leave it "
+                "out, or set schedule='wsd'"
+            )
+        if self.decay_steps is not None and self.decay_steps > self.total_steps - self.warmup_steps:
+            raise ValueError(
+                f"OptimConfig decay_steps={self.decay_steps}: must be at most total_steps - warmup_steps="
+                f"{self.total_steps - self.warmup_steps}"
             )
 
 

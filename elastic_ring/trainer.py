@@ -54,9 +54,9 @@ from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.train.check_pattern import check_pattern
 from elastic_ring.train.compiling import check_compiles
 from elastic_ring.train.layouts import AUTO, Layouts, check_layers
-from elastic_ring.train.optim import OptimConfig, OptimizerFactory
+from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule, check_schedule
 from elastic_ring.train.task import Initial, LossFunction, TrainingTask, check_parts, check_vocabulary, parts_of
-from elastic_ring.train.wrap import check_buildable
+from elastic_ring.train.wrap import check_buildable, check_own_optimizer
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,8 @@ class ElasticRingTrainer:
             `attention.parse`, for example "sinks:64+window:512"; by default all keys (dense, causal).
         cost_model: measured figures by which `step_config.layout="auto"` compares layouts, as a `CostModel` or
             the file that `elastic-ring calibrate` writes; by default those of an H200.
+        metrics: name -> (model, batch) -> (sum, number), for the held-out sequences; `val_NAME` in metrics.jsonl.
+        lr_schedule: step -> learning rate, in place of `optim_config`'s: a pure function.
         callbacks: told of steps, validations, recoveries and checkpoints in this process; see `Callback`.
 
     Raises: ValueError for settings that cannot work, before anything is started.
@@ -106,6 +108,8 @@ class ElasticRingTrainer:
         units: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
         pattern: LayerPatterns | str | None = None,
         cost_model: CostModel | str | Path | None = None,
+        metrics: Mapping[str, LossFunction] | None = None,
+        lr_schedule: Schedule | None = None,
         callbacks: Sequence[Callback] = (),
         **renamed: Never,
     ) -> None:
@@ -121,10 +125,12 @@ class ElasticRingTrainer:
             parts.loss if loss is None else loss, optimizer, parts.initial if initial is None else initial, units,
             parts.pattern if pattern is None else parse_pattern(pattern) if isinstance(pattern, str) else pattern,
             CostModel.read(cost_model) if isinstance(cost_model, str | Path) else cost_model,
+            dict(metrics or {}), lr_schedule,
         )  # fmt: skip
         self.config_files: dict[str, str] = {**parts.files}  # name -> text of files written next to config.json
         check_parts(self.task)
         check_vocabulary(parts, data)
+        check_schedule(lr_schedule, self.task.optim, step.steps)
         if self.task.cost_model is not None and step.layout != AUTO:
             raise ValueError(
                 f"cost_model={cost_model}: layout={step.layout!r} prices nothing; set layout='auto', "
@@ -154,6 +160,7 @@ class ElasticRingTrainer:
         training_order(self.task)
         check_writable(self.run_config.folder)
         check_buildable(self.task)
+        check_own_optimizer(self.task)
         check_layers(self.task)
         layouts = Layouts(self.task)
         layouts.choice(self.scaling_config.cp, self.scaling_config.device)
@@ -214,8 +221,12 @@ class ElasticRingTrainer:
     def _code(self) -> dict[str, str]:
         """The parts of the run that are code, each described by its qualified name and arguments."""
         task = self.task
-        parts = {"model": task.model, "loss": task.loss, "optimizer": task.optimizer, "initial": task.initial,
-                 "units": task.units}  # fmt: skip
+        parts: dict[str, Any] = {
+            "model": task.model, "loss": task.loss, "optimizer": task.optimizer, "initial": task.initial,
+            "units": task.units, **{f"metric {name}": metric for name, metric in task.metrics.items()},
+        }  # fmt: skip
+        if task.lr_schedule is not None:
+            parts["lr_schedule"] = task.lr_schedule
         return {name: described(part) for name, part in parts.items()}
 
     def _ended_meanwhile(self) -> Result:

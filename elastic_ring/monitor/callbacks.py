@@ -56,7 +56,7 @@ class Callback:
         """A step is committed. It will not be undone, and the next one has begun."""
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The held-out sequences after `step`: `val_loss`, and metrics of your own."""
+        """The held-out sequences after `step`: `val_loss`, and `val_NAME` of each metric of the trainer's `metrics`."""
 
     def on_recovery(self, recovery: Mapping[str, Any]) -> None:
         """A recovery is over; the keys are those of `recoveries` in summary.json."""

@@ -175,15 +175,16 @@ class MetricsLog:
         self._last_step = max(self._last_step, metrics.step)
         return True
 
-    def validated(self, step: int, val_loss: float) -> None:
-        """Write the validation loss after `step`, once.
+    def validated(self, step: int, found: Mapping[str, float]) -> None:
+        """Write what validation after `step` found, `val_loss` and others that begin with `val_`, once.
 
         It has its own line, possibly before the step's: the ring validates before it goes on, and may fail in between.
         """
         if step not in self._validated:
             self._validated.add(step)
-            self.newest.val_loss = val_loss if math.isfinite(val_loss) else None
-            self._journal.append({"step": step, "val_loss": self.newest.val_loss})
+            finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
+            self.newest.val_loss = finite["val_loss"]
+            self._journal.append({"step": step, **finite})
 
     def losses_hex(self) -> list[str]:
         """The losses of steps 0, 1, ... Raises: RunFailed with the first step that is missing."""
@@ -207,11 +208,10 @@ class MetricsLog:
 
 
 def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """One mapping per committed step, in order, with `val_loss` where validated. Raises: JournalDamaged."""
+    """One mapping per committed step, in order, with `val_loss` and metrics where validated. Raises: JournalDamaged."""
     lines = list(read(Path(directory) / METRICS_NAME))
-    validated = {line["step"]: line["val_loss"] for line in lines if "loss_hex" not in line}
-    steps = [{**line, **({"val_loss": validated[line["step"]]} if line["step"] in validated else {})}
-             for line in lines if "loss_hex" in line]  # fmt: skip
+    validated = {line["step"]: line for line in lines if "loss_hex" not in line}
+    steps = [{**line, **validated.get(line["step"], {})} for line in lines if "loss_hex" in line]
     return sorted(steps, key=lambda line: int(line["step"]))
 
 

@@ -7,29 +7,96 @@ tensors, never a DTensor, so its step runs without a collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from elastic_ring.config import OptimConfig
 
-__all__ = ["OptimConfig", "OptimizerFactory", "learning_rate", "make_optimizer"]
+__all__ = ["OptimConfig", "OptimizerFactory", "Schedule", "learning_rate", "make_optimizer"]
 
-# Replaces `make_optimizer`: takes named local shards and returns an optimizer over exactly these.
+# Replaces `make_optimizer`: takes named local shards, without empty ones, and returns an optimizer over all or some.
 OptimizerFactory = Callable[[list[tuple[str, Tensor]]], torch.optim.Optimizer]
+Schedule = Callable[[int], float]
+"""The learning rate of a step, counted from 0: a pure function, the same in every process."""
+
+NUM_CHECKED_STEPS = 10_000
+NEED_WHOLE = frozenset({"Muon", "Shampoo", "DistributedShampoo", "SOAP", "Dion", "GaLoreAdamW", "KFACOptimizer"})
+NEED_CLOSURE = frozenset({"LBFGS"})
 
 
-def learning_rate(step: int, config: OptimConfig) -> float:
-    """The rate of a step (counted from 0): linear up to peak_lr over warmup_steps, then half a cosine to
-    min_lr.
+def learning_rate(step: int, config: OptimConfig, schedule: Schedule | None = None) -> float:
+    """The rate of a step (counted from 0): linear up to peak_lr over warmup_steps, then as `config.schedule` says.
 
-    The first step has peak_lr / warmup_steps, the last of total_steps has min_lr, and so has every later one.
+    The first step has peak_lr / warmup_steps, the last of total_steps has min_lr (with "constant" peak_lr), and so has
+    every later one. A `schedule` of one's own is asked instead; raises ValueError where it gives no rate.
     """
+    if schedule is not None:
+        return _checked(schedule, step)
     if step < config.warmup_steps:
         return config.peak_lr * (step + 1) / config.warmup_steps
-    progress = min(1.0, (step - config.warmup_steps + 1) / max(1, config.total_steps - config.warmup_steps))
-    return config.min_lr + (config.peak_lr - config.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    first, last = config.warmup_steps, config.total_steps
+    match config.schedule:
+        case "constant":
+            return config.peak_lr
+        case "wsd":
+            first = max(first, last - (config.decay_steps or max(1, last // 5)))
+    progress = min(1.0, max(0.0, (step - first + 1) / max(1, last - first)))
+    kept = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
+    return config.min_lr + (config.peak_lr - config.min_lr) * kept
+
+
+def _checked(schedule: Schedule, step: int) -> float:
+    rate: object = schedule(step)
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not math.isfinite(rate) or rate < 0:
+        raise ValueError(f"lr_schedule gives {rate!r} for step {step}: must be a finite number of 0 or more")
+    return float(rate)
+
+
+def check_schedule(schedule: Schedule | None, config: OptimConfig, num_steps: int) -> None:
+    """Raises ValueError for a function that gives no rate for some step, or stands beside a schedule by name."""
+    if schedule is None:
+        return
+    if config.schedule != "cosine":
+        raise ValueError(
+            f"lr_schedule and OptimConfig schedule={config.schedule!r} are both given: the function decides every "
+            "rate, so leave the name out"
+        )
+    for step in range(0, num_steps, max(1, num_steps // NUM_CHECKED_STEPS)):
+        _checked(schedule, step)
+
+
+def make_own_optimizer(factory: OptimizerFactory, local_shards: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    """What `factory` makes of the shards that have rows: some optimizers divide by a tensor's size.
+
+    Raises ValueError as `check_optimizer`.
+    """
+    named = [(name, tensor) for name, tensor in local_shards if tensor.numel()] or local_shards
+    made = factory(named)
+    check_optimizer(made, named)
+    return made
+
+
+def check_optimizer(optimizer: object, local_shards: Sequence[tuple[str, Tensor]]) -> None:
+    """Raises ValueError for an optimizer of one's own that cannot work on slices, or has other parameters than these.
+
+    It sees the rows of a parameter that this rank holds and steps without a collective. So its update of a row must not
+    need the other rows, or the result depends on how many ranks share the parameter.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer returned a {type(optimizer).__name__}: it must return a torch.optim.Optimizer")
+    named = {kind.__name__ for kind in type(optimizer).__mro__}
+    for names, why in ((NEED_WHOLE, "computes with whole matrices, and a rank holds some rows of each"),
+                       (NEED_CLOSURE, "computes the gradient several times in a step")):  # fmt: skip
+        for name in sorted(named & names):
+            raise ValueError(f"optimizer {name} {why}: take one that works element by element or row by row, such as "
+                             "AdamW, Adam, SGD, RMSprop, Adagrad or Lion")  # fmt: skip
+    own = {id(tensor): name for name, tensor in local_shards}
+    held = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    if any(key not in own for key in held) or len(set(held)) != len(held):
+        raise ValueError("the optimizer has other parameters than the shards that it was given: build it over exactly "
+                         "these tensors, each once")  # fmt: skip
 
 
 def make_optimizer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from elastic_ring.attention.layers import AttentionFn, LayerPatterns
 from elastic_ring.config import StepConfig
 from elastic_ring.data.source import SourceConfig
 from elastic_ring.model.loss import language_model_loss
-from elastic_ring.train.optim import OptimConfig, OptimizerFactory
+from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class TrainingTask:
     `model()` builds the module; it may be built on the meta device. `initial=None` takes the module's own
     initialisation under the run's seed, which holds the whole model in memory once per rank. `units` names
     the submodules that FSDP2 gathers one at a time; by default the items of the largest `ModuleList`.
-    `pattern` None is dense causal attention. `cost_model` is that of `layout="auto"`; None: an H200's.
+    `pattern` None is dense causal attention. `cost_model` is that of `layout="auto"`; None: an H200's. `metrics` are
+    functions like `loss`, for the held-out sequences. `lr_schedule` gives a step's rate in place of `optim`.
     """
 
     model: Callable[[], nn.Module]
@@ -83,6 +85,8 @@ class TrainingTask:
     units: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     pattern: LayerPatterns | None = None
     cost_model: CostModel | None = None
+    metrics: Mapping[str, LossFunction] = field(default_factory=dict)
+    lr_schedule: Schedule | None = None
 
 
 def check_parts(task: TrainingTask) -> None:
@@ -92,9 +96,9 @@ def check_parts(task: TrainingTask) -> None:
             f"model is a {type(task.model).__name__}, already built: give a class, a function or "
             "functools.partial(Model, settings) that builds it, since every worker builds its own"
         )
-    for name in ("model", "loss", "optimizer", "units"):
+    for name in ("model", "loss", "optimizer", "units", "lr_schedule"):
         part = getattr(task, name)
-        if not callable(part) and not (part is None and name in ("optimizer", "units")):
+        if not callable(part) and not (part is None and name in ("optimizer", "units", "lr_schedule")):
             raise ValueError(f"{name}={part!r}: give a function, or a class of a module that workers can import")
     if not all(hasattr(task.data, name) for name in ("open", "context_tokens")):
         raise ValueError(
@@ -103,6 +107,16 @@ def check_parts(task: TrainingTask) -> None:
         )
     if not isinstance(task.pattern, LayerPatterns | None):
         raise ValueError(f"pattern={task.pattern!r}: give a short form such as 'window:512', or LayerPatterns")
+    for name, metric in task.metrics.items():
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name == "loss" or not callable(metric):
+            raise ValueError(
+                f"metrics={{{name!r}: {metric!r}}}: give functions by names of small letters, digits and _, other than "
+                "loss"
+            )
+    if task.metrics and not task.step.val_every_steps:
+        raise ValueError(
+            f"metrics has {', '.join(task.metrics)}, and val_every_steps=0 never validates: set it above 0"
+        )
     if task.initial is not None and not hasattr(task.initial, "tensor"):
         raise ValueError(f"initial={task.initial!r}: give an object whose tensor(name, shape, rows) has first values")
 

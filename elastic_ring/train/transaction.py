@@ -35,7 +35,7 @@ from elastic_ring.state.shard import Counters, Shard
 from elastic_ring.train.abortable_collectives import make_abortable
 from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.layouts import Layouts
-from elastic_ring.train.optim import learning_rate, make_optimizer
+from elastic_ring.train.optim import learning_rate, make_optimizer, make_own_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.vote import Ballot, Outcome, count, start_vote
 from elastic_ring.train.wrap import ModuleMaker, full_shapes, local_params
@@ -292,12 +292,13 @@ class Transaction:
         assert self.shard is not None
         assert self._gradient is not None
         step, optim = outcome.vote.step, self.task.optim
+        rate = learning_rate(step, optim, self.task.lr_schedule)  # may be the user's code: before anything changes
         assert step == self.applied == self._gradient.step, (step, self.applied, self._gradient.step)
         self.unapplied, self.applying = outcome, True
         self._watch("apply", step)
         if not outcome.skip:
             self._gradient.flat.mul_(outcome.scale(optim.clip_norm))
-            self.shard.apply(self._gradient.views, learning_rate(step, optim))
+            self.shard.apply(self._gradient.views, rate)
         self._gradient.step = None
         self.shard.advance(skipped=outcome.skip)
         self.last, self.unapplied, self.applying = outcome.vote, None, False
@@ -317,24 +318,30 @@ class Transaction:
     # ------------------------------------------------------------ validation
 
     @torch.no_grad()
-    def validate(self, loader: Loader, num_sequences: int) -> float:
-        """Mean loss over held-out sequences, each ring taking its share; all ranks return the same bits."""
+    def validate(self, loader: Loader, num_sequences: int) -> dict[str, float]:
+        """`val_loss`, and `val_NAME` of each metric: means over held-out sequences, each ring taking its share.
+
+        All ranks return the same bits.
+        """
         assert self.model is not None
         assert self._groups is not None
-        sums = torch.zeros(2, dtype=torch.float64)
+        measures = {"loss": self.task.loss, **self.task.metrics}
+        sums = torch.zeros(len(measures), 2, dtype=torch.float64)
         self.model.eval()
         for index, sample_id in share(range(num_sequences), self._coordinate.dp_rank, self._mesh.dp):
             self._groups.check()
             piece = loader.load(sample_id, index, self.layout, self._coordinate.cp_rank)
-            loss, num_targets = self.task.loss(self.model, self._batch(piece, self._attention(piece, self.applied)))
-            sums += torch.tensor([float(loss), float(num_targets)], dtype=torch.float64)
+            for row, measure in enumerate(measures.values()):
+                total, number = measure(self.model, self._batch(piece, self._attention(piece, self.applied)))
+                sums[row] += torch.tensor([float(total), float(number)], dtype=torch.float64)
         self.model.train()
         rows = [torch.zeros_like(sums) for _ in range(self._mesh.size)]
         self._groups.world.allgather([rows], [sums]).wait()
-        total = torch.zeros_like(sums)
-        for row in rows:
-            total += row
-        return float(total[0] / total[1]) if total[1] else 0.0
+        summed = torch.zeros_like(sums)
+        for part in rows:
+            summed += part
+        return {f"val_{name}": float(summed[row, 0] / summed[row, 1]) if summed[row, 1] else 0.0
+                for row, name in enumerate(measures)}  # fmt: skip
 
     # ------------------------------------------------------------ parts
 
@@ -377,7 +384,7 @@ class Transaction:
         trained = {name for name, param in model.named_parameters() if param.requires_grad}
         named = [(name, tensor) for name, tensor in params.items() if name in trained]
         if self.task.optimizer is not None:
-            return self.task.optimizer(named)
+            return make_own_optimizer(self.task.optimizer, named)
         ndims = {name: len(shape) for name, shape in full_shapes(model).items()}
         return make_optimizer(named, self.task.optim, ndims)
 

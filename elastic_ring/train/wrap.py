@@ -6,6 +6,7 @@ gathered, and its groups no longer exist. The values stay in `state.Shard`.
 
 from __future__ import annotations
 
+import logging
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from elastic_ring.train.optim import check_optimizer
 from elastic_ring.train.task import TrainingTask
+
+log = logging.getLogger(__name__)
 
 
 class ModuleMaker:
@@ -162,6 +166,23 @@ def check_buildable(task: TrainingTask) -> None:
             "initialisation"
         ) from error
     _check_parameters(model)
+
+
+def check_own_optimizer(task: TrainingTask) -> None:
+    """Raises ValueError for an optimizer of one's own that cannot work on shards, tried on the meta device.
+
+    One that reads values when it is made is tried by the workers only.
+    """
+    if task.optimizer is None:
+        return
+    with torch.device("meta"):
+        params = [(name, param.detach()) for name, param in task.model().named_parameters() if param.requires_grad]
+    try:
+        made = task.optimizer(params)
+    except Exception as error:
+        log.debug("the optimizer could not be tried on the meta device: %s", error)
+        return
+    check_optimizer(made, params)
 
 
 def _check_parameters(model: nn.Module) -> None:

@@ -113,6 +113,8 @@ def tiny_trainer(
     gate: Path | None = None,
     gate_s: float = 0.3,
     callbacks: tuple[Callback, ...] = (),
+    optimizer: Any = None,
+    lr_schedule: Any = None,
     **scaling: Any,
 ) -> ElasticRingTrainer:
     """A run of a small decoder on the standard library's sources."""
@@ -125,7 +127,7 @@ def tiny_trainer(
         optim_config=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=steps),
         loss=partial(held_loss, gate, gate_s) if gate else loss,
         scaling_config=ScalingConfig(**options), run_config=run, initial=Initialiser(0, TINY.num_layers),
-        callbacks=callbacks,
+        callbacks=callbacks, optimizer=optimizer, lr_schedule=lr_schedule,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ray.conftest import Heard, fault_free
 
@@ -85,6 +86,21 @@ def test_each_other_rank_of_three_rings_may_die_too(train: Train, undisturbed: K
     summary = train("three-rings-more", dp=3, cp=3, spares=4, faults=THREE_RINGS_MORE)
     assert_same_bits(summary, reference)
     assert faults_of(summary) == [1, 2, 1]
+
+
+def adafactor(named: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor([tensor for _, tensor in named], lr=0.1)
+
+
+def halving(step: int) -> float:
+    return 0.1 * 0.5 ** (step // 2)
+
+
+@pytest.mark.slow
+def test_an_optimizer_and_a_schedule_of_ones_own_survive_a_kill_with_their_bits(train: Train) -> None:
+    own = {"optimizer": adafactor, "lr_schedule": halving, "steps": 6}
+    calm = train("own-calm", spares=0, **own)
+    assert_same_bits(train("own-struck", spares=1, faults="kill@step=3,phase=apply,rank=3", **own), calm)
 
 
 def test_a_frozen_a_stuck_and_a_leaving_process_are_replaced_without_changing_a_bit(

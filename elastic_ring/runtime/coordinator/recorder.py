@@ -88,7 +88,8 @@ class RunRecorder:
         many it compiled before."""
         for record in records:
             if "val_loss" in record:
-                self.metrics.validated(record["step"], record["val_loss"])
+                measured = {name: value for name, value in record.items() if name.startswith("val_")}
+                self.metrics.validated(record["step"], measured)
             elif "not_repeatable" in record:
                 self.recoveries.not_repeatable(record["step"], record["not_repeatable"])
             elif "compiled" in record:

@@ -355,9 +355,9 @@ class Member:
         if not config.val_every_steps or step == 0 or (step % config.val_every_steps and step != config.steps):
             return
         self._stamps.stamp(step, Phase.VALIDATE)
-        loss = self._transaction.validate(self._val_loader, config.num_val_sequences)
+        found = self._transaction.validate(self._val_loader, config.num_val_sequences)
         if self._groups is not None and self._groups.global_rank == 0:
-            self._publish([{"step": step - 1, "val_loss": loss}])
+            self._publish([{"step": step - 1, **found}])
 
     def _publish_nondeterminism(self, step: int) -> None:
         """Publish nondeterministic operators of this step; on GPUs also `deterministic=False`."""
@@ -391,7 +391,7 @@ class Member:
     def _record(self, outcome: Outcome, local: Local, step_s: float) -> None:
         assert self._groups is not None
         assert self._command is not None
-        lr = learning_rate(outcome.vote.step, self._spec.task.optim)
+        lr = learning_rate(outcome.vote.step, self._spec.task.optim, self._spec.task.lr_schedule)
         self.records.add(record_of(outcome, local, self._groups.mesh, self._command.generation, lr, step_s))
 
     def _send(self, through: int) -> None:

@@ -232,7 +232,7 @@ def check(me: Any) -> None:
     check_model(me.state.task, me.groups, me.state)
 
 
-def validate(me: Any) -> float:
+def validate(me: Any) -> dict[str, float]:
     return me.state.validate(me.state.loader, 2)
 
 

@@ -108,16 +108,16 @@ def test_what_comes_between_the_last_look_and_the_end_is_told_too(tmp_path: Path
 def test_a_validation_waits_for_its_step_and_what_is_not_finite_is_nan(tmp_path: Path, records: Records) -> None:
     callback = Hears()
     with telling(tmp_path, callback) as driver:
-        records.metrics.validated(0, float("nan"))
+        records.metrics.validated(0, {"val_loss": float("nan")})
         driver.tell()
         assert callback.heard == [("start", "first")]
         records.steps(0, 1)
-        records.metrics.validated(1, 2.25)
+        records.metrics.validated(1, {"val_loss": 2.25, "val_accuracy": 0.5})
         driver.tell()
     assert callback.heard[1] == 0
     assert callback.heard[2][0] == 0
     assert callback.heard[2][1]["val_loss"] != callback.heard[2][1]["val_loss"]
-    assert callback.heard[3:] == [1, (1, {"val_loss": 2.25}), "end"]
+    assert callback.heard[3:] == [1, (1, {"val_loss": 2.25, "val_accuracy": 0.5}), "end"]
 
 
 def test_recoveries_and_checkpoints_are_told_from_the_journal(tmp_path: Path, records: Records) -> None:

@@ -68,10 +68,10 @@ def test_times_of_hops_that_nobody_measured_are_null_and_come_back_as_none(tmp_p
 def test_a_validation_counts_once_and_may_come_before_its_step(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
         log.record(metrics(0))
-        log.validated(1, 2.5)
+        log.validated(1, {"val_loss": 2.5})
         log.record(metrics(1))
     with MetricsLog(tmp_path) as log:
-        log.validated(1, 9.0)
+        log.validated(1, {"val_loss": 9.0})
         assert log.last_step == 1
         assert len(log.losses_hex()) == 2
     assert [line["val_loss"] for line in read_metrics(tmp_path)] == [None, 2.5]

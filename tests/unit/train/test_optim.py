@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from elastic_ring.train.optim import OptimConfig, learning_rate, make_optimizer
+from elastic_ring.train.optim import (
+    OptimConfig,
+    check_optimizer,
+    check_schedule,
+    learning_rate,
+    make_optimizer,
+    make_own_optimizer,
+)
+from elastic_ring.train.wrap import check_own_optimizer
+from tests.unit.train.tiny_task import make_task
 
 CONFIG = OptimConfig(peak_lr=1.0, min_lr=0.1, warmup_steps=4, total_steps=24)
 
@@ -19,6 +31,32 @@ def test_the_rate_rises_to_the_peak_and_falls_to_the_minimum() -> None:
     assert len(set(rates[3:24])) == 21
     assert rates[13] == pytest.approx(0.55)
     assert rates[23:] == pytest.approx([0.1] * 17)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"schedule": "constant"}, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ({"schedule": "linear"}, [0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0, 0.0]),
+        ({"schedule": "wsd", "decay_steps": 2}, [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0]),
+        ({"schedule": "wsd"}, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]),
+        ({"schedule": "wsd", "decay_steps": 5}, [0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0, 0.0]),
+    ],
+)
+def test_schedules_by_name(settings: dict[str, Any], expected: list[float]) -> None:
+    """Two steps of warm-up, five more, and one beyond the end."""
+    config = OptimConfig(peak_lr=1.0, min_lr=0.0, warmup_steps=2, total_steps=7, **settings)
+    assert [learning_rate(step, config) for step in range(8)] == pytest.approx(expected)
+
+
+def test_a_schedule_of_ones_own_decides_every_rate_and_must_give_one() -> None:
+    assert [learning_rate(step, CONFIG, lambda step: 0.5**step) for step in range(3)] == [1.0, 0.5, 0.25]
+    check_schedule(lambda step: 0.1, CONFIG, 100)
+    for wrong in (math.nan, -1.0, None, "1e-3", True):
+        with pytest.raises(ValueError, match=r"lr_schedule gives .* for step 7: must be a finite number of 0 or more"):
+            check_schedule(lambda step, wrong=wrong: wrong if step == 7 else 0.1, CONFIG, 10)  # type: ignore[misc]
+    with pytest.raises(ValueError, match=r"lr_schedule and OptimConfig schedule='wsd' are both given"):
+        check_schedule(lambda step: 0.1, OptimConfig(schedule="wsd"), 10)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +86,8 @@ def test_the_ends_of_short_schedules(settings: dict[str, Any], first: float, las
         ({"eps": 0.0}, "eps=0.0"),
         ({"clip_norm": 0.0}, "clip_norm=0.0"),
         ({"max_skipped": -1}, "max_skipped=-1"),
+        ({"schedule": "step"}, "schedule='step'"),
+        ({"schedule": "wsd", "decay_steps": 1001}, "decay_steps=1001"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, Any], named: str) -> None:
@@ -87,6 +127,82 @@ def test_a_step_on_shards_is_bitwise_the_step_on_the_whole() -> None:
             tensors[0].grad = grads[0].clone()
             optimizer.step()
     assert torch.equal(torch.cat(pieces), whole)
+
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def tensors_of(named: Named) -> list[torch.Tensor]:
+    return [tensor for _, tensor in named]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda named: torch.optim.SGD(tensors_of(named), lr=0.1, momentum=0.9, nesterov=True),
+        lambda named: torch.optim.RMSprop(tensors_of(named), lr=0.1),
+        lambda named: torch.optim.Adagrad(tensors_of(named), lr=0.1),
+    ],
+    ids=["SGD", "RMSprop", "Adagrad"],
+)
+def test_an_elementwise_optimizer_gives_on_shards_the_bits_of_the_whole(make: Any) -> None:
+    torch.manual_seed(0)
+    whole, grad = torch.randn(7, 5), torch.randn(7, 5)
+    pieces = [whole[:3].clone(), whole[3:].clone(), torch.ones(0, 5)]
+    for tensors, grads in (([whole], [grad]), (pieces, [grad[:3], grad[3:], grad[:0]])):
+        named = [(str(number), tensor) for number, tensor in enumerate(tensors)]
+        optimizer = make(named)
+        check_optimizer(optimizer, named)
+        for _ in range(3):
+            for tensor, own in zip(tensors, grads, strict=True):
+                tensor.grad = own.clone()
+            optimizer.step()
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_an_optimizer_that_factors_its_statistics_steps_on_each_slice_for_itself() -> None:
+    torch.manual_seed(0)
+    """torch's fails on a tensor without elements, which a rank of a large ring may have."""
+    own = [("rows", torch.randn(3, 5)), ("no rows", torch.ones(0, 5)), ("norm", torch.ones(4))]
+    before = [tensor.clone() for _, tensor in own]
+    optimizer = make_own_optimizer(lambda named: torch.optim.Adafactor(tensors_of(named), lr=0.1), own)
+    for _, tensor in own:
+        tensor.grad = torch.randn_like(tensor)
+    optimizer.step()
+    assert all(bool(torch.isfinite(tensor).all()) for _, tensor in own)
+    assert [torch.equal(a, b) for a, (_, b) in zip(before, own, strict=True)] == [False, True, False]
+
+
+class DerivedMuon(torch.optim.Muon):
+    """A user's own kind of an optimizer that is refused."""
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda named: torch.optim.Muon(tensors_of(named)), "optimizer Muon computes with whole matrices"),
+        (lambda named: DerivedMuon(tensors_of(named)), "optimizer Muon computes with whole matrices"),
+        (lambda named: torch.optim.LBFGS(tensors_of(named)), "optimizer LBFGS computes the gradient several times"),
+        (lambda named: torch.optim.SGD([torch.ones(2)], lr=0.1), "has other parameters than the shards"),
+        (lambda named: named, r"optimizer returned a list: it must return a torch\.optim\.Optimizer"),
+    ],
+    ids=["Muon", "a kind of Muon", "LBFGS", "other tensors", "no optimizer"],
+)
+def test_what_cannot_work_on_slices_is_refused_by_name_before_anything_starts(make: Any, told: str) -> None:
+    named = [("matrix", torch.ones(4, 3))]
+    with pytest.raises(ValueError, match=told):
+        check_optimizer(make(named), named)
+    task = make_task(optimizer=make)
+    task = replace(task, model=partial(torch.nn.Linear, 3, 4, bias=False))
+    with pytest.raises(ValueError, match=told):
+        check_own_optimizer(task)
+
+
+def test_an_optimizer_that_reads_values_when_it_is_made_is_left_to_the_workers() -> None:
+    def reads(named: Named) -> torch.optim.Optimizer:
+        return torch.optim.SGD(tensors_of(named), lr=float(named[0][1].abs().max()))
+
+    check_own_optimizer(make_task(optimizer=reads))
 
 
 def test_groups_keep_the_given_order() -> None:

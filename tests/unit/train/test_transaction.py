@@ -82,6 +82,32 @@ def test_steps_on_a_mesh_are_those_of_plain_training(four: Membership, mesh: Mes
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
+def accuracy(model: Any, batch: Any) -> tuple[Tensor, int]:
+    """A metric of one's own: how many targets the model ranks first."""
+    logits = model(batch.tokens, positions=batch.positions, document_ids=batch.document_ids, attention=batch.attention)
+    counts = batch.targets != -100
+    return (logits.argmax(-1) == batch.targets)[counts].sum(), int(counts.sum())
+
+
+def validate(me: Any) -> dict[str, float]:
+    found: dict[str, float] = me.state.validate(me.state.loader, 3)
+    return found
+
+
+def test_a_metric_of_ones_own_is_the_same_on_every_rank_and_mesh(four: Membership) -> None:
+    task, found = make_task(metrics={"accuracy": accuracy}), []
+    for mesh in (ALONE, SQUARE):
+        ranks = range(mesh.size)
+        four.all(begin, four.meeting(), mesh, task, ranks=ranks)
+        four.all(run_steps, 2, ranks=ranks)
+        told = four.all(validate, ranks=ranks)
+        assert all(one == told[0] for one in told)
+        found.append(told[0])
+    assert list(found[0]) == ["val_loss", "val_accuracy"]
+    assert 0 < found[0]["val_accuracy"] < 1
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 def test_every_mesh_uses_the_same_samples(four: Membership) -> None:
     digests = []
     for mesh in (ALONE, RING, REPLICAS, SQUARE):
