@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_ring.attention.ring import ring_attention
-    from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig, Timeouts
+    from elastic_ring.config import CheckpointConfig, OptimConfig, RunConfig, ScalingConfig, StepConfig, Timeouts
     from elastic_ring.monitor.callbacks import Callback
-    from elastic_ring.monitor.result import Result
+    from elastic_ring.monitor.result import Checkpoint, Result
     from elastic_ring.train.task import Batch
     from elastic_ring.train.weights import load_weights
     from elastic_ring.trainer import ElasticRingTrainer
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "Callback",
+    "Checkpoint",
+    "CheckpointConfig",
     "ElasticRingTrainer",
     "OptimConfig",
     "Result",
@@ -37,6 +39,8 @@ def __getattr__(name: str) -> Any:
     homes = {
         "Batch": "elastic_ring.train.task",
         "Callback": "elastic_ring.monitor.callbacks",
+        "Checkpoint": "elastic_ring.monitor.result",
+        "CheckpointConfig": "elastic_ring.config",
         "ElasticRingTrainer": "elastic_ring.trainer",
         "OptimConfig": "elastic_ring.config",
         "Result": "elastic_ring.monitor.result",

@@ -75,7 +75,9 @@ class Timeouts:
     boundary_s: PositiveSeconds = 600.0
     """From a boundary request to the boundary."""
     finalize_s: PositiveSeconds = 600.0
-    """Gathering and writing the weights."""
+    """Gathering and writing the weights, and the last checkpoint's end."""
+    restore_s: PositiveSeconds = 1800.0
+    """Reading a checkpoint, beside build_s."""
     collective_s: PositiveSeconds = 900.0
     """One exchange between workers."""
     lease_s: PositiveSeconds = 60.0
@@ -102,6 +104,7 @@ class Timeouts:
             ("build_s", "boundary_s"),
             ("heart_cap_s", "collective_s"),
             ("build_s", "collective_s"),
+            ("build_s", "restore_s"),
         )
         for shorter, longer in ordered:
             if getattr(self, shorter) >= getattr(self, longer):
@@ -272,6 +275,44 @@ class OptimConfig:
 
 
 @settings
+class CheckpointConfig:
+    """Durable checkpoints in the run's storage: how often, and how many are kept.
+
+    Without `every_steps` and `every_s` the run chooses the interval itself, from what a checkpoint costs and how often
+    members are lost (Young, CACM 1974; Daly, FGCS 2006), and logs it.
+    """
+
+    _prefix: ClassVar[str] = "checkpoint."
+    _instead: ClassVar[Mapping[str, str]] = {
+        "num_to_keep": "use keep_last",
+        "checkpoint_frequency": "use every_steps",
+        "checkpoint_at_end": "the weights are written at the end; use every_steps for a checkpoint at the last step",
+        "checkpoint_score_attribute": "checkpoints are kept by their age: use keep_last and keep_every",
+    }
+
+    every_steps: NonNegativeInt | None = None
+    """Steps between checkpoints; 0 for none at all."""
+    every_s: PositiveSeconds | None = None
+    """Seconds between checkpoints, in place of every_steps."""
+    keep_last: PositiveInt = 2
+    """The newest that are kept."""
+    keep_every: NonNegativeInt = 0
+    """Kept beside these for good: those of steps that are multiples of this; 0 for none."""
+    fail_after_s: PositiveSeconds | None = None
+    """End the run when no checkpoint could be written for this long; None: train on and log it."""
+
+    def __post_init__(self) -> None:
+        if self.every_steps is not None and self.every_s is not None:
+            raise ValueError(
+                f"checkpoint.every_steps={self.every_steps} and checkpoint.every_s={self.every_s}: give one of them"
+            )
+
+    @property
+    def is_on(self) -> bool:
+        return self.every_steps != 0
+
+
+@settings
 class RunConfig:
     """The run's name, its folder, its timeouts and, for drills, its planned faults.
 
@@ -282,7 +323,6 @@ class RunConfig:
 
     _instead: ClassVar[Mapping[str, str]] = {
         "failure_config": "every failure is recovered from; set crash_loop_limit and user_error_limit for when to stop",
-        "checkpoint_config": "there are no durable checkpoints yet; the final weights are Result.weights",
         "callbacks": "give them to the trainer: ElasticRingTrainer(..., callbacks=[...])",
         "verbose": "set progress=False to hide the progress line",
         "storage_filesystem": "give a storage_path that every node sees",
@@ -298,6 +338,13 @@ class RunConfig:
     """Where the run's folder is made; every node must see it."""
     run_dir: Annotated[str | None, BeforeValidator(_path_as_text)] = None
     """The run's folder itself, in place of storage_path/name."""
+    checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Durable checkpoints."""
+    resume: Annotated[
+        str, Field(min_length=1), Must("auto, never, a step such as 1200, or the path of a checkpoint")
+    ] = "auto"
+    """Where to begin: auto (the newest checkpoint of this run that verifies, else step 0), never (step 0), a step
+    that has a checkpoint, or the path of a run's checkpoint."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     faults: Annotated[tuple[Fault, ...], BeforeValidator(_faults), Must("a schedule as text, or a tuple of Fault")] = ()
     """Planned faults: kill@step=21,phase=backward,rank=3; freeze@step=30"""
@@ -331,6 +378,11 @@ class RunConfig:
     @property
     def folder(self) -> Path:
         return Path(self.run_dir or Path(self.storage_path, self.name))
+
+    @property
+    def storage_uri(self) -> str:
+        """Where the run's checkpoints are: its folder."""
+        return str(self.folder)
 
 
 def check_lasting(folder: Path) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, Never, Self
 
 import ray
 from torch import nn
@@ -46,11 +46,13 @@ from elastic_ring.monitor.metrics import (
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.monitor.result import Result
 from elastic_ring.runtime.coordinator.actor import Coordinator
-from elastic_ring.runtime.coordinator.run_spec import RunSpec
+from elastic_ring.runtime.coordinator.checkpoints import Resume, find_resume
+from elastic_ring.runtime.coordinator.run_spec import RunSpec, identity_digest, is_finished
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.cluster import NAMESPACE, WORKER_ENVIRONMENT, actor_name, room, worker_environment
 from elastic_ring.runtime.driver.session import interruptible, lease, ray_session
 from elastic_ring.runtime.worker.env_fingerprint import versions
+from elastic_ring.state.checkpoint import located
 from elastic_ring.train.check_pattern import check_pattern
 from elastic_ring.train.compiling import check_compiles
 from elastic_ring.train.layouts import AUTO, Layouts, check_layers
@@ -144,6 +146,24 @@ class ElasticRingTrainer:
                 "set both to the same"
             )
 
+    @classmethod
+    def restore(cls, path: str, model: Callable[[], nn.Module], data: SourceConfig, **settings: Any) -> Self:
+        """A trainer whose run begins at a checkpoint: `path` is that of a run, or of one of its checkpoints.
+
+        The other arguments are those of the trainer. A `run_config` keeps its own name and storage; without one the
+        run goes on under its name in its storage. Raises ValueError as the constructor does.
+        """
+        storage, folder = located("", path.rstrip("/"))
+        whole = storage or path.rstrip("/")
+        run = settings.pop("run_config", None)
+        if run is None:
+            before, _, name = whole.rpartition("/")
+            resume = folder.split("/")[1].removeprefix("step-").lstrip("0") or "0" if storage else "auto"
+            run = RunConfig(name=name, storage_path=before, resume=resume)
+        else:
+            run = replace(run, resume=path)
+        return cls(model, data, run_config=run, **settings)
+
     def fit(self) -> Result:
         """Train to the last step, recovering from failures on the way. Blocks.
 
@@ -159,6 +179,7 @@ class ElasticRingTrainer:
         fingerprint = open_source(self.task.data).fingerprint
         training_order(self.task)
         check_writable(self.run_config.folder)
+        self._resume()
         check_buildable(self.task)
         check_own_optimizer(self.task)
         check_layers(self.task)
@@ -172,7 +193,8 @@ class ElasticRingTrainer:
         if self.scaling_config.device == "cuda":
             log.warning("device='cuda': runs on one host of several GPUs only, so far; see Limits in the README")
         if self.scaling_config.dp == 1:
-            log.warning("dp=1: no other ring holds the state, so the next loss of a worker ends the run; dp=2 heals it")
+            then = "goes back to the last checkpoint" if self.run_config.checkpoint_config.is_on else "ends the run"
+            log.warning("dp=1: no other ring holds the state, so the next loss of a worker %s; dp=2 heals it", then)
         with ray_session(self.scaling_config):
             attempt = secrets.token_hex(8)
             with interruptible(self.run_config, attempt) as followed:
@@ -199,14 +221,38 @@ class ElasticRingTrainer:
                     f"not {self.run_config.name!r}: "
                     "choose another run_dir, or submit it under its own name to go on"
                 )
+            same = config.get("identity", config["digest"])  # earlier versions recorded no identity
             attach.refuse_other_settings(
-                self.run_config, config["digest"], self._digest, f"its folder {self.run_config.folder}",
-                attach.differences(config, self._config()),
+                self.run_config, same, self._identity if "identity" in config else self._digest,
+                f"its folder {self.run_config.folder}", attach.differences(config, self._config()),
             )  # fmt: skip
-        path = self.run_config.folder / SUMMARY_NAME
-        if not path.exists():
+        if not is_finished(self.run_config, self.task.step.steps):
             return None
-        return self._good(json.loads(path.read_text()))
+        return self._good(json.loads((self.run_config.folder / SUMMARY_NAME).read_text()))
+
+    @property
+    def _identity(self) -> dict[str, str]:
+        """What a resumed run must share with the one that wrote its checkpoint, by name."""
+        task, code = self.task, self._code()
+        step = {name: getattr(task.step, name) for name in ("seed", "global_batch", "context_tokens", "param_dtype")}
+        step["num_val_sequences"] = task.step.num_val_sequences if task.step.val_every_steps else 0
+        found = {f"step.{name}": value for name, value in step.items()}
+        found |= {f"optim.{name}": value for name, value in vars(task.optim).items()}
+        found |= {
+            **code,
+            "data": described(task.data),
+            "pattern": "" if task.pattern is None else task.pattern.identity,
+        }
+        return {name: str(value) for name, value in found.items()}
+
+    def _resume(self) -> Resume:
+        """Where this submission begins. Raises ValueError for what cannot be resumed, and where nothing can be read."""
+        try:
+            return find_resume(self.run_config, identity_digest(self._identity), self._identity)
+        except errors.StorageFailed as error:
+            raise ValueError(f"storage_path={self.run_config.storage_uri!r}: {error}") from error
+        except errors.CheckpointDamaged as error:
+            raise ValueError(f"resume={self.run_config.resume!r}: {error}") from error
 
     @property
     def _digest(self) -> str:
@@ -260,12 +306,17 @@ class ElasticRingTrainer:
         if found is not None:
             return found, False
         # A coordinator writes the summary before it exits: without one, it is gone for another reason.
-        if (self.run_config.folder / SUMMARY_NAME).exists():
+        if is_finished(self.run_config, self.task.step.steps):
             return None, False
         attach.refuse_if_written_to(self.run_config)
         room(self.scaling_config)
         run = self._run_with_environment()
-        run_spec = RunSpec(run, self.scaling_config, self.task, attempt, self._digest, time.time(), fingerprint)
+        resume = self._resume()
+        if resume.checkpoints:
+            log.info("run %s resumes at step %d from %s", run.name, resume.step, resume.resumed_from[-1]["path"])
+        run_spec = RunSpec(
+            run, self.scaling_config, self.task, attempt, self._digest, time.time(), fingerprint, self._identity, resume
+        )
         made = (
             ray.remote(Coordinator)
             .options(
@@ -309,7 +360,14 @@ class ElasticRingTrainer:
         given = {name: str(value) for name, value in own.items() if value is not None}
         shown["data"]["source"] = type(self.task.data).__qualname__
         found = versions(self.scaling_config.device)
-        return {"digest": self._digest, **shown, "code": self._code(), **given, "versions": found}
+        return {
+            "digest": self._digest,
+            "identity": self._identity,
+            **shown,
+            "code": self._code(),
+            **given,
+            "versions": found,
+        }
 
     # ------------------------------------------------------------ following
 

@@ -15,6 +15,7 @@ COMMANDS = {
     "metrics": ("elastic_ring.cli.metrics", "print the table of exported metrics"),
     "drain": ("elastic_ring.cli.drain", "drain a node and wait until no run has a worker there"),
     "plan": ("elastic_ring.cli.plan", "print what a run needs, and start nothing"),
+    "drill": ("elastic_ring.cli.drill", "break a run on this machine and show that it goes on"),
     "tune": ("elastic_ring.tuning.search", "search sparse patterns by quality, time and bytes"),
     "data": ("elastic_ring.cli.data", "prepare documents as token shards for training"),
     "export": ("elastic_ring.cli.export", "write a run's final weights as transformers loads them"),

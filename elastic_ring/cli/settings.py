@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import tyro
 
-from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig, Timeouts
+from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.model.config import ModelConfig, preset
 from elastic_ring.validation import from_plain, settings, unknown_setting
 
@@ -81,6 +81,8 @@ PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
     "70b": partial(on_gpus, "70b", 32, 2, 524_288),
     "1t": partial(on_gpus, "1t", 512, 2, 1_048_576),
 }
+NESTED = {"timeouts", "checkpoint_config"}
+"""Settings of RunConfig that have settings of their own."""
 NONE = "none"
 """What stands for None in a TOML file, which has no such value."""
 
@@ -95,7 +97,9 @@ SHORT = {
     "min_dp": "scaling.min_dp", "steps": "step.steps", "seed": "step.seed", "global_batch": "step.global_batch",
     "context": "step.context_tokens", "val_every": "step.val_every_steps", "layout": "step.layout",
     "kernel": "step.kernel", "faults": "run.faults", "align_tokens": "data.align_tokens", "run_name": "run.name",
-    "run_dir": "run.run_dir",
+    "run_dir": "run.run_dir", "storage_path": "run.storage_path", "resume": "run.resume",
+    "checkpoint_every_steps": "run.checkpoint_config.every_steps",
+    "checkpoint_keep_last": "run.checkpoint_config.keep_last",
 }  # fmt: skip
 
 
@@ -157,6 +161,14 @@ class ShortFlags:
     """One name, one run: the same name again follows the run or goes on with it (train-1t-PRESET)."""
     run_dir: str | None = None
     """The run's folder, which every node must see (runs/RUN_NAME)."""
+    storage_path: str | None = None
+    """Where the run's folder RUN_NAME is made (runs)."""
+    resume: str | None = None
+    """Where to begin: auto (the newest checkpoint that verifies), never, a step, or the path of a checkpoint."""
+    checkpoint_every_steps: int | None = None
+    """Steps between checkpoints, 0 for none; by time if left out."""
+    checkpoint_keep_last: int | None = None
+    """How many of the newest checkpoints are kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,8 +242,11 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     flags, given = _parse_flags(argv, plain, name)
     short = {key: value for key, value in vars(flags).items() if key in SHORT and value is not None}
     for key, value in short.items():
-        section, setting = SHORT[key].split(".")
-        given[section][setting] = value
+        *path, setting = SHORT[key].split(".")
+        place = given
+        for part in path:
+            place = place[part]
+        place[setting] = value
     if flags.cpus_per_worker is not None:
         given["scaling"]["resources_per_worker"] = {"CPU": flags.cpus_per_worker}
     for flag, setting in (("offload_activations", "offload_activations"), ("compile", "compile_blocks")):
@@ -301,21 +316,22 @@ def _check_keys(cls: Any, table: object, prefix: str, path: Path) -> None:
     for key, value in table.items():
         if key not in known:
             raise ValueError(f"--config {path}: {unknown_setting(prefix[:-1], key, known)}")
-        if key == "timeouts":
-            _check_keys(Timeouts, value, f"{prefix}timeouts.", path)
+        if key in NESTED:
+            _check_keys(_type_of(cls, key), value, f"{prefix}{key}.", path)
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     both = {**base, **over}
-    if "timeouts" in both:
-        both["timeouts"] = {**base["timeouts"], **over.get("timeouts", {})}
+    for name in NESTED & base.keys():
+        both[name] = {**base[name], **over.get(name, {})}
     return both
 
 
 def _with_none(cls: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
     """With None where "none" stands for it."""
     optional = {name for name in plain if type(None) in get_args(_type_of(cls, name))}
-    return {name: None if value == NONE and name in optional else value for name, value in plain.items()}
+    found = {name: None if value == NONE and name in optional else value for name, value in plain.items()}
+    return found | {name: _with_none(_type_of(cls, name), plain[name]) for name in NESTED & plain.keys()}
 
 
 def _parse_flags(argv: Sequence[str], plain: dict[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
@@ -338,7 +354,7 @@ def _flags_of(cls: Any, plain: Mapping[str, Any]) -> Any:
     for name, spec in cls.__pydantic_fields__.items():
         kind, default = spec.annotation, plain.get(name)
         says = (spec.description or "").replace("\n", " ")
-        if name == "timeouts":
+        if name in NESTED:
             kind = _flags_of(kind, plain[name])
             fields.append((name, kind, dataclasses.field(default_factory=kind)))
             continue

@@ -98,6 +98,10 @@ def trouble(ctx: Transition, event: MemberFailed) -> None:
     if event.kind == "device":
         lost(ctx, phases.kill_broken(ctx, event))
         return
+    if event.kind == "checkpoint" and phase.order.restore is not None:
+        recovery.drop_checkpoint(ctx, phase.order, event)
+        give_up(ctx, f"{event.worker} cannot use the checkpoint of step {event.step}")
+        return
     why = f"{event.worker} reports {event.kind} trouble in step {event.step}"
     if event.kind == "user":
         ctx.edit_phase(incident=phases.noted(phase.incident, event))
@@ -107,7 +111,7 @@ def trouble(ctx: Transition, event: MemberFailed) -> None:
 
 
 def expire(ctx: Transition) -> None:
-    """Send the order again after half of `build_s`. At the deadline give up this attempt.
+    """Send the order again at `ask_again_at`. At the deadline give up this attempt.
 
     One stuck member blocks all others in the rendezvous, so a missing answer does not show who is stuck. A silent
     member is killed here only if every shard has another member that resumed. A stuck member does not answer the
@@ -120,10 +124,11 @@ def expire(ctx: Transition) -> None:
         answered = {
             rank % phase.membership.mesh.cp for rank, w in enumerate(phase.membership.members) if w in phase.resumed
         }
+        limit_s = ctx.options.build_s + (ctx.options.restore_s if phase.order.restore is not None else 0.0)
         if len(answered) == phase.membership.mesh.cp:
-            ctx.kill(ctx.ready_among(silent), f"did not resume within {ctx.options.build_s} s")
-        _again(ctx, f"{len(silent)} member(s) did not resume within {ctx.options.build_s} s")
-    elif ctx.now >= phase.deadline - ctx.options.build_s / 2 and not phase.asked_again:
+            ctx.kill(ctx.ready_among(silent), f"did not resume within {limit_s} s")
+        _again(ctx, f"{len(silent)} member(s) did not resume within {limit_s} s")
+    elif ctx.now >= phase.ask_again_at and not phase.asked_again:
         for worker in ctx.ready_among(silent):
             ctx.send(replace(phase.order, worker=worker))
         ctx.edit_phase(asked_again=True)

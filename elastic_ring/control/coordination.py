@@ -13,6 +13,7 @@ from typing import Any
 from elastic_ring.control import building, phases, reconnect, recovery, worker_pool
 from elastic_ring.control.messages import (
     BuildFailed,
+    CheckpointsKnown,
     Command,
     CoordinatorStarted,
     DrainRequested,
@@ -171,6 +172,7 @@ _EVERYWHERE: dict[type, Handler] = {
     WorkerLost: _worker_lost,
     DrainRequested: _drain,
     Status: reconnect.late_ready,
+    CheckpointsKnown: recovery.checkpoints_known,
     Tick: _tick,
 }
 
@@ -247,18 +249,19 @@ def _settle(ctx: Transition) -> None:
         recovery.try_form(ctx)
     if isinstance(ctx.phase, Forming) and ctx.state.last_change is None:
         worker_pool.refuse_if_nobody_starts(ctx)
-    if _may_start_workers(ctx):
+    allowed_at = _may_start_workers_at(ctx.state)
+    if allowed_at is not None and ctx.now >= allowed_at:
         worker_pool.fill_slots(ctx)
 
 
-def _may_start_workers(ctx: Transition) -> bool:
-    """False during a recovery and for `restart_delay_s` after it: a starting process takes CPU and disk from it."""
-    phase, change = ctx.phase, ctx.state.last_change
-    if isinstance(phase, Closing):
-        return bool(phase.waiting)
+def _may_start_workers_at(state: State) -> float | None:
+    """From when on workers may be started; None during a recovery: a starting process takes CPU and disk from it."""
+    phase, change = state.phase, state.last_change
+    if isinstance(phase, Ended | Building) or (isinstance(phase, Closing) and not phase.waiting):
+        return None
     if isinstance(phase, Running) and change is not None and change.resumed_at is not None:
-        return ctx.now >= change.resumed_at + ctx.options.restart_delay_s
-    return not isinstance(phase, Ended | Building)
+        return change.resumed_at + state.options.restart_delay_s
+    return 0.0
 
 
 def next_deadline(state: State) -> float | None:
@@ -266,7 +269,9 @@ def next_deadline(state: State) -> float | None:
     if isinstance(state.phase, Idle | Ended):
         return None
     due = [worker.deadline for worker in state.workers.values() if worker.status != "ready"]
-    due += worker_pool.start_deadlines(state)
+    # Where nobody may be started, a backoff that is over must not tick without end.
+    allowed_at = _may_start_workers_at(state)
+    due += [max(at, allowed_at) for at in worker_pool.start_deadlines(state)] if allowed_at is not None else []
     due += _phase_deadlines(state)
     return min(due, default=None)
 
@@ -275,7 +280,7 @@ def _phase_deadlines(state: State) -> list[float]:
     phase, options = state.phase, state.options
     match phase:
         case Building():
-            return [phase.deadline if phase.asked_again else phase.deadline - options.build_s / 2]
+            return [phase.deadline if phase.asked_again else phase.ask_again_at]
         case Reconnecting():
             return [phase.deadline if phase.asked_again else phase.deadline - options.hello_s / 2]
         case Closing() if phases.silent_members(state):
@@ -292,5 +297,9 @@ def _phase_deadlines(state: State) -> list[float]:
             if len(able_to_form(state)) // options.cp < options.min_dp:
                 return []
             # A worker that shows progress in starting has its own deadline.
-            return [] if visibly_starting(state) else [phase.since + options.start_s]
+            if visibly_starting(state):
+                return []
+            anyone = any(worker.status == "starting" for worker in state.workers.values())
+            soon = phase.incident is not None and not anyone
+            return [phase.since + (options.spare_grace_s if soon else options.start_s)]
     return []

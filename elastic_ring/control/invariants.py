@@ -14,6 +14,7 @@ from elastic_ring.control.coordination import Decision
 from elastic_ring.control.messages import (
     Build,
     BuildFailed,
+    Checkpoint,
     EndRun,
     Event,
     Finalized,
@@ -44,7 +45,7 @@ def check(before: State, event: Event, decision: Decision) -> None:
     builds = [command for command in decision.commands if isinstance(command, Build)]
     _agreement(before, after, builds, decision)
     _stale(before, event, decision)
-    _committed(before, after, builds)
+    _committed(before, event, after, builds)
     if builds and builds[0].generation > (before.last_change.generation if before.last_change else 0):
         reports = _reports(before, event)
         _verified(builds[0], reports)
@@ -86,14 +87,31 @@ def _stale(before: State, event: Event, decision: Decision) -> None:
         require(decision.state is before and not decision.commands, 2, f"stale {type(event).__name__} had effect")
 
 
-def _committed(before: State, after: State, builds: list[Build]) -> None:
-    require(after.committed >= before.committed, 3, "the number of committed steps went down")
+def _committed(before: State, event: Event, after: State, builds: list[Build]) -> None:
+    restored = bool(builds) and builds[0].restore is not None
+    require(restored or after.committed >= before.committed, 3, "the number of committed steps went down")
     for build in builds:
+        if build.restore is not None:
+            _restored(before, after, build, build.restore, _reports(before, event))
+            continue
         known = max(before.committed, after.committed)
         require(build.step >= known, 3, f"step {build.step} is to run although {known} steps are committed")
         require(not build.fresh or known == 0, 3, "a fresh start although a step is committed")
         if build.roll_forward is not None:
             require(build.roll_forward.step == build.step - 1, 3, "a vote of another step travels")
+
+
+def _restored(before: State, after: State, build: Build, restore: Checkpoint, reports: Mapping[str, Report]) -> None:
+    """Only who holds nothing goes back, and no further than to the newest checkpoint. An order sent again is none."""
+    if isinstance(before.phase, Building) and before.phase.order.restore == restore:
+        return
+    require(build.fresh and build.step == restore.step, 3, "a checkpoint of another step than the one that is to run")
+    newest = max([before.committed, *(report.applied for report in reports.values())])
+    live = {name for name, worker in after.workers.items() if worker.status == "ready"}
+    held = {r.shard for name, r in reports.items() if name in live and r.healthy and r.applied == newest}
+    require(len(held - {None}) < build.mesh.cp, 3, "a checkpoint is taken although every shard has a holder")
+    require(restore == after.checkpoints[-1], 3, f"the checkpoint of step {restore.step} is not the newest")
+    require(restore.folder not in after.damaged, 5, f"{restore.folder} did not verify")
 
 
 def _reports(before: State, event: Event) -> Mapping[str, Report]:

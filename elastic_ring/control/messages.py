@@ -30,6 +30,15 @@ class Vote:
     membership_id: tuple[int, int] = (0, 0)
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A durable checkpoint: the state after `step` steps, in `folder` of the run's storage, written on `mesh`."""
+
+    step: int
+    folder: str
+    mesh: Mesh
+
+
 # ---------------------------------------------------------------- events
 
 
@@ -121,8 +130,8 @@ class MemberFailed:
     `kind`: `peer` (an exchange failed: all abort, but it does not show which peer died), `user` (the model, loss or
     data raised; `detail` is the traceback), `device` (this worker's device failed or lacked memory for a newcomer: the
     worker is killed and replaced), `skipped` (too many skipped steps), `check` (the start-up check refused the model,
-    or the weights could not be written). `step` is the step that ran or that the ring was built for, not the worker's
-    own count: a newcomer has applied none.
+    or the weights could not be written), `checkpoint` (the checkpoint of this build cannot be used; `detail` says why).
+    `step` is the step that ran or that the ring was built for, not the worker's own count: a newcomer has applied none.
     """
 
     cause: str
@@ -217,6 +226,14 @@ class Status:
 
 
 @dataclass(frozen=True)
+class CheckpointsKnown:
+    """The checkpoints that count, by step. Sent when a coordinator starts, and whenever one is added or removed."""
+
+    cause: str
+    checkpoints: tuple[Checkpoint, ...]
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed: check the deadlines."""
 
@@ -239,6 +256,7 @@ Event = (
     | BuildFailed
     | Finalized
     | Status
+    | CheckpointsKnown
     | Tick
 )
 
@@ -307,7 +325,7 @@ class Build:
     """Rendezvous under (term, generation), build the groups, roll forward, heal, train on.
 
     `members[global_rank]` is the worker of that rank; `step` runs next. Members still at `step - 1` first apply the
-    vote `roll_forward`. `fresh`: no state exists; initialise from the seed.
+    vote `roll_forward`. `fresh`: no state exists; it comes from the checkpoint `restore`, or from the seed without one.
     """
 
     cause: str
@@ -320,6 +338,7 @@ class Build:
     roll_forward: Vote | None
     heals: tuple[Heal, ...]
     fresh: bool
+    restore: Checkpoint | None = None
 
 
 @dataclass(frozen=True)

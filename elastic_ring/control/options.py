@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-RECOVERY_OPTIONS = ("holder", "copy", "checkpoint")
-"""Sources of the state of a `cp_rank`, best first. Only live holders exist in every run."""
-
 
 @dataclass(frozen=True)
 class ControlOptions:
     """Settings of one run. `dp`, `cp`, `spares` are the wanted sizes; the mesh has `min_dp` to `max_dp` rings.
 
     Timeouts, all in seconds: `report_s` for a member to answer `Stop` and for a killed worker to be gone; `build_s` to
-    build the groups; `start_s` for a worker to be ready or to show progress; `start_max_s` to be ready in spite of
-    progress; `hello_s` to answer a new coordinator; `boundary_s` from a boundary request until all members have
-    paused; `finalize_s` to write the weights.
+    build the groups; `restore_s` to read a checkpoint beside that; `start_s` for a worker to be ready or to show
+    progress; `start_max_s` to be ready in spite of progress; `hello_s` to answer a new coordinator; `boundary_s` from a
+    boundary request until all members have paused; `finalize_s` to write the weights.
     Delays, all in seconds: `spare_grace_s` that the first formation waits for spares; `grow_delay_s` without a change
     of the worker pool before the mesh grows; `backoff_s` before the next start on a node whose workers fail to start,
     or the next try to write the weights; `restart_delay_s` from the end of a recovery to the start of replacements.
@@ -47,7 +44,7 @@ class ControlOptions:
     build_failure_limit: int = 10
     round_limit: int = 25
     finalize_limit: int = 3
-    recovery_options: tuple[str, ...] = ()
+    restore_s: float = 1800.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -66,7 +63,7 @@ class ControlOptions:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.spares < 0:
             raise ValueError(f"spares={self.spares}: must not be negative; 0 means that a loss shrinks the mesh")
-        for name in ("report_s", "build_s", "start_s", "hello_s", "boundary_s", "finalize_s", "backoff_s"):
+        for name in ("report_s", "build_s", "start_s", "hello_s", "boundary_s", "finalize_s", "backoff_s", "restore_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be a positive number of seconds")
         for name in ("spare_grace_s", "grow_delay_s", "restart_delay_s"):
@@ -78,11 +75,6 @@ class ControlOptions:
             raise ValueError(f"min_dp={self.min_dp} with dp={self.dp}: lower min_dp or ask for more rings")
         if self.max_dp is not None and self.max_dp < self.dp:
             raise ValueError(f"max_dp={self.max_dp} with dp={self.dp}: raise max_dp or leave it out")
-        unknown = [option for option in self.recovery_options if option not in RECOVERY_OPTIONS[1:]]
-        if unknown:
-            raise ValueError(
-                f"recovery_options={self.recovery_options}: {unknown} not known; allowed are {RECOVERY_OPTIONS[1:]}"
-            )
 
     @property
     def dp_limit(self) -> int:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from elastic_ring.control.gpu_capacity import placeable
 from elastic_ring.control.messages import Heal
-from elastic_ring.control.options import RECOVERY_OPTIONS
 from elastic_ring.mesh import Mesh
 
 
@@ -82,11 +81,6 @@ class NoHolder:
     """These `cp_rank`s have no verified holder."""
 
     cp_ranks: tuple[int, ...]
-
-
-def next_recovery_option(available: Sequence[str]) -> str | None:
-    """The best recovery option after a live holder that this run has; None if there is none."""
-    return next((option for option in RECOVERY_OPTIONS[1:] if option in available), None)
 
 
 def plan(situation: Situation) -> Plan | NotEnoughWorkers | NoHolder:

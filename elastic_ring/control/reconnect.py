@@ -134,7 +134,7 @@ def settle(ctx: Transition) -> None:
 def _conclude(ctx: Transition, phase: Reconnecting) -> None:
     before = phase.before
     if isinstance(before, Forming):
-        ctx.enter(Forming(ctx.now))
+        ctx.enter(Forming(ctx.now, incident=before.incident))
         ctx.explain("nothing had been built; forming goes on")
         return
     membership = before.membership

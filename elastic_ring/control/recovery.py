@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from elastic_ring.control import crash_loop, policy, quorum
-from elastic_ring.control.messages import Build, Report, Standby, Vote, WorkerLost
+from elastic_ring.control.messages import (
+    Build,
+    Checkpoint,
+    CheckpointsKnown,
+    MemberFailed,
+    Report,
+    Standby,
+    Vote,
+    WorkerLost,
+)
 from elastic_ring.control.state import (
     Building,
     Change,
@@ -180,29 +189,62 @@ def _nobody_holds(
     ctx: Transition, membership: Membership, incident: Incident, no_holder: policy.NoHolder, step: int
 ) -> None:
     if step == 0 and ctx.state.committed == 0:
-        ctx.explain("no step was ever committed: a fresh start")
-        for worker in ctx.ready_among(membership.everyone):
-            ctx.send(Standby(ctx.cause, worker, ctx.state.term, ctx.state.generation))
-        ctx.enter(Forming(ctx.now))
+        _begin_again(ctx, membership, None, "no step was ever committed: a fresh start")
         return
     # Its result was voted, and applying it raised on every holder: in the step itself, or in the build after it.
     if incident.raised_step in (step - 1, step) and not incident.lost:
         told = f"{ctx.state.user_detail}\nraised in the apply of step {step - 1}, on every holder"
         ctx.end("UserCodeFailed", told, step=step - 1)
         return
-    option = policy.next_recovery_option(ctx.options.recovery_options)
-    assert option is None, f"option {option} is offered, but nothing here climbs down to it yet"
     ranks = ", ".join(str(rank) for rank in no_holder.cp_ranks)
+    if ctx.state.checkpoints:
+        newest = ctx.state.checkpoints[-1]
+        why = f"cp_rank {ranks} has no holder: back to the checkpoint of step {newest.step}"
+        _begin_again(ctx, membership, incident, why)
+        return
     lost = "; ".join(f"{loss.worker} on {loss.node}: {loss.reason} {loss.detail}".strip() for loss in incident.lost)
     ctx.end(
         "ShardLost",
-        f"cp_rank {ranks} has no verified holder left after step {ctx.state.committed - 1} was committed, and there is "
-        f"nothing beyond the dp replicas: no extra in-memory copies, no checkpoints. "
-        f"Lost: {lost or 'nobody'}. Run it again with more rings (dp) on more nodes, "
-        f"so that no single loss takes every holder of a shard.",
+        f"cp_rank {ranks} has no verified holder left after step {ctx.state.committed - 1} was committed, and "
+        f"{_no_checkpoint(ctx)}. Lost: {lost or 'nobody'}. Run it again with more rings (dp) on more nodes, so that no "
+        "single loss takes every holder of a shard, or with checkpoints more often.",
         cp_ranks=ranks,
         step=step,
     )
+
+
+def _no_checkpoint(ctx: Transition) -> str:
+    if ctx.state.damaged:
+        return f"no checkpoint verifies (damaged: {', '.join(ctx.state.damaged)})"
+    return "there is no checkpoint yet"
+
+
+def _begin_again(ctx: Transition, membership: Membership, incident: Incident | None, why: str) -> None:
+    """No live state is left: every member becomes a spare, and the next mesh begins from storage or from the seed."""
+    for worker in ctx.ready_among(membership.everyone):
+        ctx.send(Standby(ctx.cause, worker, ctx.state.term, ctx.state.generation))
+    ctx.enter(Forming(ctx.now, incident=incident))
+    ctx.explain(why)
+
+
+def checkpoints_known(ctx: Transition, event: CheckpointsKnown) -> None:
+    """Take over the list. While a build goes back to a checkpoint, later ones are of steps that it gave up."""
+    found = tuple(checkpoint for checkpoint in event.checkpoints if checkpoint.folder not in ctx.state.damaged)
+    if isinstance(ctx.phase, Building) and ctx.phase.order.restore is not None:
+        found = tuple(checkpoint for checkpoint in found if checkpoint.step <= ctx.phase.order.step)
+    ctx.set(checkpoints=found)
+    ctx.explain(f"{len(found)} checkpoint(s)" + (f", the newest of step {found[-1].step}" if found else ""))
+
+
+def drop_checkpoint(ctx: Transition, order: Build, event: MemberFailed) -> None:
+    """The checkpoint of this build did not verify: the one before it is the newest now."""
+    assert order.restore is not None
+    folder = order.restore.folder
+    ctx.set(
+        checkpoints=tuple(known for known in ctx.state.checkpoints if known.folder != folder),
+        damaged=tuple(dict.fromkeys([*ctx.state.damaged, folder])),
+    )
+    ctx.explain(f"{folder} cannot be used: {event.detail}")
 
 
 def _wait(ctx: Transition, incident: Incident, short: policy.NotEnoughWorkers) -> None:
@@ -224,6 +266,7 @@ def order_build(
     roll_forward: Vote | None,
     situation: policy.Situation,
     fresh: bool,
+    restore: Checkpoint | None = None,
 ) -> None:
     rounds = ctx.state.rounds.again(step)
     ctx.set(rounds=rounds)
@@ -236,7 +279,7 @@ def order_build(
 
     def order(worker: str) -> Build:  # thousands are made: `dataclasses.replace` looks at every field of each
         return Build(ctx.cause, worker, state.term, state.generation, plan.mesh, plan.members, step, roll_forward,
-                     plan.heals, fresh)  # fmt: skip
+                     plan.heals, fresh, restore)  # fmt: skip
 
     _free_gpus(ctx, plan, situation)
     leaving_donors = {heal.donor for heal in plan.heals} & set(plan.leaving)
@@ -245,6 +288,10 @@ def order_build(
     base = incident.base
     draining = situation.draining
     newcomers = set(plan.newcomers)
+    stayed = set(base.members) if base is not None and fresh else set(plan.members) - newcomers
+    if restore is not None:
+        incident = replace(incident, undone=incident.undone + max(0, state.committed - restore.step))
+        ctx.set(committed=restore.step, newest_vote=None)
     rerun = base is not None and not incident.planned and incident.rolled_forward is None
     ctx.set(
         last_change=Change(
@@ -261,17 +308,21 @@ def order_build(
             lost=incident.lost,
             drained=tuple(worker for worker in plan.leaving if worker in draining),
             newcomers=plan.newcomers,
-            survivors=tuple(w for w in plan.members if w not in newcomers) if base else (),
+            survivors=tuple(w for w in plan.members if w in stayed) if base else (),
             rolled_forward=incident.rolled_forward,
             step_rerun=step if rerun and step < state.options.total_steps else None,
             planned=bool(incident.planned) and not incident.lost,
             noticed_at=incident.noticed_at,
             closed_at=ctx.now,
+            restored=restore,
+            steps_undone=incident.undone,
         )
     )
     # What the user's code raised before this build says nothing about what follows it.
     incident = replace(incident, raised_step=None)
-    ctx.enter(Building(membership, order(""), incident, ctx.now + state.options.build_s))
+    limit_s = state.options.build_s + (state.options.restore_s if restore is not None else 0.0)
+    ask_again_at = ctx.now + state.options.build_s / 2
+    ctx.enter(Building(membership, order(""), incident, ctx.now + limit_s, ask_again_at))
     how = f"; roll forward step {roll_forward.step}" if roll_forward else ""
     ctx.explain(f"generation {state.generation} at step {step}: {plan.reason} ({plan.promise}){how}")
 
@@ -300,9 +351,10 @@ def _why_no_commit(incident: Incident, num_builds: int, step: int) -> str:
 
 
 def try_form(ctx: Transition) -> None:
-    """Start fresh as soon as `dp` rings and the spares are ready.
+    """Begin from the newest checkpoint, or from the seed, as soon as `dp` rings and the spares are ready.
 
-    After `start_s`, `min_dp` rings suffice if no worker shows progress in starting.
+    After `start_s`, `min_dp` rings suffice if no worker shows progress in starting; after an incident as soon as nobody
+    is starting.
     """
     phase, options = ctx.phase, ctx.options
     assert isinstance(phase, Forming)
@@ -319,7 +371,7 @@ def try_form(ctx: Transition) -> None:
         complete = len(ready) >= options.dp * options.cp + options.spares or not starting
         if not complete and ctx.now < phase.full_since + options.spare_grace_s:
             return
-    elif dp < options.min_dp or ctx.now < phase.since + options.start_s or visibly_starting(ctx.state):
+    elif dp < options.min_dp or not _nobody_comes(ctx, phase):
         return
     situation = policy.Situation(
         mesh=Mesh(dp, options.cp),
@@ -336,5 +388,24 @@ def try_form(ctx: Transition) -> None:
     plan = policy.plan(situation)
     assert isinstance(plan, policy.Plan), plan
     ctx.set(generation=ctx.state.generation + 1)
+    restore = ctx.state.checkpoints[-1] if ctx.state.checkpoints else None
+    if restore is not None:
+        plan = _restoring(plan, restore)
     cause = "start" if ctx.state.last_change is None else "fresh start"
-    order_build(ctx, plan, Incident(cause, ctx.now, None, counted=True), 0, None, situation, fresh=True)
+    incident = phase.incident or Incident(cause, ctx.now, None, counted=True)
+    step = restore.step if restore is not None else 0
+    order_build(ctx, plan, incident, step, None, situation, fresh=True, restore=restore)
+
+
+def _nobody_comes(ctx: Transition, phase: Forming) -> bool:
+    """Whether waiting for more workers has no point."""
+    if phase.incident is not None and not any(w.status == "starting" for w in ctx.state.workers.values()):
+        return ctx.now >= phase.since + ctx.options.spare_grace_s
+    return ctx.now >= phase.since + ctx.options.start_s and not visibly_starting(ctx.state)
+
+
+def _restoring(plan: policy.Plan, restore: Checkpoint) -> policy.Plan:
+    """Bits are equal on the mesh that wrote the checkpoint only: another one sums in another order."""
+    action = f"restored from the checkpoint of step {restore.step}"
+    promise = "bit-exact" if plan.mesh == restore.mesh else "sample-exact"
+    return replace(plan, action=action, promise=promise, reason=f"{action}: {plan.mesh}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ring.control.gpu_capacity import placeable
-from elastic_ring.control.messages import Build, EndRun, Report, Status, Vote
+from elastic_ring.control.messages import Build, Checkpoint, EndRun, Report, Status, Vote
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.mesh import Mesh
 
@@ -108,6 +108,7 @@ class Incident:
     """Everything since the last generation that ran: one recovery, with any number of losses.
 
     `base`: the membership that last ran. `raised_step`: the step in which the user's code raised; None if it did not.
+    `undone`: how many committed steps were given up for a checkpoint.
     """
 
     cause: str
@@ -118,6 +119,7 @@ class Incident:
     counted: bool = False
     rolled_forward: int | None = None
     raised_step: int | None = None
+    undone: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ class Change:
 
     `action`: formed, rebuilt in place, healed in place, spare took its place, spares took their places, drained, mesh
     shrank, grew. `step_rerun`: the step that runs again. `rolled_forward`: the step that some members completed from
-    its vote. Both are None if there is none.
+    its vote. Both are None if there is none. `restored`: the checkpoint it began from; `steps_undone`: how many
+    committed steps that undid.
     """
 
     term: int
@@ -149,6 +152,8 @@ class Change:
     noticed_at: float
     closed_at: float
     resumed_at: float | None = None
+    restored: Checkpoint | None = None
+    steps_undone: int = 0
 
 
 # ---------------------------------------------------------------- phases
@@ -161,20 +166,28 @@ class Idle:
 
 @dataclass(frozen=True)
 class Forming:
-    """No state exists; wait for workers for a fresh start. `full_since`: since when there are enough for dp rings."""
+    """No live state exists; wait for workers to begin from a checkpoint or the seed.
+
+    `full_since`: since when there are enough for dp rings. `incident`: what took the state that a checkpoint replaces.
+    """
 
     since: float
     full_since: float | None = None
+    incident: Incident | None = None
 
 
 @dataclass(frozen=True)
 class Building:
-    """A `Build` was sent: `order`, with each worker's name. `paused`: members that already paused again."""
+    """A `Build` was sent: `order`, with each worker's name; again at `ask_again_at` to those who have not resumed.
+
+    `paused`: members that already paused again.
+    """
 
     membership: Membership
     order: Build
     incident: Incident
     deadline: float
+    ask_again_at: float
     resumed: frozenset[str] = frozenset()
     paused: Mapping[str, Report] = field(default_factory=dict)
     asked_again: bool = False
@@ -249,7 +262,8 @@ class State:
     `committed`: number of steps known as committed. `newest_vote`: the newest vote that the core has. `crashes`: the
     latest, all of one step (see `control.crash_loop`). `rounds`: consecutive builds without a commit. `user_errors`:
     errors of the user's code in one step without a commit; `user_detail`: the last traceback. `promise`: the weakest
-    of all changes so far. `story`: the last (event, reason) pairs that changed the state.
+    of all changes so far. `checkpoints`: those that count, by step; `damaged`: folders of those that did not verify.
+    `story`: the last (event, reason) pairs that changed the state.
     """
 
     options: ControlOptions
@@ -270,6 +284,8 @@ class State:
     pool_changed_at: float = 0.0
     last_change: Change | None = None
     promise: str = "bit-exact"
+    checkpoints: tuple[Checkpoint, ...] = ()
+    damaged: tuple[str, ...] = ()
     story: tuple[tuple[str, str], ...] = ()
 
 

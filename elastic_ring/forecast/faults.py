@@ -31,6 +31,8 @@ FAULTS = {
 """Fault → weight in the random schedule. `OWN` are those that a worker finds in itself, in a step or in a build."""
 
 OWN = ("device", "raise")
+STORED = ("damage",)
+"""What happens to checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Schedule:
     """What happens in one simulated run. Rates are shares of messages; times are seconds of virtual time.
 
     `nodes`: how many workers fit on each; `gpus`: how many GPUs each has, none given where nothing limits members.
+    `save_every`: steps between checkpoints, 0 for none.
     """
 
     options: ControlOptions
@@ -47,6 +50,7 @@ class Schedule:
     doubled: float
     faults_end_s: float
     gpus: tuple[int, ...] = ()
+    save_every: int = 0
 
 
 def random_schedule(seed: int) -> Schedule:
@@ -97,7 +101,9 @@ def random_schedule(seed: int) -> Schedule:
     # Numbers of their own: whatever has no limits is the same run as before there were any.
     limits, own = random.Random(f"seats of {seed}"), random.Random(f"own troubles of {seed}")
     schedule = _with_gpus(schedule, limits) if limits.random() < 0.35 else schedule
-    return _with_own_failures(schedule, own) if own.random() < 0.3 else schedule
+    schedule = _with_own_failures(schedule, own) if own.random() < 0.3 else schedule
+    saves = random.Random(f"checkpoints of {seed}")
+    return _with_checkpoints(schedule, saves) if saves.random() < 0.4 else schedule
 
 
 def _with_gpus(schedule: Schedule, rng: random.Random) -> Schedule:
@@ -119,6 +125,16 @@ def _with_own_failures(schedule: Schedule, rng: random.Random) -> Schedule:
     return replace(schedule, faults=tuple(sorted([*schedule.faults, *more])))
 
 
+def _with_checkpoints(schedule: Schedule, rng: random.Random) -> Schedule:
+    """The same with checkpoints, some of which get damaged, and more losses that reach every holder of a shard."""
+    more = [(rng.uniform(0.5, schedule.faults_end_s), "damage") for _ in range(rng.randint(0, 2))]
+    moment = rng.uniform(1.0, schedule.faults_end_s)
+    more += [(moment + rng.uniform(0, 0.2), "kill") for _ in range(rng.choice([0, 2, 4, 8]))]
+    return replace(
+        schedule, save_every=rng.choice([1, 2, 5]), faults=tuple(sorted([*schedule.faults, *more]))
+    )  # fmt: skip
+
+
 def describe_seed(seed: int) -> dict[str, Any]:
     """The schedule of a seed in words, for whoever replays it."""
     schedule = random_schedule(seed)
@@ -130,4 +146,5 @@ def describe_seed(seed: int) -> dict[str, Any]:
         "faults": schedule.faults,
         "lost": schedule.lost,
         "doubled": schedule.doubled,
+        "save_every": schedule.save_every,
     }

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elastic_ring.control.invariants import require
-from elastic_ring.control.messages import Build, Command, EndRun
-from elastic_ring.control.state import Closing, Ended, State, membership_of
+from elastic_ring.control.messages import Build, Checkpoint, Command, EndRun
+from elastic_ring.control.state import Closing, Ended, Forming, State, membership_of
 from elastic_ring.forecast.sim_worker import SimWorker
 
 if TYPE_CHECKING:
     from elastic_ring.forecast.simulate import World
+
+HEARD_S = 8.0  # the slowest way of a reliable message past dead coordinators
 
 
 def check_decision(world: World, before: State, after: State, commands: tuple[Command, ...]) -> None:
@@ -24,7 +26,15 @@ def check_decision(world: World, before: State, after: State, commands: tuple[Co
     elif isinstance(after.phase, Ended):
         world.healthy_reports = set()  # the run ended without asking anyone
     order = next((command for command in commands if isinstance(command, Build)), None)
-    if order is None or (order.term, order.generation) in world.groups:
+    is_new = order is not None and (order.term, order.generation) not in world.groups
+    if isinstance(before.phase, Closing):
+        forms = isinstance(after.phase, Forming) and after.phase.incident is not None
+        if forms or (is_new and order is not None and order.restore is not None):
+            _check_nobody_holds(world, before)
+    if order is None or not is_new:
+        return
+    if order.restore is not None:
+        _check_restore(world, after, order.restore)
         return
     membership = membership_of(before)
     for name in membership.everyone if membership is not None else ():
@@ -39,6 +49,24 @@ def check_decision(world: World, before: State, after: State, commands: tuple[Co
             require(holds, 5, f"{heal.donor} shall donate cp_rank {heal.cp_rank} and has no such shard")
             can_follow = donor.gradient is not None and donor.gradient[0] == order.step - 1
             require(donor.applied == order.step or can_follow, 5, f"{donor.name} shall donate an older shard")
+
+
+def _check_nobody_holds(world: World, before: State) -> None:
+    """A run goes back to a checkpoint only where a shard of the newest step has no healthy holder."""
+    workers = [world.workers[name] for name in sorted(world.healthy_reports & set(before.workers))]
+    sound = [worker for worker in workers if worker.alive and not worker.poisoned and worker.shard is not None]
+    newest = max([before.committed, *(worker.applied for worker in sound)])
+    held = {worker.shard.cp_rank for worker in sound if worker.shard is not None and worker.applied == newest}
+    require(len(held) < world.options.cp, 3, "every shard has a holder, but a checkpoint is to replace them")
+
+
+def _check_restore(world: World, after: State, restore: Checkpoint) -> None:
+    """No more is undone than since the newest checkpoint that verifies and that the coordinator has heard of."""
+    heard = world.now - HEARD_S
+    for stored in world.storage.stored:
+        newer = stored.checkpoint.step > restore.step and stored.checkpoint.folder not in after.damaged
+        require(not (newer and stored.since_s < heard), 3, f"step {stored.checkpoint.step} is stored, not restored")
+    world.published = {step: vote for step, vote in world.published.items() if step < restore.step}
 
 
 def _reached(worker: SimWorker, membership_id: tuple[int, int]) -> int:
@@ -98,6 +126,7 @@ def _check_nobody_starts(world: World, state: State) -> None:
 
 
 def _check_lost(world: World, end: EndRun, state: State) -> None:
+    require(not state.checkpoints, 3, "the run ended with a checkpoint to go back to")
     facts = dict(end.facts)
     lost, step = {int(rank) for rank in facts["cp_ranks"].split(",")}, int(facts["step"])
     for name in world.healthy_reports & set(state.workers):

@@ -285,7 +285,11 @@ class SimWorker:
         newcomers = {worker for heal in order.heals for worker in heal.newcomers}
         if order.fresh:
             self._forget()
-            self.shard = Shard(order.members.index(self.name) % order.mesh.cp)
+            history = self.world.storage.history(order.restore) if order.restore is not None else ()
+            if history is None:
+                self.trouble("checkpoint")
+                return
+            self.shard = Shard(order.members.index(self.name) % order.mesh.cp, history)
         elif self.name in newcomers:
             self._forget()
         else:
@@ -387,7 +391,20 @@ class SimWorker:
         self._apply_vote(vote)
         if group.order.members[0] == self.name:
             self.world.tell(Published("w", vote))
+        self._save(group)
         self._next_step(boundary=bool(vote.values[3]))
+
+    def _save(self, group: Group) -> None:
+        """Write a part of a checkpoint beside the next steps. Whoever dies meanwhile leaves it incomplete."""
+        every, shard = self.world.schedule.save_every, self.shard
+        if not every or self.applied % every:
+            return
+
+        def written() -> None:
+            if self.alive and shard is not None:
+                self.world.storage.written(group.order, self.name, shard.history)
+
+        self.world.later(self.world.random.uniform(0.01, 1.0), written)
 
     def _apply_vote(self, vote: Vote) -> None:
         assert self.shard is not None

@@ -27,14 +27,17 @@ from elastic_ring.control.messages import (
     NodeDraining,
     NodeJoined,
     NodeLost,
+    Published,
     StartWorker,
     Tick,
     Vote,
     WorkerLost,
+    WorkerReady,
 )
 from elastic_ring.control.state import State
 from elastic_ring.forecast import sim_truth
 from elastic_ring.forecast.faults import Schedule, random_schedule
+from elastic_ring.forecast.sim_storage import SimStorage
 from elastic_ring.forecast.sim_worker import Group, SimWorker
 
 
@@ -104,6 +107,7 @@ class World:
         self.start_errors: Counter[str] = Counter()  # by node: how often a start failed with an error of its own
         self.deaths: list[tuple[int, str]] = []  # the steps applied and the phase, of each that was killed
         self.healthy_reports: set[str] = set()
+        self.storage = SimStorage(self)
 
     def begin(self) -> None:
         """The first coordinator, the nodes and the schedule's faults."""
@@ -165,6 +169,8 @@ class World:
         coordinator = Coordinator(state, state.term + 1, list(journal))
         self.coordinators.append(coordinator)
         self._advance(coordinator, CoordinatorStarted("c", coordinator.term))
+        if self.storage.stored:
+            self.storage.tell()
         unheard, self.unheard = self.unheard, []
         for event in unheard:
             self._advance(coordinator, event)
@@ -185,12 +191,18 @@ class World:
         if decision.state is not before or decision.commands:
             coordinator.journal.append(json.dumps(replay.journal_line(event, decision, self.now)))
         if newest:
+            self._gone_back(decision.commands)
             for command in decision.commands:
                 self._send(command)
         due = coordination.next_deadline(decision.state)
         if due is not None and (coordinator.tick_at is None or due < coordinator.tick_at):
             coordinator.tick_at = due
             self.later(max(0.0, due - self.now) + 1e-6, lambda: self._tick(coordinator, due))
+
+    def _gone_back(self, commands: tuple[Command, ...]) -> None:
+        order = next((command for command in commands if isinstance(command, Build)), None)
+        if order is not None and order.restore is not None and (order.term, order.generation) not in self.groups:
+            self.storage.restored(order)
 
     def _tick(self, coordinator: Coordinator, due: float) -> None:
         if coordinator.alive and coordinator.tick_at == due:
@@ -300,6 +312,8 @@ class World:
             self._join(self.random.randint(1, 4))
         elif kind in ("restart", "split") and self.coordinators[-1].alive:
             self._restart(old_lives_on=kind == "split")
+        elif kind == "damage":
+            self.storage.damage()
         elif kind == "echo":
             for event in self.random.choices(self.seen, k=20) if self.seen else ():
                 self.later(self.random.uniform(0, 1), lambda event=event: self._echo(event))  # type: ignore[misc]
@@ -310,7 +324,7 @@ class World:
 
     def _echo(self, event: Event) -> None:
         """Deliver a member's message again, late. Messages of agents and users are not repeated."""
-        if hasattr(event, "generation") or type(event).__name__ in ("Published", "WorkerReady"):
+        if hasattr(event, "generation") or isinstance(event, Published | WorkerReady):
             self._hear(event, False)
 
     def _node_fault(self, kind: str, node: str) -> None:

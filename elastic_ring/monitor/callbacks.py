@@ -102,6 +102,8 @@ class RunEvents:
         found = []
         for line in self._metrics.new():
             step = int(line["step"])
+            if "note" in line:  # a step that ran again with the same loss, and where that began
+                continue
             if "loss_hex" in line:
                 if step > self._last_step:
                     found.append(Event(STEP, step, line))

@@ -24,6 +24,7 @@ _PHASE_FLOORS_S: dict[int, float] = {
     Phase.VALIDATE: 10.0,
     Phase.FINALIZE: 60.0,
     Phase.COMPILE: 300.0,
+    Phase.SAVE: 10.0,
 }
 _COMPUTING_SHARE = 0.1
 """A process that uses this share of one CPU computes. A sleeping process with some idle service threads uses a few

@@ -74,6 +74,11 @@ class Journal:
                 path=str(self.path),
             )
 
+    def sync(self) -> None:
+        """All lines are on disk when this returns."""
+        if self._fd is not None:
+            os.fdatasync(self._fd)
+
     def close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)

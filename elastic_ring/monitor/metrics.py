@@ -31,14 +31,17 @@ STATUS_NAME = "status.json"
 JOURNAL_NAME = "journal.jsonl"
 CONFIG_NAME = "config.json"
 
+WENT_BACK, AGAIN = "went back", "again"
+"""Notes in metrics.jsonl: the run begins at this step again; the step ran again with the same loss."""
+
 SUMMARY_KEYS = (
     "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact", "generations", "recoveries",
-    "compilations_after_step_0", "skipped_steps", "lost_workers",
+    "compilations_after_step_0", "skipped_steps", "lost_workers", "resumed_from", "checkpoints",
 )  # fmt: skip
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
 RECOVERY_KEYS = (
     "step", "faults", "cause", "action", "detect_s", "close_s", "heal_s", "rerun_s", "total_s",
-    "steps_undone", "steps_rerun", "survivor_pids_kept", "exact",
+    "steps_undone", "steps_rerun", "source", "survivor_pids_kept", "exact",
 )  # fmt: skip
 
 
@@ -129,25 +132,54 @@ class Newest:
 
 
 class MetricsLog:
-    """DIR/metrics.jsonl: one line per committed step, however often the step is reported."""
+    """DIR/metrics.jsonl: one line per committed step, however often the step is reported.
+
+    Where a run goes back to a checkpoint, a line notes it. A step that runs again then has no second line if its loss
+    is the same, bit for bit (a note says that it counts again), else one with both values (`replaces_loss_hex`).
+    """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory) / METRICS_NAME
         self._journal = Journal(self.path, durable=False)
         self._by_step: dict[int, tuple[str, float]] = {}  # step -> (loss_hex, step_s)
+        self._undone: dict[int, tuple[str, float]] = {}  # the same of steps that are to run again
         self._last_step = -1
         self._validated: set[int] = set()
+        self._went_back: set[tuple[int, int]] = set()
         self.newest = Newest()
 
     def open(self) -> MetricsLog:
         """Open the file and continue it. Raises: JournalDamaged."""
         self._journal.open()
-        lines = list(read(self.path))
-        self._by_step = {line["step"]: (line["loss_hex"], line["step_s"]) for line in lines if "loss_hex" in line}
-        self._validated = {line["step"] for line in lines if "loss_hex" not in line}
-        self._last_step = max(self._by_step, default=-1)
-        self.newest = Newest.of(lines)
+        self._read()
         return self
+
+    def _read(self) -> None:
+        lines = list(read(self.path))
+        standing, undone = _standing(lines)
+        self._by_step = {step: (line["loss_hex"], line["step_s"]) for step, line in standing.items()}
+        self._undone = {step: (line["loss_hex"], line["step_s"]) for step, line in undone.items()}
+        validations = [line for line in lines if _is_validation(line)]
+        self._validated = {line["step"] for line in validations}
+        self._went_back = {tuple(line["build"]) for line in lines if line.get("note") == WENT_BACK}
+        self._last_step = max(self._by_step, default=-1)
+        self.newest = Newest.of([*(standing[step] for step in sorted(standing)), *validations])
+
+    def go_back(self, step: int, build: tuple[int, int]) -> int:
+        """The members of `build`, (term, generation), begin at a checkpoint of `step` steps: later ones run again.
+
+        Once for each build. Returns how many steps that undid.
+        """
+        num_gone = sum(known >= step for known in self._by_step)
+        if build in self._went_back or not num_gone:
+            return 0
+        self._journal.append({"step": step, "note": WENT_BACK, "build": list(build)})
+        self._read()
+        return num_gone
+
+    def sync(self) -> None:
+        """All lines are on disk when this returns."""
+        self._journal.sync()
 
     @property
     def last_step(self) -> int:
@@ -169,7 +201,12 @@ class MetricsLog:
                 )
             return False
         unix_s = round(time.time(), 3)
-        self._journal.append({**line, "unix_s": unix_s})
+        before = self._undone.pop(metrics.step, None)
+        if before is not None and before[0] == line["loss_hex"]:
+            self._journal.append({"step": metrics.step, "note": AGAIN})
+        else:
+            replaces = {} if before is None else {"replaces_loss_hex": before[0]}
+            self._journal.append({**line, **replaces, "unix_s": unix_s})
         self.newest.committed(metrics, unix_s)
         self._by_step[metrics.step] = (line["loss_hex"], metrics.step_s)
         self._last_step = max(self._last_step, metrics.step)
@@ -187,11 +224,15 @@ class MetricsLog:
             self._journal.append({"step": step, **finite})
 
     def losses_hex(self) -> list[str]:
-        """The losses of steps 0, 1, ... Raises: RunFailed with the first step that is missing."""
-        for step in range(len(self._by_step)):
+        """The losses of all steps on record, in order; they begin at 0, or where the run was resumed from elsewhere.
+
+        Raises: RunFailed with the first step that is missing.
+        """
+        first = min(self._by_step, default=0)
+        for step in range(first, first + len(self._by_step)):
             if step not in self._by_step:
                 raise RunFailed(f"{self.path} has no line for step {step}", step=step)
-        return [self._by_step[step][0] for step in range(len(self._by_step))]
+        return [self._by_step[step][0] for step in sorted(self._by_step)]
 
     def step_times_s(self) -> dict[int, float]:
         """Step -> seconds, to restore `Goodput` after a restart."""
@@ -210,9 +251,38 @@ class MetricsLog:
 def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """One mapping per committed step, in order, with `val_loss` and metrics where validated. Raises: JournalDamaged."""
     lines = list(read(Path(directory) / METRICS_NAME))
-    validated = {line["step"]: line for line in lines if "loss_hex" not in line}
-    steps = [{**line, **validated.get(line["step"], {})} for line in lines if "loss_hex" in line]
-    return sorted(steps, key=lambda line: int(line["step"]))
+    validated = {line["step"]: line for line in lines if _is_validation(line)}
+    standing, _ = _standing(lines)
+    return [{**line, **validated.get(step, {})} for step, line in sorted(standing.items())]
+
+
+def lines_before(lines: Sequence[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:
+    """Of the lines of a metrics.jsonl those of the committed steps before `step`."""
+    standing, _ = _standing(lines)
+    steps = [dict(standing[known]) for known in sorted(standing) if known < step]
+    return [*steps, *(dict(line) for line in lines if _is_validation(line) and line["step"] < step)]
+
+
+def _is_validation(line: Mapping[str, Any]) -> bool:
+    return "loss_hex" not in line and "note" not in line
+
+
+def _standing(
+    lines: Iterable[Mapping[str, Any]],
+) -> tuple[dict[int, Mapping[str, Any]], dict[int, Mapping[str, Any]]]:
+    """(lines of the steps that count, lines of those that are to run again), by step."""
+    standing: dict[int, Mapping[str, Any]] = {}
+    undone: dict[int, Mapping[str, Any]] = {}
+    for line in lines:
+        step = int(line["step"])
+        if line.get("note") == WENT_BACK:
+            undone |= {known: standing.pop(known) for known in [at for at in standing if at >= step]}
+        elif line.get("note") == AGAIN:
+            standing[step] = undone.pop(step)
+        elif "loss_hex" in line:
+            undone.pop(step, None)
+            standing[step] = line
+    return standing, undone
 
 
 def build_summary(
@@ -227,6 +297,8 @@ def build_summary(
     compilations_after_step_0: int = 0,
     skipped_steps: int = 0,
     lost_workers: Mapping[str, int] | None = None,
+    resumed_from: Iterable[Mapping[str, Any]] = (),
+    checkpoints: Iterable[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The content of summary.json, with exactly the documented keys in the documented order.
 
@@ -244,6 +316,8 @@ def build_summary(
         "compilations_after_step_0": compilations_after_step_0,
         "skipped_steps": skipped_steps,
         "lost_workers": dict(lost_workers or {}),
+        "resumed_from": [dict(one) for one in resumed_from],
+        "checkpoints": [dict(one) for one in checkpoints],
     }
 
 

@@ -14,17 +14,29 @@ WEIGHTS_NAME = "weights.safetensors"
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """A durable checkpoint: the state after `step` steps, at `path` (`elastic-ring checkpoints verify PATH`)."""
+
+    path: str
+    step: int
+
+
+@dataclass(frozen=True)
 class Result:
     """The result of `ElasticRingTrainer.fit`: `summary` as in summary.json, and `path`, the run's folder.
 
-    `error` is always None: a run that fails raises instead. `checkpoint` is None until runs write durable checkpoints;
-    the final weights are in `weights`.
+    `error` is always None: a run that fails raises instead.
     """
 
     summary: dict[str, Any]
     path: Path
     error: Exception | None = None
-    checkpoint: None = None
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The run's last durable checkpoint, if it wrote one. The final weights are in `weights`."""
+        written = self.summary.get("checkpoints") or self.summary.get("resumed_from")
+        return Checkpoint(written[-1]["path"], int(written[-1]["step"])) if written else None
 
     @property
     def weights(self) -> Path:

@@ -34,6 +34,7 @@ class Phase(enum.IntEnum):
     VALIDATE = 9
     FINALIZE = 10
     COMPILE = 11
+    SAVE = 12
 
 
 _MAGIC = 0x45525354

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_ring.errors import CheckpointDamaged
+from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.state.shard import Counters, Shard, raw_bytes
 from elastic_ring.state.storage import Storage, StoredFile
 
@@ -227,7 +227,18 @@ def step_folder(step: int, lineage: int) -> str:
 
 def new_attempt(step: int, lineage: int) -> str:
     """A folder that nobody has used and nobody will use again."""
-    return f"{step_folder(step, lineage)}/attempt-{secrets.token_hex(8)}"
+    return attempt_folder(step, lineage, secrets.token_hex(8))
+
+
+def attempt_folder(step: int, lineage: int, name: str) -> str:
+    """The folder of one attempt to write a checkpoint; `name` must never be used twice."""
+    return f"{step_folder(step, lineage)}/attempt-{name}"
+
+
+def located(uri: str, folder: str) -> tuple[str, str]:
+    """(storage, folder in it) of a checkpoint: in the storage `uri`, or in another that a whole path names."""
+    before, found, after = folder.rpartition(f"/{FOLDER}/")
+    return (before, f"{FOLDER}/{after}") if found else (uri, folder)
 
 
 def commit(storage: Storage, manifest: Manifest) -> bool:
@@ -330,7 +341,12 @@ class Reader:
 
     def _file(self, name: str) -> tuple[dict[str, Any], memoryview]:
         if name not in self._open:
-            data, found = self.storage.load(name)
+            try:
+                data, found = self.storage.load(name)
+            except StorageFailed as error:
+                if not self.storage.exists(name):
+                    raise CheckpointDamaged(f"{name} is missing", path=self.storage.at(name)) from error
+                raise
             if found != (written := self._files[name]):
                 raise CheckpointDamaged(
                     f"{self.storage.at(name)} is not what was written: {found.num_bytes} bytes with sha256 "

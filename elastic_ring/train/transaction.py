@@ -30,6 +30,7 @@ from elastic_ring.data.loader import ArrivedCopies, Loader, Slice, consumed_dige
 from elastic_ring.data.order import Order, share
 from elastic_ring.errors import TooManySkipped
 from elastic_ring.mesh import Coordinate, Mesh
+from elastic_ring.state.checkpoint import Reader
 from elastic_ring.state.device_squares import squared_norm
 from elastic_ring.state.shard import Counters, Shard
 from elastic_ring.train.abortable_collectives import make_abortable
@@ -191,6 +192,18 @@ class Transaction:
             self._maker.first_values(self.model, self._coordinate.cp_rank, self._mesh.cp)
             self.shard.counters = Counters()
 
+    def restore(self, reader: Reader) -> None:
+        """First values from a checkpoint of any mesh. Raises CheckpointDamaged, StorageFailed."""
+        assert self.shard is not None
+        with self.filling():
+            reader.fill(self.shard, self._mesh.cp)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The unsharded shape of every parameter."""
+        assert self.model is not None
+        return full_shapes(self.model)
+
     @contextmanager
     def filling(self) -> Iterator[None]:
         """A context for filling a new shard. The shard is valid once the context has ended without an error."""
@@ -211,12 +224,12 @@ class Transaction:
 
     # ------------------------------------------------------------ the step
 
-    def run(self, step: int, *, boundary: bool) -> tuple[Outcome, Local]:
-        """Run one step and apply it. Raises what the exchanges or the user's code raise."""
+    def run(self, step: int, *, boundary: bool, checkpoint: float = 0.0) -> tuple[Outcome, Local]:
+        """Run one step and apply it; `checkpoint` as in `Ballot`. Raises what exchanges or the user's code raise."""
         assert step == self.applied, (step, self.applied)
         local = self.compute(step)
         self.reduce(step)
-        outcome = self.vote(step, local, boundary=boundary)
+        outcome = self.vote(step, local, boundary=boundary, checkpoint=checkpoint)
         self.apply(outcome)
         return outcome, local
 
@@ -266,7 +279,7 @@ class Transaction:
                     self._groups.replica.allreduce([bucket]).wait()
         gradient.step, gradient.membership_id = step, self._membership_id
 
-    def vote(self, step: int, local: Local, *, boundary: bool) -> Outcome:
+    def vote(self, step: int, local: Local, *, boundary: bool, checkpoint: float = 0.0) -> Outcome:
         """Agree on the step's result. Once this returns on any rank, the step is committed."""
         assert self._gradient is not None
         assert self._groups is not None
@@ -277,7 +290,7 @@ class Transaction:
         # An abort ends NCCL's exchanges without an error: the numbers just read may be garbage.
         self._groups.check()
         local.arrived.check(step)
-        ballot = Ballot(norm_sq, num_nonfinite, loss_sum, local.num_tokens, boundary, local.samples)
+        ballot = Ballot(norm_sq, num_nonfinite, loss_sum, local.num_tokens, boundary, local.samples, checkpoint)
         work, rows = start_vote(self._groups.world, ballot)
         self._watch("vote", step)
         work.wait()

@@ -17,9 +17,11 @@ from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh
 
 FIELDS = (
-    "grad_norm_sq", "num_nonfinite", "loss_sum", "num_tokens", "boundary",
+    "grad_norm_sq", "num_nonfinite", "loss_sum", "num_tokens", "boundary", "checkpoint",
     "samples_0", "samples_1", "samples_2", "samples_3",
 )  # fmt: skip
+DUE, BUSY = 1.0, -1048576.0
+"""What ranks say of a checkpoint; a single `BUSY` outweighs the one `DUE`."""
 
 
 class ReplicasDiverged(ElasticRingError):
@@ -28,7 +30,10 @@ class ReplicasDiverged(ElasticRingError):
 
 @dataclass(frozen=True)
 class Ballot:
-    """One rank's row. Sums run over the rank's own slices; `samples` are the limbs of the consumed digest."""
+    """One rank's row. Sums run over the rank's own slices; `samples` are the limbs of the consumed digest.
+
+    `checkpoint`: `DUE` from the rank that knows that one is due, `BUSY` from one that still writes the last, else 0.
+    """
 
     grad_norm_sq: float
     num_nonfinite: int
@@ -36,9 +41,11 @@ class Ballot:
     num_tokens: int
     boundary: bool
     samples: tuple[float, ...]
+    checkpoint: float = 0.0
 
     def row(self) -> torch.Tensor:
-        values = (self.grad_norm_sq, self.num_nonfinite, self.loss_sum, self.num_tokens, self.boundary, *self.samples)
+        values = (self.grad_norm_sq, self.num_nonfinite, self.loss_sum, self.num_tokens, self.boundary, self.checkpoint,
+                  *self.samples)  # fmt: skip
         return torch.tensor([float(v) for v in values], dtype=torch.float64)
 
 
@@ -69,6 +76,16 @@ class Outcome:
     @property
     def boundary(self) -> bool:
         return self._get("boundary") > 0
+
+    @property
+    def checkpoint(self) -> bool:
+        """Whether every rank saves its state after this step."""
+        return self._get("checkpoint") > 0
+
+    @property
+    def checkpoint_missed(self) -> bool:
+        """Whether one was due, but some rank still writes the last."""
+        return self._get("checkpoint") < 0 and self._get("checkpoint") % BUSY != 0
 
     @property
     def samples(self) -> tuple[float, ...]:

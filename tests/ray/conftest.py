@@ -115,18 +115,20 @@ def tiny_trainer(
     callbacks: tuple[Callback, ...] = (),
     optimizer: Any = None,
     lr_schedule: Any = None,
+    run: Mapping[str, Any] | None = None,
     **scaling: Any,
 ) -> ElasticRingTrainer:
     """A run of a small decoder on the standard library's sources."""
     loss: Any = partial(slow_loss, slow_s) if slow_s else language_model_loss
     options = {"dp": 2, "cp": 2, "spares": 1, **scaling}
     step = StepConfig(steps=steps, global_batch=options.pop("global_batch", 6), context_tokens=96)
-    run = RunConfig(name=name, run_dir=str(folder / name), faults=faults, progress=False)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"run_dir": str(folder / name), "faults": faults, "progress": False, **(run or {})}
     return ElasticRingTrainer(
         partial(Transformer, TINY), StdlibText(96), step_config=step,
         optim_config=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=steps),
         loss=partial(held_loss, gate, gate_s) if gate else loss,
-        scaling_config=ScalingConfig(**options), run_config=run, initial=Initialiser(0, TINY.num_layers),
+        scaling_config=ScalingConfig(**options), run_config=RunConfig(name=name, **settings),
+        initial=Initialiser(0, TINY.num_layers),
         callbacks=callbacks, optimizer=optimizer, lr_schedule=lr_schedule,
     )  # fmt: skip
 

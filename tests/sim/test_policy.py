@@ -136,14 +136,9 @@ def _check_plan(situation: policy.Situation, planned: policy.Plan) -> None:
         assert all(planned.members[int(worker[1:])] == worker for worker in kept)
 
 
-def test_recovery_options_below_a_holder_are_data_and_none_is_there_yet() -> None:
-    assert policy.next_recovery_option(()) is None
-    assert policy.next_recovery_option(("checkpoint", "copy")) == "copy"
-
-
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("dp", 0), ("spares", -1), ("min_dp", 3), ("max_dp", 1), ("report_s", 0), ("recovery_options", ("x",))],
+    [("dp", 0), ("spares", -1), ("min_dp", 3), ("max_dp", 1), ("report_s", 0), ("restore_s", 0)],
 )
 def test_a_wrong_setting_is_named_with_its_value(setting: str, value: object) -> None:
     good: dict[str, object] = {"run": "r", "dp": 2, "cp": 2, "total_steps": 1}

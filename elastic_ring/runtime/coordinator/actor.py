@@ -25,6 +25,7 @@ from elastic_ring.control.cause_ids import CauseIds
 from elastic_ring.control.coordination import Decision, advance, initial, next_deadline
 from elastic_ring.control.messages import (
     Build,
+    CheckpointsKnown,
     Command,
     CoordinatorStarted,
     Event,
@@ -43,17 +44,18 @@ from elastic_ring.control.messages import (
     from_json,
 )
 from elastic_ring.control.replay import journal_line, replay, term_note
-from elastic_ring.control.state import Ended, Reconnecting, Running, State, waiting_for
+from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, waiting_for
 from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage
 from elastic_ring.monitor.journal import Journal, newest_term
 from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_trouble
 from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
+from elastic_ring.runtime.coordinator.checkpoints import PRIOR_FAILURE_S, CheckpointKeeper
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter
 from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor
 from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
-from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, control_options
+from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, checkpoint_facts, control_options, identity_digest
 from elastic_ring.runtime.coordinator.shutdown import aside, conclude
 from elastic_ring.runtime.coordinator.startup import open_run
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
@@ -95,6 +97,10 @@ class Coordinator:
         """Committed steps from global rank 0."""
         self._queue.put(("publish", records, {"worker": worker}))
 
+    def saved(self, worker: str, part: dict[str, Any]) -> None:
+        """A worker's part of a checkpoint is written, or is not, and why."""
+        self._queue.put(("saved", part, {"worker": worker}))
+
     def fault(self, index: int, worker: str) -> bool:
         """Whether this planned fault may fire now; true once, and again for a worker that had no answer."""
         answer: queue.Queue[bool] = queue.Queue()
@@ -132,6 +138,8 @@ class Coordinator:
             self._open()
             self._ready.set()
             self._decide(CoordinatorStarted(self._cause(), self._term))
+            if self.run_spec.resume.checkpoints and not self._is_restart:
+                self._decide(CheckpointsKnown(self._cause(), self.run_spec.resume.checkpoints))
             while self._ended is None:
                 self._take()
         except StaleMessage as error:
@@ -177,7 +185,8 @@ class Coordinator:
             begin = {"note": "begin", "attempt": run_spec.attempt, "now": self.clock(), "run": run_spec.run.name,
                      "versions": versions(run_spec.scaling.device)}  # fmt: skip
             self._note(begin)
-        self.recorder.open(begin["now"])
+        self.recorder.open(begin["now"], run_spec.resume.step)
+        self.recorder.resumed_from = run_spec.resume.resumed_from
         for line in opened.lines:
             self.recorder.recall(line)
         events = [line for line in opened.lines if "event" in line]
@@ -189,6 +198,12 @@ class Coordinator:
         self.dispatch = Dispatcher(run_spec, self.address, self.cluster, self.node_monitor, self.me, self._put)
         self.dispatch.open()
         self.dispatch.recall(self.state)
+        facts = {"identity": identity_digest(run_spec.identity), "run": checkpoint_facts(run_spec)}
+        self.checkpoints = CheckpointKeeper(
+            run_spec.run, run_spec.resume, self._term, facts, self._put, lambda: self.recorder.resumed_from
+        )
+        if run_spec.run.checkpoint_config.is_on or run_spec.resume.checkpoints:
+            self.checkpoints.open()
         self.metrics_exporter = MetricsExporter(run_spec.run.name, run_spec.run.timeouts.lease_s, self.recorder)
 
     def _clear(self) -> list[str]:
@@ -240,6 +255,15 @@ class Coordinator:
                 self.dispatch.watch(body)
             case "death":
                 self._on_death(body)
+            case "saved":
+                self.checkpoints.written(body)
+                self._commit_checkpoints()
+            case "checkpoint":
+                self.recorder.checkpoint(body)
+            case "checkpoints":
+                self._decide(CheckpointsKnown(self._cause(), tuple(body)))
+            case "checkpoint-failed":
+                self._on_checkpoint_failed(body)
 
     def _on_event(self, event: Any, extra: dict[str, Any]) -> None:
         if isinstance(event, MemberFailed):
@@ -256,6 +280,10 @@ class Coordinator:
         if isinstance(event, NodeLost):
             for worker in [w.worker for w in self.state.workers.values() if w.node == event.node]:
                 self.dispatch.lost(worker)
+        if isinstance(event, MemberFailed) and event.kind == "checkpoint" and isinstance(self.state.phase, Building):
+            order = self.state.phase.order
+            if order.restore is not None and (event.term, event.generation) == (order.term, order.generation):
+                self.checkpoints.damaged(order.restore.folder, event.detail)
         if isinstance(event, Finalized):
             self.dispatch.weights_sha256 = event.weights_sha256
         self._decide(event)
@@ -278,6 +306,20 @@ class Coordinator:
         if new:  # this process's own faults fire once, or it would die of one at each start
             inject_into_coordinator(self.run_spec.run.faults[index].kind)
 
+    def _commit_checkpoints(self) -> None:
+        """Commit a checkpoint whose parts are written and whose steps are on record, on disk."""
+        self.recorder.metrics.sync()
+        self.checkpoints.look(self.recorder.metrics.last_step)
+
+    def _on_checkpoint_failed(self, failed: Mapping[str, Any]) -> None:
+        limit_s = self.run_spec.run.checkpoint_config.fail_after_s
+        self.recorder.recoveries.say(f"no checkpoint of step {failed['step']}: {failed['why']}; training goes on")
+        if limit_s is not None and self.checkpoints.failing_s > limit_s:
+            told = (
+                f"no checkpoint could be written for {limit_s:.0f} s (checkpoint.fail_after_s); last: {failed['why']}"
+            )
+            self._finish({"error": "StorageFailed", "message": told, "facts": {}})
+
     def _publish(self, records: list[dict[str, Any]]) -> None:
         known = self.recorder.metrics.last_step
         self.driver_feed.publish(self.recorder.publish(records))
@@ -285,6 +327,8 @@ class Coordinator:
             newest = self.recorder.last_vote
             if newest is not None and not isinstance(self.state.phase, Running):
                 self._decide(Published(self._cause(), newest))
+            if self.checkpoints.has_parts:
+                self._commit_checkpoints()
             self._refresh()
 
     def _decide(self, event: Event) -> None:
@@ -308,7 +352,10 @@ class Coordinator:
         if decision.commands:
             self._refuse_if_replaced()
         for order in [command for command in decision.commands if isinstance(command, Build)][:1]:
-            self.recorder.begun(order.step, (order.term, order.generation))
+            is_new = self.recorder.begun(order.step, (order.term, order.generation))
+            if order.restore is not None and is_new:
+                self.recorder.went_back(order.step, (order.term, order.generation))
+                self.checkpoints.gone_back(order.step, (order.term, order.generation))
         self._act(decision.commands)
         if isinstance(before.phase, Reconnecting) and isinstance(self.state.phase, Running):
             self.recorder.coordinator_back(now)
@@ -325,7 +372,16 @@ class Coordinator:
             raise StaleMessage(f"another coordinator speaks term {newest}: this one ends")
 
     def _act(self, commands: tuple[Command, ...]) -> None:
-        self.dispatch.send(commands, self.recorder.metrics.last_step)
+        self.dispatch.send(commands, self.recorder.metrics.last_step, self._told_of_checkpoints())
+
+    def _told_of_checkpoints(self) -> dict[str, Any]:
+        """What members need to know to save: see `runtime.worker.saver`."""
+        num_losses = sum(self.recorder.recoveries.num_lost().values())
+        seen_s = self.clock() - self.recorder.started_s
+        return {
+            "attempt": self.run_spec.attempt, "lineage": self.run_spec.resume.lineage,
+            "mean_time_between_failures_s": (seen_s + PRIOR_FAILURE_S) / (1 + num_losses),
+        }  # fmt: skip
 
     # ------------------------------------------------------------ the end
 
@@ -341,13 +397,18 @@ class Coordinator:
         self._refuse_if_replaced()
         weights_sha256 = self.dispatch.weights_sha256
         end = aside(
-            lambda: conclude(end, self.recorder, self.state, weights_sha256), self._queue, self.node_monitor.echo
+            lambda: self._conclude(end, weights_sha256), self._queue, self.node_monitor.echo, self.recorder.checkpoint
         )
         self.metrics_exporter.close(self.state, self.driver_feed.silent_s, self.clock(), failed=bool(end["error"]))
         end["left_behind"] = self._cleared()
         self._ended = end
         log.info("ended: %s", end)
         self._vanish_later()
+
+    def _conclude(self, end: dict[str, Any], weights_sha256: str) -> dict[str, Any]:
+        if not self.checkpoints.close(self.run_spec.run.timeouts.clear_s):
+            log.warning("the storage of the checkpoints does not answer at the end of the run")
+        return conclude(end, self.recorder, self.state, weights_sha256)
 
     def _cleared(self) -> list[str]:
         """Clear the run; the names of what is left. A failure to clear does not change how the run ended."""
@@ -387,4 +448,5 @@ class Coordinator:
 
 def starts_closing(event: Event) -> bool:
     """Whether this event may lead to a quorum, which the newest published result must then be part of."""
-    return not isinstance(event, Tick | Published | NodeJoined | NodeDraining | WorkerStarting | WorkerReady | Resumed)
+    harmless = Tick | Published | NodeJoined | NodeDraining | WorkerStarting | WorkerReady | Resumed | CheckpointsKnown
+    return not isinstance(event, harmless)

@@ -94,7 +94,8 @@ class Dispatcher:
             else:
                 watch_ref(handle.describe.remote(), self._found)
 
-    def send(self, commands: Iterable[Command], published: int) -> None:
+    def send(self, commands: Iterable[Command], published: int, checkpoint: Mapping[str, Any] | None = None) -> None:
+        """`published`: the last step that is recorded. `checkpoint`: what members need to know to save."""
         for command in commands:
             match command:
                 case StartWorker():
@@ -102,7 +103,7 @@ class Dispatcher:
                 case KillWorker():
                     self._kill(command)
                 case Build():
-                    self._tell(command, {**self._rendezvous(command), "published": published})
+                    self._tell(command, {**self._rendezvous(command), "published": published, "checkpoint": checkpoint})
                 case Release():
                     self._tell(command, {"published": published})
                     self._ray_calls.put(partial(self._cluster.remove_worker, command.worker))

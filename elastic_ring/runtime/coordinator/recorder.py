@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.messages import Vote
+from elastic_ring.control.messages import Checkpoint, Vote
 from elastic_ring.control.state import State, describe, members, mesh_of, phase_name, spares
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.goodput import Goodput
@@ -34,6 +34,7 @@ from elastic_ring.monitor.metrics import (
 )
 from elastic_ring.monitor.plot import draw_run
 from elastic_ring.runtime.coordinator.recovery_log import Note, RecoveryLog
+from elastic_ring.state.checkpoint import located
 
 log = logging.getLogger(__name__)
 
@@ -57,21 +58,48 @@ class RunRecorder:
         self._status_at = 0.0
         self._end_told = False
         self.num_compiled_late = 0  # after step 0, by all workers
+        self._checkpoints: list[Mapping[str, Any]] = []
+        self.resumed_from: Sequence[Mapping[str, Any]] = ()
         self.started_s = 0.0
 
-    def open(self, started_s: float) -> None:
+    def open(self, started_s: float, first_step: int = 0) -> None:
+        """`first_step`: where this attempt began; its goodput says nothing of the steps before."""
         self.started_s = started_s
         status = read_status(self.folder)
         if status is not None:
             self._alive_at_s = status["updated_unix_s"]
         self.metrics.open()
-        self.goodput = Goodput(started_s, self.metrics.step_times_s())
+        self.goodput = Goodput(
+            started_s, {step: s for step, s in self.metrics.step_times_s().items() if step >= first_step}
+        )
 
     # ------------------------------------------------------------ what happens
 
-    def begun(self, step: int, membership_id: tuple[int, int]) -> None:
-        """The members `membership_id`, (term, generation), were ordered to begin at `step`."""
+    def begun(self, step: int, membership_id: tuple[int, int]) -> bool:
+        """The members `membership_id`, (term, generation), were ordered to begin at `step`; whether that is new."""
+        if self._builds and self._builds[-1] == (step, membership_id):
+            return False
         self._builds.append((step, membership_id))
+        return True
+
+    def went_back(self, step: int, membership_id: tuple[int, int]) -> None:
+        """These members begin at a checkpoint of `step` steps: what was recorded of later ones runs again."""
+        undone = self.metrics.go_back(step, membership_id)
+        if not undone:
+            return
+        self.goodput.undone(step)
+        self._waiting.clear()
+        if self.last_vote is not None and self.last_vote.step >= step:
+            self.last_vote = None
+        self.recoveries.say(f"back to the checkpoint of step {step}: {undone} recorded step(s) run again")
+
+    def checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """A checkpoint counts."""
+        self._checkpoints.append(checkpoint)
+        self._note({"note": "checkpoint", "checkpoint": dict(checkpoint)})
+        log.info("checkpoint of step %d: %.1f MB in %.2f s, for %.3f s of which training waited: %s",
+                 checkpoint["step"], checkpoint["bytes"] / 1e6, checkpoint["total_s"], checkpoint["blocked_s"],
+                 checkpoint["path"])  # fmt: skip
 
     def counts(self, record: Mapping[str, Any]) -> bool:
         """Whether a step's record is of the members that committed it: the last that began at it or before.
@@ -140,10 +168,20 @@ class RunRecorder:
         }  # fmt: skip
         self.generations.append(generation)
         self._note({"note": "generation", **generation})
+        if change.restored is not None and change.previous_mesh is None:
+            self._resumed(change.restored)
         self.recoveries.compare_environments(change.members)
         self.recoveries.compare_places(change.mesh, change.members)
         if change.previous_mesh is not None and (not change.planned or change.drained):
             self.recoveries.begin(change, self.metrics.last_step + 1)
+
+    def _resumed(self, restored: Checkpoint) -> None:
+        """This attempt began at a checkpoint: the newest that verified, which may be older than the one first tried."""
+        uri, folder = located(self._run.storage_uri, restored.folder)
+        found = {"step": restored.step, "path": f"{uri.rstrip('/')}/{folder}"}
+        self.resumed_from = (*self.resumed_from[:-1], found)
+        self._note({"note": "resumed from", "checkpoints": [dict(one) for one in self.resumed_from]})
+        log.info("resumed at step %d from %s", found["step"], found["path"])
 
     def coordinator_back(self, now: float) -> None:
         """Record a coordinator restart that training did not notice."""
@@ -204,6 +242,8 @@ class RunRecorder:
             compilations_after_step_0=self.num_compiled_late,
             skipped_steps=sum(bool(line["skipped"]) for line in read_metrics(self.folder)),
             lost_workers=self.recoveries.num_lost(),
+            resumed_from=self.resumed_from,
+            checkpoints=self._checkpoints,
         )
         write_summary(self.folder, summary)
         draw_run(self.folder, self.recoveries.records)
@@ -219,6 +259,12 @@ class RunRecorder:
         """Restore from a journal line of an earlier coordinator."""
         for order in [c for c in line.get("commands", ()) if c["type"] == "Build"][:1]:
             self.begun(order["step"], (order["term"], order["generation"]))
+            if order["restore"] is not None:  # the coordinator may have died before it noted that
+                self.went_back(order["step"], (order["term"], order["generation"]))
+        if line.get("note") == "resumed from":
+            self.resumed_from = line["checkpoints"]
+        if line.get("note") == "checkpoint":
+            self._checkpoints.append(line["checkpoint"])
         if line.get("note") == "generation":
             self.generations.append({k: line[k] for k in ("term", "generation", "mesh", "reason")})
             self._seen_change = (line["term"], line["generation"], True)

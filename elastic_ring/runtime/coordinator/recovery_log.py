@@ -144,8 +144,9 @@ class RecoveryLog:
             "detect_s": max(0.0, change.noticed_at - struck),
             "close_s": max(0.0, change.resumed_at - change.noticed_at - heal_s),
             "heal_s": heal_s,
-            "steps_undone": max(0, num_published - change.step),
-            "steps_rerun": 1 if change.step_rerun is not None else 0,
+            "steps_undone": max(change.steps_undone, num_published - change.step, 0),
+            "steps_rerun": change.steps_undone + (1 if change.step_rerun is not None else 0),
+            "source": "replica" if change.restored is None else "checkpoint",
             "survivor_pids_kept": self._survivors_kept(change),
             "phases": self._phases(change.newcomers),
             "exact": change.promise == "bit-exact" and self.same_environment,
@@ -185,7 +186,7 @@ class RecoveryLog:
             "step": step, "cause": "the coordinator died", "kind": "coordinator",
             "faults": [str(self._run.faults[i]) for i in sorted(self._take_faults())],
             "action": "coordinator restarted from its journal", "detect_s": 0.0, "close_s": now - struck, "heal_s": 0.0,
-            "rerun_s": 0.0, "total_s": now - struck, "steps_undone": 0, "steps_rerun": 0,
+            "rerun_s": 0.0, "total_s": now - struck, "steps_undone": 0, "steps_rerun": 0, "source": "replica",
             "survivor_pids_kept": True, "exact": True,
         }, closes=False)  # fmt: skip
 
@@ -280,6 +281,7 @@ def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         "heal_s": first["heal_s"] + second["heal_s"],
         "steps_undone": max(first["steps_undone"], second["steps_undone"]),
         "steps_rerun": max(first["steps_rerun"], second["steps_rerun"]),
+        "source": min(first["source"], second["source"]),  # the lower rung
         "survivor_pids_kept": first["survivor_pids_kept"] and second["survivor_pids_kept"],
         "phases": second["phases"],
         "exact": first["exact"] and second["exact"],

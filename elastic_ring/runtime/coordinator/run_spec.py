@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.options import ControlOptions
-from elastic_ring.monitor.callbacks import CALLBACKS_NAME
+from elastic_ring.monitor.callbacks import CALLBACKS_NAME, STEP, VALIDATION
+from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, write_json
+from elastic_ring.runtime.coordinator.checkpoints import Resume
+from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.train.task import TrainingTask
 
 
@@ -23,6 +31,9 @@ class RunSpec:
     digest: str
     submitted_unix_s: float
     fingerprint: str  # of the corpus as the driver reads it
+    identity: Mapping[str, str] = field(default_factory=dict)
+    """What may not change when a run is resumed, by name."""
+    resume: Resume = field(default_factory=Resume)
 
 
 class Clock:
@@ -42,14 +53,32 @@ def control_options(run_spec: RunSpec) -> ControlOptions:
         run=run.name, dp=scaling.dp, cp=scaling.cp, total_steps=run_spec.task.step.steps, spares=scaling.spares,
         min_dp=scaling.min_dp, max_dp=scaling.max_dp, report_s=timeouts.report_s, build_s=timeouts.build_s,
         start_s=timeouts.start_s, start_max_s=timeouts.start_max_s, hello_s=timeouts.hello_s,
-        boundary_s=timeouts.boundary_s,
-        finalize_s=timeouts.finalize_s, grow_delay_s=run.grow_delay_s, crash_loop_limit=run.crash_loop_limit,
-        user_error_limit=run.user_error_limit,
+        boundary_s=timeouts.boundary_s, finalize_s=timeouts.finalize_s, restore_s=timeouts.restore_s,
+        grow_delay_s=run.grow_delay_s, crash_loop_limit=run.crash_loop_limit, user_error_limit=run.user_error_limit,
     )  # fmt: skip
 
 
-def set_aside(folder: Path) -> None:
-    """Move the records of an earlier attempt out of the way; they are kept."""
+def is_finished(run: RunConfig, steps: int) -> bool:
+    """Whether the run's folder has the summary of all `steps`. A submission that asks for a beginning begins again."""
+    path = run.folder / SUMMARY_NAME
+    return run.resume == "auto" and path.exists() and int(json.loads(path.read_text())["steps"]) >= steps
+
+
+def identity_digest(identity: Mapping[str, str]) -> str:
+    """What a checkpoint and a submission must share."""
+    return hashlib.sha256(json.dumps(dict(sorted(identity.items()))).encode()).hexdigest()
+
+
+def checkpoint_facts(run_spec: RunSpec) -> dict[str, Any]:
+    """What a manifest says of the run that wrote it, for its readers."""
+    return {
+        "name": run_spec.run.name, "settings": dict(run_spec.identity), "total_steps": run_spec.task.step.steps,
+        "versions": versions(run_spec.scaling.device),
+    }  # fmt: skip
+
+
+def set_aside(folder: Path, *, keep_metrics: bool) -> None:
+    """Move the records of an earlier attempt out of the way; they are kept. A resumed run goes on with its metrics."""
     number = 1 + len(list(folder.glob("attempt-*")))
     old = folder / f"attempt-{number:03d}"
     old.mkdir()
@@ -59,3 +88,15 @@ def set_aside(folder: Path) -> None:
     ):  # fmt: skip
         if (folder / name).exists():
             (folder / name).rename(old / name)
+    if keep_metrics and (old / METRICS_NAME).exists():
+        shutil.copyfile(old / METRICS_NAME, folder / METRICS_NAME)
+        _keep_places(old / CALLBACKS_NAME, folder / CALLBACKS_NAME)
+
+
+def _keep_places(old: Path, new: Path) -> None:
+    """Callbacks have been told the steps that stay; recoveries and checkpoints are counted anew by each attempt."""
+    if old.exists():
+        told = json.loads(old.read_text(encoding="utf-8"))
+        kept = {name: {kind: at for kind, at in place.items() if kind in (STEP, VALIDATION)}
+                for name, place in told.items()}  # fmt: skip
+        write_json(new, kept)

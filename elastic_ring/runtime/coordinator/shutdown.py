@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -54,15 +54,20 @@ def _last_records(end: End, recorder: RunRecorder, state: State, weights_sha256:
 EventQueue = queue.Queue[tuple[str, Any, dict[str, Any]]]
 
 
-def aside(work: Callable[[], End], events: EventQueue, echo: Callable[[str], None]) -> End:
+def aside(
+    work: Callable[[], End], events: EventQueue, echo: Callable[[str], None],
+    checkpoint: Callable[[Mapping[str, Any]], None],
+) -> End:  # fmt: skip
     """Do long work beside the deciding thread, whose silence would otherwise look like a hang to the agents."""
-    done: queue.Queue[End] = queue.Queue()
-    threading.Thread(target=lambda: done.put(work()), name="conclude", daemon=True).start()
-    while done.empty():
-        with suppress(queue.Empty):
-            kind, body, extra = events.get(timeout=LOOK_S)
-            if kind == "beat":
-                echo(body)
-            elif kind == "fault":
-                extra["answer"].put(False)
-    return done.get()
+    with ThreadPoolExecutor(1, thread_name_prefix="conclude") as executor:
+        done = executor.submit(work)
+        while not done.done():
+            with suppress(queue.Empty):
+                kind, body, extra = events.get(timeout=LOOK_S)
+                if kind == "beat":
+                    echo(body)
+                elif kind == "checkpoint":
+                    checkpoint(body)
+                elif kind == "fault":
+                    extra["answer"].put(False)
+        return done.result()

@@ -5,15 +5,21 @@ No decisions on events here; `shutdown` writes the end of a run.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from elastic_ring.control.replay import standing
 from elastic_ring.errors import CoordinatorLost, RunFailed
-from elastic_ring.monitor.journal import claim_term, read
-from elastic_ring.monitor.metrics import JOURNAL_NAME, SUMMARY_NAME
-from elastic_ring.runtime.coordinator.run_spec import RunSpec, set_aside
+from elastic_ring.monitor.journal import Journal, claim_term, read
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, lines_before
+from elastic_ring.runtime.coordinator.run_spec import RunSpec, is_finished, set_aside
+from elastic_ring.state.checkpoint import located
+from elastic_ring.state.storage import Storage
+
+log = logging.getLogger(__name__)
 
 JournalLine = Mapping[str, Any]
 
@@ -57,8 +63,26 @@ def open_run(
     if left:
         raise RunFailed(f"an earlier attempt's actors do not go: {', '.join(left)}", run=run_spec.run.name)
     if lines:
-        set_aside(folder)
+        set_aside(folder, keep_metrics=bool(run_spec.resume.checkpoints))
+    _bring_metrics(run_spec)
     return Startup(term)
+
+
+def _bring_metrics(run_spec: RunSpec) -> None:
+    """A run that begins at another's checkpoint has that one's metrics of the steps before, where these are known."""
+    resume, path = run_spec.resume, run_spec.run.folder / METRICS_NAME
+    if path.exists() or not resume.checkpoints:
+        return
+    uri, _ = located(run_spec.run.storage_uri, resume.checkpoints[-1].folder)
+    source = Storage(uri, timeout_s=run_spec.run.timeouts.storage_s).open(write=False)
+    if not source.exists(METRICS_NAME):
+        log.warning("%s has no %s: the summary tells of the steps from %d on only", uri, METRICS_NAME, resume.step)
+        return
+    lines = [json.loads(line) for line in source.read(METRICS_NAME).splitlines() if line.endswith(b"}")]
+    with Journal(path, durable=True) as journal:
+        for line in lines_before(lines, resume.step):
+            journal.append(line, sync=False)
+        journal.sync()
 
 
 def refuse_to_begin(
@@ -74,5 +98,5 @@ def refuse_to_begin(
         raise RunFailed(f"another submission has taken {run.folder}: this one ends", run=run.name)
     if is_restart and others():
         raise CoordinatorLost(f"the run has workers, but its journal is not in {run.folder} on this node")
-    if (run.folder / SUMMARY_NAME).exists():
+    if is_finished(run, run_spec.task.step.steps):
         raise RunFailed(f"run {run.name} has finished: {run.folder} holds its summary")

@@ -91,8 +91,8 @@ def local_head() -> str | None:
     return str(address)
 
 
-def refuse_other_settings(run: RunConfig, found: str, wanted: str, where: str, differences: str = "") -> None:
-    """Raises ValueError when the digests differ, so that a run of this name has other settings."""
+def refuse_other_settings(run: RunConfig, found: object, wanted: object, where: str, differences: str = "") -> None:
+    """Raises ValueError when the digests or identities differ, so that a run of this name has other settings."""
     if found != wanted:
         raise ValueError(
             f"run name {run.name!r} is taken by a run with other settings ({where}{differences}): choose another "
@@ -106,7 +106,22 @@ def differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     Ignores what the digest ignores.
     """
     told = []
-    for part in sorted({*recorded, *wanted} - {"digest", "versions"}):
+    there, here = recorded.get("identity"), wanted.get("identity", {})
+    if isinstance(there, Mapping):
+        for name in sorted({*there, *here}):
+            if there.get(name) != here.get(name):
+                told.append(f"{name}: {_short(there.get(name))} there, {_short(here.get(name))} here")
+    else:
+        told = _other_settings(recorded, wanted)
+    if not told:
+        return ", in nothing that is recorded"
+    return ", in " + "; ".join(told[:NUM_TOLD]) + (f" and {len(told) - NUM_TOLD} more" if len(told) > NUM_TOLD else "")
+
+
+def _other_settings(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """As a version recorded it that knew no identity."""
+    told = []
+    for part in sorted({*recorded, *wanted} - {"digest", "identity", "versions"}):
         before, now = (config.get(part) for config in (recorded, wanted))
         if not isinstance(before, Mapping) or not isinstance(now, Mapping):
             before, now = {"": before}, {"": now}
@@ -114,9 +129,7 @@ def differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
             if before.get(name) != now[name]:
                 setting = f"{part}.{name}".strip(".")
                 told.append(f"{setting}: {_short(before.get(name))} there, {_short(now[name])} here")
-    if not told:
-        return ", in nothing that is recorded"
-    return ", in " + "; ".join(told[:NUM_TOLD]) + (f" and {len(told) - NUM_TOLD} more" if len(told) > NUM_TOLD else "")
+    return told
 
 
 def other_versions(recorded: Mapping[str, Any], here: Mapping[str, str]) -> str:

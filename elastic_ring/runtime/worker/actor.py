@@ -95,7 +95,7 @@ class Worker:
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # every thread's stack into the log, on request
         self._held = hold(self._stamps.path.parent, self.spec.run.timeouts.clear_s)
         self._stamps.open()
-        member = Member(self.spec, self._stamps, self._client.injector(), self._client.publish)
+        member = Member(self.spec, self._stamps, self._client.injector(), self._client.publish, self._client.saved)
         member.warm_up()
         self._member = member
         self._training.start()

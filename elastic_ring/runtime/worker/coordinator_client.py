@@ -34,6 +34,10 @@ class CoordinatorClient:
         """Send records of committed steps."""
         self.coordinator.publish.remote(self._spec.worker, records)
 
+    def saved(self, part: dict[str, Any]) -> None:
+        """Tell that this rank's part of a checkpoint is written, or why it is not."""
+        self.coordinator.saved.remote(self._spec.worker, part)
+
     def injector(self) -> Injector:
         """Planned faults, each of which the coordinator grants once."""
         import ray

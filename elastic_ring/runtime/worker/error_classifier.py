@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from elastic_ring.errors import DigestMismatch, ElasticRingError, TooManySkipped
+from elastic_ring.errors import CheckpointDamaged, DigestMismatch, ElasticRingError, StorageFailed, TooManySkipped
 from elastic_ring.runtime.groups.transport import is_transport_error
 from elastic_ring.train.check import ModelRefused
 from elastic_ring.train.kernels import KernelMismatch
@@ -31,6 +31,10 @@ def trouble_kind(
         return "skipped"
     if isinstance(error, DigestMismatch):
         return "peer"  # what arrived is not used; the next build sends it again
+    if isinstance(error, CheckpointDamaged):
+        return "checkpoint"
+    if isinstance(error, StorageFailed):
+        return "peer"  # read again in the next build
     if isinstance(error, (ModelRefused, ReplicasDiverged)):
         return "check"
     if isinstance(error, KernelMismatch):

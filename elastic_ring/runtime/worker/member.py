@@ -37,6 +37,7 @@ from elastic_ring.runtime.groups.store import LOOPBACK
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.worker.env_fingerprint import NondeterminismLog, gpu_environment
 from elastic_ring.runtime.worker.faults import Injector
+from elastic_ring.runtime.worker.saver import Place, Saver, open_checkpoint
 from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks
 from elastic_ring.runtime.worker.step_records import StepRecords, record_of
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
@@ -66,6 +67,7 @@ class Member:
         stamps: StampWriter,
         injector: Injector,
         publish: Callable[[list[dict[str, Any]]], None],
+        saved: Callable[[dict[str, Any]], None] = lambda part: None,
     ) -> None:
         self._spec = spec
         self._stamps = stamps
@@ -75,6 +77,9 @@ class Member:
         self.marks = DeviceMarks()
         self._num_data_waits = 0
         self.device_failed = False  # said so itself: a probe may still pass
+        self._saver = Saver(spec.run, saved)
+        self._place: Place | None = None
+        self._told: dict[str, Any] = {}  # by the coordinator with the build under way
         self._connector: Connector | None = None
         self._groups: Groups | None = None
         self._command: Build | None = None
@@ -157,15 +162,19 @@ class Member:
     def prepare(self, command: Build, extra: dict[str, Any]) -> Connector:
         """A connector for this build, known before the training thread starts so that it can be cancelled."""
         timeouts, host = self._spec.run.timeouts, extra["store_host"]
+        self._told = extra
+        restore_s = timeouts.restore_s if command.restore is not None else 0.0  # the others wait for the slowest reader
         where = Rendezvous(
             host=host, port=extra["store_port"], secret=extra["store_secret"],
             prefix=f"{command.term}/{command.generation}",
             address=LOOPBACK if host == LOOPBACK else self._spec.address,
-            timeout_s=timeouts.build_s, collective_s=timeouts.collective_s,
+            timeout_s=timeouts.build_s + restore_s, collective_s=timeouts.collective_s,
         )  # fmt: skip
         self._close_connector()
         self._connector = Connector(where, self._device_lease.device)
         self.records.mark_published(int(extra.get("published", -1)))
+        if command.restore is not None:
+            self.records.go_back(command.step)
         return self._connector
 
     def abort(self, paused: threading.Event, timeout_s: float) -> bool:
@@ -243,10 +252,15 @@ class Member:
         healed = time.monotonic()
         empty_cache(self._device_lease.device)
         assert not self.seated or (state.valid and state.applied == command.step), (state.applied, command.step)
-        if self._groups is not None and command.fresh and self._spec.task.step.check_model:
+        starts = command.fresh and command.restore is None
+        if self._groups is not None and starts and self._spec.task.step.check_model:
             with translated(connector):
                 check_model(state.task, self._groups, state)
         self._stamps.stamp(command.step, Phase.IDLE)
+        if self._groups is not None and self._told.get("checkpoint"):
+            told = self._told["checkpoint"]
+            self._place = Place.of(command, self._groups.global_rank, told)
+            self._saver.schedule.mean_time_between_failures_s = float(told["mean_time_between_failures_s"])
         timings = {
             "connect_s": opened - begun + joined - entered, "roll_s": entered - opened + rolled - joined,
             "heal_s": healed - rolled,
@@ -278,7 +292,11 @@ class Member:
         self._entering = True  # a GPU whose last process is just ending may keep this thread waiting
         try:
             state.enter(groups, (command.term, command.generation), keep=holds)
-            if command.fresh:
+            if command.restore is not None:
+                begun = time.monotonic()
+                state.restore(open_checkpoint(self._spec.run, command.restore))
+                self._timings["restore_s"] = time.monotonic() - begun
+            elif command.fresh:
                 state.initialise()
         finally:
             self._entering = False
@@ -330,15 +348,36 @@ class Member:
                 self._validate_if_due(step)
                 # A step's result is published once the next one is under way.
                 self._send(through=step - 1)
-                outcome, local = state.run(step, boundary=self.boundary_requested)
+                outcome, local = state.run(step, boundary=self.boundary_requested, checkpoint=self._ballot(step))
                 self._record(outcome, local, time.monotonic() - begun)
+                self._save(outcome)
                 self._publish_nondeterminism(step)
                 self._report_compiled(step)
                 if outcome.boundary and state.applied < step_config.steps:
                     return "boundary"
                 self._context_releaser.committed(self.device, self._command.generation, step, self._groups.global_rank)
             self._validate_if_due(state.applied)
+        self._stamps.stamp(state.applied, Phase.SAVE)
+        if not self._saver.wait(self._spec.run.timeouts.finalize_s / 2):
+            log.warning("the last checkpoint's part is not written yet; the run ends without it")
         return "finished"
+
+    def _ballot(self, step: int) -> float:
+        assert self._groups is not None
+        if self._place is None:
+            return 0.0
+        return self._saver.ballot(step + 1, self._spec.task.step.steps, self._groups.global_rank)
+
+    def _save(self, outcome: Outcome) -> None:
+        """Save after a step whose vote asked for it; training waits for the copy only."""
+        state = self._transaction
+        if outcome.checkpoint_missed:
+            log.warning("the checkpoint of step %d is left out: the last one is still being written", state.applied)
+        if not outcome.checkpoint or self._place is None:
+            return
+        assert state.shard is not None
+        self._watch("save", state.applied)
+        self._saver.save(state.shard, state.shapes, self._place)
 
     def finalize(self, cause: str, worker: str, term: int, generation: int) -> Finalized | None:
         """Ring 0 gathers the weights; its first rank writes and digests them."""

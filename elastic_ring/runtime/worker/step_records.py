@@ -53,6 +53,12 @@ class StepRecords:
                 self._publish(ready)
                 self._published = ready[-1]["step"]
 
+    def go_back(self, step: int) -> None:
+        """The run goes back to a checkpoint: `step` runs next, records of it and of later steps do not count."""
+        with self._lock:
+            self._records = [record for record in self._records if record["step"] < step]
+            self._published = step - 1
+
     def after(self, step: int) -> list[Record]:
         """Those of committed steps newer than `step`."""
         return [record for record in self._records if record["step"] > step]

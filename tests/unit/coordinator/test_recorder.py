@@ -60,7 +60,7 @@ def test_a_step_that_was_rolled_forward_keeps_the_record_of_those_that_voted(rec
 def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path: Path) -> None:
     again = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), lambda note: None, lambda: 100.0)
     again.open(0.0)
-    again.recall({"event": {}, "commands": [{"type": "Build", "step": 0, "term": 1, "generation": 1}]})
+    again.recall({"event": {}, "commands": [{"type": "Build", "step": 0, "term": 1, "generation": 1, "restore": None}]})
     assert not again.counts(record(0, (1, 0)))
     assert again.counts(record(0, (1, 1)))
 

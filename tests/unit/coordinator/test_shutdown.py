@@ -24,6 +24,7 @@ from elastic_ring.runtime.agent import stamp_dir
 from elastic_ring.runtime.agent.stamp_dir import hold
 from elastic_ring.runtime.coordinator import actor
 from elastic_ring.runtime.coordinator.actor import Coordinator
+from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper, Resume
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
@@ -37,18 +38,21 @@ def test_beats_are_echoed_and_faults_refused_while_the_end_is_being_written() ->
 
     def work() -> dict[str, Any]:
         coordinator_client.put(("fault", 0, {"answer": answer}))
+        coordinator_client.put(("checkpoint", {"step": 3}, {}))
         coordinator_client.put(("beat", "node", {}))
         assert echoed.wait(30.0), "the end could not be written while nobody echoed"
         return {"error": ""}
 
     nodes: list[str] = []
+    saved: list[Any] = []
 
     def echo(node: str) -> None:
         nodes.append(node)
         echoed.set()
 
-    assert aside(work, coordinator_client, echo) == {"error": ""}
+    assert aside(work, coordinator_client, echo, saved.append) == {"error": ""}
     assert nodes == ["node"]
+    assert saved == [{"step": 3}]
     assert answer.get(timeout=30.0) is False
 
 
@@ -72,7 +76,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     run = RunConfig("over", run_dir=str(tmp_path / "run"))
     run.folder.mkdir()
     made.timers = timers
-    made.run_spec = SimpleNamespace(run=run, attempt="0123456789", scaling=None, task=None)
+    made.run_spec = SimpleNamespace(run=run, attempt="0123456789", scaling=None, task=None, resume=Resume())
     made._queue, made.driver_feed, made._ready = queue.Queue(), DriverFeed(), threading.Event()
     made._cause = CauseIds("coordinator")
     made._ended, made._ticked_at, made._told_waiting, made._term = None, 0.0, "", 1
@@ -82,6 +86,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.recorder = RunRecorder(run, made._note, made.clock)
     made.recorder.open(0.0)
     made.node_monitor, made.dispatch = Nobody(), Nobody()
+    made.checkpoints = CheckpointKeeper(run, Resume(), 1, {}, made._put)
     made.metrics_exporter = MetricsExporter(run.name, 60.0, made.recorder)
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1")}
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from elastic_ring.config import RunConfig, ScalingConfig
+from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
+from elastic_ring.control.messages import Checkpoint
 from elastic_ring.errors import CoordinatorLost, RunFailed
+from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.coordinator.checkpoints import Resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.coordinator.startup import Startup, open_run
 
 
 def run_spec(folder: Path, attempt: str, submitted_unix_s: float = 50.0) -> RunSpec:
-    task: Any = None
+    task: Any = SimpleNamespace(step=StepConfig(steps=1))
     return RunSpec(RunConfig("opened", run_dir=str(folder)), ScalingConfig(), task, attempt, "", submitted_unix_s, "")
 
 
@@ -51,6 +56,16 @@ def test_another_attempts_records_are_set_aside_and_nothing_of_them_is_read(tmp_
     assert not (tmp_path / "journal.jsonl").exists()
 
 
+def test_a_resumed_attempt_goes_on_with_the_metrics_and_with_nothing_else(tmp_path: Path) -> None:
+    begun(tmp_path, "a")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    (tmp_path / "status.json").write_text("{}")
+    made = replace(run_spec(tmp_path, "b"), resume=Resume(0, (Checkpoint(1, "f", Mesh(1, 1)),)))
+    assert opened(made).lines == ()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt-001", "metrics.jsonl", "terms"]
+
+
 def test_a_restart_gives_way_to_a_later_submission_and_to_workers_of_a_journal_that_it_cannot_see(
     tmp_path: Path,
 ) -> None:
@@ -62,7 +77,7 @@ def test_a_restart_gives_way_to_a_later_submission_and_to_workers_of_a_journal_t
 
 
 def test_a_finished_run_and_actors_that_stay_are_no_beginning(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "summary.json").write_text('{"steps": 1}')
     with pytest.raises(RunFailed, match="has finished"):
         opened(run_spec(tmp_path, "a"))
     with pytest.raises(RunFailed, match="an earlier attempt's actors do not go: er:opened:w-1"):

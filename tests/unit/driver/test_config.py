@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from elastic_ring.config import (
+    CheckpointConfig,
     OptimConfig,
     RunConfig,
     ScalingConfig,
@@ -83,7 +84,7 @@ REFUSED = [
 # (class, setting that it does not have, what to use instead)
 UNKNOWN = [
     (RunConfig, "failure_config", "crash_loop_limit"),
-    (RunConfig, "checkpoint_config", "Result.weights"),
+    (CheckpointConfig, "num_to_keep", "use keep_last"),
     (RunConfig, "callbacks", "give them to the trainer"),
     (ScalingConfig, "num_workers", "set dp and cp"),
     (ScalingConfig, "use_gpu", "device='cuda'"),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.config import ScalingConfig
+from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import Build
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu import device
@@ -202,7 +202,7 @@ def test_only_members_on_gpus_that_are_asked_to_let_go_do(
 ) -> None:
     made: list[bool] = []
     monkeypatch.setattr(member, "ContextReleaser", made.append)
-    scaling, run = ScalingConfig(device=device, release_contexts=asked), SimpleNamespace(name="run")
+    scaling, run = ScalingConfig(device=device, release_contexts=asked), RunConfig(name="run")
     spec: Any = SimpleNamespace(scaling=scaling, run=run, task=None)
     nothing: Any = None
     Member(spec, nothing, nothing, lambda records: None)
@@ -214,16 +214,16 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     order: list[str] = []
     state = SimpleNamespace(applied=0)
 
-    def run(step: int, *, boundary: bool) -> tuple[Any, Any]:
+    def run(step: int, *, boundary: bool, checkpoint: float) -> tuple[Any, Any]:
         state.applied = step + 1
         order.append(f"run {step}")
-        return SimpleNamespace(boundary=step == 2), None
+        return SimpleNamespace(boundary=step == 2, checkpoint=False, checkpoint_missed=False), None
 
     state.run = run
     training: Any = Member.__new__(Member)
     training._command = Build("c", "a", 1, 5, Mesh(1, 2), ("a", "b"), 0, None, (), True)
     training._groups, training._connector = SimpleNamespace(global_rank=1), SimpleNamespace(aborted=False)
-    training._transaction, training.boundary_requested = state, False
+    training._transaction, training.boundary_requested, training._place = state, False, None
     training._spec = SimpleNamespace(task=SimpleNamespace(step=SimpleNamespace(steps=9, val_every_steps=0)))
     training._device_lease, training._trained = SimpleNamespace(device=OWN), True
     for name in ("_watch", "_validate_if_due", "_send", "_publish_nondeterminism", "_report_compiled"):

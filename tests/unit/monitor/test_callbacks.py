@@ -210,7 +210,7 @@ def test_a_new_attempt_in_the_folder_is_told_from_its_beginning(tmp_path: Path, 
     records.steps(0, 1)
     with telling(tmp_path, Hears()) as driver:
         driver.tell()
-    set_aside(tmp_path)
+    set_aside(tmp_path, keep_metrics=False)
     Records(tmp_path).steps(0)
     callback = Hears()
     with telling(tmp_path, callback) as driver:

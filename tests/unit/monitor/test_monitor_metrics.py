@@ -27,7 +27,7 @@ from elastic_ring.monitor.metrics import (
 RECOVERY: dict[str, Any] = {
     "step": 21, "faults": ["kill@step=21,phase=backward,rank=3"], "cause": "rank 3 died in backward",
     "action": "spare took its place", "detect_s": 0.02, "close_s": 0.11, "heal_s": 0.05, "rerun_s": 0.2,
-    "total_s": 0.4, "steps_undone": 0, "steps_rerun": 1, "survivor_pids_kept": True, "exact": True,
+    "total_s": 0.4, "steps_undone": 0, "steps_rerun": 1, "source": "replica", "survivor_pids_kept": True, "exact": True,
 }  # fmt: skip
 
 
@@ -171,6 +171,7 @@ def test_the_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
     assert list(content) == list(SUMMARY_KEYS) == [
         "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact",
         "generations", "recoveries", "compilations_after_step_0", "skipped_steps", "lost_workers",
+        "resumed_from", "checkpoints",
     ]  # fmt: skip
     assert content["steps"] == 2
     assert [float.fromhex(loss) for loss in content["losses"]] == [2.0, 1.5]

@@ -30,7 +30,7 @@ STATUS_JOB = Path(__file__).resolve().parents[3] / "jobs" / "status.py"
 RECOVERY: dict[str, Any] = {
     "step": 21, "faults": [], "cause": "rank 3 died in backward", "action": "spare took its place",
     "detect_s": 0.02, "close_s": 0.11, "heal_s": 0.05, "rerun_s": 0.2, "total_s": 0.4,
-    "steps_undone": 0, "steps_rerun": 1, "survivor_pids_kept": True, "exact": True,
+    "steps_undone": 0, "steps_rerun": 1, "source": "replica", "survivor_pids_kept": True, "exact": True,
 }  # fmt: skip
 SENTENCE = (
     "rank 3 died in backward of step 21; spare took its place in 0.4 s: "

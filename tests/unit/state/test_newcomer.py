@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.config import ScalingConfig
+from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import Heal, Report
 from elastic_ring.control.quorum import decide
 from elastic_ring.errors import ElasticRingError
@@ -55,9 +55,7 @@ def heal(me: Any, role: str, fires: bool) -> str:
 
 
 def report(me: Any) -> Report:
-    worker_spec = SimpleNamespace(
-        worker=f"w{me.rank}", scaling=ScalingConfig(), run=SimpleNamespace(name="r"), task=None
-    )
+    worker_spec = SimpleNamespace(worker=f"w{me.rank}", scaling=ScalingConfig(), run=RunConfig(name="r"), task=None)
     member = Member(worker_spec, None, None, lambda records: None)  # type: ignore[arg-type]
     member._transaction = me.state
     return member.report("c", 1, me.membership_id[1], "aborted")

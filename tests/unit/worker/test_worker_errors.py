@@ -130,7 +130,7 @@ def test_a_peer_that_fails_in_a_build_is_a_failed_build(tmp_path: Path) -> None:
 
 def test_a_worker_that_has_told_of_its_device_reports_itself_unhealthy(tmp_path: Path) -> None:
     """Also where the news itself came too late to be heard."""
-    spec = SimpleNamespace(worker="w", scaling=ScalingConfig(), run=SimpleNamespace(name="r"), task=None)
+    spec = SimpleNamespace(worker="w", scaling=ScalingConfig(), run=RunConfig(name="r"), task=None)
     member = Member(spec, None, None, lambda records: None)  # type: ignore[arg-type]
     nothing = SimpleNamespace(applied=0, unapplied=None, valid=False, shard=None, has_gradient=False, last=None)
     nothing.gradient_membership_id = (0, 0)

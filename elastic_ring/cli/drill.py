@@ -1,0 +1,170 @@
+"""Drills: break a run on this machine as the world would, and show that it goes on.
+
+    elastic-ring drill --list
+    elastic-ring drill power-cut --cuts 1
+
+Exit status: 0 when the run ended as the undisturbed one did, 1 when not, 2 for a wrong setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from elastic_ring.config import environment
+from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, read_metrics
+
+log = logging.getLogger(__name__)
+
+DRILLS = {"power-cut": "kill every process of a run at once, Ray's too, and submit it again"}
+MARK = "ELASTIC_RING_DRILL"  # in the environment of every process of the run that is cut
+LOOK_S = 0.02
+RUN_S = 900.0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One power cut: how many processes it killed, after how many recorded steps, and how soon these had gone on."""
+
+    num_killed: int
+    after_steps: int
+    to_next_step_s: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    options = _parser().parse_args(argv)
+    if options.list or not options.name:
+        print("\n".join(f"{name:<12}{says}" for name, says in DRILLS.items()))
+        return 0
+    if options.name not in DRILLS:
+        print(f"drill: there is no drill {options.name!r}: {', '.join(DRILLS)}", file=sys.stderr)
+        return 2
+    return power_cut(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="elastic-ring drill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="the drills and what they do")
+    parser.add_argument("--cuts", type=int, default=1, help="how many power cuts in one run (1)")
+    parser.add_argument("--steps", type=int, default=30, help="steps of the laptop preset (30)")
+    parser.add_argument("--every", type=int, default=5, metavar="STEPS", help="steps between checkpoints (5)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of the cuts (0)")
+    parser.add_argument("--storage-path", default="runs", help="where the runs' folders are made (runs)")
+    return parser
+
+
+def power_cut(options: argparse.Namespace) -> int:
+    """An undisturbed run, then one that is cut; both must end with the same losses, samples and weights."""
+    name = f"power-cut-{secrets.token_hex(3)}"
+    calm = _wait(_start(f"{name}-undisturbed", options, every=0), Path(options.storage_path, f"{name}-undisturbed"))
+    folder, moments = Path(options.storage_path, name), random.Random(options.seed)
+    step_s = sorted(line["step_s"] for line in read_metrics(folder.with_name(f"{name}-undisturbed")))[
+        options.steps // 2
+    ]
+    cuts = []
+    for number in range(1, options.cuts + 1):
+        cuts.append(_cut(name, folder, options, moments.uniform(0.0, 1.3 * options.every * step_s)))
+        log.info("cut %d: %d processes killed after step %d", number, cuts[-1].num_killed, cuts[-1].after_steps - 1)
+    last_s = time.time()
+    summary = _wait(_start(name, options, every=options.every), folder)
+    return _told(cuts, last_s, folder, summary, calm)
+
+
+def _cut(name: str, folder: Path, options: argparse.Namespace, delay_s: float) -> Cut:
+    """Run until it has trained on and has a checkpoint, for `delay_s` more, then kill everything at once."""
+    before, begun_s, token = _num_lines(folder), time.time(), secrets.token_hex(8)
+    process = _start(name, options, every=options.every, token=token)
+    deadline = time.monotonic() + RUN_S
+    while _num_lines(folder) <= before or not list(folder.glob("checkpoints/*/*/COMMIT.json")):
+        if process.poll() is not None or time.monotonic() > deadline:
+            kill_everything(token)
+            raise SystemExit(f"drill: the run ended ({process.returncode}) before it could be cut; give more --steps")
+        time.sleep(LOOK_S)
+    time.sleep(delay_s)
+    if process.poll() is not None:
+        raise SystemExit("drill: the run ended before it could be cut; give more --steps")
+    num_killed = kill_everything(token)
+    process.wait()
+    return Cut(num_killed, len(read_metrics(folder)), _next_step_s(folder, begun_s))
+
+
+def _start(name: str, options: argparse.Namespace, *, every: int, token: str = "") -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable, "-m", "elastic_ring", "train", "--preset", "laptop", "--steps", str(options.steps),
+        "--run-name", name, "--storage-path", options.storage_path, "--checkpoint-every-steps", str(every),
+    ]  # fmt: skip
+    given = {**environment(), MARK: token}
+    return subprocess.Popen(command, env=given, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _wait(process: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
+    status = process.wait(RUN_S)
+    if status:
+        raise SystemExit(f"drill: the run in {folder} ended with exit status {status}; run its command by hand")
+    summary: dict[str, Any] = json.loads((folder / SUMMARY_NAME).read_text())
+    return summary
+
+
+def kill_everything(token: str) -> int:
+    """SIGKILL every process whose environment has the token, again until none is left; how many there were."""
+    killed: set[int] = set()
+    while found := [
+        process for process in psutil.process_iter() if process.pid != os.getpid() and _has(process, token)
+    ]:
+        for process in found:
+            killed.add(process.pid)
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+        time.sleep(LOOK_S)
+    return len(killed)
+
+
+def _has(process: psutil.Process, token: str) -> bool:
+    try:
+        return process.environ().get(MARK) == token and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _num_lines(folder: Path) -> int:
+    path = folder / METRICS_NAME
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _next_step_s(folder: Path, since_s: float) -> float:
+    """From a submission to its first committed step, in seconds."""
+    lines = [json.loads(line) for line in (folder / METRICS_NAME).read_text().splitlines() if line.endswith("}")]
+    return min([line["unix_s"] - since_s for line in lines if line.get("unix_s", 0.0) > since_s], default=float("nan"))
+
+
+def _told(cuts: list[Cut], last_s: float, folder: Path, summary: dict[str, Any], calm: dict[str, Any]) -> int:
+    keys = ("losses", "samples_sha256", "weights_sha256")
+    equal = {key: summary[key] == calm[key] for key in keys}
+    seconds = [*(cut.to_next_step_s for cut in cuts[1:]), _next_step_s(folder, last_s)]
+    steps = [int(path.name.removeprefix("step-")) for path in sorted(folder.glob("checkpoints/step-*"))]
+    print(f"{len(cuts)} power cut(s), {sum(cut.num_killed for cut in cuts)} processes killed\n"
+          f"resumed at steps {', '.join(str(one['step']) for one in summary['resumed_from'])}\n"
+          f"from the new submission to the next committed step: {', '.join(f'{s:.1f}' for s in seconds)} s\n"
+          f"checkpoints left: {', '.join(map(str, steps))}\n"
+          f"as in the undisturbed run: {', '.join(f'{key} {same}' for key, same in equal.items())}")  # fmt: skip
+    return 0 if all(equal.values()) else 1

@@ -1,0 +1,172 @@
+"""Saves this rank's part of a checkpoint: a copy in host memory now, the file beside the next steps.
+
+The training thread copies; one thread of the saver digests and writes, one part at a time. Whether a checkpoint is due
+and whether it counts is decided elsewhere: ranks agree in the vote, the coordinator commits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from elastic_ring.config import CheckpointConfig, RunConfig
+from elastic_ring.control.messages import Build, Checkpoint
+from elastic_ring.errors import CheckpointDamaged, StorageFailed
+from elastic_ring.mesh import Mesh
+from elastic_ring.state.checkpoint import (
+    Reader,
+    Snapshot,
+    attempt_folder,
+    describe,
+    interval_s,
+    located,
+    read_manifest,
+    take,
+    write_part,
+)
+from elastic_ring.state.shard import Shard
+from elastic_ring.state.storage import Storage
+from elastic_ring.train.vote import BUSY, DUE
+
+log = logging.getLogger(__name__)
+
+FIRST_INTERVAL_S = 60.0
+LEAST_INTERVAL_S, MOST_INTERVAL_S = 30.0, 3600.0
+"""Bounds of the interval that a run chooses itself."""
+
+Told = Mapping[str, Any]
+
+
+def open_checkpoint(run: RunConfig, checkpoint: Checkpoint) -> Reader:
+    """A reader of a checkpoint of this run, or of another by its path. Raises CheckpointDamaged, StorageFailed."""
+    uri, folder = located(run.storage_uri, checkpoint.folder)
+    storage = Storage(uri, timeout_s=run.timeouts.storage_s).open(write=False)
+    try:
+        return Reader(storage, read_manifest(storage, folder))
+    except StorageFailed as error:
+        if storage.exists(f"{folder}/COMMIT.json"):
+            raise
+        raise CheckpointDamaged(f"{checkpoint.folder} has no manifest", path=checkpoint.folder) from error
+
+
+class SaveSchedule:
+    """When a checkpoint is due; asked by global rank 0 before each vote. Times in seconds on the monotonic clock."""
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        self._config = config
+        self._last_s = time.monotonic()
+        self._cost_s = 0.0
+        self.mean_time_between_failures_s = 86_400.0
+        self._told_s = 0.0
+
+    def is_due(self, applied: int, total_steps: int) -> bool:
+        """Whether the state after the step that makes `applied` is to be saved."""
+        config = self._config
+        if not config.is_on:
+            return False
+        if config.every_steps:
+            return applied % config.every_steps == 0
+        return applied < total_steps and time.monotonic() - self._last_s >= self.interval_s
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds from one checkpoint to the next."""
+        if self._config.every_s is not None:
+            return self._config.every_s
+        if not self._cost_s:
+            return FIRST_INTERVAL_S
+        found = interval_s(self._cost_s, self.mean_time_between_failures_s)
+        return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, found))
+
+    def saved(self, blocked_s: float) -> None:
+        """One was taken, for which training waited `blocked_s`."""
+        self._last_s, self._cost_s = time.monotonic(), blocked_s
+        if self._config.every_steps is None and self._config.every_s is None and self.interval_s != self._told_s:
+            self._told_s = self.interval_s
+            log.info("a checkpoint blocks for %.3f s and a loss is expected every %.0f s: the next in %.0f s",
+                     blocked_s, self.mean_time_between_failures_s, self.interval_s)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank's part goes. `attempt` and `lineage` come from the coordinator with each build."""
+
+    term: int
+    generation: int
+    mesh: Mesh
+    global_rank: int
+    attempt: str
+    lineage: int
+
+    @classmethod
+    def of(cls, command: Build, global_rank: int, told: Told) -> Place:
+        identity = command.term, command.generation
+        return cls(*identity, command.mesh, global_rank, str(told["attempt"]), int(told["lineage"]))
+
+    def folder(self, step: int) -> str:
+        """The folder of all ranks' files, the same on each and never used twice."""
+        return attempt_folder(step, self.lineage, f"{self.attempt[:8]}-{self.term:04d}-{self.generation:06d}")
+
+
+class Saver:
+    """Holds at most one part that is being written; `send` tells the coordinator of it."""
+
+    def __init__(self, run: RunConfig, send: Callable[[dict[str, Any]], None]) -> None:
+        self._run, self._send = run, send
+        self.schedule = SaveSchedule(run.checkpoint_config)
+        self._storage: Storage | None = None
+        self._last: Snapshot | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def ballot(self, applied: int, total_steps: int, global_rank: int) -> float:
+        """What this rank says in the vote of the step that makes `applied`."""
+        if self.is_busy:
+            return BUSY + (DUE if global_rank == 0 and self.schedule.is_due(applied, total_steps) else 0.0)
+        return DUE if global_rank == 0 and self.schedule.is_due(applied, total_steps) else 0.0
+
+    def save(self, shard: Shard, shapes: Mapping[str, tuple[int, ...]], place: Place) -> None:
+        """Copy this rank's part, for which training waits, and begin to write it."""
+        begun = time.monotonic()
+        assert not self.is_busy, "the vote has asked"
+        self.wait(0.0)
+        step, coordinate = shard.counters.applied, place.mesh.coordinate(place.global_rank)
+        described = describe(shard, shapes, place.mesh.dp)
+        snapshot = take(shard, described, coordinate.dp_rank, self._last)
+        self._last = snapshot
+        blocked_s = time.monotonic() - begun
+        self.schedule.saved(blocked_s)
+        part: dict[str, Any] = {
+            "step": step, "term": place.term, "generation": place.generation, "lineage": place.lineage,
+            "folder": place.folder(step), "cp_rank": coordinate.cp_rank, "part": coordinate.dp_rank,
+            "cp": place.mesh.cp, "dp": place.mesh.dp, "blocked_s": blocked_s,
+        }  # fmt: skip
+        if place.global_rank == 0:
+            part["tensors"] = {name: asdict(one) for name, one in described.items()}
+            part["meta"] = snapshot.meta
+        self._thread = threading.Thread(target=self._write, args=(snapshot, part, begun), name="saver", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether nothing is being written, after at most `timeout_s`."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return not self.is_busy
+
+    def _write(self, snapshot: Snapshot, part: dict[str, Any], begun: float) -> None:
+        try:
+            if self._storage is None:
+                self._storage = Storage(self._run.storage_uri, timeout_s=self._run.timeouts.storage_s).open(write=False)
+            file = write_part(self._storage, part["folder"], snapshot)
+        except Exception as error:  # training goes on without this checkpoint; the coordinator counts it
+            log.exception("this rank's part of the checkpoint of step %d could not be written", part["step"])
+            self._send({**part, "error": f"{type(error).__name__}: {error}"})
+            return
+        self._send({**part, "file": asdict(file), "total_s": time.monotonic() - begun})

@@ -1,0 +1,157 @@
+"""Durable checkpoints on real Ray: what no live holder covers comes from storage, bit for bit, on any mesh."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util import list_named_actors
+
+from elastic_ring import CheckpointConfig, Result
+from elastic_ring.errors import CoordinatorLost
+from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
+from tests.ray.conftest import ALONE, Heard, check_records, fault_free, tiny_trainer, wait_for
+
+Known = dict[tuple[int, int, int], dict[str, Any]]
+EVERY_3 = {"checkpoint_config": CheckpointConfig(every_steps=3)}
+
+
+def test_both_holders_of_a_shard_lost_at_once_come_back_from_the_checkpoint_with_equal_bits(
+    local_ray: None, undisturbed: Known, tmp_path: Path
+) -> None:
+    reference = fault_free(undisturbed, tmp_path)
+    result = run(tmp_path, "both-holders", dp=2, cp=2, spares=2, run=EVERY_3,
+                 faults="kill@step=7,phase=forward,rank=1; kill@step=7,phase=forward,rank=3")  # fmt: skip
+    summary = result.summary
+    (recovery,) = summary["recoveries"]
+    assert recovery["source"] == "checkpoint"
+    assert 1 <= recovery["steps_undone"] <= 4
+    assert same(summary, reference)
+    assert [one["step"] for one in summary["checkpoints"]][-1] in (9, 12)
+
+
+def run(folder: Path, name: str, **options: Any) -> Result:
+    trainer = tiny_trainer(folder, name, **options)
+    result = trainer.fit()
+    assert left_behind(name) == []
+    check_records(trainer, result)
+    return result
+
+
+def same(summary: dict[str, Any], reference: dict[str, Any]) -> bool:
+    """Losses, weights and samples of a run, bit for bit."""
+    keys = ("losses", "weights_sha256", "samples_sha256")
+    return {key: summary[key] for key in keys} == {key: reference[key] for key in keys}
+
+
+def test_a_run_goes_on_where_its_cluster_ended_past_a_damaged_checkpoint_and_its_records_span_both(
+    local_ray: None, undisturbed: Known, tmp_path: Path
+) -> None:
+    """All processes of the run are killed at once, and its newest checkpoint has a wrong byte."""
+    reference = fault_free(undisturbed, tmp_path)
+    every_2 = {"checkpoint_config": CheckpointConfig(every_steps=2, keep_last=3)}
+    folder = tmp_path / "cut"
+    cut = tiny_trainer(tmp_path, "cut", slow_s=0.2, run=every_2)
+    threading.Thread(target=partial(kill_the_run, "cut", folder, at_step=7), daemon=True).start()
+    with pytest.raises(CoordinatorLost):
+        cut.fit()
+    wait_for(lambda: not any(left.startswith("er:") for left in left_behind("cut")))
+    stored = sorted(folder.glob("checkpoints/step-*/lineage-000/COMMIT.json"))
+    newest, before = (int(path.parts[-3].removeprefix("step-")) for path in (stored[-1], stored[-2]))
+    flip_a_byte(next(stored[-1].parent.glob("attempt-*/*.safetensors")))
+    heard = Heard()
+    result = run(tmp_path, "cut", run=every_2, slow_s=0.2, callbacks=(heard,))
+    assert same(result.summary, reference)
+    assert [one["step"] for one in result.summary["resumed_from"]] == [before]
+    assert result.checkpoint is not None
+    assert result.checkpoint.step == 12
+    rejected = list(folder.glob(f"checkpoints/step-{newest:08d}/lineage-000/*REJECTED.json"))
+    assert "sha256" in rejected[0].read_text()
+    assert result.summary["recoveries"] == []
+    assert [step for step, _ in heard.losses] == list(range(12))
+    assert len(read_metrics(folder)) == 12
+
+
+@pytest.mark.parametrize(
+    ("dp", "cp"),
+    [(1, 3), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((1, 2), (3, 2), (2, 1), (2, 4), (1, 1)))],
+)
+def test_a_checkpoint_goes_on_on_another_mesh_with_the_same_samples(
+    local_ray: None, source: Result, tmp_path: Path, dp: int, cp: int
+) -> None:
+    path = next(one["path"] for one in source.summary["checkpoints"] if one["step"] == 6)
+    name = f"on-{dp}x{cp}"
+    summary = run(tmp_path, name, dp=dp, cp=cp, spares=0, run={"resume": path}).summary
+    assert summary["samples_sha256"] == source.summary["samples_sha256"]
+    assert summary["losses"][:6] == source.summary["losses"][:6]
+    assert summary["resumed_from"] == [{"step": 6, "path": path}]
+    for found, known in zip(summary["losses"], source.summary["losses"], strict=True):
+        assert float.fromhex(found) == pytest.approx(float.fromhex(known), abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def source(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A finished run whose checkpoints are all there."""
+    kept = {"checkpoint_config": CheckpointConfig(every_steps=6, keep_last=9)}
+    return run(tmp_path_factory.mktemp("source"), "source", dp=2, cp=2, spares=0, run=kept)
+
+
+def test_never_and_a_step_begin_a_lineage_of_their_own_and_other_settings_are_refused(
+    local_ray: None, tmp_path: Path
+) -> None:
+    every_2 = CheckpointConfig(every_steps=2, keep_last=9)
+    first = run(tmp_path, "again", **ALONE, steps=4, run={"checkpoint_config": every_2})
+    from_2 = run(tmp_path, "again", **ALONE, steps=4, run={"checkpoint_config": every_2, "resume": "2"})
+    assert "lineage-001" in from_2.summary["checkpoints"][-1]["path"]
+    assert same(from_2.summary, first.summary)
+    anew = run(tmp_path, "again", **ALONE, steps=4, run={"checkpoint_config": every_2, "resume": "never"})
+    assert "lineage-002" in anew.summary["checkpoints"][-1]["path"]
+    assert (anew.summary["resumed_from"], same(anew.summary, first.summary)) == ([], True)
+    with pytest.raises(ValueError, match=r"step\.global_batch: 6 there, 12 here"):
+        tiny_trainer(tmp_path, "other", **ALONE, steps=4, global_batch=12,
+                     run={"resume": str(tmp_path / "again")}).fit()  # fmt: skip
+    with pytest.raises(ValueError, match="no checkpoint of that step"):
+        tiny_trainer(tmp_path, "again", **ALONE, steps=4, run={"resume": "3"}).fit()
+
+
+@pytest.mark.slow
+def test_at_dp_1_the_loss_of_a_rank_costs_the_steps_since_the_checkpoint_and_no_bit(
+    local_ray: None, undisturbed: Known, tmp_path: Path
+) -> None:
+    reference = fault_free(undisturbed, tmp_path, dp=1)
+    summary = run(tmp_path, "one-ring", dp=1, cp=2, spares=1, run=EVERY_3,
+                  faults="kill@step=5,phase=vote,rank=1").summary  # fmt: skip
+    assert [recovery["source"] for recovery in summary["recoveries"]] == ["checkpoint"]
+    assert same(summary, reference)
+
+
+@pytest.mark.slow
+def test_power_cuts_on_the_laptop_preset_cost_no_bit(tmp_path: Path) -> None:
+    """Every process of the run dies at once, Ray's head too; the same submission goes on from the storage."""
+    command = [sys.executable, "-m", "elastic_ring", "drill", "power-cut", "--cuts", "2", "--steps", "12",
+               "--every", "2", "--storage-path", str(tmp_path)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "losses True, samples_sha256 True, weights_sha256 True" in done.stdout
+
+
+def kill_the_run(name: str, folder: Path, at_step: int) -> None:
+    """End the processes of the run's coordinator, workers and agents, for good, once `at_step` is on record."""
+    path = folder / "metrics.jsonl"
+    wait_for(lambda: path.exists() and path.read_bytes().count(b"loss_hex") > at_step)
+    for actor in list_named_actors(all_namespaces=True):
+        if actor["name"].startswith(f"er:{name}:"):
+            ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE), no_restart=True)
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
