@@ -14,6 +14,7 @@ COMMANDS = {
     "status": ("elastic_ring.cli.status", "show a run's mesh, step, spares and last recoveries"),
     "metrics": ("elastic_ring.cli.metrics", "print the table of exported metrics"),
     "drain": ("elastic_ring.cli.drain", "drain a node and wait until no run has a worker there"),
+    "checkpoints": ("elastic_ring.cli.checkpoints", "list, verify, prune and export what a run has saved"),
     "plan": ("elastic_ring.cli.plan", "print what a run needs, and start nothing"),
     "drill": ("elastic_ring.cli.drill", "break a run on this machine and show that it goes on"),
     "tune": ("elastic_ring.tuning.search", "search sparse patterns by quality, time and bytes"),
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    lines = [f"  {name:<11}{says}" for name, (_, says) in COMMANDS.items()]
+    lines = [f"  {name:<13}{says}" for name, (_, says) in COMMANDS.items()]
     usage = "\n".join(["usage: elastic-ring COMMAND [OPTIONS], with --help for a command's options", "", *lines])
     if command in ("-h", "--help"):
         print(usage)

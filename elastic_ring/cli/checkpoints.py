@@ -1,57 +1,70 @@
-"""`elastic-ring checkpoints list|verify|prune|export URI/NAME`: what a run has saved, and whether every byte is right.
+"""`elastic-ring checkpoints list|verify|prune|export RUN`: what a run has saved, and whether every byte is right.
 
-Needs neither Ray nor the run's code.
+RUN is the run's folder, local or s3://bucket/runs/NAME. Needs neither Ray nor the run's code, and unpickles nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic_ring.errors import ElasticRingError
+
+if TYPE_CHECKING:
+    from elastic_ring.state.storage import Storage
+
+UNFINISHED_AFTER_S = 3600.0
+VERBS = {
+    "list": "each checkpoint, newest first, and what does not count",
+    "verify": "read every byte of each checkpoint; exit 1 and name each file that is not what was written",
+    "prune": "remove all but the newest checkpoints, and what writers that died have left",
+    "export": "write the newest checkpoint as safetensors or for torch.distributed.checkpoint",
+}
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="elastic-ring checkpoints", description=(__doc__ or "").split("\n")[0])
-    verbs = made.add_subparsers(dest="verb", required=True)
-    for verb, says in (
-        ("list", "step, size and age of each checkpoint, newest first"),
-        ("verify", "read every byte; exit 1 and name each file that is not what was written"),
-        ("prune", "remove all but the newest"),
-        ("export", "write the parameters as safetensors files with an index, as Hugging Face reads them"),
-    ):
-        verb_parser = verbs.add_parser(verb, help=says, description=says)
-        verb_parser.add_argument("uri", help="the run's folder: storage path and name, local or s3://bucket/runs/NAME")
+    made = argparse.ArgumentParser(prog="elastic-ring checkpoints", description=__doc__)
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="|".join(VERBS))
+    for verb, says in VERBS.items():
+        one = verbs.add_parser(verb, help=says, description=f"{says[0].upper()}{says[1:]}.")
+        one.add_argument("run", metavar="RUN", help="the run's folder: storage path and name")
         if verb == "prune":
-            verb_parser.add_argument("--keep-last", type=int, default=2, metavar="N", help="how many stay (2)")
-            verb_parser.add_argument("--keep-every", type=int, default=0, metavar="N", help="and each Nth step (none)")
+            one.add_argument("--keep-last", type=_positive, default=2, metavar="N", help="how many stay (2)")
+            one.add_argument("--keep-every", type=int, default=0, metavar="N", help="and the steps divisible by N")
+            one.add_argument(
+                "--unfinished-after-s", type=float, default=UNFINISHED_AFTER_S, metavar="SECONDS",
+                help="an attempt newer than all checkpoints is under way until nothing was added to it for so long "
+                "(3600); 0 where no run writes",
+            )  # fmt: skip
+            one.add_argument("--rejected", action="store_true", help="also those that failed their verification")
         if verb == "export":
-            verb_parser.add_argument("--to", required=True, help="a folder or s3:// prefix")
-            verb_parser.add_argument("--step", type=int, help="which checkpoint (the newest)")
-            verb_parser.add_argument(
-                "--shard-mib", type=int, default=5120, metavar="N", help="the size of a file (5120)"
-            )
+            one.add_argument("--to", required=True, metavar="FOLDER", help="an empty folder; safetensors also to s3://")
+            one.add_argument("--step", type=int, metavar="N", help="of this step (the newest)")
+            one.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors",
+                             help="safetensors: parameters with an index, as Hugging Face reads them; dcp: parameters, "
+                             "optimizer and counters for torch.distributed.checkpoint (safetensors)")  # fmt: skip
+            one.add_argument("--shard-mib", type=_positive, default=5120, metavar="N", help="MiB of a file (5120)")
     return made
 
 
-def main(argv: list[str]) -> int:
-    options = parser().parse_args(argv)
-    from elastic_ring.errors import ElasticRingError
-    from elastic_ring.state.storage import Storage
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return int(text)
 
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0; 1 for a damaged checkpoint or a storage that fails; 2 for a mistake of the user."""
+    options = parser().parse_args(arguments)
+    from elastic_ring.state.storage import open_or_refuse
+
+    verbs = {"list": _list, "verify": _verify, "prune": _prune, "export": _export}
     try:
-        storage = Storage(options.uri).open(write=False)
-        match options.verb:
-            case "list":
-                return _list(storage)
-            case "verify":
-                return _verify(storage)
-            case "prune":
-                return _prune(storage, options)
-            case _:
-                return _export(storage, options)
+        return verbs[options.verb](open_or_refuse(options.run, write=False, setting="RUN"), options)
     except ValueError as error:
         print(f"checkpoints: {error}", file=sys.stderr)
         return 2
@@ -60,96 +73,108 @@ def main(argv: list[str]) -> int:
         return 1
 
 
-def _list(storage: Any) -> int:
+def _list(storage: Storage, options: argparse.Namespace) -> int:
+    from elastic_ring.errors import CheckpointDamaged
+    from elastic_ring.state import checkpoint, retention
+
+    rows = [("step", "lineage", "mesh", "size", "files", "saved", "folder")]
+    for folder in checkpoint.committed(storage):
+        try:
+            found = checkpoint.read_manifest(storage, folder)
+        except CheckpointDamaged as error:
+            rows.append((folder.split("/")[1].removeprefix("step-").lstrip("0"), "", "damaged", "", "", "", str(error)))
+            continue
+        saved = next(entry for entry in storage.entries(folder, recursive=False) if entry.path.endswith("COMMIT.json"))
+        rows.append((
+            str(found.step), str(found.lineage), f"{found.num_parts}x{found.cp}", size(found.num_bytes),
+            str(len(found.files)), age(saved.modified_unix_s), storage.at(folder),
+        ))  # fmt: skip
+    print(table(rows) if len(rows) > 1 else f"no checkpoint in {storage.uri}")
+    for rejected in retention.set_aside_checkpoints(storage):
+        print(f"set aside: {rejected.folder}, {size(rejected.num_bytes)}: {'; '.join(rejected.reasons)}")
+    left = retention.leftovers(storage, 0.0)
+    if left.files or left.uploads:
+        print(f"in no checkpoint: {len(left.files)} file(s), {size(left.num_bytes)}, {len(left.uploads)} upload(s)")
+    return 0
+
+
+def _verify(storage: Storage, options: argparse.Namespace) -> int:
     from elastic_ring.state import checkpoint
 
     folders = checkpoint.committed(storage)
     if not folders:
-        print(f"no checkpoint in {storage.uri}")
+        raise ValueError(f"no checkpoint in {storage.uri}: give the run's folder, storage path and name")
+    num_wrong = 0
     for folder in folders:
-        manifest = checkpoint.read_manifest(storage, folder)
-        age_s = time.time() - manifest.run.get("written_unix_s", time.time())
-        print(
-            f"step {manifest.step}  lineage {manifest.lineage}  {manifest.num_bytes / 2**20:,.1f} MiB in "
-            f"{len(manifest.files)} files  cp={manifest.cp}  {age_s / 60:,.0f} min old  {storage.at(folder)}"
-        )
+        begun = time.monotonic()
+        wrong = checkpoint.wrong_with(storage, folder)
+        print(f"{folder}: {'WRONG' if wrong else 'every byte is right'} ({time.monotonic() - begun:.1f} s)", flush=True)
+        for line in wrong:
+            print(f"  {line}")
+        num_wrong += bool(wrong)
+    if num_wrong:
+        print(f"{num_wrong} of {len(folders)} checkpoint(s) must not be used", file=sys.stderr)
+    return 1 if num_wrong else 0
+
+
+def _prune(storage: Storage, options: argparse.Namespace) -> int:
+    from elastic_ring.state import checkpoint, retention
+
+    removed = checkpoint.prune(storage, options.keep_last, options.keep_every, read_bytes=True)
+    num_rejected = retention.remove_set_aside(storage) if options.rejected else 0
+    left = retention.leftovers(storage, options.unfinished_after_s)
+    retention.remove_leftovers(storage, left, options.unfinished_after_s)
+    steps = f" (steps {', '.join(map(str, sorted(removed)))})" if removed else ""
+    print(f"removed {len(removed)} checkpoint(s){steps}, {num_rejected} that had been set aside,")
+    print(f"{len(left.files)} file(s) of none ({size(left.num_bytes)}), {len(left.uploads)} unfinished upload(s)")
     return 0
 
 
-def _verify(storage: Any) -> int:
-    from tqdm import tqdm
-
-    from elastic_ring.errors import CheckpointDamaged
-    from elastic_ring.state import checkpoint
-
-    wrong: list[str] = []
-    folders = checkpoint.committed(storage)
-    for folder in tqdm(folders, unit="checkpoint", disable=None):
-        try:
-            wrong += checkpoint.wrong_files(storage, checkpoint.read_manifest(storage, folder))
-        except CheckpointDamaged as error:
-            wrong.append(str(error))
-    for line in wrong:
-        print(line)
-    print(f"{len(folders)} checkpoint(s), {len(wrong)} wrong file(s)")
-    return 1 if wrong else 0
-
-
-def _prune(storage: Any, options: argparse.Namespace) -> int:
-    from elastic_ring.state import checkpoint
-
-    if options.keep_last < 1:
-        raise ValueError(f"--keep-last {options.keep_last}: at least 1, the newest that verifies is never removed")
-    removed = checkpoint.prune(storage, options.keep_last, options.keep_every)
-    uploads = storage.abort_uploads(checkpoint.FOLDER)
-    print(f"{len(removed)} checkpoint(s) removed, {uploads} unfinished upload(s) ended")
-    return 0
-
-
-def _export(storage: Any, options: argparse.Namespace) -> int:
-    from elastic_ring.state import checkpoint
-    from elastic_ring.state.storage import Storage
+def _export(storage: Storage, options: argparse.Namespace) -> int:
+    from elastic_ring.state import checkpoint, export
+    from elastic_ring.state.storage import Storage, open_or_refuse
 
     for folder in checkpoint.committed(storage):
         manifest = checkpoint.read_manifest(storage, folder)
         if options.step in (None, manifest.step):
             break
     else:
-        raise ValueError(f"--step {options.step}: no such checkpoint in {storage.uri}; `list` shows what there is")
-    target = Storage(options.to).open()
-    reader = checkpoint.Reader(storage, manifest)
-    groups = list(_groups(manifest, options.shard_mib << 20))
-    index: dict[str, str] = {}
-    for number, names in enumerate(groups, 1):
-        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        tensors = {key.removeprefix("params/"): reader.tensor(key, 0, 1) for key in names}
-        target.write(name, checkpoint.safetensors_chunks(tensors, {"format": "pt"}))
-        index |= dict.fromkeys(tensors, name)
-    total = sum(_num_bytes(manifest, key) for names in groups for key in names)
-    record = {"metadata": {"total_size": total, "step": manifest.step}, "weight_map": index}
-    target.replace("model.safetensors.index.json", json.dumps(record, indent=1).encode())
-    print(
-        f"step {manifest.step}: {len(index)} tensors, {total / 2**20:,.1f} MiB in {len(groups)} files in {target.uri}"
-    )
+        wanted = "" if options.step is None else f"--step {options.step}: "
+        raise ValueError(f"{wanted}no such checkpoint in {storage.uri}; `elastic-ring checkpoints list` shows them")
+    if options.format == "dcp" and not Storage(options.to).is_local:
+        raise ValueError(f"--to {options.to}: torch.distributed.checkpoint is written to a folder; copy it from there")
+    target = open_or_refuse(options.to, setting="--to")
+    if there := next(iter(target.names()), None):
+        raise ValueError(f"--to {options.to}: holds {there[0]} already; give an empty or a new folder")
+    reader = export.verified_reader(storage, manifest)
+    if options.format == "dcp":
+        export.export_dcp(reader, Path(target.root))
+    else:
+        export.export_safetensors(reader, target, options.shard_mib << 20)
+    written = list(target.names())
+    total = sum(num_bytes for _, num_bytes in written)
+    print(f"step {manifest.step}: {size(total)} in {len(written)} file(s) in {target.uri}")
     return 0
 
 
-def _num_bytes(manifest: Any, key: str) -> int:
-    import math
-
-    from elastic_ring.state.checkpoint import DTYPES
-
-    found = manifest.tensors[key]
-    return math.prod(found.shape) * int(DTYPES[found.dtype].itemsize)
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width, the last one as it is."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)] for row in rows]
+    return "\n".join("  ".join([*cells, row[-1]]) for cells, row in zip(lines, rows, strict=True))
 
 
-def _groups(manifest: Any, limit_bytes: int) -> Iterator[list[str]]:
-    """Parameters in order, as many to a file as `limit_bytes` allows, at least one."""
-    group: list[str] = []
-    for key in (key for key in manifest.tensors if key.startswith("params/")):
-        if group and sum(_num_bytes(manifest, other) for other in [*group, key]) > limit_bytes:
-            yield group
-            group = []
-        group.append(key)
-    if group:
-        yield group
+def size(num_bytes: int) -> str:
+    amount, units = float(num_bytes), iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while amount >= 1024 and unit != "TiB":
+        amount, unit = amount / 1024, next(units)
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:,.1f} {unit}"
+
+
+def age(unix_s: float) -> str:
+    seconds = max(0.0, time.time() - unix_s)
+    for unit, length_s in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

@@ -274,6 +274,21 @@ def wrong_files(storage: Storage, manifest: Manifest) -> Iterator[str]:
             yield f"{file.name} has sha256 {found[:16]}, {file.sha256[:16]} was written"
 
 
+def wrong_with(storage: Storage, folder: str, *, read_bytes: bool = True) -> list[str]:
+    """One line for each file of a committed checkpoint that is not what was written, or one about its manifest.
+
+    By digests or, without `read_bytes`, by sizes. Raises StorageFailed, and ValueError for a newer format.
+    """
+    try:
+        manifest = read_manifest(storage, folder)
+    except CheckpointDamaged as error:
+        return [error.message]
+    if read_bytes:
+        return list(wrong_files(storage, manifest))
+    sizes = dict(storage.names(manifest.folder))
+    return [f"{file.name} is missing or cut off" for file in manifest.files if sizes.get(file.name) != file.num_bytes]
+
+
 def set_aside(storage: Storage, folder: str, reasons: Iterable[str]) -> None:
     """A checkpoint that failed its verification no longer counts; its files stay, with the reason."""
     manifest = storage.read(f"{folder}/{COMMIT}")
@@ -294,11 +309,13 @@ def rows_of(shape: tuple[int, ...], cp_rank: int, cp: int) -> tuple[int, int]:
 class Reader:
     """Reads slices of a committed checkpoint for any mesh. Each file is read whole once, and its digest verified.
 
-    Files are kept while they are of use for the slices asked for in order; a rank of the same `cp` reads its own only.
+    A rank of the same `cp` reads its own files only. Files are kept in memory until `fill` has ended. Without
+    `whole_files` only the bytes asked for are read and nothing is kept or verified: for what `wrong_files` has passed.
     """
 
-    def __init__(self, storage: Storage, manifest: Manifest) -> None:
-        self.storage, self.manifest = storage, manifest
+    def __init__(self, storage: Storage, manifest: Manifest, *, whole_files: bool = True) -> None:
+        self.storage, self.manifest, self._whole_files = storage, manifest, whole_files
+        self._headers: dict[str, tuple[dict[str, Any], int]] = {}
         self._files = {file.name: file for file in manifest.files}
         self._open: dict[str, tuple[dict[str, Any], memoryview]] = {}
 
@@ -329,15 +346,27 @@ class Reader:
         return copies[0].clone()
 
     def _stored(self, name: str, cp_rank: int, part: int) -> Tensor:
-        header, data = self._file(file_name(self.manifest.folder, cp_rank, part))
-        entry = header[name]
-        start, stop = entry["data_offsets"]
-        if start == stop:
-            return torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-        flat = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=stop - start)
-        if start % 8:  # a view of another type must begin at a multiple of its size
+        entry, data = self._bytes_of(name, file_name(self.manifest.folder, cp_rank, part))
+        dtype = DTYPES[entry["dtype"]]
+        if not data:
+            return torch.empty(entry["shape"], dtype=dtype)
+        flat = torch.frombuffer(data, dtype=torch.uint8)
+        if flat.data_ptr() % dtype.itemsize:  # a view of another type must begin at a multiple of its size
             flat = flat.clone()
-        return flat.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        return flat.view(dtype).reshape(entry["shape"])
+
+    def _bytes_of(self, name: str, file: str) -> tuple[dict[str, Any], memoryview]:
+        """A tensor's entry in the header of a file, and its bytes."""
+        if self._whole_files:
+            header, tensors = self._file(file)
+            start, stop = header[name]["data_offsets"]
+            return header[name], tensors[start:stop]
+        if file not in self._headers:
+            length = int.from_bytes(self.storage.read(file, 0, 8), "little")
+            self._headers[file] = json.loads(self.storage.read(file, 8, length)), 8 + length
+        header, begin = self._headers[file]
+        start, stop = header[name]["data_offsets"]
+        return header[name], memoryview(bytearray(self.storage.read(file, begin + start, stop - start)))
 
     def _file(self, name: str) -> tuple[dict[str, Any], memoryview]:
         if name not in self._open:
@@ -414,8 +443,14 @@ def superfluous(steps: Iterable[int], keep_last: int, keep_every: int) -> list[i
     return [step for step in ordered if step not in kept]
 
 
-def prune(storage: Storage, keep_last: int, keep_every: int, lineage: int | None = None) -> list[int]:
-    """Remove what retention does not keep, of one lineage or of each; returns the steps. The newest always stays."""
+def prune(
+    storage: Storage, keep_last: int, keep_every: int, lineage: int | None = None, *, read_bytes: bool = False
+) -> list[int]:
+    """Remove what retention does not keep, of one lineage or of each; returns the steps.
+
+    If none of those that stay is whole (by their files' sizes or, with `read_bytes`, by every byte), the newest that is
+    whole stays, too.
+    """
     assert keep_last >= 1
     by_lineage: dict[str, dict[int, str]] = {}
     for folder in committed(storage):
@@ -425,8 +460,16 @@ def prune(storage: Storage, keep_last: int, keep_every: int, lineage: int | None
     for name, folders in by_lineage.items():
         if lineage is not None and name != f"lineage-{lineage:03d}":
             continue
-        for step in superfluous(folders, keep_last, keep_every):
-            storage.remove(f"{folders[step]}/{COMMIT}")  # first: what has no manifest does not count
-            storage.remove_folder(folders[step])
-            removed.append(step)
+        going = superfluous(folders, keep_last, keep_every)
+        if not going:
+            continue
+        newest_first = sorted(folders, key=lambda step: (step not in going, step), reverse=True)
+        whole = next(
+            (step for step in newest_first if not wrong_with(storage, folders[step], read_bytes=read_bytes)), None
+        )
+        for step in going:
+            if step != whole:
+                storage.remove(f"{folders[step]}/{COMMIT}")  # first: what has no manifest does not count
+                storage.remove_folder(folders[step])
+                removed.append(step)
     return removed

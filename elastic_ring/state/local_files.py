@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
@@ -92,13 +93,22 @@ class LocalFiles:
             os.unlink(path)
 
     def remove_folder(self, path: str) -> None:
-        """Also the folder above it, if that is empty then."""
+        """Also the folders above it that are empty then."""
         with suppress(FileNotFoundError):
             shutil.rmtree(path)
-        above = os.path.dirname(path)
-        if len(above) > len(self._root):
-            with suppress(OSError):  # it is not empty, or somebody else removed it
-                os.rmdir(above)
+        self._remove_empty(os.path.dirname(path))
+
+    def _remove_empty(self, folder: str) -> None:
+        """A folder and those above it, as far as they are empty."""
+        with suppress(OSError):  # it is not empty, or somebody else removed it
+            while len(folder) > len(self._root):
+                os.rmdir(folder)
+                folder = os.path.dirname(folder)
+
+    def remove_empty_folders(self, path: str, unchanged_s: float) -> None:
+        for folder, below, files in os.walk(path, topdown=False, onerror=_unless_missing):
+            if not below and not files and time.time() - os.stat(folder).st_mtime >= unchanged_s:
+                self._remove_empty(folder)
 
     def uploads(self, folder: str) -> list[Upload]:
         return []

@@ -206,6 +206,9 @@ class ObjectStore:
             if errors:
                 raise OSError(f"{len(errors)} objects cannot be removed, the first for {errors[0]}")
 
+    def remove_empty_folders(self, path: str, unchanged_s: float) -> None:
+        """A folder is the beginning of names here."""
+
     def uploads(self, folder: str) -> list[Upload]:
         """Begun under `folder`, and neither ended nor aborted."""
         bucket, key = _split(folder)

@@ -138,6 +138,11 @@ class Storage:
         with _named(self._shown(name), "cannot be removed"):
             self._files.remove_folder(self.at(name))
 
+    def remove_empty_folders(self, name: str, unchanged_s: float) -> None:
+        """Under a folder, those without a file that nobody has changed for so long; object stores have none."""
+        with _named(self._shown(name), "cannot be removed"):
+            self._files.remove_empty_folders(self.at(name), unchanged_s)
+
     def uploads(self, folder: str = "") -> list[Upload]:
         """Multipart uploads under `folder` that were begun and not ended; none on file systems."""
         with _named(self._shown(folder), "has uploads that cannot be listed"):

@@ -44,8 +44,9 @@ COMMANDS = {
     "train": "elastic_ring.cli.train", "status": "elastic_ring.cli.status", "plan": "elastic_ring.cli.plan",
     "calibrate": "elastic_ring.cli.calibrate", "data": "elastic_ring.cli.data", "tune": "elastic_ring.tuning.search",
     "export": "elastic_ring.cli.export", "metrics": "elastic_ring.cli.metrics", "drain": "elastic_ring.cli.drain",
+    "checkpoints": "elastic_ring.cli.checkpoints",
 }  # fmt: skip
-VERBS = {"data": ["prepare"]}
+VERBS = {"data": ["prepare"], "checkpoints": ["list", "verify", "prune", "export"]}
 DOORS = {"train_1t": "train", "status": "status", "calibrate": "calibrate", "plan": "plan", "search_patterns": "tune"}
 CONSOLE = re.compile(r"elastic-ring ([a-z]+)\b(.*)")
 SCRIPT = re.compile(r"python ((?:-m )?(?:jobs|tune|examples|benchmarks)[/.]\S+)(.*)")
@@ -92,11 +93,16 @@ def bench_calls() -> Iterator[tuple[Path, str]]:
 
 @cache
 def help_of(command: str) -> str:
-    """What `elastic-ring COMMAND --help` prints, in this process."""
+    """What `elastic-ring COMMAND --help` prints, or its verbs' `--help`, in this process."""
     printed = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        patch.setattr(os, "environ", os.environ.copy())
-        importlib.import_module(COMMANDS[command]).main([*VERBS.get(command, []), "--help"])
+    for verb in VERBS.get(command, [""]):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(printed),
+            contextlib.suppress(SystemExit),
+        ):
+            patch.setattr(os, "environ", os.environ.copy())
+            importlib.import_module(COMMANDS[command]).main([*verb.split(), "--help"])
     assert "usage" in printed.getvalue().lower(), command
     return printed.getvalue()
 

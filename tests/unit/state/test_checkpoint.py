@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from elastic_ring.cli.checkpoints import main
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.state import checkpoint
 from elastic_ring.state.checkpoint import Manifest, Reader
@@ -56,12 +49,14 @@ def shard_of(cp_rank: int, cp: int, *, steps: int = STEP, optimizer: str = "adam
     return shard
 
 
-def save(storage: Storage, cp: int, dp: int, *, step: int = STEP, lineage: int = 1) -> Manifest:
+def save(
+    storage: Storage, cp: int, dp: int, *, step: int = STEP, lineage: int = 1, optimizer: str = "adamw"
+) -> Manifest:
     folder = checkpoint.new_attempt(step, lineage)
     files = []
     for cp_rank in range(cp):
         for part in range(dp):
-            shard = shard_of(cp_rank, cp)
+            shard = shard_of(cp_rank, cp, optimizer=optimizer)
             described = checkpoint.describe(shard, SHAPES, dp)
             files.append(checkpoint.write_part(storage, folder, checkpoint.take(shard, described, part)))
     meta = checkpoint.meta_of(shard)
@@ -199,42 +194,6 @@ def test_the_newest_lineage_comes_first(storage: Storage) -> None:
     assert checkpoint.committed(storage) == [checkpoint.step_folder(2, 2), checkpoint.step_folder(9, 1)]
 
 
-WRITER = """
-import sys
-from tests.unit.state.test_checkpoint import save
-from elastic_ring.state.storage import Storage
-storage = Storage(sys.argv[1]).open()
-print("ready", flush=True)
-step = 0
-while True:
-    step += 1
-    save(storage, 2, 2, step=step)
-"""
-
-
-@pytest.fixture
-def writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().strip() == "ready"
-        yield process
-        process.kill()
-
-
-def test_a_writer_killed_at_any_moment_leaves_only_whole_checkpoints(
-    tmp_path: Path, writer: subprocess.Popen[str]
-) -> None:
-    time.sleep(0.05)
-    writer.send_signal(signal.SIGKILL)
-    assert writer.wait() == -signal.SIGKILL
-    storage = Storage(str(tmp_path / "run")).open()
-    folders = checkpoint.committed(storage)
-    for folder in folders:
-        assert list(checkpoint.wrong_files(storage, checkpoint.read_manifest(storage, folder))) == []
-
-
 # ---------------------------------------------------------------- what cannot be saved, and for how long it stays
 
 
@@ -253,28 +212,3 @@ def test_the_interval_follows_young_and_daly() -> None:
 def test_retention_keeps_the_newest_and_every_nth() -> None:
     assert checkpoint.superfluous([10, 20, 30, 40, 50], keep_last=2, keep_every=0) == [10, 20, 30]
     assert checkpoint.superfluous([10, 20, 30, 40, 50], keep_last=1, keep_every=20) == [10, 30]
-
-
-# ---------------------------------------------------------------- the command line
-
-
-def test_the_command_line_lists_verifies_prunes_and_exports(
-    storage: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for step in (3, 5, 9):
-        last = save(storage, 2, 2, step=step)
-    assert main(["list", storage.uri]) == 0
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["9", "5", "3"]
-    assert main(["prune", storage.uri, "--keep-last", "1"]) == 0
-    assert [name for name, _ in storage.names() if "step-00000009" not in name] == []
-    assert main(["export", storage.uri, "--to", str(tmp_path / "out"), "--shard-mib", "0"]) == 0
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    for name in SHAPES:
-        found = load_file(tmp_path / "out" / index["weight_map"][name])[name]
-        assert torch.equal(found, torch.cat([shard_of(rank, 2).params[name] for rank in range(2)]))
-    assert main(["verify", storage.uri]) == 0
-    damage(storage, "flipped", last.files[0].name)
-    capsys.readouterr()
-    assert main(["verify", storage.uri]) == 1
-    assert last.files[0].name in capsys.readouterr().out
-    assert main(["prune", storage.uri, "--keep-last", "0"]) == 2

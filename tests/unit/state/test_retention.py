@@ -1,0 +1,177 @@
+"""What counts after writers were killed, what stays, and what is removed: in a folder and in a real object store."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_ring.cli.checkpoints import main
+from elastic_ring.state import checkpoint, retention
+from elastic_ring.state.storage import Storage
+from tests.object_store.store import ObjectStore
+from tests.unit.state.test_checkpoint import damage, save
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path / "run")).open()
+
+
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.slow)])
+def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "folder":
+        return str(tmp_path / "run")
+    store: ObjectStore = request.getfixturevalue("object_store")
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{store.new_bucket()}/run"
+
+
+@contextmanager
+def writers(uri: str, seed: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.unit.state.kill_writers", uri, str(seed)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_of_writers_killed_at_ten_random_moments_only_whole_checkpoints_count_and_prune_removes_the_rest(
+    uri: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seed = random.randrange(10**6)
+    told: list[int] = []
+    storage, num_left = Storage(uri), 0
+    with writers(uri, seed) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for _ in range(10):
+            process.stdin.write("\n")
+            process.stdin.flush()
+            told += [int(step) for step in process.stdout.readline().split()]
+            steps = [int(folder.split("/")[1].removeprefix("step-")) for folder in checkpoint.committed(storage)]
+            assert set(told) <= set(steps), f"seed {seed}: a commit that was told is gone"
+            found = retention.newest_verified(storage)
+            assert (found.wrong, found.manifest.step if found.manifest else None) == ({}, max(steps, default=None))
+            left = retention.leftovers(storage, 0.0)
+            num_left += bool(left.files or left.uploads)
+    assert num_left, f"seed {seed}: no kill came in the middle of a checkpoint"
+    save(storage, 1, 1, step=10_000)
+    assert main(["verify", uri]) == 0
+    assert main(["prune", uri, "--keep-last", "2", "--unfinished-after-s", "0"]) == 0
+    kept = [checkpoint.read_manifest(storage, folder) for folder in checkpoint.committed(storage)]
+    assert [manifest.step for manifest in kept] == [10_000, max(steps)]
+    files = {file.name for manifest in kept for file in manifest.files}
+    commits = {f"{checkpoint.step_folder(manifest.step, 1)}/{checkpoint.COMMIT}" for manifest in kept}
+    assert {name for name, _ in storage.names()} == files | commits
+    assert storage.uploads() == []
+    assert len(storage.folders(checkpoint.FOLDER)) == 2, "no empty folder stays"
+
+
+# ---------------------------------------------------------------- what is whole, and what stays
+
+
+def test_the_newest_that_is_whole_is_found_and_those_that_are_not_are_named(storage: Storage) -> None:
+    manifests = {step: save(storage, 2, 1, step=step) for step in (3, 5, 7, 9)}
+    damage(storage, "flipped", manifests[9].files[1].name)
+    storage.replace(f"{checkpoint.step_folder(7, 1)}/{checkpoint.COMMIT}", b"{")
+    found = retention.newest_verified(storage)
+    assert found.manifest is not None
+    assert found.manifest.files == manifests[5].files
+    assert found.folder == checkpoint.step_folder(5, 1)
+    assert [(folder.split("/")[1], len(reasons)) for folder, reasons in found.wrong.items()] == [
+        ("step-00000009", 1),
+        ("step-00000007", 1),
+    ]
+    assert manifests[9].files[1].name in found.wrong[checkpoint.step_folder(9, 1)][0]
+
+
+def test_without_any_that_is_whole_there_is_none(storage: Storage) -> None:
+    assert retention.newest_verified(storage) == retention.Verified()
+    damage(storage, "missing", save(storage, 1, 1).files[0].name)
+    assert retention.newest_verified(storage).manifest is None
+
+
+def test_a_newer_format_is_not_passed_over(storage: Storage) -> None:
+    save(storage, 1, 1, step=3)
+    newer = dataclasses.replace(save(storage, 1, 1, step=5), format=checkpoint.FORMAT + 1)
+    storage.replace(f"{checkpoint.step_folder(5, 1)}/{checkpoint.COMMIT}", newer.to_json())
+    with pytest.raises(ValueError, match=r"step-00000005.*newer elastic_ring"):
+        retention.newest_verified(storage)
+
+
+@pytest.mark.parametrize(("how", "read_bytes"), [("truncated", False), ("missing", False), ("flipped", True)])
+def test_retention_never_removes_the_last_that_is_whole(storage: Storage, how: str, read_bytes: bool) -> None:
+    for step in (1, 2, 3, 4, 5):
+        manifest = save(storage, 1, 1, step=step)
+        if step > 2:
+            damage(storage, how, manifest.files[0].name)
+    assert checkpoint.prune(storage, 2, 0, read_bytes=read_bytes) == [1, 3]
+    assert [int(folder[17:25]) for folder in checkpoint.committed(storage)] == [5, 4, 2]
+    assert checkpoint.prune(storage, 2, 0, read_bytes=read_bytes) == []
+
+
+def test_retention_is_of_each_lineage(storage: Storage) -> None:
+    for lineage in (1, 2):
+        for step in (1, 2, 3):
+            save(storage, 1, 1, step=step, lineage=lineage)
+    assert checkpoint.prune(storage, 2, 0, lineage=2) == [1]
+    assert sorted(checkpoint.prune(storage, 1, 0)) == [1, 2, 2]
+    assert storage.folders(checkpoint.FOLDER) == ["step-00000003"]
+
+
+# ---------------------------------------------------------------- what is left over
+
+
+def attempt(storage: Storage, step: int, lineage: int = 1) -> str:
+    name = f"{checkpoint.new_attempt(step, lineage)}/shard-00000-part-00000.safetensors"
+    storage.write(name, [b"half"])
+    return name
+
+
+def test_an_attempt_is_left_over_when_another_or_a_newer_one_was_committed_or_nothing_was_added_for_long(
+    storage: Storage,
+) -> None:
+    under_way = attempt(storage, 9)
+    save(storage, 1, 1, step=5)
+    lost, older = attempt(storage, 5), attempt(storage, 4)
+    of_older_lineage = attempt(storage, 100, lineage=0)
+    partial = f"{checkpoint.step_folder(4, 1)}/.{checkpoint.COMMIT}.0123abcd"
+    storage.replace(partial, b"{")
+    storage.replace("checkpoints/notes.txt", b"of somebody else")
+    assert {entry.path for entry in retention.leftovers(storage).files} == {lost, older, of_older_lineage, partial}
+    found = retention.leftovers(storage, 0.0)
+    assert {entry.path for entry in found.files} == {lost, older, of_older_lineage, partial, under_way}
+    assert found.num_bytes == 4 * 4 + 1
+    retention.remove_leftovers(storage, found, 0.0)
+    assert retention.leftovers(storage, 0.0) == retention.Leftovers()
+    assert "checkpoints/notes.txt" in dict(storage.names())
+    assert storage.folders(checkpoint.FOLDER) == ["step-00000005"]
+    assert retention.newest_verified(storage).wrong == {}
+
+
+def test_what_was_set_aside_stays_until_it_is_asked_for(storage: Storage, capsys: pytest.CaptureFixture[str]) -> None:
+    save(storage, 1, 1, step=3)
+    wrong = save(storage, 1, 1, step=5)
+    checkpoint.set_aside(storage, checkpoint.step_folder(5, 1), ["a byte is wrong"])
+    save(storage, 1, 1, step=5)  # again, and right
+    assert retention.leftovers(storage, 0.0) == retention.Leftovers()
+    (found,) = retention.set_aside_checkpoints(storage)
+    assert found == retention.SetAside(checkpoint.step_folder(5, 1), ("a byte is wrong",), wrong.num_bytes)
+    assert main(["prune", storage.uri]) == 0
+    assert retention.set_aside_checkpoints(storage) == [found]
+    assert main(["prune", storage.uri, "--rejected"]) == 0
+    assert retention.set_aside_checkpoints(storage) == []
+    assert wrong.files[0].name not in dict(storage.names())
+    assert retention.newest_verified(storage).wrong == {}
+    assert len(checkpoint.committed(storage)) == 2
