@@ -10,6 +10,7 @@ Who writes when, and what a run does with a checkpoint, is decided elsewhere. No
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import secrets
@@ -28,6 +29,7 @@ FORMAT = 1
 FOLDER = "checkpoints"
 COMMIT = "COMMIT.json"
 REJECTED = "REJECTED.json"
+NO_DIGEST = 64 * "0"
 PARAMS, OPTIMIZER = "params", "optimizer"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -196,16 +198,22 @@ class Manifest:
         return sum(file.num_bytes for file in self.files)
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1).encode()
+        """With the digest of the whole text, taken with zeros in the digest's place."""
+        text = json.dumps({"sha256": NO_DIGEST, **asdict(self)}, indent=1).encode()
+        return text.replace(NO_DIGEST.encode(), hashlib.sha256(text).hexdigest().encode(), 1)
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Manifest:
-        """Raises CheckpointDamaged for what is none, ValueError for a newer format."""
+        """Raises CheckpointDamaged for what is none or has a wrong byte, ValueError for a newer format."""
         try:
             values = json.loads(data)
+            digest = values.pop("sha256")
+            right = hashlib.sha256(data.replace(digest.encode(), NO_DIGEST.encode(), 1)).hexdigest() == digest
             newer = values["format"] > FORMAT
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointDamaged(f"{where} is no manifest: {type(error).__name__}: {error}", path=where) from error
+        if not right:
+            raise CheckpointDamaged(f"{where} is not what was written: it has another digest", path=where)
         if newer:
             raise ValueError(
                 f"{where} has format {values['format']}, this version reads up to {FORMAT}: use a newer elastic_ring"

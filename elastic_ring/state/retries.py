@@ -40,7 +40,8 @@ class Retries:
                     if num_failed > 1:
                         error.add_note(f"{num_failed} attempts in {waited_s:.1f} s")
                     raise
-                logger.warning("attempt %d failed, again in %.1f s: %s", num_failed, pause_s, error)
+                level = logging.WARNING if num_failed == 1 else logging.INFO
+                logger.log(level, "attempt %d failed, again in %.1f s: %s", num_failed, pause_s, error)
                 before_next(error)
             # Many writers that a store turned away at once do not come back at once.
             time.sleep(pause_s * random.uniform(0.5, 1.0))

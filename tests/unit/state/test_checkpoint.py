@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,10 @@ from torch import Tensor
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.state import checkpoint
 from elastic_ring.state.checkpoint import Manifest, Reader
+from elastic_ring.state.retention import newest_verified
 from elastic_ring.state.shard import Counters, Shard
 from elastic_ring.state.storage import Storage
+from tests.object_store.store import ObjectStore
 
 SHAPES = {"embed": (10, 4), "norm": (3,), "head": (7, 2, 2)}
 STEP = 5
@@ -70,6 +72,17 @@ def storage(tmp_path: Path) -> Storage:
     return Storage(str(tmp_path / "run")).open()
 
 
+@pytest.fixture(params=["folder", "s3"])
+def either(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
+    """A folder, or a real object store."""
+    if request.param == "folder":
+        return Storage(str(tmp_path / "run")).open()
+    store: ObjectStore = request.getfixturevalue("object_store")
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    return Storage(f"s3://{store.new_bucket()}/run").open()
+
+
 def same(one: Shard, other: Shard) -> bool:
     left, right = checkpoint.tensors_of(one), checkpoint.tensors_of(other)
     return (
@@ -91,10 +104,10 @@ def test_a_checkpoint_comes_back_bit_for_bit_on_any_mesh(storage: Storage, cp: i
         assert found.counters == Counters(applied=STEP)
 
 
-def test_training_goes_on_from_it_as_if_nothing_had_been(storage: Storage) -> None:
-    manifest = save(storage, 2, 1)
+def test_training_goes_on_from_it_as_if_nothing_had_been(either: Storage) -> None:
+    manifest = save(either, 2, 2)
     found = shard_of(1, 2, steps=0)
-    Reader(storage, manifest).fill(found, 2)
+    Reader(either, manifest).fill(found, 2)
     for shard in (found, other := shard_of(1, 2)):
         shard.apply({name: value.cos() for name, value in shard.params.items()}, 0.02)
     assert same(found, other)
@@ -128,35 +141,54 @@ def test_buffers_are_used_again(storage: Storage) -> None:
 
 
 def damage(storage: Storage, how: str, name: str) -> None:
-    path = Path(storage.at(name))
+    data = bytearray(storage.read(name))
     if how == "missing":
-        path.unlink()
-    elif how == "truncated":
-        os.truncate(path, path.stat().st_size - 1)
+        storage.remove(name)
+        return
+    if how == "truncated":
+        del data[-1]
     else:
-        data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
-        path.write_bytes(data)
+    storage.replace(name, data)
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_damaged_file_is_named_and_not_loaded(storage: Storage, how: str, index: int) -> None:
-    manifest = save(storage, 2, 1)
+def test_a_damaged_file_is_named_and_not_loaded(either: Storage, how: str, index: int) -> None:
+    manifest = save(either, 2, 1)
     name = manifest.files[index].name
-    damage(storage, how, name)
-    assert [line.split()[0] for line in checkpoint.wrong_files(storage, manifest)] == [name]
+    damage(either, how, name)
+    assert [line.split()[0] for line in checkpoint.wrong_files(either, manifest)] == [name]
     with pytest.raises((CheckpointDamaged, StorageFailed), match=Path(name).name):
-        Reader(storage, manifest).fill(shard_of(index, 2, steps=0), 2)
+        Reader(either, manifest).fill(shard_of(index, 2, steps=0), 2)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "files": [{}]}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "files": [{}], "sha256": "0"}'])
 def test_a_damaged_manifest_is_refused(storage: Storage, text: str) -> None:
     save(storage, 1, 1)
     (folder,) = checkpoint.committed(storage)
     storage.replace(f"{folder}/{checkpoint.COMMIT}", text.encode())
     with pytest.raises(CheckpointDamaged, match="COMMIT"):
         checkpoint.read_manifest(storage, folder)
+
+
+def test_a_flipped_bit_anywhere_in_a_manifest_and_a_cut_anywhere_is_found(storage: Storage) -> None:
+    data = save(storage, 1, 1).to_json()
+    for index in range(len(data)):
+        flipped = bytearray(data)
+        flipped[index] ^= 1 << index % 8
+        for wrong in (bytes(flipped), data[:index]):
+            with pytest.raises(CheckpointDamaged, match="here is n"):
+                Manifest.from_json(wrong, "here")
+
+
+def test_with_its_manifest_a_checkpoint_is_gone_and_the_one_before_it_counts(either: Storage) -> None:
+    older = save(either, 1, 1, step=3)
+    save(either, 1, 1, step=5)
+    damage(either, "missing", f"{checkpoint.step_folder(5, 1)}/{checkpoint.COMMIT}")
+    assert checkpoint.committed(either) == [checkpoint.step_folder(3, 1)]
+    assert newest_verified(either).folder == checkpoint.step_folder(3, 1)
+    assert not list(checkpoint.wrong_files(either, older))
 
 
 def test_a_newer_format_is_refused_with_the_way_out(storage: Storage) -> None:
@@ -172,20 +204,27 @@ def test_without_a_manifest_there_is_no_checkpoint(storage: Storage) -> None:
     assert checkpoint.committed(storage) == []
 
 
-def test_two_writers_cannot_both_commit_a_step(storage: Storage) -> None:
-    manifest = save(storage, 1, 1)
-    assert not checkpoint.commit(storage, dataclasses.replace(manifest, term=2))
-    assert checkpoint.read_manifest(storage, checkpoint.committed(storage)[0]).term == 1
+def test_of_writers_of_different_terms_one_commits_a_step_and_the_others_are_told(either: Storage) -> None:
+    manifest = save(either, 1, 1, step=3)
+    writers = [
+        dataclasses.replace(manifest, step=5, term=term, folder=checkpoint.new_attempt(5, 1)) for term in range(1, 9)
+    ]
+    with ThreadPoolExecutor(len(writers)) as pool:
+        won = list(pool.map(lambda each: checkpoint.commit(either, each), writers))
+    assert won.count(True) == 1
+    found = checkpoint.read_manifest(either, checkpoint.step_folder(5, 1))
+    assert (found.term, found.folder) == (writers[won.index(True)].term, writers[won.index(True)].folder)
+    assert not checkpoint.commit(either, dataclasses.replace(manifest, step=5, term=99)), "an old one that wakes up"
 
 
-def test_one_that_was_set_aside_no_longer_counts_and_keeps_its_files(storage: Storage) -> None:
-    older = save(storage, 1, 1, step=3)
-    newer = save(storage, 1, 1, step=9)
-    assert [name.split("/")[1] for name in checkpoint.committed(storage)] == ["step-00000009", "step-00000003"]
-    checkpoint.set_aside(storage, checkpoint.step_folder(9, 1), ["a byte is wrong"])
-    assert checkpoint.committed(storage) == [checkpoint.step_folder(3, 1)]
-    assert not list(checkpoint.wrong_files(storage, newer)), "the files are still there"
-    assert not list(checkpoint.wrong_files(storage, older))
+def test_one_that_was_set_aside_no_longer_counts_and_keeps_its_files(either: Storage) -> None:
+    older = save(either, 1, 1, step=3)
+    newer = save(either, 1, 1, step=9)
+    assert [name.split("/")[1] for name in checkpoint.committed(either)] == ["step-00000009", "step-00000003"]
+    checkpoint.set_aside(either, checkpoint.step_folder(9, 1), ["a byte is wrong"])
+    assert checkpoint.committed(either) == [checkpoint.step_folder(3, 1)]
+    assert not list(checkpoint.wrong_files(either, newer)), "the files are still there"
+    assert not list(checkpoint.wrong_files(either, older))
 
 
 def test_the_newest_lineage_comes_first(storage: Storage) -> None:
