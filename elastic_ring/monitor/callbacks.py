@@ -11,9 +11,11 @@ import json
 import logging
 import math
 import os
+import secrets
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,16 +25,23 @@ from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, StepMetrics
 log = logging.getLogger(__name__)
 
 CALLBACKS_NAME, LOCK_NAME = "callbacks.json", "callbacks.lock"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
+"""Before a callback that raised is called again; the pause doubles."""
 STEP, VALIDATION, RECOVERY, CHECKPOINT = KINDS = ("step", "validation", "recovery", "checkpoint")
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run that a callback is told of: its name, its folder, and its settings as in config.json."""
+    """The run that a callback is told of: its name, its folder, and its settings as in config.json.
+
+    `id` is the same for all drivers of one attempt and for attempts that go on from its checkpoints; one that begins
+    anew in the folder has another.
+    """
 
     name: str
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
 
 
 class Callback:
@@ -40,8 +49,9 @@ class Callback:
 
     Every committed step, validation, recovery and checkpoint is told once, in its order within its kind, whatever fails
     in the cluster and however often drivers attach. One case is left: a driver that is killed inside a method leaves
-    the next driver to tell that one event again. A method that raises ends what this driver tells the callback; the
-    training goes on, and submitting the run again tells the rest.
+    the next driver to tell that one event again. A method that raises is called again with the same event, after a
+    pause that grows; training goes on, and other callbacks do not wait. What is untold when the driver leaves is told
+    when the run is submitted again.
     """
 
     @property
@@ -53,7 +63,7 @@ class Callback:
         """The driver has found the run: open what you write to. Called by every driver."""
 
     def on_step(self, metrics: StepMetrics) -> None:
-        """A step is committed. It will not be undone, and the next one has begun."""
+        """A step is committed, and the next one has begun. Steps that a run repeats from a checkpoint are told once."""
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The held-out sequences after `step`: `val_loss`, and `val_NAME` of each metric of the trainer's `metrics`."""
@@ -144,14 +154,74 @@ class _Lines:
                 yield json.loads(line)
 
 
+@dataclass
+class _Listener:
+    """One callback, and what it has still to be told. `save` records the place after each event."""
+
+    callback: Callback
+    run: RunInfo
+    place: dict[str, int]
+    save: Callable[[], None]
+    has_started: bool = False
+    retry_at: float = 0.0
+    pause_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._events, self._waiting = RunEvents(self.run.folder), deque[Event]()
+
+    def tell(self, now: float) -> None:
+        """Tell all that is new, unless it is too early to try again."""
+        if now < self.retry_at:
+            return
+        doing = "on_start"
+        try:
+            if not self.has_started:
+                self.callback.on_start(self.run)
+                self.has_started = True
+            while (event := self._next()) is not None:
+                doing = f"on_{event.kind}"
+                event.tell(self.callback)
+                self.place[event.kind] = event.index
+                self._waiting.popleft()
+                self.save()
+        except Exception:  # the run is worth more than its log
+            self.pause_s = min(max(2 * self.pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+            self.retry_at = now + self.pause_s
+            log.exception(
+                "callback %s: %s raised; it is called again in %.0f s", self.callback.name, doing, self.pause_s
+            )
+        else:
+            self.pause_s = 0.0
+
+    def close(self) -> None:
+        if not self.has_started:
+            return
+        try:
+            self.callback.on_end()
+        except Exception:
+            log.exception("callback %s: on_end raised", self.callback.name)
+
+    @property
+    def is_behind(self) -> bool:
+        return self.pause_s > 0
+
+    def _next(self) -> Event | None:
+        if not self._waiting:
+            news = self._events.news()
+            self._waiting.extend(event for event in news if event.index > self.place.get(event.kind, -1))
+        return self._waiting[0] if self._waiting else None
+
+
 class Telling:
     """Tells callbacks of one run. Among drivers that follow it at the same time one tells; another takes over once that
     one is gone. Use it in a `with`; nothing is read or called before the first `tell`."""
 
-    def __init__(self, callbacks: Sequence[Callback], run: RunInfo) -> None:
-        self._run, self._active = run, list(callbacks)
-        self._events = RunEvents(run.folder)
-        self._told: dict[str, dict[str, int]] = {}
+    def __init__(
+        self, callbacks: Sequence[Callback], run: RunInfo, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._run, self._callbacks, self._clock = run, tuple(callbacks), clock
+        self._record: dict[str, Any] = {}
+        self._listeners: list[_Listener] = []
         self._lock: int | None = None
         self._said_other = False
 
@@ -161,28 +231,23 @@ class Telling:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._lock is None:
             return
-        if kind is None or issubclass(kind, Exception):  # an interrupted driver leaves at once
-            self.tell()
-        for callback in list(self._active):
-            self._call(callback, "on_end", callback.on_end)
+        for listener in self._listeners:
+            if kind is None or issubclass(kind, Exception):  # an interrupted driver leaves at once
+                listener.tell(math.inf)
+                if listener.is_behind:
+                    log.error("callback %s has not been told everything: submit the run again", listener.callback.name)
+            listener.close()
         os.close(self._lock)
         self._lock = None
 
     def tell(self) -> None:
         """Tell each callback what it has not been told yet. Call it once the run's records are those of its attempt."""
-        if not self._active or not self._has_lock():
-            return
-        for event in self._events.news():
-            for callback in list(self._active):
-                place = self._told.setdefault(callback.name, {})
-                if event.index <= place.get(event.kind, -1):
-                    continue
-                if self._call(callback, f"on_{event.kind}", partial(event.tell, callback)):
-                    place[event.kind] = event.index
-                    write_json(self._run.folder / CALLBACKS_NAME, self._told)
+        if self._callbacks and self._has_lock():
+            for listener in self._listeners:
+                listener.tell(self._clock())
 
     def _has_lock(self) -> bool:
-        """Whether this driver is the one that tells; calls `on_start` when it becomes so."""
+        """Whether this driver is the one that tells."""
         if self._lock is not None:
             return True
         descriptor = os.open(self._run.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -195,23 +260,19 @@ class Telling:
             self._said_other = True
             return False
         self._lock = descriptor
-        self._told = _read(self._run.folder / CALLBACKS_NAME)
-        for callback in list(self._active):
-            self._call(callback, "on_start", partial(callback.on_start, self._run))
+        self._open()
         return True
 
-    def _call(self, callback: Callback, method: str, call: Callable[[], None]) -> bool:
-        """Whether it returned. A callback that raises is told nothing more: the run is worth more than its log."""
-        try:
-            call()
-        except Exception:
-            log.exception(
-                "callback %s: %s raised; training goes on, and this driver tells it nothing more. Submit the run again "
-                "to have it told the rest", callback.name, method,
-            )  # fmt: skip
-            self._active.remove(callback)
-            return False
-        return True
+    def _open(self) -> None:
+        self._record = _read(self._run.folder / CALLBACKS_NAME) or {"id": secrets.token_hex(8), "told": {}}
+        run, told = replace(self._run, id=self._record["id"]), self._record["told"]
+        self._save()
+        self._listeners = [
+            _Listener(callback, run, told.setdefault(callback.name, {}), self._save) for callback in self._callbacks
+        ]
+
+    def _save(self) -> None:
+        write_json(self._run.folder / CALLBACKS_NAME, self._record)
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
@@ -227,14 +288,15 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
         raise ValueError(f"callbacks: two are called {twice[0]!r}: give each a `name` of its own")
 
 
-def _read(path: Path) -> dict[str, dict[str, int]]:
+def _read(path: Path) -> dict[str, Any]:
+    """The record of what callbacks were told; empty where there is none. Raises ValueError for one that is damaged."""
     try:
-        found: dict[str, dict[str, int]] = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {"id": str(found["id"]), "told": dict(found["told"])}
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} cannot be read ({error}), so nobody knows what the callbacks have been told: remove it to have "
             "them told everything again"
         ) from error
-    return found

@@ -96,7 +96,7 @@ def set_aside(folder: Path, *, keep_metrics: bool) -> None:
 def _keep_places(old: Path, new: Path) -> None:
     """Callbacks have been told the steps that stay; recoveries and checkpoints are counted anew by each attempt."""
     if old.exists():
-        told = json.loads(old.read_text(encoding="utf-8"))
+        record = json.loads(old.read_text(encoding="utf-8"))
         kept = {name: {kind: at for kind, at in place.items() if kind in (STEP, VALIDATION)}
-                for name, place in told.items()}  # fmt: skip
-        write_json(new, kept)
+                for name, place in record["told"].items()}  # fmt: skip
+        write_json(new, {**record, "told": kept})

@@ -144,22 +144,81 @@ def test_a_line_that_its_writer_has_not_finished_is_told_once_it_has(tmp_path: P
         assert callback.heard == [("start", "first"), 0]
 
 
-def test_a_callback_that_raises_is_told_the_rest_by_the_next_driver_and_disturbs_no_other(
+def test_a_callback_that_raises_is_called_again_later_and_disturbs_no_other(
     tmp_path: Path, records: Records, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken, whole = Hears("broken", raises_at=1), Hears("whole")
+    broken, whole, now = Hears("broken", raises_at=1), Hears("whole"), [0.0]
     records.steps(0, 1, 2)
-    with telling(tmp_path, broken, whole) as driver:
+    with Telling([broken, whole], RunInfo("first", tmp_path), clock=lambda: now[0]) as driver:
+        pauses = []
+        for _ in range(9):
+            driver.tell()
+            driver.tell()  # too early: not called
+            pauses.append(driver._listeners[0].retry_at - now[0])
+            now[0] += pauses[-1]
+        assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+        assert broken.heard == [("start", "first"), 0]
+        assert whole.heard == [("start", "first"), 0, 1, 2]
+        broken.raises_at = -1
         driver.tell()
-    assert broken.heard == [("start", "first"), 0]
-    assert whole.heard == [("start", "first"), 0, 1, 2, "end"]
-    (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert "callback broken: on_step raised" in said.getMessage()
-    assert said.exc_info is not None
-    mended, again = Hears("broken"), Hears("whole")
-    with telling(tmp_path, mended, again) as driver:
+        assert broken.heard == [("start", "first"), 0, 1, 2]
+    said = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(said) == 9
+    assert "callback broken: on_step raised; it is called again in 5 s" in said[0].getMessage()
+    assert said[0].exc_info is not None
+
+
+def test_what_a_broken_callback_was_not_told_is_told_by_the_next_driver(
+    tmp_path: Path, records: Records, caplog: pytest.LogCaptureFixture
+) -> None:
+    records.steps(0, 1, 2)
+    with telling(tmp_path, Hears("broken", raises_at=1)) as driver:
         driver.tell()
-    assert (mended.heard, again.heard) == ([("start", "first"), 1, 2, "end"], [("start", "first"), "end"])
+    assert "callback broken has not been told everything: submit the run again" in caplog.text
+    mended = Hears("broken")
+    with telling(tmp_path, mended) as driver:
+        driver.tell()
+    assert mended.heard == [("start", "first"), 1, 2, "end"]
+
+
+class Unreachable(Hears):
+    """Cannot open what it writes to at first."""
+
+    is_down = True
+
+    def on_start(self, run: RunInfo) -> None:
+        if self.is_down:
+            raise ConnectionError("refused")
+        super().on_start(run)
+
+
+def test_a_callback_that_cannot_start_starts_later(tmp_path: Path, records: Records) -> None:
+    callback = Unreachable()
+    records.steps(0)
+    with telling(tmp_path, callback) as driver:
+        driver.tell()
+        callback.is_down = False
+    assert callback.heard == [("start", "first"), 0, "end"], "it is tried once more at the end"
+    never = Unreachable("never")
+    with telling(tmp_path, never) as driver:
+        driver.tell()
+    assert never.heard == [], "what has not started is not ended"
+
+
+def test_all_drivers_of_an_attempt_tell_one_id_and_a_new_attempt_has_another(tmp_path: Path, records: Records) -> None:
+    ids = []
+
+    class Asks(Callback):
+        def on_start(self, run: RunInfo) -> None:
+            ids.append(run.id)
+
+    for anew in (False, False, True):
+        if anew:
+            set_aside(tmp_path, keep_metrics=False)
+        with telling(tmp_path, Asks()) as driver:
+            driver.tell()
+    assert ids[0] == ids[1] != ids[2]
+    assert all(ids)
 
 
 def test_of_two_drivers_one_tells_and_the_other_takes_over(tmp_path: Path, records: Records) -> None:
@@ -218,13 +277,33 @@ def test_a_new_attempt_in_the_folder_is_told_from_its_beginning(tmp_path: Path, 
     assert callback.heard == [("start", "first"), 0, "end"]
 
 
-def test_a_record_of_what_was_told_that_cannot_be_read_is_refused(tmp_path: Path, records: Records) -> None:
-    (tmp_path / CALLBACKS_NAME).write_text("{")
-    with (
-        telling(tmp_path, Hears()) as driver,
-        pytest.raises(ValueError, match="remove it to have them told everything"),
-    ):
+def test_an_attempt_that_goes_on_from_a_checkpoint_is_told_what_is_new(tmp_path: Path, records: Records) -> None:
+    records.steps(0, 1)
+    records.recovery("rank 3 died")
+    records.metrics.close()
+    before, ids = Hears(), []
+    with telling(tmp_path, before) as driver:
         driver.tell()
+        ids.append(driver._record["id"])
+    set_aside(tmp_path, keep_metrics=True)
+    again = Records(tmp_path)
+    again.metrics.go_back(1, (2, 1))
+    again.steps(1, 2)
+    again.recovery("rank 0 died")
+    after = Hears()
+    with telling(tmp_path, after) as driver:
+        driver.tell()
+        ids.append(driver._record["id"])
+    assert before.heard == [("start", "first"), 0, 1, "rank 3 died", "end"]
+    assert after.heard == [("start", "first"), 2, "rank 0 died", "end"]
+    assert ids[0] == ids[1]
+
+
+def test_a_record_of_what_was_told_that_cannot_be_read_is_refused(tmp_path: Path, records: Records) -> None:
+    for damaged in ("{", "{}", "[]"):
+        (tmp_path / CALLBACKS_NAME).write_text(damaged)
+        with telling(tmp_path, Hears()) as driver, pytest.raises(ValueError, match="remove it to have them told"):
+            driver.tell()
 
 
 def test_what_is_no_callback_and_two_of_one_name_are_refused() -> None:
