@@ -30,8 +30,8 @@ from elastic_ring.attention.kernels.table import BACKENDS
 from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.parse import parse_pattern
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_lasting, check_together, digest, environment
-from elastic_ring.data.order import Order
-from elastic_ring.data.source import SourceConfig, hold_out, open_source
+from elastic_ring.data.order import SampleOrder
+from elastic_ring.data.source import SourceConfig, hold_out, open_source, order_of
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_callbacks
 from elastic_ring.monitor.metrics import (
@@ -503,11 +503,11 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
-def training_order(task: TrainingTask) -> Order:
+def training_order(task: TrainingTask) -> SampleOrder:
     """Which sequences each step uses. Raises ValueError for a corpus that is unreadable or smaller than one batch."""
     held = task.step.num_val_sequences if task.step.val_every_steps else 0
     training, _ = hold_out(open_source(task.data), num_sequences=held)
-    return Order(task.step.seed, task.step.global_batch, training.num_sequences)
+    return order_of(training, task.step.seed, task.step.global_batch)
 
 
 def _shown(record: dict[str, Any]) -> StepMetrics:

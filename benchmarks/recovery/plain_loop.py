@@ -158,10 +158,12 @@ class PlainWorker:
 
     def _compute(self, step: int) -> tuple[Tensor, int]:
         loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self._device), 0
-        mine = share(self._order.sample_ids(step), self._coordinate.dp_rank, self._mesh.dp)
+        mine, following = (
+            share(self._order.sample_ids(of), self._coordinate.dp_rank, self._mesh.dp) for of in (step, step + 1)
+        )
         for i, (index, sample_id) in enumerate(mine):
-            next_id = mine[i + 1][1] if i + 1 < len(mine) else None
-            piece = self._loader.load(sample_id, index, self._layout, self._coordinate.cp_rank, next_id=next_id)
+            upcoming = [later for _, later in (*mine[i + 1 :], *following)]
+            piece = self._loader.load(sample_id, index, self._layout, self._coordinate.cp_rank, upcoming=upcoming)
             schedule = plan(Pattern(causal=True, document_starts=piece.document_starts), self._layout)
             config = self._task.step
             attention = RingAttention(

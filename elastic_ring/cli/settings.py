@@ -12,38 +12,14 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tyro
 
+from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data
 from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.model.config import ModelConfig, preset
-from elastic_ring.validation import from_plain, settings, unknown_setting
-
-
-@settings
-class DataConfig:
-    """The corpus. Its sequences have step.context_tokens tokens."""
-
-    _prefix: ClassVar[str] = "data."
-
-    source: Literal["stdlib", "text", "shards"] = "stdlib"
-    """stdlib: Python's own library; text: files as bytes (paths); shards: Parquet or Arrow files of tokens (uri)."""
-    paths: tuple[str, ...] = ()
-    """Text files, directories or glob patterns, local or as URIs."""
-    uri: str = ""
-    """A token shard, or a directory of them."""
-    column: str = "tokens"
-    """Column of the shards with a list of tokens a row."""
-    vocab_size: int | None = None
-    """Vocabulary of the shards; the model's if left out."""
-    end_of_document: int | None = None
-    """Token put after each row of the shards; 256 for bytes, to be given for any other vocabulary."""
-    rows_end_documents: bool = False
-    """The rows of the shards end in end_of_document already."""
-    align_tokens: int = 1
-    """Fill documents up to multiples of this; 128 for patterns on GPUs."""
-
+from elastic_ring.validation import from_plain, unknown_setting
 
 SECTIONS: dict[str, Any] = {
     "model": ModelConfig, "scaling": ScalingConfig, "step": StepConfig, "optim": OptimConfig, "data": DataConfig,
@@ -134,7 +110,8 @@ class ShortFlags:
     faults: str | None = None
     """A schedule of planned faults: kill@step=21,phase=backward,rank=3; or none."""
     data: str | None = None
-    """Text files (path, directory or glob), or shards:URI; Python's own library if left out."""
+    """A manifest of elastic-ring data prepare, text files (path, directory or glob), or shards:URI; Python's own
+    library if left out."""
     align_tokens: int | None = None
     """Fill documents up to multiples of this; 128 for --pattern on GPUs."""
     layout: Literal["zigzag", "contiguous", "auto"] | None = None
@@ -252,9 +229,7 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     for flag, setting in (("offload_activations", "offload_activations"), ("compile", "compile_blocks")):
         given["model"][setting] = given["model"][setting] or getattr(flags, flag)
     if flags.data is not None:
-        shards = flags.data.startswith("shards:")
-        of_data = {"source": "shards", "uri": flags.data.removeprefix("shards:")}
-        given["data"] |= of_data if shards else {"source": "text", "paths": [flags.data]}
+        given["data"] |= data_flag(flags.data, given["data"])
     optim = given["optim"]
     asked = {*file.get("optim", {}), *(setting for setting in optim if _has_flag(argv, f"optim.{setting}"))}
     # The schedule is as long as the run, unless its length was asked for.
@@ -265,6 +240,9 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     made = {
         section: from_plain(cls, _with_none(cls, given[section]), f"{section}.") for section, cls in SECTIONS.items()
     }
+    if made["data"].source == "prepared":
+        chosen = "vocab_size" in file.get("model", {}) or _has_flag(argv, "model.vocab_size")
+        made["data"], made["model"] = prepared_data(made["data"], made["model"], vocabulary_is_chosen=chosen)
     top: dict[str, Any] = {key: getattr(flags, key) or file.get(key) for key in TOP}
     _check_folder(top, argv, flags, file)
     return TrainSettings(name, **made, **top, plan=flags.plan)

@@ -84,6 +84,8 @@ def data_source(data: DataConfig, model: ModelConfig, context_tokens: int) -> So
         return StdlibText(context_tokens, data.align_tokens)
     if data.source == "text":
         return TextFiles(context_tokens, data.paths, data.align_tokens)
+    if data.source == "prepared":
+        return _prepared(data, model, context_tokens)
     vocab_size = data.vocab_size or model.vocab_size
     if vocab_size > model.vocab_size:
         raise ValueError(
@@ -100,6 +102,31 @@ def data_source(data: DataConfig, model: ModelConfig, context_tokens: int) -> So
         context_tokens, data.uri, data.column, vocab_size, END_OF_DOCUMENT if end is None else end,
         data.rows_end_documents, data.align_tokens,
     )  # fmt: skip
+
+
+def _prepared(data: DataConfig, model: ModelConfig, context_tokens: int) -> SourceConfig:
+    from elastic_ring.data.manifest import read_manifest
+    from elastic_ring.data.source import PreparedTokens
+
+    manifest = read_manifest(data.uri)
+    if manifest.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"{data.uri}: has tokens of a vocabulary of {manifest.vocab_size:,}, and the model has rows for "
+            f"model.vocab_size={model.vocab_size:,}: prepare the corpus with the model's tokenizer, or leave "
+            "--model.vocab-size out"
+        )
+    logging.info(
+        "%s: %s documents, %s tokens, vocabulary %s%s", data.uri, f"{manifest.num_documents:,}",
+        f"{manifest.num_tokens:,}", f"{manifest.vocab_size:,}",
+        "" if manifest.is_complete else "; the complete beginning of a preparation",
+    )  # fmt: skip
+    if manifest.longest_document_tokens > context_tokens:
+        logging.info(
+            "documents of up to %s tokens are packed over several sequences of context_tokens=%d",
+            f"{manifest.longest_document_tokens:,}", context_tokens,
+        )  # fmt: skip
+    assert data.vocab_size is not None
+    return PreparedTokens(context_tokens, data.uri, data.digest, data.vocab_size, data.align_tokens)
 
 
 def _pattern(text: str | None, model: ModelConfig, step: StepConfig) -> LayerPatterns | None:

@@ -6,7 +6,8 @@ The digest covers the slices that entered a step, not the plan. On a GPU it is c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -112,6 +113,9 @@ class Loader:
     def __init__(self, source: Source, while_waiting: Callable[[], None] | None = None) -> None:
         self.source = source
         self._while_waiting = while_waiting
+        self._read_ahead: Callable[[Sequence[int]], None] | None = getattr(source, "read_ahead", None)
+        self.waited_s = 0.0
+        """How long `load` has waited for data in all."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-ring-loader")
         self._ahead: tuple[int, Future[Sample]] | None = None
 
@@ -123,22 +127,27 @@ class Loader:
         self._ahead = (sample_id, self._thread.submit(self.source.read, sample_id))
 
     def load(
-        self, sample_id: int, index_in_batch: int, layout: Layout, cp_rank: int, *, next_id: int | None = None
+        self, sample_id: int, index_in_batch: int, layout: Layout, cp_rank: int, *, upcoming: Sequence[int] = ()
     ) -> Slice:
-        """The slice of one sequence; prefetches `next_id` while the caller computes.
+        """The slice of one sequence. While the caller computes, the first of the `upcoming` ones is read, and of the
+        others what the source reads ahead.
 
         Raises: whatever the source raises for this sequence.
         """
         self.prefetch(sample_id)
         assert self._ahead is not None
         future = self._ahead[1]
+        begun_s = time.monotonic()
         while not wait([future], timeout=LOOK_S).done:
             if self._while_waiting is not None:
                 self._while_waiting()  # may raise to end the wait; the read itself goes on
+        self.waited_s += time.monotonic() - begun_s
         self._ahead = None
         sample = future.result()
-        if next_id is not None:
-            self.prefetch(next_id)
+        if upcoming:
+            self.prefetch(upcoming[0])
+            if self._read_ahead is not None:
+                self._read_ahead(upcoming[1:])
         return slice_sample(sample, layout, cp_rank, sample_id=sample_id, index_in_batch=index_in_batch)
 
     def close(self) -> None:

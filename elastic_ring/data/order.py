@@ -7,9 +7,16 @@ sequence once. World size and history do not enter: a repeated step uses the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class SampleOrder(Protocol):
+    """Which sequences each step uses. Depends on neither the mesh nor what ran before."""
+
+    def sample_ids(self, step: int) -> tuple[int, ...]: ...
 
 
 class Order:
@@ -49,11 +56,17 @@ class Order:
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._epochs:
             # Sort raw words: numpy guarantees a stable raw stream, but not a stable Generator.permutation.
-            words = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64)).random_raw(self.num_sequences)
+            words = philox(self.seed, epoch).random_raw(self.num_sequences)
             self._epochs[epoch] = np.argsort(words, kind="stable")
             while len(self._epochs) > 2:
                 self._epochs.pop(next(iter(self._epochs)))
         return self._epochs[epoch]
+
+
+def philox(seed: int, epoch: int, *purpose: int) -> np.random.Philox:
+    """Random words of (seed, epoch); up to three numbers of `purpose` give streams that share none."""
+    counter = np.array([0, *purpose, *[0] * (3 - len(purpose))], dtype=np.uint64)
+    return np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64), counter=counter)
 
 
 def sample_ids(seed: int, step: int, global_batch: int, num_sequences: int) -> tuple[int, ...]:

@@ -6,28 +6,24 @@ is only a target there. The remainder, less than one sequence, is unused. With `
 with end-of-document tokens to a multiple of it, so that each starts at such a multiple; padding is an input and never
 a target.
 
-A stream consists of chunks that each fit in memory; `text` and `shards` provide them. No order, no mesh and no torch
-in here.
+A stream consists of chunks that each fit in memory; `text`, `shards` and `row_groups` provide them. No order, no mesh
+and no torch in here.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from threading import Lock
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from elastic_ring.data.chunks import ChunkCache, Chunks, Starts
+
 END_OF_DOCUMENT = 256
 BYTE_VOCAB_SIZE = 257
 MAX_VOCAB_SIZE = 2**31
-
-Tokens = NDArray[np.int32]
-Starts = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -46,48 +42,32 @@ class Sample:
     padding: int | None = None
 
 
-class Chunk(Protocol):
-    """A part of the stream that is read in one piece."""
-
-    @property
-    def name(self) -> str:
-        """For messages: the file, and which part of it."""
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens with end-of-document tokens; known without reading them."""
-
-    def load(self) -> tuple[Tokens, Starts]:
-        """(the chunk's tokens, the offsets at which documents start in them)."""
-
-
 class PackedSource:
     """Sequences of `context_tokens + 1` tokens over a list of chunks.
 
-    Caches at most `cache_bytes` of chunks, but always the last one. `read` is thread-safe.
+    Caches at most `cache_bytes` of chunks, but always the last one. `read` and `read_ahead` are thread-safe. `ends`:
+    the stream's tokens up to the end of each chunk, where they are known without asking every chunk.
     """
 
     def __init__(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Chunks,
         *,
         context_tokens: int,
         vocab_size: int,
         describe: str,
         digest: Callable[[], str],
+        ends: Starts | None = None,
         padding: int | None = None,
         cache_bytes: int = 128 * 2**20,
     ) -> None:
         self.context_tokens = context_tokens
         self.vocab_size = vocab_size
         self.describe = describe
-        self._chunks = chunks
-        self._ends = np.cumsum([chunk.num_tokens for chunk in chunks], dtype=np.int64)
+        self._ends = _ends(chunks) if ends is None else ends
         self._digest = digest
         self._padding = padding
-        self._cache: OrderedDict[int, tuple[Tokens, Starts]] = OrderedDict()
-        self._cache_bytes = cache_bytes
-        self._lock = Lock()
+        self._cache = ChunkCache(chunks, cache_bytes)
 
     @property
     def num_tokens(self) -> int:
@@ -105,45 +85,37 @@ class PackedSource:
 
     def read(self, sample_id: int) -> Sample:
         """One sequence. Raises ValueError for an id out of range, or if the corpus changed since it was opened."""
-        if not 0 <= sample_id < self.num_sequences:
-            raise ValueError(f"sample_id={sample_id}: {self.describe} has sequences 0 to {self.num_sequences - 1}")
         start = sample_id * self.context_tokens
         tokens = np.empty(self.context_tokens + 1, dtype=np.int64)
         starts = [0]
         filled = 0
-        index = int(np.searchsorted(self._ends, start, side="right"))
-        with self._lock:
-            while filled < len(tokens):
-                chunk_tokens, chunk_starts = self._load(index)
-                offset = start + filled - (int(self._ends[index]) - len(chunk_tokens))
-                piece = chunk_tokens[offset : offset + len(tokens) - filled]
-                tokens[filled : filled + len(piece)] = piece
-                first, last = np.searchsorted(chunk_starts, (offset, offset + len(piece)))
-                starts.extend((chunk_starts[first:last] - offset + filled).tolist())
-                filled += len(piece)
-                index += 1
+        for index in self._chunks_of(sample_id):
+            chunk_tokens, chunk_starts = self._cache.get(index)
+            offset = start + filled - (int(self._ends[index]) - len(chunk_tokens))
+            piece = chunk_tokens[offset : offset + len(tokens) - filled]
+            tokens[filled : filled + len(piece)] = piece
+            first, last = np.searchsorted(chunk_starts, (offset, offset + len(piece)))
+            starts.extend((chunk_starts[first:last] - offset + filled).tolist())
+            filled += len(piece)
         ends_document = starts[-1] == self.context_tokens
         inside = tuple(sorted({position for position in starts if position < self.context_tokens}))
         return Sample(tokens, inside, ends_document, self._padding)
 
-    def _load(self, index: int) -> tuple[Tokens, Starts]:
-        if index in self._cache:
-            self._cache.move_to_end(index)
-            return self._cache[index]
-        chunk = self._chunks[index]
-        loaded = chunk.load()
-        if len(loaded[0]) != chunk.num_tokens:
-            raise ValueError(
-                f"{chunk.name}: holds {len(loaded[0])} tokens, {chunk.num_tokens} when it was opened "
-                "or by its metadata; a corpus must not change during a run: restore it, or start a new run"
-            )
-        self._cache[index] = loaded
-        while len(self._cache) > 1 and self._cached_bytes() > self._cache_bytes:
-            self._cache.popitem(last=False)
-        return loaded
+    def read_ahead(self, sample_ids: Sequence[int]) -> None:
+        """Begin to load the chunks of these sequences in the background, as far as half of the cache holds them."""
+        chunks = dict.fromkeys(index for sample_id in sample_ids for index in self._chunks_of(sample_id))
+        self._cache.load_ahead(chunks)
 
-    def _cached_bytes(self) -> int:
-        return sum(tokens.nbytes + starts.nbytes for tokens, starts in self._cache.values())
+    def _chunks_of(self, sample_id: int) -> range:
+        if not 0 <= sample_id < self.num_sequences:
+            raise ValueError(f"sample_id={sample_id}: {self.describe} has sequences 0 to {self.num_sequences - 1}")
+        start = sample_id * self.context_tokens
+        first, last = np.searchsorted(self._ends, (start, start + self.context_tokens), side="right")
+        return range(int(first), int(last) + 1)
+
+
+def _ends(chunks: Chunks) -> Starts:
+    return np.cumsum([chunks[index].num_tokens for index in range(len(chunks))], dtype=np.int64)
 
 
 def check_context(context_tokens: int, align_tokens: int = 1) -> None:

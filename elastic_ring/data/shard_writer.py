@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from elastic_ring.data.chunks import Starts, Tokens
 from elastic_ring.data.manifest import Shard
-from elastic_ring.data.packing import Starts, Tokens
 from elastic_ring.state.storage import Storage
 
 COLUMN, OFFSET = "tokens", "offset"

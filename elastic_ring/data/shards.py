@@ -21,13 +21,12 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from elastic_ring.data.chunks import Starts, Tokens
 from elastic_ring.data.packing import (
     BYTE_VOCAB_SIZE,
     END_OF_DOCUMENT,
     MAX_VOCAB_SIZE,
     PackedSource,
-    Starts,
-    Tokens,
     aligned,
     check_context,
 )

@@ -6,10 +6,13 @@ Order, mesh and slices belong to `order` and `loader`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from elastic_ring.data.order import Order, SampleOrder
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, PackedSource, Sample
+from elastic_ring.data.prepared import PreparedTokens
 from elastic_ring.data.shards import TokenShards
 from elastic_ring.data.text import StdlibText, TextFiles
 
@@ -17,6 +20,7 @@ __all__ = [
     "BYTE_VOCAB_SIZE",
     "END_OF_DOCUMENT",
     "PackedSource",
+    "PreparedTokens",
     "Sample",
     "Source",
     "SourceConfig",
@@ -25,11 +29,16 @@ __all__ = [
     "TokenShards",
     "hold_out",
     "open_source",
+    "order_of",
 ]
 
 
 class Source(Protocol):
-    """Packed sequences with random access. Reading the same id twice gives the same tokens."""
+    """Packed sequences with random access. Reading the same id twice gives the same tokens.
+
+    A source may also have `read_ahead(sample_ids)`, which begins to read in the background; `order(seed, global_batch)`
+    in place of a permutation of all its sequences; and with it `hold_out(num)` for (training, validation).
+    """
 
     @property
     def num_sequences(self) -> int: ...
@@ -54,6 +63,15 @@ class SourceConfig(Protocol):
     def vocab_size(self) -> int: ...
 
     def open(self) -> Source: ...
+
+
+@runtime_checkable
+class _Ordered(Protocol):
+    """A source with an order of its own."""
+
+    def order(self, seed: int, global_batch: int) -> SampleOrder: ...
+
+    def hold_out(self, num: int) -> tuple[Source, Source]: ...
 
 
 @dataclass(frozen=True)
@@ -81,6 +99,11 @@ class _View:
             raise ValueError(f"sample_id={sample_id}: this part has sequences 0 to {self.num_sequences - 1}")
         return self.base.read(self.start + sample_id)
 
+    def read_ahead(self, sample_ids: Sequence[int]) -> None:
+        ahead = getattr(self.base, "read_ahead", None)
+        if ahead is not None:
+            ahead([self.start + sample_id for sample_id in sample_ids])
+
 
 def open_source(config: SourceConfig) -> Source:
     """Open a corpus. Raises ValueError where it is unreadable or shorter than one sequence."""
@@ -98,7 +121,7 @@ def hold_out(source: Source, *, fraction: float = 0.0, num_sequences: int | None
 
     `num_sequences` of them, or else `fraction` of all, rounded up. Each part numbers its sequences from 0. The parts
     share one token: the last target of the first and an input, never a target, of the second. Raises ValueError where
-    nothing is left to train on.
+    nothing is left to train on. A source with an order of its own holds out its first sequences.
     """
     if not 0.0 <= fraction < 1.0:
         raise ValueError(f"validation fraction={fraction}: must be at least 0 and below 1")
@@ -109,4 +132,13 @@ def hold_out(source: Source, *, fraction: float = 0.0, num_sequences: int | None
             f"validation num_sequences={held} of {total}: at least one sequence must be left to train on; "
             "hold out fewer or give more text"
         )
+    if isinstance(source, _Ordered):
+        return source.hold_out(held)
     return _View(source, 0, total - held), _View(source, total - held, total)
+
+
+def order_of(source: Source, seed: int, global_batch: int) -> SampleOrder:
+    """Which sequences of the training part each step uses. Raises ValueError where it is smaller than one batch."""
+    if isinstance(source, _Ordered):
+        return source.order(seed, global_batch)
+    return Order(seed, global_batch, source.num_sequences)

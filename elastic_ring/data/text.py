@@ -17,14 +17,8 @@ from typing import Annotated, Any, ClassVar
 import fsspec
 import numpy as np
 
-from elastic_ring.data.packing import (
-    BYTE_VOCAB_SIZE,
-    END_OF_DOCUMENT,
-    PackedSource,
-    Starts,
-    Tokens,
-    check_context,
-)
+from elastic_ring.data.chunks import Starts, Tokens
+from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, PackedSource, check_context
 from elastic_ring.validation import Must, settings
 
 # Larger files are read in pieces of this size, to bound memory.

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, Tokens
+from elastic_ring.data.chunks import Tokens
+from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT
 
 BYTES = "bytes"
 PART_BYTES = 1 << 20

@@ -27,7 +27,7 @@ from elastic_ring.attention.plan_cache import LRUCache
 from elastic_ring.attention.ring import NUM_PLANS, RingAttention
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import ArrivedCopies, Loader, Slice, consumed_digest
-from elastic_ring.data.order import Order, share
+from elastic_ring.data.order import SampleOrder, share
 from elastic_ring.errors import TooManySkipped
 from elastic_ring.mesh import Coordinate, Mesh
 from elastic_ring.state.checkpoint import Reader
@@ -42,6 +42,7 @@ from elastic_ring.train.vote import Ballot, Outcome, count, start_vote
 from elastic_ring.train.wrap import ModuleMaker, full_shapes, local_params
 
 BUCKET_ELEMENTS = 16 << 20
+READ_AHEAD = 16  # sequences of this step and the next, while one is computed
 BUCKET_ELEMENTS_ON_DEVICE = 256 << 20  # on a GPU each bucket is a launch that waits for the one before
 
 
@@ -108,7 +109,7 @@ class Transaction:
     """One worker's training state and its part in each step."""
 
     def __init__(
-        self, task: TrainingTask, loader: Loader, order: Order, watch: Watch, kernel_cache: Path | None = None
+        self, task: TrainingTask, loader: Loader, order: SampleOrder, watch: Watch, kernel_cache: Path | None = None
     ) -> None:
         self.task = task
         self.shard: Shard | None = None
@@ -237,14 +238,16 @@ class Transaction:
         """Forward and backward of each sequence of this ring's share; leaves sums in the parameters' gradients."""
         assert self.model is not None
         self._clear_gradients()
-        mine = share(self._order.sample_ids(step), self._coordinate.dp_rank, self._mesh.dp)
+        mine, following = (
+            share(self._order.sample_ids(of), self._coordinate.dp_rank, self._mesh.dp) for of in (step, step + 1)
+        )
         layout = self.layout
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         num_tokens, slices, hops = 0, [], HopTally(self.device.type == "cuda", step)
         arrived = ArrivedCopies(hops.is_watched)
         for i, (index, sample_id) in enumerate(mine):
-            next_id = mine[i + 1][1] if i + 1 < len(mine) else None
-            piece = self.loader.load(sample_id, index, layout, self._coordinate.cp_rank, next_id=next_id)
+            upcoming = [later for _, later in (*mine[i + 1 :], *following)][:READ_AHEAD]
+            piece = self.loader.load(sample_id, index, layout, self._coordinate.cp_rank, upcoming=upcoming)
             slices.append(piece)
             torch.manual_seed(sequence_seed(self.task.step.seed, step, sample_id, self._coordinate.cp_rank))
             attention = self._attention(piece, step)

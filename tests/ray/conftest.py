@@ -21,7 +21,7 @@ from elastic_ring.control.coordination import advance, initial
 from elastic_ring.control.messages import from_json
 from elastic_ring.control.replay import replay, standing
 from elastic_ring.control.state import Ended
-from elastic_ring.data.source import StdlibText
+from elastic_ring.data.source import SourceConfig, StdlibText
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
@@ -116,15 +116,16 @@ def tiny_trainer(
     optimizer: Any = None,
     lr_schedule: Any = None,
     run: Mapping[str, Any] | None = None,
+    data: SourceConfig | None = None,
     **scaling: Any,
 ) -> ElasticRingTrainer:
-    """A run of a small decoder on the standard library's sources."""
+    """A run of a small decoder, on the standard library's sources if no other data are given."""
     loss: Any = partial(slow_loss, slow_s) if slow_s else language_model_loss
     options = {"dp": 2, "cp": 2, "spares": 1, **scaling}
     step = StepConfig(steps=steps, global_batch=options.pop("global_batch", 6), context_tokens=96)
     settings: dict[str, Any] = {"run_dir": str(folder / name), "faults": faults, "progress": False, **(run or {})}
     return ElasticRingTrainer(
-        partial(Transformer, TINY), StdlibText(96), step_config=step,
+        partial(Transformer, TINY), data or StdlibText(96), step_config=step,
         optim_config=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=steps),
         loss=partial(held_loss, gate, gate_s) if gate else loss,
         scaling_config=ScalingConfig(**options), run_config=RunConfig(name=name, **settings),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +18,10 @@ from elastic_ring.data import pipeline
 from elastic_ring.data.inputs import Piece
 from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.piece import PieceRecord, PieceWorker
+from elastic_ring.data.source import PreparedTokens
 from elastic_ring.errors import RunFailed
+from elastic_ring.runtime.driver.cluster import left_behind
+from tests.ray.conftest import tiny_trainer
 from tests.unit.data.corpora import prepared, texts, texts_of, write_jsonl, write_table
 
 ROOT = Path(__file__).parents[2]
@@ -116,3 +121,36 @@ def test_a_killed_driver_goes_on_from_the_command_line(tmp_path: Path) -> None:
     assert digest == read_manifest(str(out / "manifest.json")).digest
     again = prepared(tmp_path / "alone", source, piece_bytes=16 << 20, row_group_tokens=1 << 16)
     assert digest == again.digest
+
+
+@pytest.mark.slow
+def test_a_run_on_a_manifest_uses_the_same_samples_through_a_kill_and_on_another_mesh(
+    tmp_path: Path, local_ray: None
+) -> None:
+    sources = [write_jsonl(tmp_path / f"{name}.jsonl", texts(300, start)) for name, start in (("a", 0), ("b", 300))]
+    uris = []
+    for workers in (0, 2):
+        out = tmp_path / f"out-{workers}"
+        prepared(out, *sources, weights=(2.0, 1.0), workers=workers, row_group_tokens=256)
+        uris.append(str(out / "manifest.json"))
+    calm = tiny_trainer(tmp_path, "calm", data=PreparedTokens.of(uris[0], 96), dp=1, cp=1, spares=0).fit()
+    killed = tiny_trainer(
+        tmp_path, "killed", data=PreparedTokens.of(uris[1], 96), faults="kill@step=5,phase=backward,rank=1", cp=1
+    ).fit()
+    assert killed.summary["recoveries"]
+    assert killed.summary["samples_sha256"] == calm.summary["samples_sha256"]
+    config = json.loads((killed.path / "config.json").read_text())
+    assert config["data"]["digest"] == read_manifest(uris[1]).digest
+
+
+def test_a_run_whose_manifest_changed_is_refused_when_it_goes_on(tmp_path: Path, local_ray: None) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", texts(300))
+    prepared(tmp_path / "out", source)
+    uri = str(tmp_path / "out" / "manifest.json")
+    config = PreparedTokens.of(uri, 96)
+    shutil.rmtree(tmp_path / "out")
+    write_jsonl(source, texts(301))
+    prepared(tmp_path / "out", source)
+    with pytest.raises(ValueError, match="a corpus must not change under a run"):
+        tiny_trainer(tmp_path, "changed", data=config, dp=1, cp=1, spares=0).fit()
+    assert left_behind("changed") == []

@@ -17,8 +17,7 @@ import torch
 
 from elastic_ring.control.messages import Build, Finalized, Heal, Report, Resumed
 from elastic_ring.data.loader import Loader
-from elastic_ring.data.order import Order
-from elastic_ring.data.source import hold_out, open_source
+from elastic_ring.data.source import hold_out, open_source, order_of
 from elastic_ring.errors import GroupAborted
 from elastic_ring.monitor.stamps import Phase, StampWriter
 from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser
@@ -104,7 +103,7 @@ class Member:
         self.fingerprint = source.fingerprint
         training, validation = hold_out(source, num_sequences=step.num_val_sequences if step.val_every_steps else 0)
         self._val_loader = Loader(validation, self._while_data_comes)
-        order = Order(step.seed, step.global_batch, training.num_sequences)
+        order = order_of(training, step.seed, step.global_batch)
         cache = KERNEL_CACHE if self._spec.scaling.device == "cuda" else None
         self._transaction = Transaction(task, Loader(training, self._while_data_comes), order, self._watch, cache)
         self._transaction.warm_up(self._spec.scaling.cp, self._spec.scaling.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from elastic_ring.data.prepare import PrepareConfig, prepare
 
 def texts(number: int, start: int = 0) -> list[str]:
     """Different documents of a few to a few hundred bytes, some not ASCII."""
-    return [f"document {i}: " + "grüße, " * (i * 7 % 23) + "x" * (i * 31 % 200) for i in range(start, start + number)]
+    letters = "abcdefghijklmnopqrstuvwxyzäöü "
+    return [f"{i}: " + "".join(random.Random(i).choices(letters, k=i * 31 % 300)) for i in range(start, start + number)]
 
 
 def write_jsonl(path: Path, documents: Sequence[str | None], column: str = "text") -> Path:

@@ -193,8 +193,8 @@ def test_the_loader_reads_each_sequence_once_one_ahead_and_leaves_no_thread() ->
         assert not loader_threads()
         ids = [5, 3, 8, 8, 1]
         for index, sample_id in enumerate(ids):
-            following = ids[index + 1] if index + 1 < len(ids) else None
-            part = loader.load(sample_id, index, layout, 1, next_id=following)
+            following = ids[index + 1 :]
+            part = loader.load(sample_id, index, layout, 1, upcoming=following)
             expected = slice_sample(Numbers().read(sample_id), layout, 1, sample_id=sample_id, index_in_batch=index)
             assert torch.equal(part.tokens, expected.tokens)
             assert (part.sample_id, part.index_in_batch) == (sample_id, index)
@@ -207,11 +207,11 @@ def test_a_read_that_was_foretold_wrongly_is_dropped_and_its_error_with_it() -> 
     source = Numbers()
     layout = make_layout("contiguous", CONTEXT, 1)
     with Loader(source) as loader:
-        loader.load(0, 0, layout, 0, next_id=999)
+        loader.load(0, 0, layout, 0, upcoming=[999])
         assert loader.load(1, 0, layout, 0).sample_id == 1
         with pytest.raises(ValueError, match="sample_id=999"):
             loader.load(999, 0, layout, 0)
-        assert loader.load(2, 0, layout, 0, next_id=3).sample_id == 2
+        assert loader.load(2, 0, layout, 0, upcoming=[3]).sample_id == 2
     assert not loader_threads()
 
 

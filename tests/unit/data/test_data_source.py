@@ -78,16 +78,16 @@ def test_loaded_chunks_stay_within_the_bound(tmp_path: Path) -> None:
     for index in range(20):
         (tmp_path / f"{index:02}.txt").write_bytes(b"x" * 1000)
     source = TextFiles(100, (str(tmp_path),)).open()
-    source._cache_bytes = 10_000
+    source._cache.limit_bytes = 10_000
     for sample_id in range(source.num_sequences):
         source.read(sample_id)
-        assert source._cached_bytes() <= 10_000
+        assert source._cache.num_bytes <= 10_000
 
 
 def test_the_standard_library_is_read_in_path_order_without_its_tests() -> None:
     source = StdlibText(512).open()
     root = Path(sysconfig.get_path("stdlib"))
-    names = [chunk.name for chunk in source._chunks]
+    names = [source._cache.chunks[index].name for index in range(len(source._cache.chunks))]
     relative = [Path(name).relative_to(root).as_posix() for name in names]
     assert relative == sorted(relative)
     assert {"argparse.py", "json/decoder.py"} <= set(relative)

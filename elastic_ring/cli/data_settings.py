@@ -1,0 +1,84 @@
+"""The settings of a run's corpus, and what a manifest says in their place. No torch and no Ray in here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from elastic_ring.model.config import ModelConfig
+from elastic_ring.validation import settings
+
+
+@settings
+class DataConfig:
+    """The corpus. Its sequences have step.context_tokens tokens."""
+
+    _prefix: ClassVar[str] = "data."
+
+    source: Literal["stdlib", "text", "shards", "prepared"] = "stdlib"
+    """stdlib: Python's own library; text: files as bytes (paths); shards: Parquet or Arrow files of tokens (uri);
+    prepared: what elastic-ring data prepare wrote (uri of its manifest, which has the settings below)."""
+    paths: tuple[str, ...] = ()
+    """Text files, directories or glob patterns, local or as URIs."""
+    uri: str = ""
+    """A token shard, a directory of them, or a manifest."""
+    digest: str = ""
+    """The manifest's; another one is refused. Taken from it if left out."""
+    column: str = "tokens"
+    """Column of the shards with a list of tokens a row."""
+    vocab_size: int | None = None
+    """Vocabulary of the shards; the model's if left out."""
+    end_of_document: int | None = None
+    """Token put after each row of the shards; 256 for bytes, to be given for any other vocabulary."""
+    rows_end_documents: bool = False
+    """The rows of the shards end in end_of_document already."""
+    align_tokens: int = 1
+    """Fill documents up to multiples of this; 128 for patterns on GPUs."""
+
+
+OF_MANIFEST: Mapping[str, Any] = {
+    "digest": "", "column": "tokens", "vocab_size": None, "end_of_document": None, "align_tokens": 1,
+}  # fmt: skip
+"""The settings that a manifest has, with their defaults."""
+
+
+def data_flag(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What --data means, over what is `given` so far: what belongs to another manifest does not stay."""
+    from elastic_ring.data.manifest import is_manifest
+
+    if text.startswith("shards:"):
+        return {"source": "shards", "uri": text.removeprefix("shards:")}
+    if not is_manifest(text):
+        return {"source": "text", "paths": [text]}
+    other = given["source"] == "prepared" and given["uri"] != text
+    return {"source": "prepared", "uri": text, **(dict(OF_MANIFEST) if other else {})}
+
+
+def prepared_data(
+    data: DataConfig, model: ModelConfig, *, vocabulary_is_chosen: bool
+) -> tuple[DataConfig, ModelConfig]:
+    """Both with what the manifest says; the model's vocabulary becomes the manifest's unless it was chosen.
+
+    Raises ValueError for a manifest that cannot be read or is another one, and settings that contradict it.
+    """
+    from elastic_ring.data.manifest import read_manifest
+
+    manifest = read_manifest(data.uri)
+    if data.digest not in ("", manifest.digest):
+        raise ValueError(
+            f"data.digest={data.digest[:16]}...: {data.uri} has {manifest.digest[:16]} now: restore the manifest, or "
+            "start a run of another name without it"
+        )
+    says: dict[str, Any] = {"vocab_size": manifest.vocab_size, "end_of_document": manifest.end_of_document,
+            "align_tokens": manifest.align_tokens, "column": manifest.column}  # fmt: skip
+    for name, value in says.items():
+        if getattr(data, name) not in (OF_MANIFEST[name], value):
+            way_out = " (prepare it anew with --align-tokens)" if name == "align_tokens" else ": leave it out"
+            raise ValueError(f"data.{name}={getattr(data, name)!r}: {data.uri} has {value!r}{way_out}")
+    if not vocabulary_is_chosen:
+        model = dataclasses.replace(model, vocab_size=manifest.vocab_size)
+    # Other processes have other working directories.
+    uri = data.uri if "://" in data.uri else str(Path(data.uri).expanduser().absolute())
+    return dataclasses.replace(data, uri=uri, digest=manifest.digest, **says), model

@@ -1,0 +1,116 @@
+"""Row groups of a manifest's shards as the chunks of a token stream.
+
+Footers are read once and files stay open; a row group is read in one piece, on any thread. Pages have checksums, and a
+shard's footer names the digest of its tokens, so a damaged or swapped file is noticed when it is read.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_ring.data.chunks import Starts, Tokens
+from elastic_ring.data.filesystem import located
+from elastic_ring.data.manifest import Manifest, PreparedSource, Shard
+from elastic_ring.data.shard_writer import COLUMN, OFFSET, TOKENS_KEY
+
+OPEN_SHARDS = 64
+
+
+class RowGroups:
+    """The row groups of a source as chunks, made when they are asked for: there may be millions."""
+
+    def __init__(self, uri: str, manifest: Manifest, source: PreparedSource) -> None:
+        size = manifest.row_group_tokens
+        counts = np.array([-(-shard.num_tokens // size) for shard in source.shards], dtype=np.int64)
+        self._manifest, self._source = manifest, source
+        self._firsts = np.concatenate([[0], np.cumsum(counts)])
+        self._files = OpenShards(uri)
+        begins = np.concatenate([[0], np.cumsum([shard.num_tokens for shard in source.shards], dtype=np.int64)])
+        self.ends = np.concatenate(
+            [np.empty(0, np.int64)]
+            + [
+                np.minimum(begin + size * np.arange(1, count + 1), end)
+                for begin, end, count in zip(begins[:-1], begins[1:], counts, strict=True)
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> RowGroup:
+        shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        num_tokens = int(self.ends[index] - (self.ends[index - 1] if index else 0))
+        return RowGroup(self._files, self._source.shards[shard], index - int(self._firsts[shard]), num_tokens,
+                         self._manifest.vocab_size)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    files: OpenShards
+    shard: Shard
+    number: int
+    num_tokens: int
+    vocab_size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.files.path(self.shard)} (row group {self.number})"
+
+    def load(self) -> tuple[Tokens, Starts]:
+        table = self.files.read(self.shard, self.number)
+        lists = table.column(COLUMN).combine_chunks()
+        tokens = lists.values.to_numpy(zero_copy_only=False).astype(np.int32)
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            raise ValueError(f"{self.name}: holds a token outside the vocabulary [0, {self.vocab_size})")
+        begins = lists.offsets.to_numpy(zero_copy_only=False)[:-1].astype(np.int64)
+        return tokens, begins[table.column(OFFSET).to_numpy() == 0]
+
+
+class OpenShards:
+    """Reads row groups. Keeps the footers of the latest OPEN_SHARDS shards. Thread-safe."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        self._folder = ""
+        self._filesystem: Any = None
+        self._open: OrderedDict[str, tuple[Any, Any, Lock]] = OrderedDict()
+        self._lock = Lock()
+
+    def path(self, shard: Shard) -> str:
+        return f"{self._uri.rpartition('/')[0]}/shards/{shard.name}"
+
+    def read(self, shard: Shard, number: int) -> Any:
+        """One row group. Raises ValueError where the file is absent, damaged or another shard."""
+        path = self.path(shard)
+        try:
+            file, metadata, lock = self._opened(shard)
+            with lock:
+                parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True, pre_buffer=True)
+                return parquet.read_row_group(number, columns=[COLUMN, OFFSET])
+        except (OSError, pa.ArrowException) as error:
+            raise ValueError(f"{path}: cannot be read as token shard: {error}") from error
+
+    def _opened(self, shard: Shard) -> tuple[Any, Any, Lock]:
+        with self._lock:
+            if self._filesystem is None:
+                self._filesystem, manifest = located(self._uri)
+                self._folder = manifest.rpartition("/")[0]
+            if shard.name in self._open:
+                self._open.move_to_end(shard.name)
+                return self._open[shard.name]
+        file = self._filesystem.open_input_file(f"{self._folder}/shards/{shard.name}")
+        metadata = pq.read_metadata(file)
+        if (metadata.metadata or {}).get(TOKENS_KEY, b"").decode() != shard.tokens_sha256:
+            raise ValueError(f"{self.path(shard)}: is not the shard that the manifest names: restore it")
+        with self._lock:
+            self._open[shard.name] = (file, metadata, Lock())
+            while len(self._open) > OPEN_SHARDS:
+                self._open.popitem(last=False)
+            return self._open[shard.name]
