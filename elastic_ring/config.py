@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Mapping, MutableMapping
 from dataclasses import field
 from pathlib import Path
@@ -335,7 +336,7 @@ class RunConfig:
     ] = "elastic-ring"
     """One name, one run: the same name again follows the run or goes on with it."""
     storage_path: Annotated[str, BeforeValidator(_path_as_text)] = "runs"
-    """Where the run's folder is made; every node must see it."""
+    """Where the run's folder is made: a path that every node sees, or s3://bucket/prefix."""
     run_dir: Annotated[str | None, BeforeValidator(_path_as_text)] = None
     """The run's folder itself, in place of storage_path/name."""
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -368,21 +369,38 @@ class RunConfig:
             given = getattr(self, setting)
             if given is None:
                 continue
+            if given.startswith("s3://"):
+                continue
             if _URI.match(given):
                 raise ValueError(
-                    f"{setting}={given!r}: a run's folder in an object store is not supported yet; give a path that "
-                    "every node sees, on a shared file system"
+                    f"{setting}={given!r}: give s3://bucket/prefix, or a path on a shared file system, "
+                    "that every node sees"
                 )
             object.__setattr__(self, setting, str(Path(given).expanduser().absolute()))
 
     @property
-    def folder(self) -> Path:
-        return Path(self.run_dir or Path(self.storage_path, self.name))
+    def storage_uri(self) -> str:
+        """Where the run's checkpoints, weights and records are: s3://bucket/prefix/NAME, or a folder."""
+        return self.run_dir or f"{self.storage_path.rstrip('/')}/{self.name}"
 
     @property
-    def storage_uri(self) -> str:
-        """Where the run's checkpoints are: its folder."""
-        return str(self.folder)
+    def is_remote(self) -> bool:
+        """Whether that is an object store: records are then written on the coordinator's node, and mirrored."""
+        return self.storage_uri.startswith("s3://")
+
+    @property
+    def folder(self) -> Path:
+        """Where the coordinator writes the run's records."""
+        return self._local("coordinator") if self.is_remote else Path(self.storage_uri)
+
+    @property
+    def driver_folder(self) -> Path:
+        """Where a driver reads and writes the run's records: the same folder, or a copy of its own."""
+        return self._local("driver") if self.is_remote else Path(self.storage_uri)
+
+    def _local(self, role: str) -> Path:
+        known = hashlib.sha256(self.storage_uri.encode()).hexdigest()[:12]
+        return Path(tempfile.gettempdir(), "elastic_ring", f"{self.name}-{known}", role)
 
 
 def check_lasting(folder: Path) -> None:

@@ -45,6 +45,7 @@ from elastic_ring.monitor.metrics import (
 )
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.monitor.result import Result
+from elastic_ring.runtime import records
 from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.checkpoints import Resume, find_resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, identity_digest, is_finished
@@ -53,6 +54,7 @@ from elastic_ring.runtime.driver.cluster import NAMESPACE, WORKER_ENVIRONMENT, a
 from elastic_ring.runtime.driver.session import interruptible, lease, ray_session
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoint import located
+from elastic_ring.state.storage import open_or_refuse
 from elastic_ring.train.check_pattern import check_pattern
 from elastic_ring.train.compiling import check_compiles
 from elastic_ring.train.layouts import AUTO, Layouts, check_layers
@@ -63,6 +65,7 @@ from elastic_ring.train.wrap import check_buildable, check_own_optimizer
 log = logging.getLogger(__name__)
 
 FOLLOW_S = 0.4
+FETCH_S = 5.0
 FIRST_RECORDS_BYTES = 64 * 1024  # more than a run writes before its first step
 RECORDS = frozenset(
     {CONFIG_NAME, JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, "terms"}
@@ -129,6 +132,7 @@ class ElasticRingTrainer:
             CostModel.read(cost_model) if isinstance(cost_model, str | Path) else cost_model,
             dict(metrics or {}), lr_schedule,
         )  # fmt: skip
+        self._fetched_s = 0.0
         self.config_files: dict[str, str] = {**parts.files}  # name -> text of files written next to config.json
         check_parts(self.task)
         check_vocabulary(parts, data)
@@ -171,14 +175,17 @@ class ElasticRingTrainer:
         the run fails; KeyboardInterrupt after Ctrl-C or SIGTERM, once the run's actors are removed (its message says
         what is left).
         """
-        check_lasting(self.run_config.folder)
+        check_lasting(self.run_config.driver_folder)
+        self._fetch()
         done = self._finished()
         if done is not None:
-            log.info("run %s is finished already; its summary is in %s", self.run_config.name, self.run_config.folder)
+            log.info(
+                "run %s is finished already; its summary is in %s", self.run_config.name, self.run_config.driver_folder
+            )
             return self._told(done)
         fingerprint = open_source(self.task.data).fingerprint
         training_order(self.task)
-        check_writable(self.run_config.folder)
+        check_writable(self.run_config.driver_folder)
         self._resume()
         check_buildable(self.task)
         check_own_optimizer(self.task)
@@ -212,23 +219,23 @@ class ElasticRingTrainer:
 
     def _finished(self) -> Result | None:
         """The result of an earlier submission that succeeded, else None. Raises ValueError if its settings differ."""
-        recorded = self.run_config.folder / CONFIG_NAME
+        recorded = self.run_config.driver_folder / CONFIG_NAME
         if recorded.exists():
             config = _recorded(recorded)
             if config["run"]["name"] != self.run_config.name:
                 raise ValueError(
-                    f"run_dir={str(self.run_config.folder)!r} holds run {config['run']['name']!r}, "
+                    f"run_dir={str(self.run_config.driver_folder)!r} holds run {config['run']['name']!r}, "
                     f"not {self.run_config.name!r}: "
                     "choose another run_dir, or submit it under its own name to go on"
                 )
             same = config.get("identity", config["digest"])  # earlier versions recorded no identity
             attach.refuse_other_settings(
                 self.run_config, same, self._identity if "identity" in config else self._digest,
-                f"its folder {self.run_config.folder}", attach.differences(config, self._config()),
+                f"its folder {self.run_config.driver_folder}", attach.differences(config, self._config()),
             )  # fmt: skip
-        if not is_finished(self.run_config, self.task.step.steps):
+        if not is_finished(self.run_config, self.run_config.driver_folder, self.task.step.steps):
             return None
-        return self._good(json.loads((self.run_config.folder / SUMMARY_NAME).read_text()))
+        return self._good(json.loads((self.run_config.driver_folder / SUMMARY_NAME).read_text()))
 
     @property
     def _identity(self) -> dict[str, str]:
@@ -243,7 +250,8 @@ class ElasticRingTrainer:
             "data": described(task.data),
             "pattern": "" if task.pattern is None else task.pattern.identity,
         }
-        return {name: str(value) for name, value in found.items()}
+        # What only watches the training, or only says how it is done, may change.
+        return {name: str(value) for name, value in found.items() if name != "units" and not name.startswith("metric ")}
 
     def _resume(self) -> Resume:
         """Where this submission begins. Raises ValueError for what cannot be resumed, and where nothing can be read."""
@@ -276,9 +284,12 @@ class ElasticRingTrainer:
         return {name: described(part) for name, part in parts.items()}
 
     def _ended_meanwhile(self) -> Result:
+        self._fetch()
         done = self._finished()
         assert done is not None
-        log.info("run %s has finished meanwhile; its summary is in %s", self.run_config.name, self.run_config.folder)
+        log.info(
+            "run %s has finished meanwhile; its summary is in %s", self.run_config.name, self.run_config.driver_folder
+        )
         return self._told(done)
 
     def _coordinator(self, fingerprint: str, attempt: str) -> Any | None:
@@ -290,11 +301,11 @@ class ElasticRingTrainer:
         if coordinator is not None:
             attach.tell_other_versions(self.run_config, versions(self.scaling_config.device))
             # The submission that created the coordinator may have died before it wrote the config.
-            if is_own or not (self.run_config.folder / CONFIG_NAME).exists():
+            if is_own or not (self.run_config.driver_folder / CONFIG_NAME).exists():
                 try:
                     self._write_config()
                 except OSError as error:
-                    why = storage_trouble(self.run_config.folder, error)
+                    why = storage_trouble(self.run_config.driver_folder, error)
                     if is_own:
                         coordinator.abandon.remote(why)
                     raise errors.RunFailed(why) from error
@@ -306,7 +317,7 @@ class ElasticRingTrainer:
         if found is not None:
             return found, False
         # A coordinator writes the summary before it exits: without one, it is gone for another reason.
-        if is_finished(self.run_config, self.task.step.steps):
+        if is_finished(self.run_config, self.run_config.driver_folder, self.task.step.steps):
             return None, False
         attach.refuse_if_written_to(self.run_config)
         room(self.scaling_config)
@@ -340,10 +351,17 @@ class ElasticRingTrainer:
         return replace(self.run_config, env=env)
 
     def _write_config(self) -> None:
-        self.run_config.folder.mkdir(parents=True, exist_ok=True)
+        self.run_config.driver_folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.config_files.items():
-            (self.run_config.folder / name).write_text(text, encoding="utf-8")
-        write_json(self.run_config.folder / CONFIG_NAME, self._config(), durable=True)
+            (self.run_config.driver_folder / name).write_text(text, encoding="utf-8")
+        write_json(self.run_config.driver_folder / CONFIG_NAME, self._config(), durable=True)
+        records.publish(self.run_config, self.run_config.driver_folder)
+
+    def _fetch(self) -> None:
+        """Bring a run's records here from its object store. Raises ValueError where it cannot be asked."""
+        if self.run_config.is_remote:
+            open_or_refuse(self.run_config.storage_uri, write=False, timeout_s=self.run_config.timeouts.storage_s)
+            records.fetch(self.run_config, self.run_config.driver_folder)
 
     def _config(self) -> dict[str, Any]:
         """The settings as config.json records them."""
@@ -402,13 +420,20 @@ class ElasticRingTrainer:
                     progress.step(_shown(record))
                 last_step = max([last_step, *(record["step"] for record in news["steps"])])
                 if news.get("phase") != "starting":  # until then the folder may hold an earlier attempt's records
+                    self._bring_news(ended=news["ended"] is not None)
                     telling.tell()
                 if news["ended"] is not None:
                     return dict(news["ended"])
                 time.sleep(FOLLOW_S)
 
+    def _bring_news(self, *, ended: bool) -> None:
+        """Callbacks read the records; a store's are asked for now and then, and at the end."""
+        if self.run_config.is_remote and (ended or (self.callbacks and time.monotonic() - self._fetched_s > FETCH_S)):
+            self._fetched_s = time.monotonic()
+            records.fetch(self.run_config, self.run_config.driver_folder)
+
     def _telling(self) -> Telling:
-        return Telling(self.callbacks, RunInfo(self.run_config.name, self.run_config.folder, self._config()))
+        return Telling(self.callbacks, RunInfo(self.run_config.name, self.run_config.driver_folder, self._config()))
 
     def _told(self, done: Result) -> Result:
         """`done`, once the callbacks have been told what an earlier driver left untold."""
@@ -432,7 +457,7 @@ class ElasticRingTrainer:
         return self._good(end["summary"])
 
     def _good(self, summary: dict[str, Any]) -> Result:
-        return Result(summary, self.run_config.folder)
+        return Result(summary, self.run_config.driver_folder)
 
 
 def _refuse_renamed(arguments: Mapping[str, object]) -> None:

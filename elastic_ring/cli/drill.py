@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import random
 import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +27,11 @@ from typing import Any
 
 import psutil
 
-from elastic_ring.config import environment
+from elastic_ring.config import RunConfig, environment
 from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, read_metrics
+from elastic_ring.runtime import records
+from elastic_ring.state.checkpoint import committed
+from elastic_ring.state.storage import Storage
 
 log = logging.getLogger(__name__)
 
@@ -71,29 +76,58 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class Watched:
+    """A run as an onlooker sees it, in its folder or in its object store."""
+
+    def __init__(self, name: str, storage_path: str) -> None:
+        self.run = RunConfig(name=name, storage_path=storage_path)
+        self.folder = Path(tempfile.mkdtemp()) if self.run.is_remote else self.run.folder
+        self.storage = Storage(self.run.storage_uri)
+
+    def look(self) -> Path:
+        """The folder with the run's records as they are now."""
+        records.fetch(self.run, self.folder)
+        return self.folder
+
+    def num_lines(self) -> int:
+        path = self.look() / METRICS_NAME
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def num_steps(self) -> int:
+        return len(read_metrics(self.look()))
+
+    def checkpoints(self) -> list[int]:
+        """The steps that have a checkpoint which counts."""
+        found = committed(self.storage.open(write=False)) if self.run.is_remote or self.folder.exists() else []
+        return sorted(int(folder.split("/")[1].removeprefix("step-")) for folder in found)
+
+    def next_step_s(self, since_s: float) -> float:
+        """From a submission at the Unix time `since_s` to its first committed step, in seconds."""
+        lines = [json.loads(line) for line in (self.look() / METRICS_NAME).read_text().splitlines() if line[-1:] == "}"]
+        return min([one["unix_s"] - since_s for one in lines if one.get("unix_s", 0.0) > since_s], default=math.nan)
+
+
 def power_cut(options: argparse.Namespace) -> int:
     """An undisturbed run, then one that is cut; both must end with the same losses, samples and weights."""
     name = f"power-cut-{secrets.token_hex(3)}"
-    calm = _wait(_start(f"{name}-undisturbed", options, every=0), Path(options.storage_path, f"{name}-undisturbed"))
-    folder, moments = Path(options.storage_path, name), random.Random(options.seed)
-    step_s = sorted(line["step_s"] for line in read_metrics(folder.with_name(f"{name}-undisturbed")))[
-        options.steps // 2
-    ]
-    cuts = []
+    calm, cut_run = (Watched(each, options.storage_path) for each in (f"{name}-undisturbed", name))
+    expected = _wait(_start(calm, options, every=0), calm)
+    step_s = sorted(line["step_s"] for line in read_metrics(calm.look()))[options.steps // 2]
+    moments, cuts = random.Random(options.seed), []
     for number in range(1, options.cuts + 1):
-        cuts.append(_cut(name, folder, options, moments.uniform(0.0, 1.3 * options.every * step_s)))
+        cuts.append(_cut(cut_run, options, moments.uniform(0.0, 1.3 * options.every * step_s)))
         log.info("cut %d: %d processes killed after step %d", number, cuts[-1].num_killed, cuts[-1].after_steps - 1)
     last_s = time.time()
-    summary = _wait(_start(name, options, every=options.every), folder)
-    return _told(cuts, last_s, folder, summary, calm)
+    summary = _wait(_start(cut_run, options, every=options.every), cut_run)
+    return _told(cuts, cut_run.next_step_s(last_s), cut_run.checkpoints(), summary, expected)
 
 
-def _cut(name: str, folder: Path, options: argparse.Namespace, delay_s: float) -> Cut:
+def _cut(watched: Watched, options: argparse.Namespace, delay_s: float) -> Cut:
     """Run until it has trained on and has a checkpoint, for `delay_s` more, then kill everything at once."""
-    before, begun_s, token = _num_lines(folder), time.time(), secrets.token_hex(8)
-    process = _start(name, options, every=options.every, token=token)
+    before, begun_s, token = watched.num_lines(), time.time(), secrets.token_hex(8)
+    process = _start(watched, options, every=options.every, token=token)
     deadline = time.monotonic() + RUN_S
-    while _num_lines(folder) <= before or not list(folder.glob("checkpoints/*/*/COMMIT.json")):
+    while watched.num_lines() <= before or not watched.checkpoints():
         if process.poll() is not None or time.monotonic() > deadline:
             kill_everything(token)
             raise SystemExit(f"drill: the run ended ({process.returncode}) before it could be cut; give more --steps")
@@ -103,23 +137,26 @@ def _cut(name: str, folder: Path, options: argparse.Namespace, delay_s: float) -
         raise SystemExit("drill: the run ended before it could be cut; give more --steps")
     num_killed = kill_everything(token)
     process.wait()
-    return Cut(num_killed, len(read_metrics(folder)), _next_step_s(folder, begun_s))
+    return Cut(num_killed, watched.num_steps(), watched.next_step_s(begun_s))
 
 
-def _start(name: str, options: argparse.Namespace, *, every: int, token: str = "") -> subprocess.Popen[bytes]:
+def _start(
+    watched: Watched, options: argparse.Namespace, *, every: int, token: str = ""
+) -> subprocess.Popen[bytes]:  # fmt: skip
     command = [
         sys.executable, "-m", "elastic_ring", "train", "--preset", "laptop", "--steps", str(options.steps),
-        "--run-name", name, "--storage-path", options.storage_path, "--checkpoint-every-steps", str(every),
+        "--run-name", watched.run.name, "--storage-path", options.storage_path,
+        "--checkpoint-every-steps", str(every),
     ]  # fmt: skip
     given = {**environment(), MARK: token}
     return subprocess.Popen(command, env=given, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def _wait(process: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
+def _wait(process: subprocess.Popen[bytes], watched: Watched) -> dict[str, Any]:
     status = process.wait(RUN_S)
     if status:
-        raise SystemExit(f"drill: the run in {folder} ended with exit status {status}; run its command by hand")
-    summary: dict[str, Any] = json.loads((folder / SUMMARY_NAME).read_text())
+        raise SystemExit(f"drill: run {watched.run.name} ended with exit status {status}; run its command by hand")
+    summary: dict[str, Any] = json.loads((watched.look() / SUMMARY_NAME).read_text())
     return summary
 
 
@@ -146,25 +183,14 @@ def _has(process: psutil.Process, token: str) -> bool:
         return False
 
 
-def _num_lines(folder: Path) -> int:
-    path = folder / METRICS_NAME
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def _next_step_s(folder: Path, since_s: float) -> float:
-    """From a submission to its first committed step, in seconds."""
-    lines = [json.loads(line) for line in (folder / METRICS_NAME).read_text().splitlines() if line.endswith("}")]
-    return min([line["unix_s"] - since_s for line in lines if line.get("unix_s", 0.0) > since_s], default=float("nan"))
-
-
-def _told(cuts: list[Cut], last_s: float, folder: Path, summary: dict[str, Any], calm: dict[str, Any]) -> int:
-    keys = ("losses", "samples_sha256", "weights_sha256")
-    equal = {key: summary[key] == calm[key] for key in keys}
-    seconds = [*(cut.to_next_step_s for cut in cuts[1:]), _next_step_s(folder, last_s)]
-    steps = [int(path.name.removeprefix("step-")) for path in sorted(folder.glob("checkpoints/step-*"))]
+def _told(
+    cuts: list[Cut], last_s: float, left: list[int], summary: dict[str, Any], expected: dict[str, Any]
+) -> int:  # fmt: skip
+    equal = {key: summary[key] == expected[key] for key in ("losses", "samples_sha256", "weights_sha256")}
+    seconds = [*(cut.to_next_step_s for cut in cuts[1:]), last_s]
     print(f"{len(cuts)} power cut(s), {sum(cut.num_killed for cut in cuts)} processes killed\n"
           f"resumed at steps {', '.join(str(one['step']) for one in summary['resumed_from'])}\n"
-          f"from the new submission to the next committed step: {', '.join(f'{s:.1f}' for s in seconds)} s\n"
-          f"checkpoints left: {', '.join(map(str, steps))}\n"
+          f"from a new submission to its first committed step: {', '.join(f'{s:.1f}' for s in seconds)} s\n"
+          f"checkpoints left: {', '.join(map(str, left))}\n"
           f"as in the undisturbed run: {', '.join(f'{key} {same}' for key, same in equal.items())}")  # fmt: skip
     return 0 if all(equal.values()) else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from elastic_ring import CheckpointConfig, Result
 from elastic_ring.errors import CoordinatorLost
 from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
+from tests.object_store.store import ObjectStore
 from tests.ray.conftest import ALONE, Heard, check_records, fault_free, tiny_trainer, wait_for
 
 Known = dict[tuple[int, int, int], dict[str, Any]]
@@ -133,13 +135,22 @@ def test_at_dp_1_the_loss_of_a_rank_costs_the_steps_since_the_checkpoint_and_no_
 
 
 @pytest.mark.slow
-def test_power_cuts_on_the_laptop_preset_cost_no_bit(tmp_path: Path) -> None:
-    """Every process of the run dies at once, Ray's head too; the same submission goes on from the storage."""
-    command = [sys.executable, "-m", "elastic_ring", "drill", "power-cut", "--cuts", "2", "--steps", "12",
-               "--every", "2", "--storage-path", str(tmp_path)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+@pytest.mark.parametrize("where", ["a folder", "an object store"])
+def test_power_cuts_on_the_laptop_preset_cost_no_bit(
+    where: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Every process of the run dies at once, Ray's head too; the same submission goes on from the storage alone."""
+    storage_path, cuts, given = str(tmp_path), 2, dict(os.environ)
+    if where == "an object store":
+        store: ObjectStore = request.getfixturevalue("object_store")
+        storage_path, cuts = f"s3://{store.new_bucket()}/runs", 1
+        given |= {**store.environment, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "elastic_ring", "drill", "power-cut", "--cuts", str(cuts), "--steps", "12",
+               "--every", "2", "--storage-path", storage_path]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=given)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "losses True, samples_sha256 True, weights_sha256 True" in done.stdout
+    assert "checkpoints left: 10, 12" in done.stdout
 
 
 def kill_the_run(name: str, folder: Path, at_step: int) -> None:

@@ -46,7 +46,7 @@ from elastic_ring.control.messages import (
 from elastic_ring.control.replay import journal_line, replay, term_note
 from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, waiting_for
 from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage
-from elastic_ring.monitor.journal import Journal, newest_term
+from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_trouble
 from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
 from elastic_ring.runtime.coordinator.checkpoints import PRIOR_FAILURE_S, CheckpointKeeper
@@ -59,6 +59,7 @@ from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, checkpoint
 from elastic_ring.runtime.coordinator.shutdown import aside, conclude
 from elastic_ring.runtime.coordinator.startup import open_run
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
+from elastic_ring.runtime.records import Mirror
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.runtime.worker.faults import inject_into_coordinator
 
@@ -113,7 +114,7 @@ class Coordinator:
         """Who this is, for a driver that found the name taken."""
         run_spec = self.run_spec
         return {"digest": run_spec.digest, "attempt": run_spec.attempt, "pid": os.getpid(),
-                "folder": str(run_spec.run.folder), "ended": self._ended}  # fmt: skip
+                "folder": run_spec.run.storage_uri, "ended": self._ended}  # fmt: skip
 
     def renew(self) -> None:
         """Renew the driver's lease."""
@@ -178,6 +179,8 @@ class Coordinator:
         )  # fmt: skip
         self.journal = Journal(run_spec.run.folder / JOURNAL_NAME, durable=True).open()
         self._term = opened.term
+        self.mirror = Mirror(run_spec.run, opened.term)
+        self.mirror.open()
         self._note(term_note(opened.term, opened.num_written))
         self.recorder = RunRecorder(run_spec.run, self._note, self.clock)
         begin = opened.begin
@@ -200,8 +203,9 @@ class Coordinator:
         self.dispatch.recall(self.state)
         facts = {"identity": identity_digest(run_spec.identity), "run": checkpoint_facts(run_spec)}
         self.checkpoints = CheckpointKeeper(
-            run_spec.run, run_spec.resume, self._term, facts, self._put, lambda: self.recorder.resumed_from
-        )
+            run_spec.run, run_spec.resume, self._term, facts, self._put, lambda: self.recorder.resumed_from,
+            self.mirror.flush,
+        )  # fmt: skip
         if run_spec.run.checkpoint_config.is_on or run_spec.resume.checkpoints:
             self.checkpoints.open()
         self.metrics_exporter = MetricsExporter(run_spec.run.name, run_spec.run.timeouts.lease_s, self.recorder)
@@ -367,7 +371,7 @@ class Coordinator:
 
     def _refuse_if_replaced(self) -> None:
         """Raises StaleMessage when another coordinator has claimed a higher term."""
-        newest = newest_term(self.run_spec.run.folder, self._term)
+        newest = self.mirror.newest_term
         if newest > self._term:
             raise StaleMessage(f"another coordinator speaks term {newest}: this one ends")
 
@@ -408,7 +412,9 @@ class Coordinator:
     def _conclude(self, end: dict[str, Any], weights_sha256: str) -> dict[str, Any]:
         if not self.checkpoints.close(self.run_spec.run.timeouts.clear_s):
             log.warning("the storage of the checkpoints does not answer at the end of the run")
-        return conclude(end, self.recorder, self.state, weights_sha256)
+        end = conclude(end, self.recorder, self.state, weights_sha256)
+        self.mirror.close(self.run_spec.run.timeouts.clear_s)
+        return end
 
     def _cleared(self) -> list[str]:
         """Clear the run; the names of what is left. A failure to clear does not change how the run ended."""

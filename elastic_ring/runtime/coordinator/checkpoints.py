@@ -80,11 +80,11 @@ class CheckpointKeeper:
 
     def __init__(
         self, run: RunConfig, resume: Resume, term: int, facts: Mapping[str, Any], post: Post,
-        resumed_from: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
+        resumed_from: Callable[[], Sequence[Mapping[str, Any]]] = tuple, recorded: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """`facts` go into each manifest: `identity`, and under `run` what a reader may want to know. `resumed_from`
-        tells of the checkpoints that this run began at so far."""
-        self._resumed_from = resumed_from
+        tells of the checkpoints that this run began at so far. `recorded` returns once the records are in storage."""
+        self._resumed_from, self._recorded = resumed_from, recorded
         self._run, self._resume, self._term, self._facts, self._post = run, resume, term, facts, post
         self._storage = Storage(run.storage_uri, timeout_s=run.timeouts.storage_s)
         self._pending: dict[tuple[int, int, int], _Pending] = {}
@@ -176,6 +176,7 @@ class CheckpointKeeper:
             meta=head["meta"], run={**self._facts["run"], "resumed_from": list(self._resumed_from())},
         )  # fmt: skip
         begun = time.monotonic()
+        self._recorded()  # what comes before a checkpoint must outlive the cluster too
         if not commit(self._storage, manifest):
             log.warning("step %d has a checkpoint already: another writer was first", step)
             self._storage.remove_folder(manifest.folder)

@@ -58,9 +58,10 @@ def control_options(run_spec: RunSpec) -> ControlOptions:
     )  # fmt: skip
 
 
-def is_finished(run: RunConfig, steps: int) -> bool:
-    """Whether the run's folder has the summary of all `steps`. A submission that asks for a beginning begins again."""
-    path = run.folder / SUMMARY_NAME
+def is_finished(run: RunConfig, folder: Path, steps: int) -> bool:
+    """Whether the run's folder, or a copy of it, has the summary of all `steps`. A submission that asks for a
+    beginning begins again."""
+    path = folder / SUMMARY_NAME
     return run.resume == "auto" and path.exists() and int(json.loads(path.read_text())["steps"]) >= steps
 
 

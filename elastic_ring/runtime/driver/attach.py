@@ -20,6 +20,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from elastic_ring.config import RunConfig
 from elastic_ring.errors import CoordinatorLost
 from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME, read_status
+from elastic_ring.runtime import records
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
 
 log = logging.getLogger(__name__)
@@ -48,9 +49,9 @@ def running_coordinator(run: RunConfig, digest: str) -> Any | None:
             raise CoordinatorLost(f"the ended coordinator of run {run.name} keeps its name")
         return None
     refuse_other_settings(run, identity["digest"], digest, "it is running now")
-    if identity["folder"] != str(run.folder):
+    if identity["folder"] != run.storage_uri:
         raise ValueError(
-            f"run name {run.name!r} is running now with run_dir={identity['folder']!r}, not {str(run.folder)!r}: "
+            f"run name {run.name!r} is running now with run_dir={identity['folder']!r}, not {run.storage_uri!r}: "
             "choose another name, or give the same run_dir to attach to it"
         )
     log.info("attached to run %s", run.name)
@@ -69,10 +70,11 @@ def attempt_of(coordinator: Any, run: RunConfig, *, starts: bool = False) -> str
 
 def end_on_record(run: RunConfig, attempt: str) -> dict[str, Any] | None:
     """How the submission `attempt` ended, as its coordinator recorded it in the run folder; None if it did not."""
-    summary = run.folder / SUMMARY_NAME
+    records.fetch(run, run.driver_folder)
+    summary = run.driver_folder / SUMMARY_NAME
     if summary.exists():
         return {"error": "", "message": "", "facts": {}, "summary": json.loads(summary.read_text())}
-    status = read_status(run.folder)
+    status = read_status(run.driver_folder)
     end: dict[str, Any] = (status or {}).get("end") or {}
     return end if end.get("attempt") == attempt else None
 
@@ -141,7 +143,7 @@ def other_versions(recorded: Mapping[str, Any], here: Mapping[str, str]) -> str:
 
 def tell_other_versions(run: RunConfig, here: Mapping[str, str]) -> None:
     """Warn if the run was recorded with other versions: a resumed or repeated run may then not be bit-identical."""
-    path = run.folder / CONFIG_NAME
+    path = run.driver_folder / CONFIG_NAME
     told = other_versions(json.loads(path.read_text()), here) if path.exists() else ""
     if told:
         log.warning("run %s was recorded with other versions than this submission's: %s", run.name, told)
@@ -157,16 +159,17 @@ def refuse_if_written_to(run: RunConfig) -> None:
 
     A live coordinator updates its status file every second.
     """
-    before = read_status(run.folder)
+    before = read_status(run.driver_folder)
     if before is None or before["ended"] or time.time() - before["updated_unix_s"] > STALE_S:
         return
     deadline = time.monotonic() + LOOK_S
     while time.monotonic() < deadline:
         time.sleep(ASK_AGAIN_S)
-        now = read_status(run.folder)
+        records.fetch(run, run.driver_folder)
+        now = read_status(run.driver_folder)
         if now is not None and now["updated_unix_s"] != before["updated_unix_s"]:
             raise ValueError(
-                f"run_dir={str(run.folder)!r} is being written to by run {now['run']!r} on another Ray cluster: choose "
+                f"run_dir={run.storage_uri!r} is being written to by run {now['run']!r} on another Ray cluster: choose "
                 "another run_dir, or stop that run first"
             )
 

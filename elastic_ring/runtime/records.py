@@ -1,0 +1,198 @@
+"""A run's records in an object store: written on the coordinator's node, mirrored beside training, fetched elsewhere.
+
+The store has the small files as they are (`status.json`, `summary.json`, ...) and the growing ones in pieces under
+`records/`, named by the term of their writer; `records/CURRENT.json` says which term's pieces count. Where the run's
+folder is a path, nothing here does anything. Checkpoints and weights go to the storage by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from pathlib import Path
+
+from elastic_ring.config import RunConfig
+from elastic_ring.errors import StorageFailed
+from elastic_ring.monitor.journal import claim_term, newest_term
+from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
+from elastic_ring.state.storage import Storage
+
+log = logging.getLogger(__name__)
+
+APPENDED = (JOURNAL_NAME, METRICS_NAME)
+REPLACED = (STATUS_NAME, SUMMARY_NAME, "loss.png")
+SETTINGS = (CONFIG_NAME, "config.toml")
+FOLDER, CURRENT = "records", "records/CURRENT.json"
+PIECE_BYTES = 1 << 20
+PERIOD_S = 1.0
+TELL_AGAIN_S = 60.0
+
+
+def storage_of(run: RunConfig) -> Storage:
+    """The run's storage, connected. Raises StorageFailed."""
+    return Storage(run.storage_uri, timeout_s=run.timeouts.storage_s).open(write=False)
+
+
+def fetch(run: RunConfig, folder: Path, *, keep_longer: bool = False) -> None:
+    """Bring the records from the store into `folder`; nothing for a run whose folder is a path.
+
+    `keep_longer`: a growing file that is there already stays where it only goes on from what the store has.
+    """
+    if not run.is_remote:
+        return
+    storage = storage_of(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    present = {name for name, _ in storage.names(recursive=False)}
+    for name in (*REPLACED, *SETTINGS):
+        if name in present:
+            _replace(folder / name, storage.read(name))
+        else:
+            (folder / name).unlink(missing_ok=True)
+    term = int(json.loads(storage.read(CURRENT))["term"]) if storage.exists(CURRENT) else None
+    for name in APPENDED:
+        pieces = [piece for piece, _ in storage.names(FOLDER)] if term is not None else []
+        data = b"".join(storage.read(piece) for piece in sorted(pieces) if piece.startswith(_prefix(name, term)))
+        path = folder / name
+        if keep_longer and path.exists() and path.read_bytes().startswith(data):
+            continue
+        if data:
+            _replace(path, data)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def publish(run: RunConfig, folder: Path) -> None:
+    """Put the settings, which the driver writes, into the store."""
+    if run.is_remote:
+        storage = storage_of(run)
+        for name in SETTINGS:
+            if (folder / name).exists():
+                storage.replace(name, (folder / name).read_bytes())
+
+
+def next_term(run: RunConfig) -> int:
+    """Claim the next term: a file that only one can create, in the run's folder or in its store."""
+    if not run.is_remote:
+        return claim_term(run.folder)
+    storage = storage_of(run)
+    term = max((int(name.rpartition("/")[2]) for name, _ in storage.names("terms")), default=0)
+    while True:
+        term += 1
+        if storage.create(f"terms/{term:06d}", secrets.token_hex(16).encode()):
+            return term
+
+
+def forget_end(run: RunConfig) -> None:
+    """A new attempt begins: the store must not tell of an earlier one's end."""
+    if run.is_remote:
+        storage = storage_of(run)
+        for name in REPLACED:
+            storage.remove(name)
+
+
+class Mirror:
+    """Copies the coordinator's records to the store every second. The journal may lag by that; a store that fails is
+    told once a minute, and training goes on. It also looks whether another coordinator has claimed a higher term."""
+
+    def __init__(self, run: RunConfig, term: int) -> None:
+        self._run, self._term = run, term
+        self._newest_term = term
+        self._storage = Storage(run.storage_uri, timeout_s=run.timeouts.storage_s) if run.is_remote else None
+        self._begun = {name: 0 for name in APPENDED}  # where the piece begins that still grows
+        self._sent = {name: 0 for name in APPENDED}
+        self._seen: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._is_current = False
+        self._told_s = -TELL_AGAIN_S
+        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+
+    def open(self) -> None:
+        if self._storage is not None:
+            self._storage.open(write=False)
+            self._thread.start()
+
+    @property
+    def newest_term(self) -> int:
+        """The newest term that is known to be claimed; in a store it is asked once a second."""
+        return self._newest_term if self._storage is not None else newest_term(self._run.folder, self._term)
+
+    def flush(self) -> None:
+        """Everything written so far is in the store when this returns. Raises StorageFailed."""
+        if self._storage is None:
+            return
+        with self._lock:
+            for name in APPENDED:
+                self._append(self._storage, name)
+            if not self._is_current:
+                self._storage.replace(CURRENT, json.dumps({"term": self._term, "unix_s": time.time()}).encode())
+                self._remove_older(self._storage)
+                self._is_current = True
+            for name in REPLACED:
+                self._copy(self._storage, name)
+
+    def close(self, timeout_s: float) -> None:
+        """A last copy, of the growing files whole; told if the store does not take it."""
+        if self._storage is None:
+            return
+        self._over.set()
+        self._thread.join(timeout_s)
+        try:
+            self.flush()
+            for name in APPENDED:
+                if (self._run.folder / name).exists():
+                    self._storage.replace(name, (self._run.folder / name).read_bytes())
+        except StorageFailed as error:
+            log.error("the run's last records are not in its storage, only in %s: %s", self._run.folder, error)
+
+    def _work(self) -> None:
+        assert self._storage is not None
+        while not self._over.wait(PERIOD_S):
+            try:
+                self.flush()
+                while self._storage.exists(f"terms/{self._newest_term + 1:06d}"):
+                    self._newest_term += 1
+            except (StorageFailed, OSError) as error:
+                if time.monotonic() - self._told_s > TELL_AGAIN_S:
+                    self._told_s = time.monotonic()
+                    log.warning("the run's records lag in its storage, training goes on: %s", error)
+
+    def _append(self, storage: Storage, name: str) -> None:
+        path = self._run.folder / name
+        size = path.stat().st_size if path.exists() else 0
+        while self._sent[name] < size:
+            begun = self._begun[name]
+            stop = min(size, begun + PIECE_BYTES)
+            with path.open("rb") as file:
+                file.seek(begun)
+                storage.replace(f"{_prefix(name, self._term)}{begun:014d}", file.read(stop - begun))
+            self._sent[name] = stop
+            if stop == begun + PIECE_BYTES:
+                self._begun[name] = stop
+
+    def _copy(self, storage: Storage, name: str) -> None:
+        path = self._run.folder / name
+        changed_ns = path.stat().st_mtime_ns if path.exists() else 0
+        if changed_ns and changed_ns != self._seen.get(name):
+            storage.replace(name, path.read_bytes())
+            self._seen[name] = changed_ns
+
+    def _remove_older(self, storage: Storage) -> None:
+        own = tuple(_prefix(name, self._term) for name in APPENDED)
+        for piece, _ in storage.names(FOLDER):
+            if piece != CURRENT and not piece.startswith(own):
+                storage.remove(piece)
+
+
+def _prefix(name: str, term: int | None) -> str:
+    return f"{FOLDER}/{name}-{term or 0:06d}-"
+
+
+def _replace(path: Path, data: bytes) -> None:
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    partial.write_bytes(data)
+    os.replace(partial, path)
