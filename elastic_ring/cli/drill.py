@@ -15,6 +15,7 @@ import math
 import os
 import random
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,6 +84,7 @@ class Watched:
         self.run = RunConfig(name=name, storage_path=storage_path)
         self.folder = Path(tempfile.mkdtemp()) if self.run.is_remote else self.run.folder
         self.storage = Storage(self.run.storage_uri)
+        self.log_path = Path(tempfile.mkdtemp(), f"{name}.log")
 
     def look(self) -> Path:
         """The folder with the run's records as they are now."""
@@ -137,6 +139,8 @@ def _cut(watched: Watched, options: argparse.Namespace, delay_s: float) -> Cut:
         raise SystemExit("drill: the run ended before it could be cut; give more --steps")
     num_killed = kill_everything(token)
     process.wait()
+    if watched.run.is_remote:  # as on another machine: nothing is left but what the store has
+        shutil.rmtree(watched.run.folder.parent, ignore_errors=True)
     return Cut(num_killed, watched.num_steps(), watched.next_step_s(begun_s))
 
 
@@ -149,13 +153,15 @@ def _start(
         "--checkpoint-every-steps", str(every),
     ]  # fmt: skip
     given = {**environment(), MARK: token}
-    return subprocess.Popen(command, env=given, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with watched.log_path.open("ab") as told:
+        return subprocess.Popen(command, env=given, stdout=told, stderr=told)
 
 
 def _wait(process: subprocess.Popen[bytes], watched: Watched) -> dict[str, Any]:
     status = process.wait(RUN_S)
     if status:
-        raise SystemExit(f"drill: run {watched.run.name} ended with exit status {status}; run its command by hand")
+        told = watched.log_path.read_text(errors="replace")[-2000:]
+        raise SystemExit(f"drill: run {watched.run.name} ended with exit status {status}; it said:\n{told}")
     summary: dict[str, Any] = json.loads((watched.look() / SUMMARY_NAME).read_text())
     return summary
 

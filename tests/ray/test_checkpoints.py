@@ -144,7 +144,7 @@ def test_power_cuts_on_the_laptop_preset_cost_no_bit(
     if where == "an object store":
         store: ObjectStore = request.getfixturevalue("object_store")
         storage_path, cuts = f"s3://{store.new_bucket()}/runs", 1
-        given |= {**store.environment, "TMPDIR": str(tmp_path)}
+        given |= store.environment
     command = [sys.executable, "-m", "elastic_ring", "drill", "power-cut", "--cuts", str(cuts), "--steps", "12",
                "--every", "2", "--storage-path", storage_path]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=given)

@@ -1,0 +1,278 @@
+"""The coordinator's keeper of checkpoints, the saver of a worker, and the records in an object store; no Ray."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ring.config import CheckpointConfig, RunConfig, Timeouts
+from elastic_ring.control.messages import Checkpoint
+from elastic_ring.errors import StorageFailed
+from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.journal import Journal
+from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, read_metrics
+from elastic_ring.runtime import records
+from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper, Resume, find_resume
+from elastic_ring.runtime.worker.saver import Place, Saver, SaveSchedule, open_checkpoint
+from elastic_ring.train.vote import BUSY, DUE
+from tests.object_store.store import ObjectStore
+from tests.unit.state.test_checkpoint import same, shard_of
+
+IDENTITY, SETTINGS = "an identity", {"step.seed": "0"}
+FACTS = {"identity": IDENTITY, "run": {"settings": SETTINGS}}
+CP, DP = 2, 2
+
+
+class Run:
+    """A run's storage with the savers of its ranks and its keeper; what they tell is handed on as in a run."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig, resume: Resume | None = None, term: int = 1) -> None:
+        self.config = RunConfig("kept", run_dir=str(folder), checkpoint_config=config)
+        self.told: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self.keeper = CheckpointKeeper(
+            self.config, resume or Resume(), term, FACTS, lambda kind, body: self.told.put((kind, body))
+        )
+        self.parts: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.savers = [Saver(self.config, self.parts.put) for _ in range(CP * DP)]
+        self.keeper.open()
+        self.next("checkpoints")
+
+    def save(self, step: int, generation: int = 1, *, ranks: int = CP * DP) -> list[dict[str, Any]]:
+        """The first `ranks` ranks save; returns the parts that they tell of, by rank."""
+        for rank in range(ranks):
+            shard = shard_of(rank % CP, CP, steps=step)
+            shapes = {name: whole for name, whole in full_shapes().items() if name in shard.params}
+            self.savers[rank].save(shard, shapes, Place(1, generation, Mesh(DP, CP), rank, "0123456789abcdef", 0))
+        parts = [self.parts.get(timeout=60.0) for _ in range(ranks)]
+        assert all(saver.wait(60.0) for saver in self.savers)
+        return sorted(parts, key=lambda part: (part["part"], part["cp_rank"]))
+
+    def next(self, kind: str) -> Any:
+        """What is told next of this kind; other news before it is dropped."""
+        while True:
+            found, body = self.told.get(timeout=60.0)
+            if found == kind:
+                return body
+
+    def is_silent(self) -> bool:
+        """Whether nothing counts that did not count before; asked in the keeper's own order."""
+        done = threading.Event()
+        self.keeper._jobs.put(done.set)
+        assert done.wait(60.0)
+        return self.told.empty()
+
+
+def full_shapes() -> dict[str, tuple[int, ...]]:
+    from tests.unit.state.test_checkpoint import whole_values
+
+    return {name: tuple(value.shape) for name, value in whole_values().items()}
+
+
+def test_a_checkpoint_counts_once_every_part_is_written_and_every_step_before_it_is_on_record(tmp_path: Path) -> None:
+    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=2))
+    parts = run.save(3)
+    for part in parts[:-1]:
+        run.keeper.written(part)
+        run.keeper.look(2)
+    assert run.is_silent(), "a part is missing"
+    run.keeper.written(parts[-1])
+    run.keeper.look(1)
+    assert run.is_silent(), "step 2 is not on record"
+    run.keeper.look(2)
+    assert run.next("checkpoint")["step"] == 3
+    (found,) = run.next("checkpoints")
+    assert found == Checkpoint(3, "checkpoints/step-00000003/lineage-000", Mesh(DP, CP))
+    empty = shard_of(1, CP, steps=0)
+    open_checkpoint(run.config, found).fill(empty, CP)
+    assert same(empty, shard_of(1, CP, steps=3))
+
+
+def test_old_checkpoints_and_what_never_counted_are_removed(tmp_path: Path) -> None:
+    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=2, keep_every=4))
+    run.save(1, ranks=3)  # a rank dies: this one is never complete
+    for step in (2, 3, 4, 5, 6, 7):
+        for part in run.save(step):
+            run.keeper.written(part)
+        run.keeper.look(step)
+        run.next("checkpoints")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        f"step-{step:08d}" for step in (4, 6, 7)
+    ]
+    run.save(8, ranks=1)
+    assert run.keeper.close(60.0)
+    assert not (tmp_path / "checkpoints" / "step-00000008").exists(), "the end sweeps what nobody completes"
+
+
+def test_parts_and_checkpoints_of_steps_that_were_given_up_do_not_count(tmp_path: Path) -> None:
+    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
+    for step in (2, 4):
+        for part in run.save(step):
+            run.keeper.written(part)
+        run.keeper.look(step)
+        run.next("checkpoints")
+    late = run.save(5)
+    run.keeper.gone_back(2, (1, 2))
+    assert [one.step for one in run.next("checkpoints")] == [2]
+    assert list(tmp_path.glob("checkpoints/step-00000004/lineage-000/*REJECTED.json"))
+    for part in late:
+        run.keeper.written(part)
+    run.keeper.look(9)
+    assert run.is_silent()
+    for part in run.save(4, generation=2):
+        run.keeper.written(part)
+    run.keeper.look(3)
+    assert [one.step for one in run.next("checkpoints")] == [2, 4], "the step that ran again has a new one"
+
+
+def test_a_part_that_cannot_be_written_is_told_and_the_next_checkpoint_counts(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run = Run(folder, CheckpointConfig(every_steps=1))
+    (folder / "checkpoints").write_text("in the way")
+    quick = replace(run.config, timeouts=Timeouts(storage_s=0.1))
+    run.savers = [Saver(quick, run.parts.put) for _ in range(CP * DP)]
+    for part in run.save(1):
+        assert "error" in part
+        run.keeper.written(part)
+    assert run.next("checkpoint-failed")["step"] == 1
+    assert run.keeper.failing_s > 0.0
+    (folder / "checkpoints").unlink()
+    for part in run.save(2):
+        run.keeper.written(part)
+    run.keeper.look(1)
+    assert run.next("checkpoint")["step"] == 2
+    assert run.keeper.failing_s == 0.0
+
+
+def test_a_submission_finds_where_to_begin_and_other_settings_are_named(tmp_path: Path) -> None:
+    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
+    for step in (1, 2):
+        for part in run.save(step):
+            run.keeper.written(part)
+        run.keeper.look(step)
+        run.next("checkpoints")
+    found = find_resume(run.config, IDENTITY, SETTINGS)
+    assert ([one.step for one in found.checkpoints], found.step, found.lineage) == ([1, 2], 2, 0)
+    earlier = find_resume(replace(run.config, resume="1"), IDENTITY, SETTINGS)
+    assert ([one.step for one in earlier.checkpoints], earlier.lineage) == ([1], 1)
+    assert find_resume(replace(run.config, resume="never"), IDENTITY, SETTINGS) == Resume(1)
+    other = replace(run.config, run_dir=str(tmp_path / "other"), resume=str(tmp_path))
+    assert find_resume(other, IDENTITY, SETTINGS).checkpoints[0].folder.startswith(str(tmp_path))
+    with pytest.raises(ValueError, match=r"other settings \(step.seed: 0 there, 1 here\)"):
+        find_resume(run.config, "another", {"step.seed": "1"})
+    with pytest.raises(ValueError, match="no checkpoint of that step"):
+        find_resume(replace(run.config, resume="7"), IDENTITY, SETTINGS)
+    with pytest.raises(ValueError, match="give auto, never, a step"):
+        find_resume(replace(run.config, resume=str(tmp_path / "nothing")), IDENTITY, SETTINGS)
+
+
+def test_a_rank_that_still_writes_says_so_and_only_rank_0_knows_what_is_due(tmp_path: Path) -> None:
+    run = RunConfig("due", run_dir=str(tmp_path), checkpoint_config=CheckpointConfig(every_steps=5))
+    saver = Saver(run, lambda part: None)
+    assert [saver.ballot(applied, 20, 0) for applied in (4, 5, 10)] == [0.0, DUE, DUE]
+    assert saver.ballot(5, 20, 1) == 0.0
+    stays = threading.Event()
+    saver._thread = threading.Thread(target=stays.wait, daemon=True)
+    saver._thread.start()
+    assert (saver.ballot(5, 20, 0), saver.ballot(5, 20, 1)) == (BUSY + DUE, BUSY)
+    stays.set()
+
+
+def test_the_interval_follows_cost_and_failures_within_bounds_where_nobody_sets_it() -> None:
+    schedule = SaveSchedule(CheckpointConfig())
+    assert not schedule.is_due(5, 10)
+    schedule.saved(0.5)
+    assert schedule.interval_s == pytest.approx(293.4, abs=0.5)
+    schedule.mean_time_between_failures_s = 60.0
+    assert schedule.interval_s == 30.0
+    assert not SaveSchedule(CheckpointConfig(every_steps=0)).is_due(100, 100)
+
+
+# ---------------------------------------------------------------- metrics of steps that run again
+
+
+def step(number: int, loss: float) -> StepMetrics:
+    return StepMetrics(number, loss, 1.0, 0.1, 8, 8.0, 1.0, False, 1, Mesh(1, 1), 1)
+
+
+def test_a_step_that_runs_again_is_recorded_once_if_its_loss_is_equal_else_with_both_values(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as metrics:
+        for number in range(4):
+            metrics.record(step(number, float(number)))
+        assert metrics.go_back(2, (1, 2)) == 2
+        assert metrics.go_back(2, (1, 2)) == 0, "a build goes back once"
+        assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1]
+        metrics.record(step(2, 2.0))
+    with MetricsLog(tmp_path) as metrics:  # another coordinator goes on
+        assert metrics.last_step == 2
+        metrics.record(step(3, 3.5))
+        assert metrics.losses_hex() == [loss.hex() for loss in (0.0, 1.0, 2.0, 3.5)]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line["step"] == 2 and "loss_hex" in line for line in lines) == 1
+    assert [line["replaces_loss_hex"] for line in lines if "replaces_loss_hex" in line] == [(3.0).hex()]
+    assert [line["loss"] for line in read_metrics(tmp_path)] == [0.0, 1.0, 2.0, 3.5]
+
+
+# ---------------------------------------------------------------- records in an object store
+
+
+def test_records_come_back_from_the_store_alone_and_a_later_term_wins(
+    object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**object_store.environment, "TMPDIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(records, "PIECE_BYTES", 40)
+    run = RunConfig("mirrored", storage_path=f"s3://{object_store.new_bucket()}/runs")
+    assert [records.next_term(run), records.next_term(run)] == [1, 2]
+    first, second = records.Mirror(run, 1), records.Mirror(run, 2)
+    run.folder.mkdir(parents=True)
+    first.open()
+    with Journal(run.folder / "journal.jsonl") as journal:
+        for number in range(5):
+            journal.append({"line": number})
+            first.flush()
+        (run.folder / "status.json").write_text('{"phase": "running"}')
+        first.flush()
+        fresh = tmp_path / "elsewhere"
+        records.fetch(run, fresh)
+        assert (fresh / "journal.jsonl").read_bytes() == (run.folder / "journal.jsonl").read_bytes()
+        assert json.loads((fresh / "status.json").read_text())["phase"] == "running"
+        second.flush()
+        journal.append({"line": "of a replaced coordinator"})
+        first.flush()
+    records.fetch(run, fresh)
+    assert b"replaced" not in (fresh / "journal.jsonl").read_bytes()
+    longer = (fresh / "journal.jsonl").read_bytes() + b'{"line": "not mirrored yet"}\n'
+    (fresh / "journal.jsonl").write_bytes(longer)
+    records.fetch(run, fresh, keep_longer=True)
+    assert (fresh / "journal.jsonl").read_bytes() == longer
+    first.close(10.0)
+    assert first.newest_term >= 1
+
+
+def test_a_store_that_does_not_answer_is_told_and_ends_nothing(
+    object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = object_store.another_gateway()
+    for name, value in {**gateway.environment, "TMPDIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    run = RunConfig("lagging", storage_path=f"s3://{gateway.new_bucket()}/runs", timeouts=Timeouts(storage_s=0.5))
+    run.folder.mkdir(parents=True)
+    mirror = records.Mirror(run, 1)
+    mirror.open()
+    gateway.kill()
+    (run.folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(StorageFailed):
+        mirror.flush()
+    gateway.start()
+    mirror.close(10.0)
+    records.fetch(run, tmp_path / "fetched")
+    assert (tmp_path / "fetched" / "metrics.jsonl").read_text() == '{"step": 0}\n'
