@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{'recovery' if len(summary['recoveries']) == 1 else 'recoveries'}, "
         f"goodput {summary['goodput']:.0%}, {'bit-exact' if summary['exact'] else 'sample-exact'}\n"
         f"weights {summary['weights_sha256'][:16]}, samples {summary['samples_sha256'][:16]}; all of it in "
-        f"{result.path}"
+        f"{asked.run.storage_uri}"
     )
     if summary.get("skipped_steps") == summary["steps"]:  # a summary of an earlier version does not say
         print("every step was skipped, because no gradient was finite: the weights are the initial ones")
