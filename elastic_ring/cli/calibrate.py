@@ -95,7 +95,9 @@ def heads(text: str) -> tuple[int, int]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="elastic-ring calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     parser.add_argument("--ranks", type=int, default=0, help=f"processes; 0: one for each GPU, {CPU_RANKS} on CPUs (0)")
     parser.add_argument("--heads", default="8:2", type=heads, help="query:K/V heads (8:2)")
@@ -121,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.device == "cuda" and options.ranks > torch.cuda.device_count():
             raise ValueError(f"--ranks {options.ranks}: there are {torch.cuda.device_count()} GPUs; ask for no more")
     except ValueError as error:
-        print(f"calibrate: {error}", file=sys.stderr)
+        print(f"elastic-ring calibrate: {error}", file=sys.stderr)
         return 2
     # NVLink multicast is not measured, and on shared hosts it may have to stay off.
     environment().setdefault("NCCL_NVLS_ENABLE", "0")
@@ -129,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_rank, args=(options.ranks, f"{folder}/store", options), nprocs=options.ranks)
     except (mp.ProcessRaisedException, ElasticRingError) as error:
-        print(f"calibrate: {error}", file=sys.stderr)
+        print(f"elastic-ring calibrate: {error}", file=sys.stderr)
         return 1
     return 0
 

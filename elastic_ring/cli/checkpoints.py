@@ -66,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return verbs[options.verb](open_or_refuse(options.run, write=False, setting="RUN"), options)
     except ValueError as error:
-        print(f"checkpoints: {error}", file=sys.stderr)
+        print(f"elastic-ring checkpoints: {error}", file=sys.stderr)
         return 2
     except ElasticRingError as error:
-        print(f"checkpoints: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"elastic-ring checkpoints: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
 
 

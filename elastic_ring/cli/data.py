@@ -56,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         manifest = _prepare(options)
     except ValueError as error:
-        print(f"data prepare: {error}", file=sys.stderr)
+        print(f"elastic-ring data prepare: {error}", file=sys.stderr)
         return 2
     except ElasticRingError as error:
-        print(f"data prepare: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"elastic-ring data prepare: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("data prepare: stopped; the same command goes on from here", file=sys.stderr)
+        print("elastic-ring data prepare: stopped; the same command goes on from here", file=sys.stderr)
         return 130
     print("\n".join(report(manifest, options.out)))
     return 0

@@ -23,10 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         left = drain(options.node_id, options.deadline_s)
     except (ElasticRingError, ConnectionError) as error:
-        print(f"drain: {error}", file=sys.stderr)
+        print(f"elastic-ring drain: {error}", file=sys.stderr)
         return 1
     if left:
-        print(f"drain: still here after {options.deadline_s:g} s: {', '.join(left)}", file=sys.stderr)
+        print(f"elastic-ring drain: still here after {options.deadline_s:g} s: {', '.join(left)}", file=sys.stderr)
         return 1
     print(
         "no run has a worker on this node" if options.node_id is None else f"no run has a worker on {options.node_id}"

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(f"{name:<12}{says}" for name, says in DRILLS.items()))
         return 0
     if options.name not in DRILLS:
-        print(f"drill: there is no drill {options.name!r}: {', '.join(DRILLS)}", file=sys.stderr)
+        print(f"elastic-ring drill: there is no drill {options.name!r}: {', '.join(DRILLS)}", file=sys.stderr)
         return 2
     return power_cut(options)
 
@@ -132,11 +132,13 @@ def _cut(watched: Watched, options: argparse.Namespace, delay_s: float) -> Cut:
     while watched.num_lines() <= before or not watched.checkpoints():
         if process.poll() is not None or time.monotonic() > deadline:
             kill_everything(token)
-            raise SystemExit(f"drill: the run ended ({process.returncode}) before it could be cut; give more --steps")
+            raise SystemExit(
+                f"elastic-ring drill: the run ended ({process.returncode}) before it could be cut; give more --steps"
+            )
         time.sleep(LOOK_S)
     time.sleep(delay_s)
     if process.poll() is not None:
-        raise SystemExit("drill: the run ended before it could be cut; give more --steps")
+        raise SystemExit("elastic-ring drill: the run ended before it could be cut; give more --steps")
     num_killed = kill_everything(token)
     process.wait()
     if watched.run.is_remote:  # as on another machine: nothing is left but what the store has
@@ -161,7 +163,9 @@ def _wait(process: subprocess.Popen[bytes], watched: Watched) -> dict[str, Any]:
     status = process.wait(RUN_S)
     if status:
         told = watched.log_path.read_text(errors="replace")[-2000:]
-        raise SystemExit(f"drill: run {watched.run.name} ended with exit status {status}; it said:\n{told}")
+        raise SystemExit(
+            f"elastic-ring drill: run {watched.run.name} ended with exit status {status}; it said:\n{told}"
+        )
     summary: dict[str, Any] = json.loads((watched.look() / SUMMARY_NAME).read_text())
     return summary
 

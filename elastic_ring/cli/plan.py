@@ -48,20 +48,25 @@ class ModelPlan:
         gib = 2**30
         return [
             f"{self.num_parameters:,} parameters on {self.num_ranks} ranks, {self.tokens_per_rank:,} tokens on each",
-            f"a rank holds {self.state_bytes / gib:.1f} GiB of state and {self.activation_bytes / gib:.1f} GiB of "
+            f"a rank holds {size(self.state_bytes)} of state and {size(self.activation_bytes)} of "
             f"checkpointed activations{' in host memory' * self.offloaded}",
-            f"the largest block is {self.largest_unit_bytes / gib:.2f} GiB when gathered",
+            f"the largest block is {size(self.largest_unit_bytes)} when gathered",
             f"{self.flops:.3g} FLOP for a sequence",
             *(
                 [
                     f"together about {self.gpu_bytes / gib:.0f} GiB of a GPU, and beside it",
-                    f"every worker of a node, standbys too, takes about {CONTEXT_BYTES / gib:.1f} GiB of each GPU "
-                    f"there: {9 * CONTEXT_BYTES / gib:.1f} GiB with eight members and a standby",
+                    f"every worker of a node, standbys too, takes about {CONTEXT_BYTES / gib:.1f} GiB of each of its "
+                    "GPUs",
                 ]
                 if self.on_gpu
                 else []
             ),
         ]
+
+
+def size(num_bytes: int) -> str:
+    """In GiB, or in MiB where that is less than one."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def model_flops(config: ModelConfig, context_tokens: int) -> float:

@@ -24,7 +24,9 @@ _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="elastic-ring status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", metavar="RUN", help="folder of the run (its --run-dir)")
     parser.add_argument(
         "--watch", nargs="?", const=1.0, type=_positive, metavar="SECONDS",
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 0
             time.sleep(options.watch)
     except (ValueError, ElasticRingError) as error:
-        print(f"status: {error}", file=sys.stderr)
+        print(f"elastic-ring status: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 0

@@ -161,13 +161,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         result = trainer.fit()
     except ValueError as error:
-        print(f"train_1t: {error}", file=sys.stderr)
+        print(f"elastic-ring train: {error}", file=sys.stderr)
         return 2
     except ElasticRingError as error:
-        print(f"train_1t: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"elastic-ring train: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:
-        print(f"train_1t: {str(interrupt) or 'stopped before training began'}", file=sys.stderr)
+        print(f"elastic-ring train: {str(interrupt) or 'stopped before training began'}", file=sys.stderr)
         return 130
     summary = result.summary
     first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))

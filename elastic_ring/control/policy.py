@@ -310,7 +310,7 @@ def _describe(situation: Situation, mesh: Mesh, members: tuple[str, ...]) -> Pla
         new == before or before not in placed for new, before in zip(members, old, strict=False)
     )
     promise = "bit-exact" if in_place or situation.fresh else "sample-exact"
-    reason = f"{action}: {mesh}, {len(newcomers)} newcomer(s), {len(leaving)} without a seat"
+    reason = f"{action}: {mesh}, {len(newcomers)} newcomer(s), {len(leaving)} leaving"
     return Plan(mesh, members, heals, newcomers, leaving, action, promise, reason)
 
 
@@ -331,7 +331,7 @@ def _heals(situation: Situation, mesh: Mesh, members: tuple[str, ...]) -> tuple[
 
     Donors are verified holders in the new mesh, or leaving ones if there are none.
     """
-    everyone_seated = set(members)
+    in_new_mesh = set(members)
     placed = {w for rank, w in enumerate(members) if situation.holders.get(w) == rank % mesh.cp}
     healers: dict[int, list[str]] = defaultdict(list)
     for worker, cp_rank in situation.holders.items():
@@ -342,7 +342,7 @@ def _heals(situation: Situation, mesh: Mesh, members: tuple[str, ...]) -> tuple[
         if not needy:
             continue
         in_mesh = [worker for worker in healers[cp_rank] if worker in placed]
-        donors = in_mesh or [worker for worker in healers[cp_rank] if worker not in everyone_seated]
+        donors = in_mesh or [worker for worker in healers[cp_rank] if worker not in in_new_mesh]
         assert donors, f"cp_rank {cp_rank} has a holder, but it was given a rank of another shard"
         for index, donor in enumerate(donors):
             if needy[index :: len(donors)]:

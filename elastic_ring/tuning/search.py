@@ -105,7 +105,9 @@ def search(options: argparse.Namespace, base: dict[str, Any], asked: list[Candid
 
 def main(arguments: Sequence[str] | None = None) -> int:
     defaults = Climb()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="elastic-ring tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the search; the same one goes on")
     parser.add_argument("--trials", type=int, default=24, help="(24)")
     parser.add_argument("--concurrent", type=int, default=2, help="trials at a time (2)")
@@ -130,12 +132,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         remembered(options)
         base = baseline(options.out / "baseline.json", climb)
     except ValueError as error:
-        print(f"search_patterns: {error}", file=sys.stderr)
+        print(f"elastic-ring tune: {error}", file=sys.stderr)
         return 2
     ray.init(address=options.address, log_to_driver=False, logging_level="ERROR")
     trials = search(options, base, asked)
     if not any(trial.get("long_gap") is not None for trial in trials):
-        print(f"search_patterns: none of {options.trials} trials reached the last fidelity, so there is no front; why"
+        print(f"elastic-ring tune: none of {options.trials} trials reached the last fidelity, so there is no front; why"
               " is logged above", file=sys.stderr)  # fmt: skip
         return 1
     print(report(trials, base, options.out, options.pattern_len, options.pattern_layers))

@@ -255,7 +255,7 @@ class Worker:
             return
         self._activity = "running"
         self._client.answer(resumed, extra)
-        if member.seated:
+        if member.in_mesh:
             self._run(command)
 
     def _run(self, command: Build) -> None:

@@ -215,7 +215,7 @@ class Member:
     # ------------------------------------------------------------ building a generation
 
     @property
-    def seated(self) -> bool:
+    def in_mesh(self) -> bool:
         return self._command is not None and self._spec.worker in self._command.members
 
     def build(self, command: Build, connector: Connector, cause: str) -> tuple[Resumed, dict[str, Any]]:
@@ -231,7 +231,7 @@ class Member:
         state.leave()
         forget_groups()
         self._timings["free_s"] = time.monotonic() - begun
-        if self.seated:
+        if self.in_mesh:
             self._take_device(connector)
             self._timings["device_s"] = time.monotonic() - begun - self._timings["free_s"]
             self._groups = connector.open(command.mesh, command.members.index(worker), links_ahead(command, worker))
@@ -250,7 +250,7 @@ class Member:
         num_bytes = sum(self._heal(heal, connector) for heal in mine)
         healed = time.monotonic()
         empty_cache(self._device_lease.device)
-        assert not self.seated or (state.valid and state.applied == command.step), (state.applied, command.step)
+        assert not self.in_mesh or (state.valid and state.applied == command.step), (state.applied, command.step)
         starts = command.fresh and command.restore is None
         if self._groups is not None and starts and self._spec.task.step.check_model:
             with translated(connector):

@@ -48,7 +48,7 @@ def test_each_end_has_its_exit_status(
 ) -> None:
     monkeypatch.setattr(train, "build", lambda arguments: Ends(how))
     assert train.main([]) == status
-    assert capsys.readouterr().err.strip() == f"train_1t: {told}"
+    assert capsys.readouterr().err.strip() == f"elastic-ring train: {told}"
 
 
 class Corpus:
@@ -113,7 +113,9 @@ def test_a_run_in_rays_copy_of_a_jobs_working_directory_is_refused_before_anythi
     before = sorted(copy.rglob("*"))
     assert train.main(["--run-name", "astray", "--faults", "none"]) == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert told.startswith(f"train_1t: run_dir='{copy}/runs/astray' lies in Ray's temporary copy of a job's working")
+    assert told.startswith(
+        f"elastic-ring train: run_dir='{copy}/runs/astray' lies in Ray's temporary copy of a job's working"
+    )
     assert sorted(copy.rglob("*")) == before
 
 

@@ -32,7 +32,7 @@ def test_the_plan_of_one_trillion_is_printed_and_nothing_is_started(capsys: pyte
     printed = capsys.readouterr().out
     assert "1,0" in printed
     assert "on 1024 ranks, 2,048 tokens on each" in printed
-    assert "standbys too, takes about 0.8 GiB of each GPU there: 7.2 GiB with eight members and a standby" in printed
+    assert "standbys too, takes about 0.8 GiB of each of its GPUs" in printed
 
 
 def test_the_plan_of_a_run_on_cpus_has_no_word_of_gpus() -> None:

@@ -314,7 +314,7 @@ def test_the_job_shows_what_else_is_known_where_a_power_cut_left_no_status(run: 
 def test_the_job_refuses_what_is_no_run_and_says_why(tmp_path: Path, run: Path) -> None:
     missing = status_job(tmp_path / "nowhere")
     assert (missing.returncode, missing.stdout) == (2, "")
-    assert missing.stderr.startswith(f"status: run folder {tmp_path}/nowhere: there is no such folder")
+    assert missing.stderr.startswith(f"elastic-ring status: run folder {tmp_path}/nowhere: there is no such folder")
     (tmp_path / "empty").mkdir()
     empty = status_job(tmp_path / "empty")
     assert (empty.returncode, "holds no status.json" in empty.stderr) == (2, True)

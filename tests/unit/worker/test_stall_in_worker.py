@@ -48,7 +48,7 @@ class Part:
     def __init__(self, me: Any, step: Any) -> None:
         self._me, self._step = me, step
         self.device = torch.device("cpu")
-        self.applied, self.writing, self.device_failed, self.seated = 7, False, False, True
+        self.applied, self.writing, self.device_failed, self.in_mesh = 7, False, False, True
         self.num_moves = 0
 
     @property

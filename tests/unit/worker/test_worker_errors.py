@@ -36,7 +36,7 @@ class Part:
     def __init__(self, work: Any, aborted: bool = False) -> None:
         self._work, self.aborted = work, aborted
         self.device = torch.device("cpu")
-        self.applied, self.writing, self.device_failed, self.seated = 0, False, False, True
+        self.applied, self.writing, self.device_failed, self.in_mesh = 0, False, False, True
 
     def build(self, command: Build, connector: Any, cause: str) -> Any:
         return self._work("build")
