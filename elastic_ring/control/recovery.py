@@ -174,7 +174,7 @@ def _is_crash_loop(ctx: Transition, incident: Incident, mesh: Mesh, step: int) -
     if crash.step < ctx.options.total_steps:
         what, look = f"step {crash.step}", f"the batch of step {crash.step} and at the memory it needs"
     else:
-        what, look = "writing the weights", "the memory of rank 0's node: it holds the whole model once"
+        what, look = "writing the weights", "the memory of ring 0's nodes: each rank holds one file of weights (4 GiB)"
     ctx.end(
         "CrashLoop",
         f"{what} killed members in {len(counted)} recoveries, so it is not run once more. Counted: "

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.monitor.metrics import METRICS_NAME, read_metrics
-
-WEIGHTS_NAME = "weights.safetensors"
+from elastic_ring.state.weight_files import WEIGHTS, WEIGHTS_INDEX
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,9 @@ class Result:
 
     @property
     def weights(self) -> Path:
-        """The safetensors file of the final weights; see `elastic_ring.load_weights`."""
-        return self.path / WEIGHTS_NAME
+        """The final weights: a safetensors file, or the index of several; see `elastic_ring.load_weights`."""
+        index = self.path / WEIGHTS_INDEX
+        return index if index.exists() else self.path / WEIGHTS
 
     @cached_property
     def metrics(self) -> dict[str, Any]:

@@ -5,10 +5,8 @@ One tensor at a time is in memory. Every byte of the checkpoint is verified befo
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from elastic_ring.errors import CheckpointDamaged
 from elastic_ring.state.checkpoint import DTYPES, OPTIMIZER, PARAMS, Manifest, Reader, safetensors_chunks, wrong_files
 from elastic_ring.state.storage import Storage
+from elastic_ring.state.weight_files import grouped, index_text
 
 INDEX = "model.safetensors.index.json"
 
@@ -33,7 +32,8 @@ def verified_reader(storage: Storage, manifest: Manifest) -> Reader:
 def export_safetensors(reader: Reader, target: Storage, shard_bytes: int) -> list[str]:
     """The parameters in files of about `shard_bytes`, and last the index that names them; returns the files."""
     manifest = reader.manifest
-    groups = list(_groups(manifest, shard_bytes))
+    names = [name for name in manifest.tensors if name.startswith(f"{PARAMS}/")]
+    groups = list(grouped({name: num_bytes(manifest, name) for name in names}, shard_bytes))
     files = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     index: dict[str, str] = {}
     for file, names in zip(files, groups, strict=True):
@@ -41,8 +41,7 @@ def export_safetensors(reader: Reader, target: Storage, shard_bytes: int) -> lis
         target.write(file, safetensors_chunks(tensors, {"format": "pt"}))
         index |= dict.fromkeys(tensors, file)
     total = sum(num_bytes(manifest, name) for names in groups for name in names)
-    record = {"metadata": {"total_size": total}, "weight_map": index}
-    target.replace(INDEX, json.dumps(record, indent=1).encode())
+    target.replace(INDEX, index_text(index, {"total_size": total}))
     return [*files, INDEX]
 
 
@@ -93,17 +92,3 @@ class _LazyPlanner(dcp.DefaultSavePlanner):
 def num_bytes(manifest: Manifest, name: str) -> int:
     stored = manifest.tensors[name]
     return math.prod(stored.shape) * int(DTYPES[stored.dtype].itemsize)
-
-
-def _groups(manifest: Manifest, limit_bytes: int) -> Iterator[list[str]]:
-    """Parameters in order, as many to a file as `limit_bytes` allows, at least one."""
-    group: list[str] = []
-    group_bytes = 0
-    for name in (name for name in manifest.tensors if name.startswith(f"{PARAMS}/")):
-        if group and group_bytes + num_bytes(manifest, name) > limit_bytes:
-            yield group
-            group, group_bytes = [], 0
-        group.append(name)
-        group_bytes += num_bytes(manifest, name)
-    if group:
-        yield group

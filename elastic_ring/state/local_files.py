@@ -59,7 +59,7 @@ class LocalFiles:
         self._retries(attempt, _is_final)
 
     def create(self, path: str, data: bytes) -> bool:
-        partial = self._partial(path, data)
+        partial = self._partial(path, [data])
         try:
             os.link(partial, path)  # fails where the name is taken, and then changes nothing
         except FileExistsError:
@@ -69,14 +69,14 @@ class LocalFiles:
         sync_directory(os.path.dirname(path))
         return True
 
-    def replace(self, path: str, data: bytes) -> None:
-        os.replace(self._partial(path, data), path)
+    def replace(self, path: str, pieces: Iterable[bytes | memoryview]) -> None:
+        os.replace(self._partial(path, pieces), path)
         sync_directory(os.path.dirname(path))
 
-    def _partial(self, path: str, data: bytes) -> str:
+    def _partial(self, path: str, pieces: Iterable[bytes | memoryview]) -> str:
         """The data in a file beside `path`, on disk. An error leaves no such file, a killed process may."""
         partial = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{secrets.token_hex(4)}")
-        self.write(partial, [data])
+        self.write(partial, pieces)
         return partial
 
     def _sync_folders(self, path: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from elastic_ring.config import environment
 from elastic_ring.state.retries import Retries
-from elastic_ring.state.stored import CHUNK_BYTES, Entry, Upload, pieces
+from elastic_ring.state.stored import CHUNK_BYTES, Entry, Upload
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -188,8 +188,8 @@ class ObjectStore:
             return b"".join(self.read(path, 0, len(data) + 1)) == data
         return True
 
-    def replace(self, path: str, data: bytes) -> None:
-        self.write(path, pieces([data]))
+    def replace(self, path: str, pieces: Iterable[bytes | memoryview]) -> None:
+        self.write(path, pieces)
 
     # ------------------------------------------------------------ removing
 

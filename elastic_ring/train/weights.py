@@ -1,83 +1,233 @@
-"""Writes the unsharded weights at the end: gathers each parameter, digests all, writes safetensors."""
+"""Writes the unsharded weights at the end, a file on each rank in turn, and loads them into a module.
+
+Ring 0 gathers one tensor at a time. Files are dealt to its ranks; only a file's rank keeps its tensors, until they are
+written. No rank holds the whole model.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from pathlib import Path
+import secrets
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from elastic_ring.errors import StorageFailed
+from elastic_ring.state.checkpoint import safetensors_chunks
 from elastic_ring.state.shard import raw_bytes
-from elastic_ring.train.wrap import full_shapes, slice_rows
+from elastic_ring.state.storage import Storage
+from elastic_ring.state.stored import StoredFile, pieces
+from elastic_ring.state.stored_weights import StoredWeights
+from elastic_ring.state.weight_files import (
+    MAX_FILE_BYTES,
+    WEIGHTS,
+    WEIGHTS_FOLDER,
+    WEIGHTS_INDEX,
+    file_names,
+    grouped,
+    index_text,
+    remove_others,
+)
+from elastic_ring.train.abortable_collectives import AbortableAllGather
+from elastic_ring.train.wrap import full_shapes
+
+POLL_S = 0.05
+"""How soon a rank that waits for its file notices an abort."""
+NUM_NAMED = 5
+ATTEMPT_BYTES, DIGEST_BYTES, SIZE_BYTES = 8, 32, 8
 
 
-def gather_weights(state: Any, groups: Any, path: Path) -> str | None:
-    """Write the whole model to `path` from the first ring; global rank 0 returns `weights_sha256`, others None.
+def gather_weights(state: Any, groups: Any, storage: Storage, max_file_bytes: int = MAX_FILE_BYTES) -> str | None:
+    """Write the whole model from ring 0; global rank 0 returns `weights_sha256`, others None.
 
-    The digest is sha256 over the raw bytes of the unsharded fp32 parameters in name order. The whole model is
-    held in memory on global rank 0. A collective of the ring: raises what its group raises, and GroupAborted once
-    it has been aborted; then nothing is written.
+    The digest is sha256 over the raw bytes of the unsharded fp32 parameters in name order. A rank holds one tensor and
+    one file of up to `max_file_bytes`, or of one larger tensor. A model that fits into one file becomes
+    `weights.safetensors`, which rank 0 replaces whole. A larger one lies in several, and counts once rank 0 has
+    written the index, after every rank has told size and digest of its files.
+
+    A collective of the ring: raises what its group raises, StorageFailed, and GroupAborted once the group has been
+    aborted. Then the weights that counted before still do.
     """
-    shapes = full_shapes(state.model)
-    total = hashlib.sha256()
-    whole: dict[str, Tensor] = {}
-    for name in sorted(shapes):
-        tensor = _gather(state.shard.params[name], shapes[name], groups)
-        if groups.global_rank == 0:
-            whole[name] = tensor
-            for chunk in raw_bytes([tensor]):
-                total.update(chunk)
+    if groups.mesh.coordinate(groups.global_rank).dp_rank != 0:
+        return None
+    gather, writer = _Gather(state, groups), _Writer(storage, groups)
+    tensors = list(grouped(gather.sizes, max_file_bytes))
+    drawn = gather.exchange(secrets.token_bytes(ATTEMPT_BYTES))[0]  # the name is rank 0's to choose
+    files = dict(zip(file_names(drawn.hex(), len(tensors)), tensors, strict=True))
+    for index, (file, names) in enumerate(files.items()):
+        if index % groups.mesh.cp != gather.cp_rank:
+            gather.pass_by(names)
+            continue
+        writer.wait()  # one file at a time is in memory
+        writer.start(file, gather.keep(names), {"sha256": gather.sha256} if file == WEIGHTS else {})
+    writer.wait()
+    written = _all_written(gather, writer.written, list(files))
+    groups.check()  # an abort ends NCCL's exchanges without an error: what came may be garbage
     if groups.global_rank != 0:
         return None
-    groups.check()  # an abort ends NCCL's gathers without an error: the rows may be garbage
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.touch()
-    mode = partial.stat().st_mode  # by this process's umask; safetensors writes files that only their owner can read
-    save_file(whole, partial, metadata={"sha256": total.hexdigest()})
-    partial.chmod(mode)
-    os.replace(partial, path)
-    return total.hexdigest()
+    if WEIGHTS not in files:
+        _write_index(storage, gather, files, written)
+    remove_others(storage, [WEIGHTS] if WEIGHTS in files else [WEIGHTS_INDEX, *files])
+    return gather.sha256
 
 
 def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Loads a run's weights.safetensors into `module`, strictly, on the module's device and in its types.
+    """Loads a run's final weights into `module`, strictly, on the module's device and in its types.
 
-    Tied parameters (one tensor under several names) are stored once, under the first name. Raises ValueError for a file
-    that cannot be read, and for names or shapes that differ from the module's.
+    `path`: `Result.weights` (a safetensors file, or the index of several), or the run's folder. One tensor at a time is
+    read. Tied parameters (one tensor under several names) are stored once, under the first name. Raises ValueError for
+    weights that cannot be read, and for names or shapes that differ from the module's; then nothing has been loaded.
     """
-    try:
-        found = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: cannot be read as safetensors ({error})") from error
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for tied in names.values():
-        stored = next((name for name in tied if name in found), None)
-        if stored is not None:
-            found.update({name: found[stored] for name in tied if name not in found})
-    try:
-        module.load_state_dict(found, strict=True)
-    except RuntimeError as error:
-        raise ValueError(f"{path}: holds other parameters than a {type(module).__name__}: {error}") from error
+    stored = StoredWeights.open(path)
+    shapes, tied = stored.shapes, dict[int, list[str]]()
+    own: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    for name, value in own.items():
+        tied.setdefault(id(value), []).append(name)
+    found = {next((name for name in names if name in shapes), names[0]): own[names[0]] for names in tied.values()}
+    wrong = [f"{name} is missing" for name in found if name not in shapes]
+    wrong += [f"{name} is unknown to the module" for name in sorted(shapes.keys() - own.keys())]
+    wrong += [
+        f"{name} has shape {shapes[name]}, not {tuple(value.shape)}"
+        for name, value in found.items() if name in shapes and shapes[name] != tuple(value.shape)
+    ]  # fmt: skip
+    if wrong:
+        shown = "; ".join(wrong[:NUM_NAMED]) + "; …" * (len(wrong) > NUM_NAMED)
+        raise ValueError(f"{os.fspath(path)}: holds other parameters than a {type(module).__name__}: {shown}")
+    with torch.no_grad():
+        for name, value in found.items():
+            value.copy_(stored.tensor(name))
 
 
-def _gather(local: Tensor, shape: tuple[int, ...], groups: Any) -> Tensor:
-    """All rows of one parameter from the ranks of the ring; slices are padded to one size for the all-gather."""
-    cp = groups.mesh.cp
-    rows = [slice_rows(shape, cp_rank, cp) for cp_rank in range(cp)]
-    most = max(stop - start for start, stop in rows)
-    padded = torch.zeros((most, *shape[1:]), dtype=local.dtype, device=local.device)
-    padded[: local.shape[0]] = local
-    parts = [torch.empty_like(padded) for _ in range(cp)]
-    with groups.launching():
-        work = groups.shard.allgather([parts], [padded])
-    work.wait()
-    kept = [part[: stop - start] for part, (start, stop) in zip(parts, rows, strict=True)]
-    return torch.cat(kept).contiguous().cpu()
+class _Gather:
+    """The tensors of a ring in name order, whole, digested on global rank 0."""
+
+    def __init__(self, state: Any, groups: Any) -> None:
+        shapes = full_shapes(state.model)
+        self._params, self._groups, self._total = state.shard.params, groups, hashlib.sha256()
+        self._shapes = {name: shapes[name] for name in sorted(shapes)}
+        self._all_gather = AbortableAllGather(groups.launching)
+        self.num_ranks, self.cp_rank = groups.mesh.cp, groups.mesh.coordinate(groups.global_rank).cp_rank
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each tensor."""
+        return {name: math.prod(shape) * self._params[name].element_size() for name, shape in self._shapes.items()}
+
+    @property
+    def sha256(self) -> str:
+        """Of what has been gathered so far."""
+        return self._total.hexdigest()
+
+    def keep(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The tensors in host memory."""
+        return {name: self._tensor(name) for name in names}
+
+    def pass_by(self, names: Sequence[str]) -> None:
+        """Take part in the gathers of tensors that another rank keeps."""
+        for name in names:
+            self._tensor(name)
+
+    def exchange(self, own: bytes) -> list[bytes]:
+        """As many bytes of each rank, in the order of the ring. Raises GroupAborted."""
+        device = next(iter(self._params.values())).device
+        found = self._gathered(torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device))
+        self._groups.check()
+        return [bytes(row.tolist()) for row in found.reshape(self.num_ranks, len(own))]
+
+    def _tensor(self, name: str) -> Tensor:
+        """All rows of one parameter. Only the last ranks' slices are padded, so the rows are in one piece."""
+        local, shape = self._params[name], self._shapes[name]
+        per_rank = -(-shape[0] // self.num_ranks)
+        if local.shape[0] < per_rank:
+            local = torch.cat([local, local.new_zeros((per_rank - local.shape[0], *shape[1:]))])
+        tensor = self._gathered(local.detach().contiguous())[: shape[0]]
+        if self._groups.global_rank == 0:
+            for chunk in raw_bytes([tensor]):
+                self._total.update(chunk)
+        return tensor
+
+    def _gathered(self, own: Tensor) -> Tensor:
+        """`own` of every rank, one after another, in host memory."""
+        found = own.new_empty((self.num_ranks * own.shape[0], *own.shape[1:]))
+        work = self._all_gather(found, own, self._groups.shard, async_op=True)
+        assert work is not None
+        work.wait()
+        return found.cpu()
+
+
+class _Writer:
+    """Writes one file beside the gathers of the next ones; an abort ends it at the next piece."""
+
+    def __init__(self, storage: Storage, groups: Any) -> None:
+        self._storage, self._groups = storage, groups
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self.written: list[StoredFile] = []
+
+    def start(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        # transformers refuses a file that does not say for which library it is.
+        chunks = safetensors_chunks(tensors, {"format": "pt", **metadata})
+        self._thread = threading.Thread(target=self._write, args=(name, chunks), name="weights", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises GroupAborted, and what the write raised."""
+        while self._thread is not None:
+            self._thread.join(POLL_S)
+            self._groups.check()
+            if not self._thread.is_alive():
+                self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def _write(self, name: str, chunks: Iterator[bytes | memoryview]) -> None:
+        write = self._storage.replace_bulk if name == WEIGHTS else self._storage.write
+        try:
+            self.written.append(write(name, self._until_aborted(chunks)))
+        except Exception as error:  # raised in the thread that waits
+            self._error = error
+
+    def _until_aborted(self, chunks: Iterator[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+        for piece in pieces(chunks):
+            self._groups.check()
+            yield piece
+
+
+def _all_written(gather: _Gather, own: Sequence[StoredFile], files: Sequence[str]) -> list[StoredFile]:
+    """All ranks' files in their order, as their writers tell them."""
+    record_bytes = DIGEST_BYTES + SIZE_BYTES
+    told = b"".join(bytes.fromhex(file.sha256) + file.num_bytes.to_bytes(SIZE_BYTES, "little") for file in own)
+    most = -(-len(files) // gather.num_ranks) * record_bytes
+    rows = gather.exchange(told.ljust(most, b"\0"))
+    written = []
+    for index, name in enumerate(files):
+        start = index // gather.num_ranks * record_bytes
+        record = rows[index % gather.num_ranks][start : start + record_bytes]
+        size = int.from_bytes(record[DIGEST_BYTES:], "little")
+        written.append(StoredFile(name, size, record[:DIGEST_BYTES].hex()))
+    return written
+
+
+def _write_index(
+    storage: Storage, gather: _Gather, files: Mapping[str, Sequence[str]], written: Sequence[StoredFile]
+) -> None:
+    """Make the files count. Raises StorageFailed where one of them is not in this rank's storage."""
+    sizes = dict(storage.names(WEIGHTS_FOLDER))
+    for file in written:
+        if sizes.get(file.name) != file.num_bytes:
+            raise StorageFailed(
+                f"{storage.at(file.name)} has {sizes.get(file.name, 'no')} bytes here, its rank has written "
+                f"{file.num_bytes}: all workers must see the run's folder",
+                path=storage.at(file.name),
+            )
+    metadata = {
+        "total_size": sum(gather.sizes.values()), "sha256": gather.sha256,
+        "file_sha256": {file.name: file.sha256 for file in written},
+    }  # fmt: skip
+    weight_map = {name: file for file, names in files.items() for name in names}
+    storage.replace(WEIGHTS_INDEX, index_text(weight_map, metadata))

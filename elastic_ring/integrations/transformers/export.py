@@ -1,7 +1,6 @@
 """A run's final weights as transformers loads them: config, safetensors files with an index, tokenizer.
 
-Weights are taken tensor by tensor; at most one file's are in memory. `run_weights` is the one place that knows how a
-run stores them.
+Weights are read tensor by tensor; at most those of one file that is written are in memory.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,7 +23,7 @@ from elastic_ring.integrations.transformers.model import CONFIG_FILE
 from elastic_ring.integrations.transformers.module import build, class_of
 from elastic_ring.integrations.transformers.weights import INDEX
 from elastic_ring.monitor.metrics import CONFIG_NAME
-from elastic_ring.monitor.result import WEIGHTS_NAME
+from elastic_ring.state.stored_weights import StoredWeights
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +35,6 @@ BESIDE_WEIGHTS = (
 
 
 @dataclass(frozen=True)
-class RunWeights:
-    """The final weights of a run: shapes by name, and each tensor in float32 when it is asked for."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    tensor: Callable[[str], Tensor]
-
-
-@dataclass(frozen=True)
 class Exported:
     """What `export` wrote."""
 
@@ -53,23 +43,6 @@ class Exported:
     num_bytes: int
     num_files: int
     dtype: str
-
-
-def run_weights(run_folder: Path) -> RunWeights:
-    """Raises ValueError for a run without final weights."""
-    path = run_folder / WEIGHTS_NAME
-    try:
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); final weights are written when a run completes") from error
-
-    def tensor(name: str) -> Tensor:
-        with safe_open(path, framework="pt") as file:
-            found: Tensor = file.get_tensor(name)
-        return found
-
-    return RunWeights(shapes, tensor)
 
 
 def export(
@@ -93,7 +66,7 @@ def export(
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={str(out)!r} is not an empty folder: give a new one")
-    weights = run_weights(run_folder)
+    weights = StoredWeights.open(run_folder)
     empty = _empty(record["config"], weights, getattr(torch, dtype))
     out.mkdir(parents=True, exist_ok=True)
     num_bytes, num_files = _write_weights(weights, empty, out, max_file_size)
@@ -112,13 +85,13 @@ def _json(path: Path, way_out: str) -> dict[str, Any]:
     return found
 
 
-def _empty(plain: dict[str, Any], weights: RunWeights, dtype: torch.dtype) -> dict[str, Tensor]:
+def _empty(plain: dict[str, Any], weights: StoredWeights, dtype: torch.dtype) -> dict[str, Tensor]:
     """The model's parameters on the meta device, in `dtype`. Raises ValueError where the run has others."""
     with torch.device("meta"):
         model = build(config_of(plain))
     found = {name: param.detach().to(dtype) for name, param in model.named_parameters()}
     shapes = {name: tuple(param.shape) for name, param in found.items()}
-    if shapes != dict(weights.shapes):
+    if shapes != weights.shapes:
         odd = sorted(set(shapes.items()) ^ set(weights.shapes.items()))
         raise ValueError(
             f"the run's weights are not those of its model under this version of transformers: {odd[0][0]} "
@@ -127,7 +100,9 @@ def _empty(plain: dict[str, Any], weights: RunWeights, dtype: torch.dtype) -> di
     return found
 
 
-def _write_weights(weights: RunWeights, empty: Mapping[str, Tensor], out: Path, max_file_size: str) -> tuple[int, int]:
+def _write_weights(
+    weights: StoredWeights, empty: Mapping[str, Tensor], out: Path, max_file_size: str
+) -> tuple[int, int]:
     """(bytes, files) of the weights."""
     from huggingface_hub import split_torch_state_dict_into_shards
 

@@ -17,6 +17,7 @@ from elastic_ring.monitor.callbacks import CALLBACKS_NAME, STEP, VALIDATION
 from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, write_json
 from elastic_ring.runtime.coordinator.checkpoints import Resume
 from elastic_ring.runtime.worker.env_fingerprint import versions
+from elastic_ring.state.weight_files import WEIGHTS, WEIGHTS_FOLDER, WEIGHTS_INDEX
 from elastic_ring.train.task import TrainingTask
 
 
@@ -84,8 +85,8 @@ def set_aside(folder: Path, *, keep_metrics: bool) -> None:
     old = folder / f"attempt-{number:03d}"
     old.mkdir()
     for name in (
-        "journal.jsonl", "metrics.jsonl", "status.json", "summary.json", "loss.png", "weights.safetensors",
-        CALLBACKS_NAME,
+        "journal.jsonl", "metrics.jsonl", "status.json", "summary.json", "loss.png", WEIGHTS_INDEX, WEIGHTS,
+        WEIGHTS_FOLDER, CALLBACKS_NAME,
     ):  # fmt: skip
         if (folder / name).exists():
             (folder / name).rename(old / name)

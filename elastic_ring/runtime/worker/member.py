@@ -40,6 +40,7 @@ from elastic_ring.runtime.worker.saver import Place, Saver, open_checkpoint
 from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks
 from elastic_ring.runtime.worker.step_records import StepRecords, record_of
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
+from elastic_ring.state.storage import Storage
 from elastic_ring.train.check import check_model
 from elastic_ring.train.compile_events import EVENTS
 from elastic_ring.train.compiling import CompileWatch, compiled_by, report_compiled, warm_up_model
@@ -379,12 +380,14 @@ class Member:
         self._saver.save(state.shard, state.shapes, self._place)
 
     def finalize(self, cause: str, worker: str, term: int, generation: int) -> Finalized | None:
-        """Ring 0 gathers the weights; its first rank writes and digests them."""
+        """Ring 0 gathers and writes the weights; its first rank digests them."""
         assert self._groups is not None
         assert self._connector is not None
         self._stamps.stamp(self.applied, Phase.FINALIZE)
+        run = self._spec.run
+        storage = Storage(run.storage_uri, timeout_s=run.timeouts.storage_s).open(write=False)
         with translated(self._connector):
-            digest = gather_weights(self._transaction, self._groups, self._spec.run.folder / "weights.safetensors")
+            digest = gather_weights(self._transaction, self._groups, storage)
         self._stamps.stamp(self.applied, Phase.IDLE)
         return None if digest is None else Finalized(cause, worker, term, generation, digest)
 

@@ -20,8 +20,10 @@ from elastic_ring.attention.schedule import plan
 from elastic_ring.cli import main as command
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import RingModel, export, ring_model
+from elastic_ring.state.weight_files import WEIGHTS, WEIGHTS_INDEX
 
 T = pytest.importorskip("transformers")
+split_torch_state_dict_into_shards = pytest.importorskip("huggingface_hub").split_torch_state_dict_into_shards
 
 CONTEXT = 48
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -42,8 +44,11 @@ def saved(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def finished(run: Path, model: RingModel, dtype: Any = "float32") -> dict[str, Tensor]:
-    """A run's folder as it is at its end, with random weights; the records are the trainer's own."""
+def finished(run: Path, model: RingModel, dtype: Any = "float32", *, in_files: bool = False) -> dict[str, Tensor]:
+    """A run's folder as it is at its end, with random weights; the records are the trainer's own.
+
+    `in_files`: the weights lie in several, cut and indexed by Hugging Face's library.
+    """
     step = StepConfig(context_tokens=CONTEXT, param_dtype=dtype, global_batch=4)
     trainer = ElasticRingTrainer(
         model, StdlibText(CONTEXT), step_config=step, run_config=elastic_ring.RunConfig("run", run_dir=str(run))
@@ -51,7 +56,17 @@ def finished(run: Path, model: RingModel, dtype: Any = "float32") -> dict[str, T
     trainer._write_config()
     torch.manual_seed(3)
     values = {name: 0.1 * torch.randn(param.shape) for name, param in model().named_parameters()}
-    save_file(values, run / "weights.safetensors", metadata={"sha256": ""})
+    if not in_files:
+        save_file(values, run / WEIGHTS, metadata={"format": "pt", "sha256": ""})
+        return values
+    (run / "weights" / "attempt").mkdir(parents=True)
+    plan = split_torch_state_dict_into_shards(
+        values, max_shard_size="20KB", filename_pattern="weights/attempt/weights{suffix}.safetensors"
+    )
+    for file, names in plan.filename_to_tensors.items():
+        save_file({name: values[name] for name in names}, run / file, metadata={"format": "pt"})
+    index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+    (run / WEIGHTS_INDEX).write_text(json.dumps(index))
     return values
 
 
@@ -72,7 +87,7 @@ def test_transformers_loads_the_trained_model_with_equal_logits(
 ) -> None:
     folder = saved(tmp_path / "model", tie_word_embeddings=tied)
     model, run, out = ring_model(folder), tmp_path / "run", tmp_path / "out"
-    finished(run, model, dtype)
+    finished(run, model, dtype, in_files=tied)
     wanted = ["export", str(run), "--format", "huggingface", "--out", str(out), "--max-file-size", "20KB"]
     assert command(wanted) == 0
     told = capsys.readouterr().out
@@ -80,7 +95,7 @@ def test_transformers_loads_the_trained_model_with_equal_logits(
     assert len(list(out.glob("model-*.safetensors"))) > 1
     assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in TOKENIZER)
     trained = model()
-    elastic_ring.load_weights(trained, run / "weights.safetensors")
+    elastic_ring.load_weights(trained, run)
     trained.to(getattr(torch, dtype))
     loaded = T.AutoModelForCausalLM.from_pretrained(out, attn_implementation="sdpa", local_files_only=True).eval()
     assert str(loaded.dtype) == f"torch.{dtype}"
@@ -119,10 +134,10 @@ def test_what_cannot_be_exported_is_refused_by_name(tmp_path: Path, capsys: pyte
     with pytest.raises(ValueError, match=r"huggingface\.json: cannot be read"):
         export(tmp_path, tmp_path / "out")
     values.pop("model.norm.weight")
-    save_file(values, run / "weights.safetensors")
+    save_file(values, run / WEIGHTS)
     with pytest.raises(ValueError, match=r"not those of its model .*: model\.norm\.weight"):
         export(run, tmp_path / "out")
-    (run / "weights.safetensors").unlink()
+    (run / WEIGHTS).unlink()
     with pytest.raises(ValueError, match="final weights are written when a run completes"):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()

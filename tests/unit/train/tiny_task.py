@@ -6,7 +6,6 @@ import math
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,8 @@ from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.groups.groups import Rendezvous
 from elastic_ring.runtime.groups.transport import translated
+from elastic_ring.state.storage import Storage
+from elastic_ring.state.weight_files import MAX_FILE_BYTES
 from elastic_ring.train.optim import OptimConfig, learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import Transaction
@@ -183,8 +184,8 @@ def own_slices(me: Any) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in me.state.shard.params.items()}
 
 
-def weights_sha256(me: Any, folder: str) -> str | None:
-    return gather_weights(me.state, me.groups, Path(folder, "weights.safetensors"))
+def weights_sha256(me: Any, folder: str, max_file_bytes: int = MAX_FILE_BYTES) -> str | None:
+    return gather_weights(me.state, me.groups, Storage(folder), max_file_bytes)
 
 
 # ------------------------------------------------------------ the same training in plain PyTorch
