@@ -457,7 +457,8 @@ class ElasticRingTrainer:
         return self._good(end["summary"])
 
     def _good(self, summary: dict[str, Any]) -> Result:
-        return Result(summary, self.run_config.driver_folder)
+        run = self.run_config
+        return Result(summary, run.driver_folder, storage_uri=run.storage_uri if run.is_remote else "")
 
 
 def _refuse_renamed(arguments: Mapping[str, object]) -> None:

@@ -30,6 +30,8 @@ class Result:
     summary: dict[str, Any]
     path: Path
     error: Exception | None = None
+    storage_uri: str = ""
+    """The run's place in an object store; empty where that is `path`."""
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -38,8 +40,11 @@ class Result:
         return Checkpoint(written[-1]["path"], int(written[-1]["step"])) if written else None
 
     @property
-    def weights(self) -> Path:
-        """The final weights: a safetensors file, or the index of several; see `elastic_ring.load_weights`."""
+    def weights(self) -> Path | str:
+        """The final weights: a safetensors file, or the index of several; in an object store the run's URI, which
+        `elastic_ring.load_weights` takes as well."""
+        if self.storage_uri:
+            return self.storage_uri
         index = self.path / WEIGHTS_INDEX
         return index if index.exists() else self.path / WEIGHTS
 
