@@ -72,6 +72,7 @@ def random_schedule(seed: int) -> Schedule:
         max_dp=rng.choice([None, dp + 1, dp + 2]),
         report_s=1.0,
         build_s=6.0,
+        restore_s=4.0,
         start_s=5.0,
         hello_s=1.0,
         boundary_s=6.0,

@@ -195,6 +195,9 @@ class World:
             for command in decision.commands:
                 self._send(command)
         due = coordination.next_deadline(decision.state)
+        if isinstance(event, Tick) and due is not None and due <= self.now:
+            late = f"the deadline of {due:g} s is still there after a tick at {self.now:g} s: it would tick without end"
+            raise NotFinished(f"seed {self.seed}: {late}\n{decision.reason}")
         if due is not None and (coordinator.tick_at is None or due < coordinator.tick_at):
             coordinator.tick_at = due
             self.later(max(0.0, due - self.now) + 1e-6, lambda: self._tick(coordinator, due))
@@ -205,9 +208,10 @@ class World:
             self.storage.restored(order)
 
     def _tick(self, coordinator: Coordinator, due: float) -> None:
-        if coordinator.alive and coordinator.tick_at == due:
+        if coordinator.tick_at == due:
             coordinator.tick_at = None
-            self._advance(coordinator, Tick("t"))
+            if coordinator.alive:
+                self._advance(coordinator, Tick("t"))
 
     def _restart(self, old_lives_on: bool) -> None:
         """The next coordinator takes the term first and reads the journal then, so nothing is missing in it."""

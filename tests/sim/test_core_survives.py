@@ -16,7 +16,7 @@ from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import phase_name
 from elastic_ring.errors import IllegalTransition
 from elastic_ring.forecast import sim_worker
-from elastic_ring.forecast.faults import FAULTS, OWN, random_schedule
+from elastic_ring.forecast.faults import FAULTS, OWN, STORED, random_schedule
 from elastic_ring.forecast.sim_worker import SimWorker
 from elastic_ring.forecast.simulate import NotFinished, World, simulate
 from elastic_ring.runtime.gpu import cuda_contexts
@@ -90,7 +90,7 @@ class Upheaval(RuleBasedStateMachine):
         self.world = World(seed, schedule)
         self.world.begin()
 
-    @rule(kind=st.sampled_from(sorted({*FAULTS, *OWN})))
+    @rule(kind=st.sampled_from(sorted({*FAULTS, *OWN, *STORED})))
     def fault(self, kind: str) -> None:
         self.world.fault(kind)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ring.control.coordination import next_deadline
 from elastic_ring.control.messages import (
     Command,
     CoordinatorStarted,
@@ -372,6 +373,20 @@ def test_a_node_on_which_nothing_starts_is_left_alone_for_a_while() -> None:
         assert bool(only(StartWorker, said)) is again, "not after the third failure in a row"
     assert "no start there for 20 s" in run.reason
     assert only(StartWorker, run.wait(20.0))
+
+
+def test_a_backoff_that_is_over_waits_for_the_end_of_a_build_and_does_not_tick_until_then() -> None:
+    run = Bench({"a": 1, "b": 1}, dp=1, cp=1, spares=1, backoff_s=20.0)
+    for _ in range(3):
+        (name,) = [w.worker for w in run.state.workers.values() if w.node == "a"]
+        run.handle(WorkerLost("a", name, "start-failed", "no such module"))
+    run.all_ready()
+    assert run.phase == "building"
+    assert not only(StartWorker, run.wait(25.0))
+    due = next_deadline(run.state)
+    assert due is not None
+    assert due > run.now
+    assert only(StartWorker, run.resume_all())
 
 
 def test_a_run_that_no_node_can_start_ends_with_the_last_reason() -> None:
