@@ -104,7 +104,9 @@ def trouble(ctx: Transition, event: MemberFailed) -> None:
         return
     why = f"{event.worker} reports {event.kind} trouble in step {event.step}"
     if event.kind == "user":
-        ctx.edit_phase(incident=phases.noted(phase.incident, event))
+        forward = phase.order.roll_forward
+        if forward is not None:  # this build applies it, which may be what raised
+            ctx.edit_phase(incident=replace(phase.incident, raised_step=forward.step))
         give_up(ctx, why)
     else:
         _again(ctx, why)

@@ -9,7 +9,6 @@ from elastic_ring.control.messages import Finalize, Finalized, MemberFailed, Pub
 from elastic_ring.control.state import (
     Closing,
     Finishing,
-    Incident,
     LostWorker,
     Membership,
     Running,
@@ -43,13 +42,10 @@ def running_trouble(ctx: Transition, event: MemberFailed) -> None:
         running_lost(ctx, kill_broken(ctx, event))
         return
     why = f"{event.kind} trouble in step {event.step}, told by {event.worker}"
-    incident = noted(recovery.open_incident(ctx, phase.membership, why), event)
+    incident = recovery.open_incident(ctx, phase.membership, why)
+    if event.kind == "user":
+        incident = replace(incident, raised_step=event.step)
     recovery.begin_closing(ctx, phase.membership, incident, why)
-
-
-def noted(incident: Incident, event: MemberFailed) -> Incident:
-    """The incident, with the step in which the user's code raised if it did."""
-    return replace(incident, raised_step=event.step) if event.kind == "user" else incident
 
 
 def kill_broken(ctx: Transition, event: MemberFailed) -> tuple[LostWorker, ...]:

@@ -192,7 +192,7 @@ def _nobody_holds(
         _begin_again(ctx, membership, None, "no step was ever committed: a fresh start")
         return
     # Its result was voted, and applying it raised on every holder: in the step itself, or in the build after it.
-    if incident.raised_step in (step - 1, step) and not incident.lost:
+    if incident.raised_step == step - 1 and not incident.lost:
         told = f"{ctx.state.user_detail}\nraised in the apply of step {step - 1}, on every holder"
         ctx.end("UserCodeFailed", told, step=step - 1)
         return

@@ -107,8 +107,9 @@ class Crash:
 class Incident:
     """Everything since the last generation that ran: one recovery, with any number of losses.
 
-    `base`: the membership that last ran. `raised_step`: the step in which the user's code raised; None if it did not.
-    `undone`: how many committed steps were given up for a checkpoint.
+    `base`: the membership that last ran. `raised_step`: the step in which the user's code raised, or that the build
+    rolled forward in which it raised; None if it did not. `undone`: how many committed steps were given up for a
+    checkpoint.
     """
 
     cause: str

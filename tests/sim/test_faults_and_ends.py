@@ -9,6 +9,8 @@ import pytest
 
 from elastic_ring.control.coordination import next_deadline
 from elastic_ring.control.messages import (
+    Checkpoint,
+    CheckpointsKnown,
     Command,
     CoordinatorStarted,
     DrainRequested,
@@ -363,6 +365,45 @@ def test_an_apply_that_fails_on_every_rank_is_the_users_error_only_if_it_was_the
     end = end_in(run.report(3, 7, shard=None, vote=run.vote(7)))
     assert end.error == error
     assert ("boom" in end.message) is (kind == "user")
+
+
+def test_an_apply_that_fails_on_every_rank_in_the_build_that_rolls_it_forward_is_the_users_error() -> None:
+    run = Bench(TWO_NODES).form()
+    run.handle(MemberFailed("w", members(run.state)[0], 1, 1, "peer", 7))
+    vote = run.vote(7)
+    for rank in range(4):
+        run.report(rank, 7, vote=vote)
+    run.handle(MemberFailed("w", members(run.state)[0], 1, 2, "user", 8, "Traceback: boom"))
+    for rank in range(4):
+        run.report(rank, 7, shard=None)
+    end = end_in(run.sent)
+    assert (end.error, dict(end.facts)["step"]) == ("UserCodeFailed", "7")
+
+
+def test_a_shard_that_is_lost_beside_an_error_in_the_next_step_is_not_blamed_on_the_user() -> None:
+    run = Bench(TWO_NODES, dp=1).form()
+    run.commit(6)
+    run.handle(MemberFailed("w", members(run.state)[0], 1, 1, "user", 7, "Traceback: boom"))
+    run.report(0, 7)
+    assert end_in(run.report(1, 6, shard=None)).error == "ShardLost"
+
+
+def test_an_error_of_the_users_while_a_checkpoint_is_read_is_tried_again_up_to_its_limit() -> None:
+    run = Bench(TWO_NODES, dp=1, spares=0).form()
+    run.commit(6)
+    saved = Checkpoint(5, "step-5", Mesh(1, 2))
+    run.handle(CheckpointsKnown("k", (saved,)))
+    run.handle(MemberFailed("w", members(run.state)[0], 1, 1, "peer", 7))
+    run.report(0, 7)
+    said = run.report(1, 0, shard=None)
+    for attempt in (1, 2):
+        order = build_in((*said, *run.wait(run.options.spare_grace_s)))
+        assert (order.restore, order.step) == (saved, 5)
+        failed = MemberFailed("w", order.members[0], 1, order.generation, "user", 5, "Traceback: boom")
+        said = run.handle(failed)
+        if attempt == 1:
+            said = (*run.report(0, 0, shard=None), *run.report(1, 0, shard=None))
+    assert "raised 2 times in step 5" in end_in(said).message
 
 
 def test_a_node_on_which_nothing_starts_is_left_alone_for_a_while() -> None:
