@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from elastic_ring.files import sync_directory
 from elastic_ring.state.retries import Retries
-from elastic_ring.state.stored import CHUNK_BYTES, Entry, Upload
+from elastic_ring.state.stored import Entry, Upload
 
 # What trying again does not change. A full disk is not among them.
 FINAL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -19,6 +19,8 @@ FINAL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryErr
 
 class LocalFiles:
     """`root`: the folder that is made if it is missing, and whose parents are not removed."""
+
+    piece_bytes = 1 << 20
 
     def __init__(self, root: str, retries: Retries) -> None:
         self._root, self._retries = root, retries
@@ -120,9 +122,9 @@ class LocalFiles:
 
     def read(self, path: str, start: int, stop: int) -> Iterator[bytes]:
         with self._retries(lambda: open(path, "rb", buffering=0), _is_final) as file:
-            for at in range(start, stop, CHUNK_BYTES):
+            for at in range(start, stop, self.piece_bytes):
                 yield self._retries(
-                    lambda at=at: os.pread(file.fileno(), min(CHUNK_BYTES, stop - at), at),  # type: ignore[misc]
+                    lambda at=at: os.pread(file.fileno(), min(self.piece_bytes, stop - at), at),  # type: ignore[misc]
                     _is_final,
                 )
 

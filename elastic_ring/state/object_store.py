@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from elastic_ring.config import environment
 from elastic_ring.state.retries import Retries
-from elastic_ring.state.stored import CHUNK_BYTES, Entry, Upload
+from elastic_ring.state.stored import PIECE_BYTES, Entry, Upload
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 NUM_STREAMS = 4
 """Requests at the same time for one file."""
 MOST_PARTS = 10_000
-"""S3's limit on a multipart upload: 156 GiB in parts of CHUNK_BYTES."""
+"""S3's limit on a multipart upload: 156 GiB in parts of 16 MiB."""
 PAGE = 1000
 """Names in one answer; S3 gives no more."""
 TAKEN = ("PreconditionFailed", "412")
@@ -41,6 +41,9 @@ BUSY = (408, 409, 429)
 
 class ObjectStore:
     """`silence_s`: a request without a byte for so long has failed."""
+
+    piece_bytes = PIECE_BYTES
+    """Of a part of an upload, and of a request to read; what is sent again after a failure."""
 
     def __init__(self, root: str, retries: Retries, silence_s: float) -> None:
         self._root, self._retries, self._silence_s = root, retries, silence_s
@@ -143,7 +146,8 @@ class ObjectStore:
         with ThreadPoolExecutor(NUM_STREAMS) as senders:
             for number, piece in enumerate(pieces, 1):
                 if number > MOST_PARTS:
-                    raise ValueError(f"{upload.path} is more than {MOST_PARTS * CHUNK_BYTES:,} bytes: use more ranks")
+                    most = MOST_PARTS * self.piece_bytes
+                    raise ValueError(f"{upload.path} has more than {most:,} bytes: spread it over more ranks")
                 if len(under_way) == NUM_STREAMS:
                     tags.append(under_way.popleft().result())
                 num_bytes += len(piece)
@@ -237,10 +241,10 @@ class ObjectStore:
         """The bytes in order, some of them ahead."""
         under_way: deque[Future[bytes]] = deque()
         with ThreadPoolExecutor(NUM_STREAMS) as readers:
-            for at in range(start, stop, CHUNK_BYTES):
+            for at in range(start, stop, self.piece_bytes):
                 if len(under_way) == NUM_STREAMS:
                     yield under_way.popleft().result()
-                under_way.append(readers.submit(self._read_part, path, at, min(at + CHUNK_BYTES, stop)))
+                under_way.append(readers.submit(self._read_part, path, at, min(at + self.piece_bytes, stop)))
             while under_way:
                 yield under_way.popleft().result()
 

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,9 @@ from elastic_ring.errors import StorageFailed
 from elastic_ring.state.local_files import LocalFiles
 from elastic_ring.state.object_store import ObjectStore
 from elastic_ring.state.retries import Retries
-from elastic_ring.state.stored import CHUNK_BYTES, Entry, StoredFile, Upload, pieces
+from elastic_ring.state.stored import Entry, StoredFile, Upload, pieces
 
-__all__ = ["CHUNK_BYTES", "Storage", "StoredFile", "open_or_refuse"]
+__all__ = ["Storage", "StoredFile", "open_or_refuse"]
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ class Storage:
         """
         digest = _Digest()
         with _named(self._shown(name), "cannot be written"):
-            self._files.write(self.at(name), digest.of(pieces(chunks)))
+            self._files.write(self.at(name), digest.of(pieces(chunks, self._files.piece_bytes)))
         return StoredFile(name, digest.num_bytes, digest.sha256)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -126,13 +125,13 @@ class Storage:
     def replace(self, name: str, data: bytes) -> None:
         """A small file, whole, in place of what was there."""
         with _named(self._shown(name), "cannot be written"):
-            self._files.replace(self.at(name), pieces([data]))
+            self._files.replace(self.at(name), pieces([data], self._files.piece_bytes))
 
     def replace_bulk(self, name: str, chunks: Iterable[bytes | memoryview]) -> StoredFile:
         """A bulk file, whole, in place of what was there. Two writers of one name at a time: either may win."""
         digest = _Digest()
         with _named(self._shown(name), "cannot be written"):
-            self._files.replace(self.at(name), digest.of(pieces(chunks)))
+            self._files.replace(self.at(name), digest.of(pieces(chunks, self._files.piece_bytes)))
         return StoredFile(name, digest.num_bytes, digest.sha256)
 
     def remove(self, name: str) -> None:
@@ -176,10 +175,11 @@ class Storage:
 
     def load(self, name: str) -> tuple[bytearray, StoredFile]:
         """A whole file, and its size and digest as they were read. Raises StorageFailed."""
-        data, digest = bytearray(), _Digest()
+        digest = _Digest()
         with _named(self._shown(name), "cannot be read"):
+            data = bytearray(self._entry(name).num_bytes)
             for piece in digest.of(self._stream(name)):
-                data += piece
+                data[digest.num_bytes - len(piece) : digest.num_bytes] = piece
         return data, StoredFile(name, digest.num_bytes, digest.sha256)
 
     def digest(self, name: str) -> StoredFile:
@@ -214,10 +214,14 @@ class Storage:
         with _named(self._shown(folder), "cannot be listed"):
             return sorted(self._files.folders(self.at(folder)))
 
-    def _stream(self, name: str, start: int = 0, num_bytes: int | None = None) -> Iterator[bytes]:
+    def _entry(self, name: str) -> Entry:
         found = self._files.entry(self.at(name))
         if found is None:
             raise FileNotFoundError("there is no such file")
+        return found
+
+    def _stream(self, name: str, start: int = 0, num_bytes: int | None = None) -> Iterator[bytes]:
+        found = self._entry(name)
         stop = found.num_bytes if num_bytes is None else min(found.num_bytes, start + num_bytes)
         return self._files.read(self.at(name), start, stop)
 
@@ -238,7 +242,7 @@ def open_or_refuse(
 
 
 class _Digest:
-    """Counts and digests bytes beside the one who writes or reads them."""
+    """Counts and digests bytes on their way: while they are in the processor's cache, where pieces are small."""
 
     def __init__(self) -> None:
         self._sha256, self.num_bytes = hashlib.sha256(), 0
@@ -248,13 +252,11 @@ class _Digest:
         return self._sha256.hexdigest()
 
     def of(self, given: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        """Hands the pieces on; each has been digested when the next one is asked for."""
-        with ThreadPoolExecutor(1) as hasher:
-            for piece in given:
-                digesting = hasher.submit(self._sha256.update, piece)
-                self.num_bytes += len(piece)
-                yield piece
-                digesting.result()
+        """Hands the pieces on."""
+        for piece in given:
+            self._sha256.update(piece)
+            self.num_bytes += len(piece)
+            yield piece
 
 
 def _path(entry: Entry) -> str:

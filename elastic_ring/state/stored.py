@@ -1,12 +1,11 @@
-"""What both kinds of storage speak of: files, uploads that were begun, the sizes of pieces."""
+"""What both kinds of storage speak of: files, uploads that were begun, bytes in pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-CHUNK_BYTES = 16 << 20
-"""What is read or written at once."""
+PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Upload:
     begun_unix_s: float
 
 
-def pieces(chunks: Iterable[bytes | memoryview], num_bytes: int = CHUNK_BYTES) -> Iterator[bytes | memoryview]:
+def pieces(chunks: Iterable[bytes | memoryview], num_bytes: int = PIECE_BYTES) -> Iterator[bytes | memoryview]:
     """The same bytes in pieces of exactly `num_bytes`, but for the last; large chunks are not copied."""
     kept = bytearray()
     for chunk in chunks:

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+GONE = b"<?xml version='1.0'?><Error><Code>NoSuchUpload</Code><Message>it has ended</Message></Error>"
 BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>reduce your rate</Message></Error>"
 
 
 class FaultyProxy:
-    """`fault(method, path)` decides over each request: "503", "hang", "lose answer" (it is carried out, and the
-    connection ends), "ignore condition" (a taken name is told to be written), or None for no fault."""
+    """`fault(method, path)` decides over each request. None: the store answers. "503"; "hang": nobody answers; "lose
+    answer": it is carried out, and the connection ends; "gone": 404, the upload has ended; "ignore condition": a name
+    that is taken is told to be written."""
 
     def __init__(self, port: int) -> None:
         self._upstream = port
@@ -54,8 +56,9 @@ class FaultyProxy:
             self.released.wait(60)
             request.close_connection = True
             return
-        if fault == "503":
-            self.answer(request, 503, {"Content-Type": "application/xml"}, BUSY)
+        if fault in ("503", "gone"):
+            status, body = (503, BUSY) if fault == "503" else (404, GONE)
+            self.answer(request, status, {"Content-Type": "application/xml"}, body)
             return
         upstream = http.client.HTTPConnection("127.0.0.1", self._upstream, timeout=30)
         headers = {name: value for name, value in request.headers.items() if name.lower() != "expect"}

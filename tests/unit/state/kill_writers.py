@@ -18,11 +18,11 @@ import torch
 
 from elastic_ring.state import checkpoint
 from elastic_ring.state.checkpoint import Described, Manifest, Snapshot
-from elastic_ring.state.storage import CHUNK_BYTES, Storage
+from elastic_ring.state.storage import Storage
 
 CP = 2
-NUM_FLOATS = int(1.2 * CHUNK_BYTES) // 4
-"""Of each rank: more than one piece, so that an object is a multipart upload."""
+NUM_FLOATS = 20 * (1 << 20) // 4
+"""Of each rank: 20 MiB, so that an object is a multipart upload."""
 
 
 def save(storage: Storage, step: int) -> None:

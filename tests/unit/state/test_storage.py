@@ -8,7 +8,7 @@ import pickle
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -18,11 +18,12 @@ import pytest
 from elastic_ring.errors import StorageFailed
 from elastic_ring.state import object_store as s3
 from elastic_ring.state.retries import Retries
-from elastic_ring.state.storage import CHUNK_BYTES, Storage, StoredFile, open_or_refuse
+from elastic_ring.state.storage import Storage, StoredFile, open_or_refuse
 from tests.object_store.proxy import FaultyProxy, faulty_proxy
 from tests.object_store.store import ObjectStore
 
 MIB = 1 << 20
+CHUNK_BYTES = s3.ObjectStore.piece_bytes
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -219,7 +220,7 @@ def test_a_store_that_ignores_conditions_is_warned_about(
 # ---------------------------------------------------------------- faults while running
 
 
-def failing(num_requests: int, fault: str, method: str = "") -> object:
+def failing(num_requests: int, fault: str, method: str = "") -> Callable[[str, str], str | None]:
     """The next requests (of `method`) meet a fault, those after them do not."""
     left = [num_requests]
     lock = threading.Lock()
@@ -237,14 +238,25 @@ def failing(num_requests: int, fault: str, method: str = "") -> object:
 @pytest.mark.parametrize("fault", ["503", "hang", "lose answer"])
 def test_a_request_that_fails_is_tried_again(bucket: str, proxy: FaultyProxy, fault: str) -> None:
     storage = Storage(f"s3://{bucket}/run", timeout_s=4.0)
-    proxy.fault = failing(2, fault)  # type: ignore[assignment]
+    proxy.fault = failing(2, fault)
     data = os.urandom(MIB) * 33
     written = storage.write("big", [data])
-    proxy.fault = failing(1, fault, "GET")  # type: ignore[assignment]
+    proxy.fault = failing(1, fault, "GET")
     assert storage.digest("big") == written
-    proxy.fault = failing(1, fault, "PUT")  # type: ignore[assignment]
+    proxy.fault = failing(1, fault, "PUT")
     assert storage.create("name", b"data"), "the answer may have been lost, the name was not"
     assert not storage.create("name", b"other")
+
+
+def test_an_upload_whose_last_answer_was_lost_has_ended(bucket: str, proxy: FaultyProxy) -> None:
+    storage = Storage(f"s3://{bucket}/run").open()
+    answers = iter(["lose answer", "gone"])
+    proxy.fault = lambda method, path: next(answers) if method == "POST" and "uploadId" in path else None
+    assert storage.write("big", [bytes(2 * CHUNK_BYTES)]) == storage.digest("big")
+    assert next(answers, None) is None, "both were given"
+    answers = iter(["gone"])
+    with pytest.raises(StorageFailed, match=r"other cannot be written: .*NoSuchUpload"):
+        storage.write("other", [bytes(2 * CHUNK_BYTES)])
 
 
 @pytest.mark.parametrize("fault", ["503", pytest.param("hang", marks=pytest.mark.slow)])
