@@ -313,6 +313,21 @@ def test_weights_in_several_files_load_by_folder_and_by_index(two: Membership, t
     assert StoredWeights.open(moved).shapes == {name: tuple(value.shape) for name, value in expected.items()}
 
 
+@pytest.mark.parametrize("max_file_bytes", [MAX_FILE_BYTES, SMALL])
+def test_hugging_faces_library_loads_the_weights_as_they_lie(
+    two: Membership, tmp_path: Path, max_file_bytes: int
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    two.all(begin, two.meeting(), RING, make_task())
+    two.all(weights_sha256, str(tmp_path), max_file_bytes)
+    theirs, ours = Transformer(MODEL), Transformer(MODEL)
+    found = hub.load_torch_model(theirs, tmp_path, strict=True, filename_pattern="weights{suffix}.safetensors")
+    assert not found.missing_keys
+    load_weights(ours, tmp_path)
+    for (name, value), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(value, other), name
+
+
 def test_damaged_weights_are_refused_by_name(two: Membership, tmp_path: Path) -> None:
     two.all(begin, two.meeting(), RING, make_task())
     two.all(weights_sha256, str(tmp_path), SMALL)
