@@ -50,8 +50,10 @@ from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.checkpoints import Resume, find_resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, identity_digest, is_finished
 from elastic_ring.runtime.driver import attach
+from elastic_ring.runtime.driver.absence import Absence
 from elastic_ring.runtime.driver.cluster import NAMESPACE, WORKER_ENVIRONMENT, actor_name, room, worker_environment
 from elastic_ring.runtime.driver.session import interruptible, lease, ray_session
+from elastic_ring.runtime.head import reconnect_s, warn_if_shorter
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoint import located
 from elastic_ring.state.storage import open_or_refuse
@@ -202,13 +204,15 @@ class ElasticRingTrainer:
         if self.scaling_config.dp == 1:
             then = "goes back to the last checkpoint" if self.run_config.checkpoint_config.is_on else "ends the run"
             log.warning("dp=1: no other ring holds the state, so the next loss of a worker %s; dp=2 heals it", then)
-        with ray_session(self.scaling_config):
+        with ray_session(self.scaling_config, self.run_config.timeouts.lease_s):
             attempt = secrets.token_hex(8)
             with interruptible(self.run_config, attempt) as followed:
                 coordinator = self._coordinator(fingerprint, attempt)
                 if coordinator is None:
                     return self._ended_meanwhile()
                 followed.append(coordinator)
+                if attach.head_is_kept(coordinator, self.run_config):
+                    warn_if_shorter("this driver", reconnect_s(environment()), self.run_config.timeouts.lease_s)
                 with lease(coordinator, self.run_config.timeouts.lease_s / 6):
                     end = self._follow(coordinator)
             if not attach.remove(coordinator, self.run_config):
@@ -391,24 +395,20 @@ class ElasticRingTrainer:
 
     def _follow(self, coordinator: Any) -> dict[str, Any]:
         """Show progress until the run ends; returns how it ended. Each call to the coordinator renews the lease."""
-        run, last_step, num_lines, lost_since = self.run_config, -1, 0, None
+        last_step, num_lines = -1, 0
+        absence = Absence(self.run_config, ray.get_runtime_context().gcs_address)
         attempt = attach.attempt_of(coordinator, self.run_config)
         with self._telling() as telling, ProgressLine(sys.stderr, self.task.step.steps) as progress:
             opened = False
             while True:
                 try:
-                    news = ray.get(coordinator.follow.remote(last_step, num_lines), timeout=run.timeouts.hello_s)
-                    lost_since = None
+                    news = absence.ask(coordinator, last_step, num_lines)
                 except ray.exceptions.ActorDiedError as error:
                     end = attach.end_on_record(self.run_config, attempt)
                     if end is not None:  # another driver saw the end first and killed the coordinator
                         return end
-                    raise errors.CoordinatorLost(f"the coordinator of run {run.name} is gone: {error}") from error
-                except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError) as error:
-                    # Ray restarts a coordinator that was killed; one that froze may resume.
-                    lost_since = lost_since or time.monotonic()
-                    if time.monotonic() - lost_since > run.timeouts.lease_s:
-                        raise errors.CoordinatorLost(f"no coordinator for {run.timeouts.lease_s} s") from error
+                    absence.gone(error)
+                if news is None:
                     continue
                 if not opened and (news["steps"] or news["ended"]):
                     progress.open(news["steps"][0]["step"] if news["steps"] else 0)

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.config import Timeouts
+from elastic_ring.config import Timeouts, environment
 from elastic_ring.monitor.detect import HangDetector, HangSettings, Observation, ProcReader
 from elastic_ring.monitor.exits import ExitNotice, ExitWatch, describe_exit, signal_name, tail
 from elastic_ring.monitor.stamps import Phase, Stamp, StampReader, phase_name
 from elastic_ring.runtime.agent.rpc import JsonConnection, dial
 from elastic_ring.runtime.agent.stamp_dir import hold, remove_stale
 from elastic_ring.runtime.gpu.leases import FOLDER, bad_ones
+from elastic_ring.runtime.head import reconnect_s
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ class NodeAgent:
         with self._lock:
             self._start()
         connection = dial(coordinator["host"], coordinator["port"], self._timeouts.hello_s)
-        connection.send({"kind": "hello", "node": self._node, "key": coordinator["key"], "pid": os.getpid()})
+        connection.send({"kind": "hello", "node": self._node, "key": coordinator["key"], "pid": os.getpid(),
+                         "reconnect_s": reconnect_s(environment())})  # fmt: skip
         with self._lock:
             if self._connection is not None:
                 self._connection.close()

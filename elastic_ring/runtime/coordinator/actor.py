@@ -21,6 +21,7 @@ from typing import Any
 
 import ray
 
+from elastic_ring.config import environment
 from elastic_ring.control.cause_ids import CauseIds
 from elastic_ring.control.coordination import Decision, advance, initial, next_deadline
 from elastic_ring.control.messages import (
@@ -59,6 +60,7 @@ from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, checkpoint
 from elastic_ring.runtime.coordinator.shutdown import aside, conclude
 from elastic_ring.runtime.coordinator.startup import open_run
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
+from elastic_ring.runtime.head import is_kept, warn_if_shorter
 from elastic_ring.runtime.records import Mirror
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.runtime.worker.faults import inject_into_coordinator
@@ -84,6 +86,7 @@ class Coordinator:
         self._cause = CauseIds("coordinator")
         self._ticked_at = 0.0
         self._told_waiting = ""
+        self._told_reconnect = False
         self._is_restart = ray.get_runtime_context().was_current_actor_reconstructed
         self._ready = threading.Event()
         threading.Thread(target=self._main, name="decide", daemon=True).start()
@@ -114,7 +117,8 @@ class Coordinator:
         """Who this is, for a driver that found the name taken."""
         run_spec = self.run_spec
         return {"digest": run_spec.digest, "attempt": run_spec.attempt, "pid": os.getpid(),
-                "folder": run_spec.run.storage_uri, "ended": self._ended}  # fmt: skip
+                "folder": run_spec.run.storage_uri, "ended": self._ended,
+                "head_is_kept": is_kept(environment())}  # fmt: skip
 
     def renew(self) -> None:
         """Renew the driver's lease."""
@@ -255,6 +259,8 @@ class Coordinator:
                 self.node_monitor.echo(body)
             case "abandon":
                 self._finish({"error": "RunFailed", "message": body, "facts": {}})
+            case "reconnect":
+                self._check_reconnect(body, extra["reconnect_s"])
             case "found":
                 self.dispatch.watch(body)
             case "death":
@@ -309,6 +315,15 @@ class Coordinator:
         answer.put(new or self.recorder.recoveries.fired_by.get(index) == worker)
         if new:  # this process's own faults fire once, or it would die of one at each start
             inject_into_coordinator(self.run_spec.run.faults[index].kind)
+
+    def _check_reconnect(self, node: str, reconnect_s: float) -> None:
+        """Tell of the first node that Ray ends before the driver gives up, where the head can come back at all."""
+        lease_s = self.run_spec.run.timeouts.lease_s
+        if is_kept(environment()) and not self._told_reconnect:
+            told = warn_if_shorter(f"all processes of node {node}", reconnect_s, lease_s)
+            self._told_reconnect = bool(told)
+            if told:
+                self.recorder.recoveries.lines.append(told)
 
     def _commit_checkpoints(self) -> None:
         """Commit a checkpoint whose parts are written and whose steps are on record, on disk."""

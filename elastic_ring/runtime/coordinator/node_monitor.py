@@ -114,6 +114,7 @@ class NodeMonitor:
             case "hello":
                 for entry in self._workers_on(node):
                     self._send_watch(entry)
+                self._put("reconnect", node, {"reconnect_s": message["reconnect_s"]})
             case "death":
                 self._put("death", message)
             case "gpus":

@@ -68,6 +68,12 @@ def attempt_of(coordinator: Any, run: RunConfig, *, starts: bool = False) -> str
     return "" if identity is None else str(identity["attempt"])
 
 
+def head_is_kept(coordinator: Any, run: RunConfig) -> bool:
+    """Whether the head of the cluster keeps its state when it dies, as the coordinator there has found."""
+    identity = _identity(coordinator, run, run.timeouts.lease_s)
+    return identity is not None and bool(identity.get("head_is_kept"))
+
+
 def end_on_record(run: RunConfig, attempt: str) -> dict[str, Any] | None:
     """How the submission `attempt` ended, as its coordinator recorded it in the run folder; None if it did not."""
     records.fetch(run, run.driver_folder)

@@ -6,6 +6,7 @@ A driver nests them around following a run. No training and no decision belongs 
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -18,24 +19,26 @@ import ray
 from elastic_ring.config import RunConfig, ScalingConfig, environment
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.cluster import NAMESPACE
+from elastic_ring.runtime.head import RECONNECT, RECONNECT_S
 
 log = logging.getLogger(__name__)
 
 ASK_S = 2.0
+OUTLAST_S = 10.0  # Ray ends a process without a word, so the driver must give up first
 
 
 @contextmanager
-def ray_session(scaling: ScalingConfig) -> Iterator[None]:
+def ray_session(scaling: ScalingConfig, lease_s: float) -> Iterator[None]:
     """`cluster` with as many CPUs as the workers of a run ask for."""
     need = scaling.resources_per_worker.get("CPU", 0.0) * (scaling.most_rings * scaling.cp + scaling.spares)
-    with cluster(max(1, -(-int(need * 1000) // 1000))):
+    with cluster(max(1, -(-int(need * 1000) // 1000)), lease_s):
         yield
 
 
 @contextmanager
-def cluster(num_cpus: int) -> Iterator[None]:
+def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
     """Attach to an existing cluster (RAY_ADDRESS, or one that `ray start` began here), else run a local one within,
-    which counts `num_cpus` CPUs.
+    which counts `num_cpus` CPUs. The head of an existing one may be away for `lease_s`.
 
     Raises: ValueError when RAY_ADDRESS does not answer.
     """
@@ -44,6 +47,7 @@ def cluster(num_cpus: int) -> Iterator[None]:
         return
     address = environment().get("RAY_ADDRESS") or attach.local_head()
     if address and address != "local":
+        outlast_head(lease_s)
         try:
             ray.init(namespace=NAMESPACE, log_to_driver=False)
         except ConnectionError as error:
@@ -57,6 +61,14 @@ def cluster(num_cpus: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def outlast_head(lease_s: float) -> None:
+    """Have Ray keep this process alive for longer than a driver waits for the head; a value of the user's stays.
+
+    Ray reads the variable once, when this process connects.
+    """
+    environment().setdefault(RECONNECT, str(math.ceil(max(RECONNECT_S, lease_s) + OUTLAST_S)))
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made = tmp_path / "session_2026" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123456789abcdef"
     made.mkdir(parents=True)
     monkeypatch.chdir(made)
-    monkeypatch.setattr(trainer, "ray_session", lambda scaling: pytest.fail("Ray is started"))
+    monkeypatch.setattr(trainer, "ray_session", lambda scaling, lease_s: pytest.fail("Ray is started"))
     return made
 
 
@@ -122,7 +122,7 @@ def test_a_run_in_rays_copy_of_a_jobs_working_directory_is_refused_before_anythi
 def test_a_run_dir_that_is_a_file_is_refused_before_ray_is_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trainer, "ray_session", lambda scaling: pytest.fail("Ray is started"))
+    monkeypatch.setattr(trainer, "ray_session", lambda scaling, lease_s: pytest.fail("Ray is started"))
     (tmp_path / "run").write_text("")
     assert train.main(["--run-dir", str(tmp_path / "run")]) == 2
     assert f"run_dir='{tmp_path}/run' is a file: give a folder" in capsys.readouterr().err

@@ -288,7 +288,7 @@ def test_fit_says_in_one_line_which_layout_and_why(
     class Reached(RuntimeError):
         pass
 
-    def stop(scaling: Any) -> Any:
+    def stop(scaling: Any, lease_s: float) -> Any:
         raise Reached
 
     monkeypatch.setattr("elastic_ring.trainer.ray_session", stop)  # it would start Ray
