@@ -45,7 +45,7 @@ from elastic_ring.monitor.metrics import (
 )
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.monitor.result import Result
-from elastic_ring.runtime import records
+from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.checkpoints import Resume, find_resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, identity_digest, is_finished
@@ -359,13 +359,13 @@ class ElasticRingTrainer:
         for name, text in self.config_files.items():
             (self.run_config.driver_folder / name).write_text(text, encoding="utf-8")
         write_json(self.run_config.driver_folder / CONFIG_NAME, self._config(), durable=True)
-        records.publish(self.run_config, self.run_config.driver_folder)
+        run_storage.publish(self.run_config, self.run_config.driver_folder)
 
     def _fetch(self) -> None:
         """Bring a run's records here from its object store. Raises ValueError where it cannot be asked."""
         if self.run_config.is_remote:
             open_or_refuse(self.run_config.storage_uri, write=False, timeout_s=self.run_config.timeouts.storage_s)
-            records.fetch(self.run_config, self.run_config.driver_folder)
+            run_storage.fetch(self.run_config, self.run_config.driver_folder)
 
     def _config(self) -> dict[str, Any]:
         """The settings as config.json records them."""
@@ -430,7 +430,7 @@ class ElasticRingTrainer:
         """Callbacks read the records; a store's are asked for now and then, and at the end."""
         if self.run_config.is_remote and (ended or (self.callbacks and time.monotonic() - self._fetched_s > FETCH_S)):
             self._fetched_s = time.monotonic()
-            records.fetch(self.run_config, self.run_config.driver_folder)
+            run_storage.fetch(self.run_config, self.run_config.driver_folder)
 
     def _telling(self) -> Telling:
         return Telling(self.callbacks, RunInfo(self.run_config.name, self.run_config.driver_folder, self._config()))

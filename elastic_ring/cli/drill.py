@@ -30,7 +30,7 @@ import psutil
 
 from elastic_ring.config import RunConfig, environment
 from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, read_metrics
-from elastic_ring.runtime import records
+from elastic_ring.runtime import run_storage
 from elastic_ring.state.checkpoint import committed
 from elastic_ring.state.storage import Storage
 
@@ -88,7 +88,7 @@ class Watched:
 
     def look(self) -> Path:
         """The folder with the run's records as they are now."""
-        records.fetch(self.run, self.folder)
+        run_storage.fetch(self.run, self.folder)
         return self.folder
 
     def num_lines(self) -> int:

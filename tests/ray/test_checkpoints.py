@@ -157,6 +157,7 @@ def kill_the_run(name: str, folder: Path, at_step: int) -> None:
     """End the processes of the run's coordinator, workers and agents, for good, once `at_step` is on record."""
     path = folder / "metrics.jsonl"
     wait_for(lambda: path.exists() and path.read_bytes().count(b"loss_hex") > at_step)
+    wait_for(lambda: len(list(folder.glob("checkpoints/*/*/COMMIT.json"))) > 1)
     for actor in list_named_actors(all_namespaces=True):
         if actor["name"].startswith(f"er:{name}:"):
             ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE), no_restart=True)

@@ -61,7 +61,7 @@ from elastic_ring.runtime.coordinator.shutdown import aside, conclude
 from elastic_ring.runtime.coordinator.startup import open_run
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
 from elastic_ring.runtime.head import is_kept, warn_if_shorter
-from elastic_ring.runtime.records import Mirror
+from elastic_ring.runtime.run_storage import Mirror
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.runtime.worker.faults import inject_into_coordinator
 

@@ -15,7 +15,7 @@ from elastic_ring.control.replay import standing
 from elastic_ring.errors import CoordinatorLost, RunFailed
 from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, lines_before
-from elastic_ring.runtime import records
+from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, is_finished, set_aside
 from elastic_ring.state.checkpoint import located
 from elastic_ring.state.storage import Storage
@@ -52,8 +52,8 @@ def open_run(
     folder = run_spec.run.folder
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / JOURNAL_NAME
-    term = records.next_term(run_spec.run)  # before reading: later lines of an older coordinator do not count
-    records.fetch(run_spec.run, folder, keep_longer=True)
+    term = run_storage.next_term(run_spec.run)  # before reading: later lines of an older coordinator do not count
+    run_storage.fetch(run_spec.run, folder, keep_longer=True)
     written = list(read(path)) if path.exists() else []
     lines = standing(written)
     begins = [line for line in lines if line.get("note") == "begin"]
@@ -66,7 +66,7 @@ def open_run(
         raise RunFailed(f"an earlier attempt's actors do not go: {', '.join(left)}", run=run_spec.run.name)
     if lines:
         set_aside(folder, keep_metrics=bool(run_spec.resume.checkpoints))
-        records.forget_end(run_spec.run)
+        run_storage.forget_end(run_spec.run)
     _bring_metrics(run_spec)
     return Startup(term)
 

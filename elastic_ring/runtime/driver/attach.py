@@ -20,7 +20,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from elastic_ring.config import RunConfig
 from elastic_ring.errors import CoordinatorLost
 from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME, read_status
-from elastic_ring.runtime import records
+from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def head_is_kept(coordinator: Any, run: RunConfig) -> bool:
 
 def end_on_record(run: RunConfig, attempt: str) -> dict[str, Any] | None:
     """How the submission `attempt` ended, as its coordinator recorded it in the run folder; None if it did not."""
-    records.fetch(run, run.driver_folder)
+    run_storage.fetch(run, run.driver_folder)
     summary = run.driver_folder / SUMMARY_NAME
     if summary.exists():
         return {"error": "", "message": "", "facts": {}, "summary": json.loads(summary.read_text())}
@@ -171,7 +171,7 @@ def refuse_if_written_to(run: RunConfig) -> None:
     deadline = time.monotonic() + LOOK_S
     while time.monotonic() < deadline:
         time.sleep(ASK_AGAIN_S)
-        records.fetch(run, run.driver_folder)
+        run_storage.fetch(run, run.driver_folder)
         now = read_status(run.driver_folder)
         if now is not None and now["updated_unix_s"] != before["updated_unix_s"]:
             raise ValueError(

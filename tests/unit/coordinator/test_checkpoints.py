@@ -17,7 +17,7 @@ from elastic_ring.errors import StorageFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, read_metrics
-from elastic_ring.runtime import records
+from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper, Resume, find_resume
 from elastic_ring.runtime.worker.saver import Place, Saver, SaveSchedule, open_checkpoint
 from elastic_ring.train.vote import BUSY, DUE
@@ -228,10 +228,10 @@ def test_records_come_back_from_the_store_alone_and_a_later_term_wins(
     for name, value in {**object_store.environment, "TMPDIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr(records, "PIECE_BYTES", 40)
+    monkeypatch.setattr(run_storage, "PIECE_BYTES", 40)
     run = RunConfig("mirrored", storage_path=f"s3://{object_store.new_bucket()}/runs")
-    assert [records.next_term(run), records.next_term(run)] == [1, 2]
-    first, second = records.Mirror(run, 1), records.Mirror(run, 2)
+    assert [run_storage.next_term(run), run_storage.next_term(run)] == [1, 2]
+    first, second = run_storage.Mirror(run, 1), run_storage.Mirror(run, 2)
     run.folder.mkdir(parents=True)
     first.open()
     with Journal(run.folder / "journal.jsonl") as journal:
@@ -241,17 +241,17 @@ def test_records_come_back_from_the_store_alone_and_a_later_term_wins(
         (run.folder / "status.json").write_text('{"phase": "running"}')
         first.flush()
         fresh = tmp_path / "elsewhere"
-        records.fetch(run, fresh)
+        run_storage.fetch(run, fresh)
         assert (fresh / "journal.jsonl").read_bytes() == (run.folder / "journal.jsonl").read_bytes()
         assert json.loads((fresh / "status.json").read_text())["phase"] == "running"
         second.flush()
         journal.append({"line": "of a replaced coordinator"})
         first.flush()
-    records.fetch(run, fresh)
+    run_storage.fetch(run, fresh)
     assert b"replaced" not in (fresh / "journal.jsonl").read_bytes()
     longer = (fresh / "journal.jsonl").read_bytes() + b'{"line": "not mirrored yet"}\n'
     (fresh / "journal.jsonl").write_bytes(longer)
-    records.fetch(run, fresh, keep_longer=True)
+    run_storage.fetch(run, fresh, keep_longer=True)
     assert (fresh / "journal.jsonl").read_bytes() == longer
     first.close(10.0)
     assert first.newest_term >= 1
@@ -266,7 +266,7 @@ def test_a_store_that_does_not_answer_is_told_and_ends_nothing(
     monkeypatch.setattr("tempfile.tempdir", None)
     run = RunConfig("lagging", storage_path=f"s3://{gateway.new_bucket()}/runs", timeouts=Timeouts(storage_s=0.5))
     run.folder.mkdir(parents=True)
-    mirror = records.Mirror(run, 1)
+    mirror = run_storage.Mirror(run, 1)
     mirror.open()
     gateway.kill()
     (run.folder / "metrics.jsonl").write_text('{"step": 0}\n')
@@ -274,5 +274,5 @@ def test_a_store_that_does_not_answer_is_told_and_ends_nothing(
         mirror.flush()
     gateway.start()
     mirror.close(10.0)
-    records.fetch(run, tmp_path / "fetched")
+    run_storage.fetch(run, tmp_path / "fetched")
     assert (tmp_path / "fetched" / "metrics.jsonl").read_text() == '{"step": 0}\n'

@@ -29,6 +29,7 @@ from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
 from elastic_ring.runtime.coordinator.shutdown import aside, conclude
+from elastic_ring.runtime.run_storage import Mirror
 
 
 def test_beats_are_echoed_and_faults_refused_while_the_end_is_being_written() -> None:
@@ -87,6 +88,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.recorder.open(0.0)
     made.node_monitor, made.dispatch = Nobody(), Nobody()
     made.checkpoints = CheckpointKeeper(run, Resume(), 1, {}, made._put)
+    made.mirror = Mirror(run, 1)
     made.metrics_exporter = MetricsExporter(run.name, 60.0, made.recorder)
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1")}
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
