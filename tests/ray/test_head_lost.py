@@ -1,0 +1,183 @@
+"""The head of the cluster is lost with all its processes and comes back from what Ray keeps on disk (RocksDB)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
+from tests.ray.conftest import fault_free, wait_for
+from tests.ray.head_driver import STEPS
+
+ROOT = Path(__file__).parents[2]
+HEAD, WORKER, PORT = "127.0.0.2", "127.0.0.3", 7491
+RECONNECT_S, LEASE_S, SHORT_LEASE_S = 40, 60.0, 4.0
+SAME = ("losses", "weights_sha256", "samples_sha256")
+
+Known = dict[tuple[int, int, int], dict[str, Any]]
+
+
+@dataclass
+class Driver:
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def says(self, text: str) -> bool:
+        assert self.process.poll() is None or text in self.log.read_text(), self.log.read_text()[-3000:]
+        return text in self.log.read_text()
+
+    def end(self) -> str:
+        """What it has said, once it has ended."""
+        self.process.wait(120)
+        return self.log.read_text()
+
+
+class TwoNodes:
+    """A head without CPUs and a node of five workers, each with an address and folders of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {
+            **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT),
+            "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_S),
+        }  # fmt: skip
+        self.drivers: list[Driver] = []
+
+    def start_head(self) -> None:
+        kept = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(self.folder / "gcs")}
+        # Ray would take the other node's processes for a head that still runs at the address in this file.
+        (self.folder / "head" / "ray_current_cluster").unlink(missing_ok=True)
+        self._ray(kept, "--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false",
+                  f"--node-ip-address={HEAD}", f"--temp-dir={self.folder / 'head'}")  # fmt: skip
+
+    def start_worker_node(self) -> None:
+        self._ray({}, f"--address={HEAD}:{PORT}", "--num-cpus=5", f"--node-ip-address={WORKER}",
+                  f"--temp-dir={self.folder / 'node'}")  # fmt: skip
+
+    def _ray(self, more: dict[str, str], *words: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", *words], env={**self.environment, **more},
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+    def kill_head(self) -> None:
+        """SIGKILL the head's control plane, its raylet and all that it started, the coordinator among them."""
+        own = self._own()
+        (gcs,) = [process for process in own if process.name() == "gcs_server"]
+        (raylet,) = [
+            process for process in own
+            if process.name() == "raylet" and f"--node_ip_address={HEAD}" in process.cmdline()
+        ]  # fmt: skip
+        started = raylet.children(recursive=True)
+        assert "ray::Coordinator" in {process.name() for process in started}
+        for process in (gcs, raylet, *started):
+            process.kill()
+
+    def _own(self) -> list[psutil.Process]:
+        """What `ray start` has started in this test's folder."""
+        every = psutil.process_iter(["cmdline"])
+        return [process for process in every if str(self.folder) in " ".join(process.info["cmdline"] or [])]
+
+    def driver(self, name: str, gate: Path, lease_s: float) -> Driver:
+        words = [f"{HEAD}:{PORT}", WORKER, str(self.folder), "run", str(gate), str(lease_s)]
+        log = self.folder / f"{name}.log"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.ray.head_driver", *words], env=self.environment, cwd=ROOT,
+                stdout=subprocess.DEVNULL, stderr=file,
+            )  # fmt: skip
+        self.drivers.append(Driver(process, log))
+        return self.drivers[-1]
+
+    def stop(self) -> None:
+        for driver in self.drivers:
+            driver.process.kill()
+            driver.process.wait()
+        for process in self._own():
+            with suppress(psutil.NoSuchProcess):  # its parent may have ended it
+                for child in process.children(recursive=True):
+                    child.kill()
+                process.kill()
+
+
+@pytest.fixture
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
+    ray.shutdown()  # the other modules' Ray
+    nodes = TwoNodes(tmp_path_factory.mktemp("h"))
+    try:
+        nodes.start_head()
+        nodes.start_worker_node()
+        yield nodes
+    finally:
+        ray.shutdown()
+        nodes.stop()
+
+
+@pytest.fixture
+def calm(local_ray: None, undisturbed: Known, tmp_path: Path) -> dict[str, Any]:
+    return fault_free(undisturbed, tmp_path, steps=STEPS)
+
+
+@pytest.mark.slow
+def test_a_head_that_is_lost_and_comes_back_costs_no_step_and_drivers_attach_again(
+    calm: dict[str, Any], nodes: TwoNodes
+) -> None:
+    folder, gate = nodes.folder / "run", nodes.folder / "gate"
+    first = nodes.driver("first", gate, LEASE_S)
+    wait_for(lambda: first.says("may be away for 40 s only, not for timeouts.lease_s=60: Ray then ends this driver"))
+    wait_for(lambda: first.says("Ray then ends all processes of node"), lambda: num_steps(folder) > 1)
+    members = pids(folder)
+    hasty = nodes.driver("hasty", gate, SHORT_LEASE_S)
+    wait_for(lambda: hasty.says("attached to run run"))
+    nodes.kill_head()
+    before = num_steps(folder)
+    wait_for(lambda: first.says(f"the head of the Ray cluster at {HEAD}:{PORT} does not answer; the workers train on"))
+    wait_for(lambda: hasty.says("no head of the Ray cluster and no coordinator answered run run for 4 s"))
+    wait_for(lambda: hasty.says("Submit the same command again: it attaches to the run if that is still alive"))
+    nodes.start_head()
+    wait_for(lambda: first.says("the head and the coordinator answer again after"))
+    wait_for(lambda: status(folder)["phase"] == "running")
+    assert (pids(folder), num_steps(folder) > before) == (members, True), "they have trained on meanwhile"
+    assert "CoordinatorLost" in hasty.end()
+    assert hasty.process.returncode == 1
+    first.process.kill()
+    again = nodes.driver("again", gate, LEASE_S)
+    wait_for(lambda: again.says("attached to run run"))
+    psutil.Process(members[1]).kill()
+    wait_for(lambda: members[1] not in pids(folder) and status(folder)["phase"] == "running")
+    assert num_steps(folder) < STEPS, "the run must still be under way"
+    gate.touch()
+    said = again.end()
+    assert again.process.returncode == 0, said[-3000:]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {key: summary[key] for key in SAME} == {key: calm[key] for key in SAME}
+    assert {recovery["steps_undone"] for recovery in summary["recoveries"]} == {0}
+    assert any("the coordinator died" in recovery["cause"] for recovery in summary["recoveries"])
+    ray.init(address=f"{HEAD}:{PORT}", _node_ip_address=WORKER, namespace=NAMESPACE, log_to_driver=False)
+    assert left_behind("run") == []
+
+
+def num_steps(folder: Path) -> int:
+    return len(read_metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def status(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "status.json").read_text())
+    return found
+
+
+def pids(folder: Path) -> list[int]:
+    return [member["pid"] for member in status(folder)["members"]]
