@@ -123,7 +123,7 @@ def open_tokenizer(where: str, end_of_document: str | None = None) -> Tokenizer:
         raise ValueError(
             f"tokenizer={where!r}: has no token {token!r}; say which one ends a document (--end-of-document)"
         )
-    return FolderTokenizer(max(ids.values()) + 1, ids[token], _digest(folder, ids[token]), batch)
+    return FolderTokenizer(max(ids.values()) + 1, ids[token], folder_digest(folder, ids[token]), batch)
 
 
 def _fast(path: Path) -> tuple[dict[str, int], Any]:
@@ -170,8 +170,8 @@ def _own_end(folder: Path) -> str | None:
     return None
 
 
-def _digest(folder: Path, end: int) -> str:
-    """SHA-256 of the files that decide about tokens; a model beside them does not count."""
+def folder_digest(folder: Path, end: int) -> str:
+    """SHA-256 of the files that decide about tokens, and of a document's end; a model beside them does not count."""
     fast = (folder / FAST).exists()
     names = [FAST] if fast else sorted(path.name for path in folder.iterdir() if path.suffix in _VOCABULARY)
     total = hashlib.sha256(f"end {end}".encode())

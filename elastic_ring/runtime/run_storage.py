@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 APPENDED = (JOURNAL_NAME, METRICS_NAME)
 REPLACED = (STATUS_NAME, SUMMARY_NAME, "loss.png")
-SETTINGS = (CONFIG_NAME, "config.toml")
+SETTINGS = (CONFIG_NAME, "config.toml", "huggingface.json")
 FOLDER, CURRENT = "records", "records/CURRENT.json"
 PIECE_BYTES = 1 << 20
 PERIOD_S = 1.0

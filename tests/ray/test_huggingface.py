@@ -8,9 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -20,6 +17,7 @@ from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.schedule import plan
 from elastic_ring.cli import main as command
+from elastic_ring.data.prepare import PrepareConfig, prepare
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import ring_model
 from elastic_ring.runtime.driver.cluster import left_behind
@@ -91,9 +89,10 @@ def test_a_saved_llama_trains_through_a_kill_and_comes_back_with_the_bits_of_the
 
 @pytest.mark.slow
 def test_the_example_tunes_a_saved_model_and_exports_it(folder: Path, tmp_path: Path) -> None:
-    tokens = np.random.default_rng(0).integers(0, 256, (40, 300)).tolist()
-    pq.write_table(pa.table({"tokens": tokens}), tmp_path / "shard.parquet")
-    words = [sys.executable, str(ROOT / "examples" / "finetune_hf.py"), str(folder), str(tmp_path), "tuned", "2"]
+    (tmp_path / "text.txt").write_text("def main() -> int:\n    return 0\n" * 400)
+    prepare(PrepareConfig(sources=(str(tmp_path / "text.txt"),), out=str(tmp_path / "prepared"), workers=0))
+    manifest = str(tmp_path / "prepared" / "manifest.json")
+    words = [sys.executable, str(ROOT / "examples" / "finetune_hf.py"), str(folder), manifest, "tuned", "2"]
     done = subprocess.run(
         words, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
         # A Ray of its own, not whatever else runs on this machine.

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from elastic_ring.data.manifest import Manifest
+from elastic_ring.data.tokenizer import FAST, folder_digest
 from elastic_ring.integrations.transformers.module import TracedRing, class_of
 
 NUM_TRACED_TOKENS = 16
@@ -42,7 +44,7 @@ def config_of(plain: dict[str, Any]) -> Any:
 
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
     """Raises ValueError where the folder's tokenizer has a token that the model has no row for."""
-    path = folder / "tokenizer.json"
+    path = folder / FAST
     if not path.exists():
         return
     from tokenizers import Tokenizer
@@ -57,6 +59,16 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
             f"{path}: token {largest} ({token!r}) is outside the model's vocabulary of {vocab_size}: enlarge the "
             "embeddings of the saved model (resize_token_embeddings), or give the tokenizer that belongs to it"
         )
+
+
+def check_same_tokenizer(folder: Path, uri: str, manifest: Manifest) -> None:
+    """Raises ValueError where a corpus was prepared with another tokenizer than the one beside the model."""
+    if not (folder / FAST).exists() or folder_digest(folder, manifest.end_of_document) == manifest.tokenizer_sha256:
+        return
+    raise ValueError(
+        f"{uri} was prepared with another tokenizer than that in {str(folder)!r}, so its tokens mean something else to "
+        f"the model: prepare it with --tokenizer {folder}, or name a folder without {FAST}"
+    )
 
 
 def check_config(config: Any) -> None:

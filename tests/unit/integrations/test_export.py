@@ -18,6 +18,9 @@ from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.schedule import plan
 from elastic_ring.cli import main as command
+from elastic_ring.cli import train
+from elastic_ring.cli.settings import parse
+from elastic_ring.data.prepare import PrepareConfig, prepare
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import RingModel, export, ring_model
 from elastic_ring.state.weight_files import WEIGHTS, WEIGHTS_INDEX
@@ -149,3 +152,23 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
         ring_model(tmp_path)
+
+
+def test_a_corpus_that_was_prepared_with_another_tokenizer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(tmp_path / "model")
+    (tmp_path / "corpus.txt").write_text("def main(): return 0\n" * 200)
+    manifests = {}
+    for name, tokenizer in (("own", str(folder)), ("bytes", "bytes")):
+        end = "!" if tokenizer != "bytes" else None  # the tokenizer names no end of its own
+        prepare(PrepareConfig(
+            sources=(str(tmp_path / "corpus.txt"),), out=str(tmp_path / name), tokenizer=tokenizer, end_of_document=end,
+            workers=0,
+        ))  # fmt: skip
+        manifests[name] = str(tmp_path / name / "manifest.json")
+    flags = ["--model-folder", str(folder), "--context", "32", "--run-dir", str(tmp_path / "run"), "--data"]
+    trainer = train.build(parse([*flags, manifests["own"]]))
+    assert trainer.task.data.vocab_size == 60
+    assert train.main([*flags, manifests["bytes"]]) == 2
+    assert "was prepared with another tokenizer than that in" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -255,6 +256,19 @@ def test_buffers_are_made_without_the_parameters_and_are_those_of_the_whole_mode
     for (name, found), (_, expected) in zip(bare.named_buffers(), whole.named_buffers(), strict=True):
         assert torch.equal(found, expected), name
     assert not any(param.is_meta for param in nn.Linear(2, 2).parameters()), "only within"
+
+
+def test_the_buffers_of_an_8_b_model_take_no_memory_for_its_parameters() -> None:
+    model = ring_model(T.LlamaConfig(
+        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_attention_heads=32, num_key_value_heads=8,
+    ))  # fmt: skip
+    task = TrainingTask(model, StdlibText(8), StepConfig(), optim=None, initial=model.ring_parts(StepConfig()).initial)  # type: ignore[arg-type]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    maker = ModuleMaker(task)
+    maker.keep_buffers()
+    assert maker._buffers is not None
+    assert sum(value.numel() for value in maker._buffers.values()) == 128
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10, "KiB, where the model has 30 GiB"
 
 
 class Derived(nn.Module):
