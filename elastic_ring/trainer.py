@@ -30,6 +30,7 @@ from elastic_ring.attention.kernels.table import BACKENDS
 from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.parse import parse_pattern
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_lasting, check_together, digest, environment
+from elastic_ring.data.materialise import DatasetTokens, as_source, materialised
 from elastic_ring.data.order import SampleOrder
 from elastic_ring.data.source import SourceConfig, hold_out, open_source, order_of
 from elastic_ring.mesh import Mesh
@@ -83,7 +84,9 @@ class ElasticRingTrainer:
 
     Args:
         model: builds the module, which must call `batch.attention` for its attention.
-        data: a source of packed sequences (`StdlibText`, `TextFiles`, `TokenShards`, or your own).
+        data: a source of packed sequences (`PreparedTokens`, `StdlibText`, `TextFiles`, `TokenShards`, or your own),
+            or a `ray.data.Dataset` or `datasets.Dataset` with a column `text`, which `fit` writes out and prepares
+            beside the run's folder (`DatasetTokens` for other columns and tokenizers).
         loss: (model, batch) -> (sum over this slice's targets, number of targets); by default next-token cross-entropy.
         scaling_config, run_config, step_config, optim_config: settings; see their classes.
         optimizer: named local shards -> optimizer; by default AdamW with `optim_config`.
@@ -103,7 +106,7 @@ class ElasticRingTrainer:
     def __init__(
         self,
         model: Callable[[], nn.Module],
-        data: SourceConfig,
+        data: SourceConfig | Any,
         *,
         loss: LossFunction | None = None,
         scaling_config: ScalingConfig | None = None,
@@ -124,7 +127,7 @@ class ElasticRingTrainer:
         check_callbacks(callbacks)
         self.callbacks = tuple(callbacks)
         step = step_config or StepConfig()
-        parts = parts_of(model, step)
+        parts, data = parts_of(model, step), as_source(data, step.context_tokens)
         self.scaling_config = scaling_config or ScalingConfig()
         self.run_config = run_config or RunConfig()
         self.task = TrainingTask(
@@ -178,6 +181,8 @@ class ElasticRingTrainer:
         what is left).
         """
         check_lasting(self.run_config.driver_folder)
+        if isinstance(self.task.data, DatasetTokens):
+            self.task = replace(self.task, data=materialised(self.task.data, f"{self.run_config.storage_uri}-data"))
         self._fetch()
         done = self._finished()
         if done is not None:

@@ -11,8 +11,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
+import ray.data
 
 from elastic_ring.data import pipeline
 from elastic_ring.data.inputs import Piece
@@ -154,3 +157,20 @@ def test_a_run_whose_manifest_changed_is_refused_when_it_goes_on(tmp_path: Path,
     with pytest.raises(ValueError, match="a corpus must not change under a run"):
         tiny_trainer(tmp_path, "changed", data=config, dp=1, cp=1, spares=0).fit()
     assert left_behind("changed") == []
+
+
+def test_a_ray_dataset_is_trained_on_as_the_same_documents_in_a_file(tmp_path: Path, local_ray: None) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", texts(300))
+    manifest = prepared(tmp_path / "out", source, piece_bytes=16 << 20, row_group_tokens=1 << 16)
+    blocks = ray.data.from_items([{"text": text} for text in texts(300)], override_num_blocks=7)
+    slowest_first = blocks.map_batches(late, batch_size=None)
+    result = tiny_trainer(tmp_path, "given", data=slowest_first, dp=1, cp=1, spares=0, steps=3).fit()
+    config = json.loads((result.path / "config.json").read_text())["data"]
+    assert config["digest"] == manifest.digest
+    assert config["uri"] == str(tmp_path / "given-data" / "tokens" / "manifest.json")
+
+
+def late(batch: dict[str, Any]) -> dict[str, Any]:
+    """The first block is the last to be ready."""
+    time.sleep(0.5 if batch["text"][0].startswith("0:") else 0.0)
+    return batch

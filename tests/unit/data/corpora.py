@@ -42,7 +42,7 @@ def write_table(path: Path, documents: Sequence[str | None], rows: int = 7, kind
     return path
 
 
-def prepared(out: Path, *sources: Path | str, **settings: Any) -> Manifest:
+def prepared(out: Path | str, *sources: Path | str, **settings: Any) -> Manifest:
     """A preparation in this process, with pieces and row groups so small that there are several."""
     small: dict[str, Any] = {"workers": 0, "piece_bytes": 2000, "row_group_tokens": 64, **settings}
     return prepare(PrepareConfig(tuple(str(source) for source in sources), str(out), **small))

@@ -1,0 +1,105 @@
+"""Datasets given to the trainer: written out once, found again, refused where they cannot be replayed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset
+
+from elastic_ring.data.materialise import DatasetTokens, as_source, materialised
+from elastic_ring.data.packing import END_OF_DOCUMENT
+from elastic_ring.data.source import StdlibText
+from elastic_ring.trainer import ElasticRingTrainer
+from tests.unit.data.corpora import texts
+
+datasets = pytest.importorskip("datasets")
+
+
+def dataset(rows: list[str | None], column: str = "text") -> Any:
+    return datasets.Dataset.from_dict({"id": list(range(len(rows))), column: rows})
+
+
+def stream(source: Any) -> list[int]:
+    opened = source.open()
+    return [token for i in range(opened.num_sequences) for token in opened.read(i).tokens[:-1].tolist()]
+
+
+def test_a_hugging_face_dataset_is_written_out_once_in_its_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = dataset([*texts(40), None, ""]).select([*range(41, -1, -1)])
+    uri = str(tmp_path / "run-data")
+    source = as_source(whole, 8)
+    with caplog.at_level(logging.INFO):
+        first = materialised(source, uri)
+    assert f"the Hugging Face dataset is written to {uri} and prepared there" in caplog.text
+    expected = [token for text in reversed(texts(40)) for token in (*text.encode(), END_OF_DOCUMENT)]
+    assert stream(first) == expected[: (len(expected) - 1) // 8 * 8]
+    assert not (tmp_path / "run-data" / "input").exists()
+    with caplog.at_level(logging.INFO):
+        assert materialised(source, uri) == first
+    assert "written by an earlier submission" in caplog.text
+
+
+def test_a_kill_while_it_is_written_leaves_nothing_that_counts(tmp_path: Path) -> None:
+    uri = str(tmp_path / "run-data")
+    left = tmp_path / "run-data" / "input" / "part-000009.parquet"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half of a file")
+    source = as_source(dataset(texts(40)), 8)
+    calm = materialised(source, str(tmp_path / "calm-data"))
+    assert materialised(source, uri).digest == calm.digest
+
+
+def test_other_documents_settings_or_order_under_the_same_run_are_refused(tmp_path: Path) -> None:
+    uri = str(tmp_path / "run-data")
+    materialised(as_source(dataset(texts(40)), 8), uri)
+    for other in (texts(39), [*texts(39), "x"], [*texts(40)[::-1]], [texts(2)[0] + texts(2)[1], "", *texts(38, 2)]):
+        with pytest.raises(ValueError, match="has other documents, or another order"):
+            materialised(as_source(dataset(other), 8), uri)
+    with pytest.raises(ValueError, match=r"'align_tokens': 1.*not .*'align_tokens': 8"):
+        materialised(DatasetTokens(dataset(texts(40)), 8, align_tokens=8), uri)
+
+
+def test_a_dataset_without_text_is_refused_by_its_columns(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no column 'text': it has id, body; give DatasetTokens"):
+        materialised(as_source(dataset(texts(3), "body"), 8), str(tmp_path / "a"))
+    with pytest.raises(ValueError, match="has no rows"):
+        materialised(as_source(dataset([]), 8), str(tmp_path / "b"))
+    assert materialised(DatasetTokens(dataset(texts(3), "body"), 8, text_column="body"), str(tmp_path / "c")).digest
+
+
+class Endless(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[str]:
+        yield "x"
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (iter(["a"]), "data is an iterator, which can be read only once"),
+        ((text for text in ["a"]), "data is an iterator"),
+        (Endless(), "data is an IterableDataset of torch"),
+        (DataLoader(["a"]), "data is a DataLoader"),  # type: ignore[arg-type]
+        (dataset(["a"]).to_iterable_dataset(), "data is a streamed Hugging Face dataset"),
+        (datasets.DatasetDict(train=dataset(["a"])), "data is a DatasetDict of train: give one of its datasets"),
+        (["a"], "data is a list: give StdlibText"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_with_the_reason(data: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=r".") as refused:
+        ElasticRingTrainer(dict, data)  # type: ignore[arg-type]
+    assert told in str(refused.value)
+
+
+def test_sources_stay_what_they_are() -> None:
+    source = StdlibText(8)
+    assert as_source(source, 4) is source
+    with pytest.raises(ValueError, match="DatasetTokens dataset is a list"):
+        DatasetTokens([], 8)
+    with pytest.raises(ValueError, match=r"is opened by ElasticRingTrainer\.fit"):
+        as_source(dataset(["a"]), 8).open()
