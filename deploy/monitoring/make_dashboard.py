@@ -21,6 +21,8 @@ ROWS = {
     "Mesh": ("phase", "mesh", "wanted_rings", "workers", "wanted_spares", "nodes", "failed_starts", "generation"),
     "Recoveries": ("recoveries", "lost_workers", "recovery_sum_seconds", "recovery_duration_seconds", "undone_steps",
                    "rerun_steps"),
+    "Checkpoints": ("checkpoints", "last_checkpoint_timestamp_seconds", "checkpoint_step", "checkpoint_size_bytes",
+                    "checkpoint_seconds", "checkpoint_failing_seconds"),
     "Where time goes": ("time_seconds", "goodput_ratio", "late_compilations"),
     "Exchange of keys and values": ("hop_sent_bytes", "hop_exposed_wait_seconds", "hop_latency_seconds"),
     "Coordinator and driver": ("term", "bit_exact", "driver_silent_seconds", "driver_lease_seconds", "failed",
@@ -58,7 +60,7 @@ def target(metric: Metric) -> prometheus.Dataquery:
 def title(metric: Metric) -> str:
     words = metric.name.removeprefix("elastic_ring_").removesuffix("_seconds").replace("_", " ")
     if metric.name.endswith("_timestamp_seconds"):
-        return "time since the last commit"
+        return f"time since the {words.removesuffix(' timestamp')}"
     return f"{words}, 95 % of them are shorter" if metric.kind == "histogram" else words
 
 

@@ -52,7 +52,7 @@ class Metric:
         return PREFIX + self.name
 
 
-STEP_1 = "after the first step"
+STEP_1, CHECKPOINT_1 = "after the first step", "after the first checkpoint"
 TABLE: tuple[Metric, ...] = (
     # where the run stands
     Metric("elastic_ring_phase", "1", "1 for the phase that the run is in, 0 for the others", "part", PHASES),
@@ -103,6 +103,18 @@ TABLE: tuple[Metric, ...] = (
            "histogram"),
     Metric("elastic_ring_undone_steps", "steps", "committed steps so far that a recovery undid"),
     Metric("elastic_ring_rerun_steps", "steps", "steps so far that ran again because nobody held their result"),
+    # checkpoints
+    Metric("elastic_ring_checkpoints", "checkpoints", "checkpoints so far that count"),
+    Metric("elastic_ring_last_checkpoint_timestamp_seconds", "seconds",
+           "Unix time at which the newest checkpoint began to count; of the coordinator's start before the first",
+           only="with checkpoints"),
+    Metric("elastic_ring_checkpoint_step", "steps", "steps that the newest checkpoint contains", only=CHECKPOINT_1),
+    Metric("elastic_ring_checkpoint_size_bytes", "bytes", "size of the newest checkpoint", only=CHECKPOINT_1),
+    Metric("elastic_ring_checkpoint_seconds", "seconds",
+           "the newest checkpoint: all of it (total), and how long training waited for it (blocked)", "part",
+           ("total", "blocked"), CHECKPOINT_1),
+    Metric("elastic_ring_checkpoint_failing_seconds", "seconds",
+           "for how long no checkpoint could be written although one was tried; 0 when the last one could"),
     # where time goes
     Metric("elastic_ring_goodput_ratio", "1", "time of steps that stayed committed by time since the run's start"),
     Metric("elastic_ring_time_seconds", "seconds",

@@ -13,6 +13,7 @@ import ray
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastic_ring.config import CheckpointConfig
 from elastic_ring.monitor.metrics_table import OF_RAY, PREFIX, TABLE
 from tests.ray.conftest import ALONE, tiny_trainer, wait_for
 
@@ -47,6 +48,7 @@ def test_a_running_run_exports_every_metric_of_the_table_and_no_other(local_ray:
     gate = tmp_path / "gate"
     trainer = tiny_trainer(tmp_path, NAME, steps=100, faults="kill@step=2,phase=backward,rank=0", gate=gate,
                            global_batch=2, **{**ALONE, "dp": 2})  # fmt: skip
+    trainer.run_config = replace(trainer.run_config, checkpoint_config=CheckpointConfig(every_steps=1))
     trainer.task = replace(trainer.task, step=replace(trainer.task.step, val_every_steps=4))
     wanted = {metric.exported_name for metric in TABLE if metric.name not in OF_GPUS}
     with ThreadPoolExecutor(1) as pool:

@@ -212,7 +212,7 @@ class Coordinator:
         )  # fmt: skip
         if run_spec.run.checkpoint_config.is_on or run_spec.resume.checkpoints:
             self.checkpoints.open()
-        self.metrics_exporter = MetricsExporter(run_spec.run.name, run_spec.run.timeouts.lease_s, self.recorder)
+        self.metrics_exporter = MetricsExporter(run_spec.run, self.recorder, lambda: self.checkpoints.failing_s)
 
     def _clear(self) -> list[str]:
         """Remove every actor and placement group of the run but this; the names of those that stay."""

@@ -10,11 +10,12 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ray.util.metrics import Gauge, Histogram
 
+from elastic_ring.config import RunConfig
 from elastic_ring.control.state import State, mesh_of, phase_name, spares
 from elastic_ring.monitor.metrics_table import (
     BUCKETS_S,
@@ -40,8 +41,10 @@ Sample = tuple[str, str, float | None]
 class MetricsExporter:
     """The metrics of one run. Not thread-safe: the deciding thread alone uses it."""
 
-    def __init__(self, run: str, lease_s: float, recorder: RunRecorder) -> None:
-        self._run, self._lease_s, self._recorder = run, lease_s, recorder
+    def __init__(self, run: RunConfig, recorder: RunRecorder, checkpoint_failing_s: Callable[[], float]) -> None:
+        """`checkpoint_failing_s` says for how long no checkpoint could be written."""
+        self._config, self._run, self._recorder = run, run.name, recorder
+        self._checkpoint_failing_s = checkpoint_failing_s
         self._started_unix_s = time.time()
         self._exported_at = -math.inf
         self._num_observed = len(recorder.recoveries.records)  # an earlier coordinator observed these
@@ -71,9 +74,13 @@ class MetricsExporter:
 
     def _export(self, state: State, driver_silent_s: float, now: float) -> None:
         self._metrics = self._metrics or {metric.name: _made(metric) for metric in TABLE}
-        driver = [("elastic_ring_driver_silent_seconds", "", driver_silent_s),
-                  ("elastic_ring_driver_lease_seconds", "", self._lease_s)]  # fmt: skip
-        for name, value, number in [*samples(state, self._recorder, now, self._started_unix_s), *driver]:
+        others = [("elastic_ring_driver_silent_seconds", "", driver_silent_s),
+                  ("elastic_ring_driver_lease_seconds", "", self._config.timeouts.lease_s),
+                  ("elastic_ring_checkpoint_failing_seconds", "", self._checkpoint_failing_s())]  # fmt: skip
+        if self._config.checkpoint_config.is_on:
+            newest_unix_s = self._recorder.checkpoint_unix_s or self._started_unix_s
+            others.append(("elastic_ring_last_checkpoint_timestamp_seconds", "", newest_unix_s))
+        for name, value, number in [*samples(state, self._recorder, now, self._started_unix_s), *others]:
             self._set(name, value, number)
         for record in self._recorder.recoveries.records[self._num_observed :]:
             for part, duration_s in parts_of(record).items():
@@ -94,11 +101,12 @@ def _made(metric: Metric) -> Gauge | Histogram:
 
 
 def samples(state: State, recorder: RunRecorder, now: float, started_unix_s: float) -> Iterator[Sample]:
-    """Every gauge of the table but those of the driver."""
+    """Every gauge of the table but those that the recorder and the state do not know."""
     yield from _standing(state, recorder, started_unix_s)
     yield from _of_mesh(state)
     yield from _of_steps(recorder)
     yield from _of_recoveries(recorder.recoveries.records, recorder.recoveries.num_lost())
+    yield from _of_checkpoints(recorder.checkpoints)
     yield from _of_time(recorder, now)
 
 
@@ -171,6 +179,15 @@ def _of_recoveries(records: list[dict[str, Any]], num_lost: Mapping[str, int]) -
     yield from (("elastic_ring_recovery_sum_seconds", part, sums[part]) for part in RECOVERY_PARTS)
     yield "elastic_ring_undone_steps", "", sum(record["steps_undone"] for record in records)
     yield "elastic_ring_rerun_steps", "", sum(record["steps_rerun"] for record in records)
+
+
+def _of_checkpoints(checkpoints: Sequence[Mapping[str, Any]]) -> Iterator[Sample]:
+    yield "elastic_ring_checkpoints", "", len(checkpoints)
+    for newest in checkpoints[-1:]:
+        yield "elastic_ring_checkpoint_step", "", newest["step"]
+        yield "elastic_ring_checkpoint_size_bytes", "", newest["bytes"]
+        yield "elastic_ring_checkpoint_seconds", "total", newest["total_s"]
+        yield "elastic_ring_checkpoint_seconds", "blocked", newest["blocked_s"]
 
 
 def parts_of(record: Mapping[str, Any]) -> dict[str, float]:

@@ -58,7 +58,8 @@ class RunRecorder:
         self._status_at = 0.0
         self._end_told = False
         self.num_compiled_late = 0  # after step 0, by all workers
-        self._checkpoints: list[Mapping[str, Any]] = []
+        self.checkpoints: list[Mapping[str, Any]] = []
+        self.checkpoint_unix_s: float | None = None
         self.resumed_from: Sequence[Mapping[str, Any]] = ()
         self.started_s = 0.0
 
@@ -95,8 +96,9 @@ class RunRecorder:
 
     def checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """A checkpoint counts."""
-        self._checkpoints.append(checkpoint)
-        self._note({"note": "checkpoint", "checkpoint": dict(checkpoint)})
+        self.checkpoints.append(checkpoint)
+        self.checkpoint_unix_s = round(time.time(), 3)
+        self._note({"note": "checkpoint", "checkpoint": dict(checkpoint), "unix_s": self.checkpoint_unix_s})
         log.info("checkpoint of step %d: %.1f MB in %.2f s, for %.3f s of which training waited: %s",
                  checkpoint["step"], checkpoint["bytes"] / 1e6, checkpoint["total_s"], checkpoint["blocked_s"],
                  checkpoint["path"])  # fmt: skip
@@ -243,7 +245,7 @@ class RunRecorder:
             skipped_steps=sum(bool(line["skipped"]) for line in read_metrics(self.folder)),
             lost_workers=self.recoveries.num_lost(),
             resumed_from=self.resumed_from,
-            checkpoints=self._checkpoints,
+            checkpoints=self.checkpoints,
         )
         write_summary(self.folder, summary)
         draw_run(self.folder, self.recoveries.records)
@@ -264,7 +266,8 @@ class RunRecorder:
         if line.get("note") == "resumed from":
             self.resumed_from = line["checkpoints"]
         if line.get("note") == "checkpoint":
-            self._checkpoints.append(line["checkpoint"])
+            self.checkpoints.append(line["checkpoint"])
+            self.checkpoint_unix_s = line["unix_s"]
         if line.get("note") == "generation":
             self.generations.append({k: line[k] for k in ("term", "generation", "mesh", "reason")})
             self._seen_change = (line["term"], line["generation"], True)

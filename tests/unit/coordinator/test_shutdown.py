@@ -89,7 +89,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.node_monitor, made.dispatch = Nobody(), Nobody()
     made.checkpoints = CheckpointKeeper(run, Resume(), 1, {}, made._put)
     made.mirror = Mirror(run, 1)
-    made.metrics_exporter = MetricsExporter(run.name, 60.0, made.recorder)
+    made.metrics_exporter = MetricsExporter(run, made.recorder, lambda: 0.0)
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1")}
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
     made.state = State(ControlOptions("over", 2, 1, 4), Running(membership), 1, 1, workers)
