@@ -83,7 +83,7 @@ class Watched:
     def __init__(self, name: str, storage_path: str) -> None:
         self.run = RunConfig(name=name, storage_path=storage_path)
         self.folder = Path(tempfile.mkdtemp()) if self.run.is_remote else self.run.folder
-        self.storage = Storage(self.run.storage_uri)
+        self.storage = Storage(self.run.storage_uri, timeout_s=self.run.timeouts.storage_s)
         self.log_path = Path(tempfile.mkdtemp(), f"{name}.log")
 
     def look(self) -> Path:
