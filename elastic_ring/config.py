@@ -377,6 +377,8 @@ class RunConfig:
                     "that every node sees"
                 )
             object.__setattr__(self, setting, str(Path(given).expanduser().absolute()))
+        if self.resume not in ("auto", "never") and not self.resume.isdigit() and not _URI.match(self.resume):
+            object.__setattr__(self, "resume", str(Path(self.resume).expanduser().absolute()))
 
     @property
     def storage_uri(self) -> str:

@@ -435,7 +435,10 @@ class ElasticRingTrainer:
         """Callbacks read the records; a store's are asked for now and then, and at the end."""
         if self.run_config.is_remote and (ended or (self.callbacks and time.monotonic() - self._fetched_s > FETCH_S)):
             self._fetched_s = time.monotonic()
-            run_storage.fetch(self.run_config, self.run_config.driver_folder)
+            try:
+                run_storage.fetch(self.run_config, self.run_config.driver_folder)
+            except errors.StorageFailed as error:
+                log.warning("the run's records cannot be fetched now, training goes on: %s", error)
 
     def _telling(self) -> Telling:
         return Telling(self.callbacks, RunInfo(self.run_config.name, self.run_config.driver_folder, self._config()))

@@ -31,8 +31,9 @@ STATUS_NAME = "status.json"
 JOURNAL_NAME = "journal.jsonl"
 CONFIG_NAME = "config.json"
 
-WENT_BACK, AGAIN = "went back", "again"
-"""Notes in metrics.jsonl: the run begins at this step again; the step ran again with the same loss."""
+WENT_BACK, AGAIN, BEGINS = "went back", "again", "begins"
+"""Notes in metrics.jsonl: the run begins at this step again; the step ran again with the same loss; the lines before
+this step are missing."""
 
 SUMMARY_KEYS = (
     "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact", "generations", "recoveries",
@@ -146,6 +147,7 @@ class MetricsLog:
         self._last_step = -1
         self._validated: set[int] = set()
         self._went_back: set[tuple[int, int]] = set()
+        self._begun: set[int] = set()  # steps before which others are missing
         self.newest = Newest()
 
     def open(self) -> MetricsLog:
@@ -162,7 +164,8 @@ class MetricsLog:
         validations = [line for line in lines if _is_validation(line)]
         self._validated = {line["step"] for line in validations}
         self._went_back = {tuple(line["build"]) for line in lines if line.get("note") == WENT_BACK}
-        self._last_step = max(self._by_step, default=-1)
+        self._begun = {line["step"] for line in lines if line.get("note") == BEGINS}
+        self._last_step = max([*self._by_step, *(step - 1 for step in self._begun)], default=-1)
         self.newest = Newest.of([*(standing[step] for step in sorted(standing)), *validations])
 
     def go_back(self, step: int, build: tuple[int, int]) -> int:
@@ -176,6 +179,15 @@ class MetricsLog:
         self._journal.append({"step": step, "note": WENT_BACK, "build": list(build)})
         self._read()
         return num_gone
+
+    def begin_at(self, step: int) -> None:
+        """A build begins at `step`: what is missing before it will not come any more, and is told once."""
+        if step > self._last_step + 1:
+            log.error("%s has no lines for steps %d to %d: they were lost with their writer, or it began elsewhere",
+                      self.path, self._last_step + 1, step - 1)  # fmt: skip
+            self._journal.append({"step": step, "note": BEGINS})
+            self._begun.add(step)
+            self._last_step = step - 1
 
     def sync(self) -> None:
         """All lines are on disk when this returns."""
@@ -224,15 +236,15 @@ class MetricsLog:
             self._journal.append({"step": step, **finite})
 
     def losses_hex(self) -> list[str]:
-        """The losses of all steps on record, in order; they begin at 0, or where the run was resumed from elsewhere.
+        """The losses of all steps on record, in order: all, but for those that `begin_at` told to be missing.
 
         Raises: RunFailed with the first step that is missing.
         """
-        first = min(self._by_step, default=0)
-        for step in range(first, first + len(self._by_step)):
-            if step not in self._by_step:
-                raise RunFailed(f"{self.path} has no line for step {step}", step=step)
-        return [self._by_step[step][0] for step in sorted(self._by_step)]
+        steps = sorted(self._by_step)
+        for before, step in zip([-1, *steps], steps, strict=False):
+            if step != before + 1 and step not in self._begun:
+                raise RunFailed(f"{self.path} has no line for step {before + 1}", step=before + 1)
+        return [self._by_step[step][0] for step in steps]
 
     def step_times_s(self) -> dict[int, float]:
         """Step -> seconds, to restore `Goodput` after a restart."""

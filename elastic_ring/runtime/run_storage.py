@@ -52,17 +52,25 @@ def fetch(run: RunConfig, folder: Path, *, keep_longer: bool = False) -> None:
             _replace(folder / name, storage.read(name))
         else:
             (folder / name).unlink(missing_ok=True)
-    term = int(json.loads(storage.read(CURRENT))["term"]) if storage.exists(CURRENT) else None
     for name in APPENDED:
-        pieces = [piece for piece, _ in storage.names(FOLDER)] if term is not None else []
-        data = b"".join(storage.read(piece) for piece in sorted(pieces) if piece.startswith(_prefix(name, term)))
-        path = folder / name
+        data, path = mirrored(storage, name), folder / name
         if keep_longer and path.exists() and path.read_bytes().startswith(data):
             continue
         if data:
             _replace(path, data)
         else:
             path.unlink(missing_ok=True)
+
+
+def mirrored(storage: Storage, name: str) -> bytes:
+    """A growing file as its pieces in the store have it; empty where there are none."""
+    term = _current_term(storage)
+    pieces = [piece for piece, _ in storage.names(FOLDER)] if term else []
+    return b"".join(storage.read(piece) for piece in sorted(pieces) if piece.startswith(_prefix(name, term)))
+
+
+def _current_term(storage: Storage) -> int:
+    return int(json.loads(storage.read(CURRENT))["term"]) if storage.exists(CURRENT) else 0
 
 
 def publish(run: RunConfig, folder: Path) -> None:
@@ -121,6 +129,11 @@ class Mirror:
         """The newest term that is known to be claimed; in a store it is asked once a second."""
         return self._newest_term if self._storage is not None else newest_term(self._run.folder, self._term)
 
+    def look(self) -> None:
+        """Ask the store for a higher term. Raises StorageFailed."""
+        while self._storage is not None and self._storage.exists(f"terms/{self._newest_term + 1:06d}"):
+            self._newest_term += 1
+
     def flush(self) -> None:
         """Everything written so far is in the store when this returns. Raises StorageFailed."""
         if self._storage is None:
@@ -128,7 +141,7 @@ class Mirror:
         with self._lock:
             for name in APPENDED:
                 self._append(self._storage, name)
-            if not self._is_current:
+            if not self._is_current and _current_term(self._storage) <= self._term:
                 self._storage.replace(CURRENT, json.dumps({"term": self._term, "unix_s": time.time()}).encode())
                 self._remove_older(self._storage)
                 self._is_current = True
@@ -153,9 +166,8 @@ class Mirror:
         assert self._storage is not None
         while not self._over.wait(PERIOD_S):
             try:
+                self.look()
                 self.flush()
-                while self._storage.exists(f"terms/{self._newest_term + 1:06d}"):
-                    self._newest_term += 1
             except (StorageFailed, OSError) as error:
                 if time.monotonic() - self._told_s > TELL_AGAIN_S:
                     self._told_s = time.monotonic()
@@ -182,9 +194,8 @@ class Mirror:
             self._seen[name] = changed_ns
 
     def _remove_older(self, storage: Storage) -> None:
-        own = tuple(_prefix(name, self._term) for name in APPENDED)
         for piece, _ in storage.names(FOLDER):
-            if piece != CURRENT and not piece.startswith(own):
+            if piece != CURRENT and int(piece.split("-")[-2]) < self._term:
                 storage.remove(piece)
 
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ COMMIT = "COMMIT.json"
 REJECTED = "REJECTED.json"
 NO_DIGEST = 64 * "0"
 PARAMS, OPTIMIZER = "params", "optimizer"
+OWN_TO_A_DEVICE = ("params", "fused", "foreach", "capturable")
+"""Of an optimizer's groups what a checkpoint does not bring: another device may compute otherwise."""
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -326,6 +328,8 @@ class Reader:
         self._headers: dict[str, tuple[dict[str, Any], int]] = {}
         self._files = {file.name: file for file in manifest.files}
         self._open: dict[str, tuple[dict[str, Any], memoryview]] = {}
+        self.check: Callable[[], None] = lambda: None
+        """Asked before each file; what it raises ends the reading."""
 
     def tensor(self, name: str, cp_rank: int, cp: int) -> Tensor:
         """The slice of a tensor on rank `cp_rank` of `cp`. Raises CheckpointDamaged, StorageFailed, ValueError."""
@@ -345,7 +349,10 @@ class Reader:
     def _whole(self, name: str, cp_rank: int, cp: int, part: int) -> Tensor:
         if cp == self.manifest.cp:
             return self._stored(name, cp_rank, part).clone()
-        copies = [self._stored(name, source, part) for source in range(self.manifest.cp)]
+        # The files of other ranks may be large, and this tensor is all that is wanted of them.
+        pieces = Reader(self.storage, self.manifest, whole_files=False)
+        pieces._headers = self._headers
+        copies = [pieces._stored(name, source, part) for source in range(self.manifest.cp)]
         if any(not torch.equal(copy, copies[0]) for copy in copies):
             raise ValueError(
                 f"{name} is not cut by rows and differs between ranks, so it fits no other number of ranks: "
@@ -378,6 +385,7 @@ class Reader:
 
     def _file(self, name: str) -> tuple[dict[str, Any], memoryview]:
         if name not in self._open:
+            self.check()
             try:
                 data, found = self.storage.load(name)
             except StorageFailed as error:
@@ -411,18 +419,26 @@ def _fill_optimizer(shard: Shard, reader: Reader, cp: int) -> None:
     for group in shard.optimizer.param_groups:
         wanted = {names[id(param)] for param in group["params"]}
         for name in sorted(wanted)[:1]:
-            group.update(
-                {key: _restored(group.get(key), value) for key, value in saved[name].items() if key != "params"}
-            )
+            found = {key: value for key, value in saved[name].items() if key not in OWN_TO_A_DEVICE}
+            group.update({key: _restored(group.get(key), value) for key, value in found.items()})
     shard.optimizer.state.clear()
+    on_device = {id(param): _keeps_steps_on_device(group) for group in shard.optimizer.param_groups
+                 for param in group["params"]}  # fmt: skip
     for name, param in shard.params.items():
         prefix = f"{OPTIMIZER}/{name}/"
         state: dict[str, Any] = dict(meta["plain"].get(name, {}))
         for key in (key for key in reader.manifest.tensors if key.startswith(prefix)):
+            part = key.removeprefix(prefix)
             value = reader.tensor(key, shard.cp_rank, cp)
-            state[key.removeprefix(prefix)] = value.to(param.device) if value.shape == param.shape else value
+            # As `torch.optim.Optimizer.load_state_dict` does, which would cast what must arrive as it was.
+            stays = part == "step" and not on_device.get(id(param), False)
+            state[part] = value if stays else value.to(param.device)
         if state:
             shard.optimizer.state[param] = state
+
+
+def _keeps_steps_on_device(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("fused") or group.get("capturable"))
 
 
 def _restored(present: Any, value: Any) -> Any:

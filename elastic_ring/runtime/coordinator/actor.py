@@ -46,7 +46,7 @@ from elastic_ring.control.messages import (
 )
 from elastic_ring.control.replay import journal_line, replay, term_note
 from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, waiting_for
-from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage
+from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage, StorageFailed
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_trouble
 from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
@@ -270,6 +270,8 @@ class Coordinator:
                 self._commit_checkpoints()
             case "checkpoint":
                 self.recorder.checkpoint(body)
+                if not (isinstance(self.state.phase, Building) and self.state.phase.order.restore is not None):
+                    self.checkpoints.clean(body["step"])
             case "checkpoints":
                 self._decide(CheckpointsKnown(self._cause(), tuple(body)))
             case "checkpoint-failed":
@@ -372,6 +374,8 @@ class Coordinator:
             self._refuse_if_replaced()
         for order in [command for command in decision.commands if isinstance(command, Build)][:1]:
             is_new = self.recorder.begun(order.step, (order.term, order.generation))
+            if is_new:
+                self.recorder.metrics.begin_at(order.step)
             if order.restore is not None and is_new:
                 self.recorder.went_back(order.step, (order.term, order.generation))
                 self.checkpoints.gone_back(order.step, (order.term, order.generation))
@@ -413,6 +417,10 @@ class Coordinator:
             self._ended = {**end, "left_behind": self._cleared()}
             self._vanish_later()
             return
+        try:
+            self.mirror.look()  # this process may have been frozen for long
+        except StorageFailed as error:
+            log.warning("the storage does not say whether another coordinator speaks: %s", error)
         self._refuse_if_replaced()
         weights_sha256 = self.dispatch.weights_sha256
         end = aside(

@@ -6,11 +6,12 @@ checkpoint is decided in `control`.
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.state.checkpoint import (
     COMMIT,
     FOLDER,
+    REJECTED,
     Described,
     Manifest,
     commit,
@@ -29,11 +31,13 @@ from elastic_ring.state.checkpoint import (
     prune,
     read_manifest,
     set_aside,
+    wrong_with,
 )
 from elastic_ring.state.storage import Storage, StoredFile, open_or_refuse
 
 log = logging.getLogger(__name__)
 
+LINEAGES = "lineages"
 PRIOR_FAILURE_S = 86_400.0
 """Time in which one failure is assumed beside those that were seen."""
 
@@ -96,6 +100,7 @@ class CheckpointKeeper:
     def open(self) -> None:
         """Start the thread, and have it tell which checkpoints count."""
         self._thread.start()
+        self._jobs.put(self._begin_lineage)
         self._jobs.put(self._tell)
 
     def close(self, timeout_s: float) -> bool:
@@ -141,6 +146,11 @@ class CheckpointKeeper:
             self._jobs.put(lambda step=step, pending=pending: self._commit(step, pending))  # type: ignore[misc]
             return
 
+    def clean(self, step: int) -> None:
+        """A checkpoint of `step` counts and the core knows it: remove what retention does not keep, and leftovers."""
+        written = {key[0] for key in self._pending}
+        self._jobs.put(lambda: self._clean(step, written))
+
     def gone_back(self, step: int, identity: tuple[int, int]) -> None:
         """The build `identity`, (term, generation), begins at the checkpoint of `step`: later ones do not count."""
         self._oldest = max(self._oldest, identity)
@@ -167,6 +177,9 @@ class CheckpointKeeper:
     def _commit(self, step: int, pending: _Pending) -> None:
         head = pending.head
         assert head is not None
+        if (head["term"], head["generation"]) < self._oldest:
+            log.info("the checkpoint of step %d is of members that gave their steps up", step)
+            return
         parts = [pending.parts[key] for key in sorted(pending.parts)]
         manifest = Manifest(
             step=step, lineage=self._resume.lineage, term=self._term, identity=self._facts["identity"],
@@ -181,9 +194,6 @@ class CheckpointKeeper:
             log.warning("step %d has a checkpoint already: another writer was first", step)
             self._storage.remove_folder(manifest.folder)
             return
-        prune(self._storage, self._run.checkpoint_config.keep_last, self._run.checkpoint_config.keep_every,
-              self._resume.lineage)  # fmt: skip
-        self._sweep(step)
         self._failing_since = None
         self._post("checkpoint", {
             "step": step, "path": _uri(self._storage, manifest.folder.rpartition("/")[0]), "bytes": manifest.num_bytes,
@@ -191,6 +201,21 @@ class CheckpointKeeper:
             "total_s": max(part["total_s"] for part in parts) + time.monotonic() - begun,
         })  # fmt: skip
         self._tell()
+
+    def _clean(self, step: int, written: Collection[int]) -> None:
+        """What is left over stays where the store does not let it be removed: the checkpoint counts all the same."""
+        config = self._run.checkpoint_config
+        try:
+            prune(self._storage, config.keep_last, config.keep_every, self._resume.lineage)
+            self._sweep(step, written)
+        except StorageFailed as error:
+            log.warning("old checkpoints could not be removed: %s", error)
+        self._tell()
+
+    def _begin_lineage(self) -> None:
+        """So that a later submission goes on in this lineage, also where it has no checkpoint yet."""
+        begun = {"resume": self._run.resume, "from": [one.folder for one in self._resume.checkpoints[-1:]]}
+        self._storage.create(lineage_name(self._resume.lineage), json.dumps(begun).encode())
 
     def _tell(self) -> None:
         own = [checkpoint for checkpoint in known(self._storage) if lineage_of(checkpoint) == self._resume.lineage]
@@ -200,8 +225,11 @@ class CheckpointKeeper:
     def _set_aside(self, folder: str, why: str) -> None:
         uri, inside = located(self._run.storage_uri, folder)
         if uri == self._run.storage_uri and self._storage.exists(f"{inside}/{COMMIT}"):
-            set_aside(self._storage, inside, [why])
-        log.error("%s does not verify and is kept aside: %s", folder, why)
+            if seen := wrong_with(self._storage, inside):
+                set_aside(self._storage, inside, seen)
+                log.error("%s does not verify and is kept aside: %s", folder, "; ".join(seen))
+            else:  # that worker's node may lack the mount, or have bad memory
+                log.error("%s is whole as seen from here, but a worker could not use it: %s", folder, why)
         self._tell()
 
     def _set_aside_later(self, step: int) -> None:
@@ -211,13 +239,15 @@ class CheckpointKeeper:
                 log.warning("%s is of steps that were given up: kept aside", checkpoint.folder)
         self._tell()
 
-    def _sweep(self, below: int | None) -> None:
-        """Remove what was begun and never committed, of steps below `below` or of all, and abort left uploads."""
+    def _sweep(self, below: int | None, written: Collection[int] = ()) -> None:
+        """Remove what was begun and never committed, of steps below `below` or of all, but not of those in `written`,
+        whose parts are on their way; and abort the uploads that were left there."""
         lineage = f"lineage-{self._resume.lineage:03d}"
         for name in self._storage.folders(FOLDER):
-            step = int(name.removeprefix("step-"))
-            if below is not None and step >= below:
+            number = name.removeprefix("step-")
+            if not number.isdigit() or int(number) in written or (below is not None and int(number) >= below):
                 continue
+            self._storage.abort_uploads(f"{FOLDER}/{name}/{lineage}/")
             folder = f"{FOLDER}/{name}/{lineage}"
             files = [file for file, _ in self._storage.names(folder)]
             if files and not any(file.endswith(".json") for file in files):
@@ -242,6 +272,10 @@ def known(storage: Storage) -> list[Checkpoint]:
         except CheckpointDamaged as error:
             log.error("%s", error)
             continue
+        except StorageFailed:
+            if storage.exists(f"{folder}/{COMMIT}"):
+                raise
+            continue  # removed since it was listed
         found.append(Checkpoint(manifest.step, folder, Mesh(manifest.num_parts, manifest.cp)))
     return found
 
@@ -259,12 +293,17 @@ def find_resume(run: RunConfig, identity: str, settings: Mapping[str, Any]) -> R
     writes = run.checkpoint_config.is_on and not Storage(run.storage_uri).is_local  # a folder is tried elsewhere
     storage = open_or_refuse(run.storage_uri, write=writes, timeout_s=run.timeouts.storage_s)
     found = known(storage)
-    newest = max([lineage_of(checkpoint) for checkpoint in found], default=0)
+    begun = {int(name[-8:-5]): json.loads(storage.read(name)) for name, _ in storage.names(LINEAGES)}
+    newest = max([*begun, *map(lineage_of, found)], default=-1)
     if run.resume == "never":
-        return Resume(newest + bool(found))
+        return Resume(newest + 1)
     if run.resume == "auto":
         usable = [checkpoint for checkpoint in found if lineage_of(checkpoint) == newest]
-        return _resume(run, storage, usable, newest, identity, settings)
+        if not usable and newest in begun:
+            usable = [checkpoint for checkpoint in found if checkpoint.folder in begun[newest]["from"]]
+        if not usable:
+            _refuse_where_all_were_rejected(storage, newest)
+        return _resume(run, storage, usable, max(newest, 0), identity, settings)
     if run.resume.isdigit():
         usable = [checkpoint for checkpoint in found if checkpoint.step == int(run.resume)][-1:]
         if not usable:
@@ -272,7 +311,22 @@ def find_resume(run: RunConfig, identity: str, settings: Mapping[str, Any]) -> R
             raise ValueError(f"resume={run.resume!r}: no checkpoint of that step in {storage.uri}; "
                              f"there are {steps or 'none'}")  # fmt: skip
         return _resume(run, storage, usable, newest + 1, identity, settings)
-    return _resume_from(run, newest + bool(found), identity, settings)
+    return _resume_from(run, newest + 1, identity, settings)
+
+
+def _refuse_where_all_were_rejected(storage: Storage, lineage: int) -> None:
+    """Nobody wants to find out after a week that a run has begun at step 0 again."""
+    ending = f"lineage-{lineage:03d}/"
+    aside = [name for name, _ in storage.names(FOLDER) if name.endswith(REJECTED) and ending in name]
+    if aside:
+        raise ValueError(
+            f"resume='auto': every checkpoint in {storage.uri} was set aside ({len(aside)}; elastic-ring checkpoints "
+            "list tells why): give resume='never' to begin at step 0, or the path of another run's checkpoint"
+        )
+
+
+def lineage_name(lineage: int) -> str:
+    return f"{LINEAGES}/{lineage:03d}.json"
 
 
 def _resume_from(run: RunConfig, lineage: int, identity: str, settings: Mapping[str, Any]) -> Resume:

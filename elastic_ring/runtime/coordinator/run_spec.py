@@ -84,15 +84,17 @@ def set_aside(folder: Path, *, keep_metrics: bool) -> None:
     number = 1 + len(list(folder.glob("attempt-*")))
     old = folder / f"attempt-{number:03d}"
     old.mkdir()
+    if keep_metrics:  # they never leave their place: a copy that a power cut left half done would lose steps
+        for name in (METRICS_NAME, CALLBACKS_NAME):
+            if (folder / name).exists():
+                shutil.copyfile(folder / name, old / name)
+        _keep_places(old / CALLBACKS_NAME, folder / CALLBACKS_NAME)
     for name in (
-        "journal.jsonl", "metrics.jsonl", "status.json", "summary.json", "loss.png", WEIGHTS_INDEX, WEIGHTS,
+        "journal.jsonl", METRICS_NAME, "status.json", "summary.json", "loss.png", WEIGHTS_INDEX, WEIGHTS,
         WEIGHTS_FOLDER, CALLBACKS_NAME,
     ):  # fmt: skip
-        if (folder / name).exists():
+        if (folder / name).exists() and not (keep_metrics and name in (METRICS_NAME, CALLBACKS_NAME)):
             (folder / name).rename(old / name)
-    if keep_metrics and (old / METRICS_NAME).exists():
-        shutil.copyfile(old / METRICS_NAME, folder / METRICS_NAME)
-        _keep_places(old / CALLBACKS_NAME, folder / CALLBACKS_NAME)
 
 
 def _keep_places(old: Path, new: Path) -> None:

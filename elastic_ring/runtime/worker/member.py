@@ -294,7 +294,9 @@ class Member:
             state.enter(groups, (command.term, command.generation), keep=holds)
             if command.restore is not None:
                 begun = time.monotonic()
-                state.restore(open_checkpoint(self._spec.run, command.restore))
+                reader = open_checkpoint(self._spec.run, command.restore)
+                reader.check = connector.raise_if_aborted
+                state.restore(reader)
                 self._timings["restore_s"] = time.monotonic() - begun
             elif command.fresh:
                 state.initialise()

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_ring.config import CheckpointConfig, RunConfig, Timeouts
 from elastic_ring.control.messages import Checkpoint
-from elastic_ring.errors import StorageFailed
+from elastic_ring.errors import RunFailed, StorageFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, read_metrics
@@ -52,6 +52,16 @@ class Run:
         parts = [self.parts.get(timeout=60.0) for _ in range(ranks)]
         assert all(saver.wait(60.0) for saver in self.savers)
         return sorted(parts, key=lambda part: (part["part"], part["cp_rank"]))
+
+    def commit(self, step: int, generation: int = 1) -> list[int]:
+        """Every rank saves, the steps are on record, and what is old is removed; the steps that count then."""
+        for part in self.save(step, generation):
+            self.keeper.written(part)
+        self.keeper.look(step)
+        assert self.next("checkpoint")["step"] == step
+        self.next("checkpoints")
+        self.keeper.clean(step)
+        return [one.step for one in self.next("checkpoints")]
 
     def next(self, kind: str) -> Any:
         """What is told next of this kind; other news before it is dropped."""
@@ -96,11 +106,9 @@ def test_a_checkpoint_counts_once_every_part_is_written_and_every_step_before_it
 def test_old_checkpoints_and_what_never_counted_are_removed(tmp_path: Path) -> None:
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=2, keep_every=4))
     run.save(1, ranks=3)  # a rank dies: this one is never complete
-    for step in (2, 3, 4, 5, 6, 7):
-        for part in run.save(step):
-            run.keeper.written(part)
-        run.keeper.look(step)
-        run.next("checkpoints")
+    for step in (2, 3, 4, 5, 6):
+        run.commit(step)
+    assert run.commit(7) == [4, 6, 7]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         f"step-{step:08d}" for step in (4, 6, 7)
     ]
@@ -112,10 +120,7 @@ def test_old_checkpoints_and_what_never_counted_are_removed(tmp_path: Path) -> N
 def test_parts_and_checkpoints_of_steps_that_were_given_up_do_not_count(tmp_path: Path) -> None:
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
     for step in (2, 4):
-        for part in run.save(step):
-            run.keeper.written(part)
-        run.keeper.look(step)
-        run.next("checkpoints")
+        run.commit(step)
     late = run.save(5)
     run.keeper.gone_back(2, (1, 2))
     assert [one.step for one in run.next("checkpoints")] == [2]
@@ -124,10 +129,50 @@ def test_parts_and_checkpoints_of_steps_that_were_given_up_do_not_count(tmp_path
         run.keeper.written(part)
     run.keeper.look(9)
     assert run.is_silent()
-    for part in run.save(4, generation=2):
+    assert run.commit(4, generation=2) == [2, 4], "the step that ran again has a new one"
+
+
+def test_a_commit_on_its_way_does_not_count_once_the_run_has_gone_back(tmp_path: Path) -> None:
+    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=1))
+    run.commit(2)
+    parts = run.save(4)
+    stays = threading.Event()
+    run.keeper._jobs.put(lambda: stays.wait(60.0) and None)  # a slow store
+    for part in parts:
         run.keeper.written(part)
-    run.keeper.look(3)
-    assert [one.step for one in run.next("checkpoints")] == [2, 4], "the step that ran again has a new one"
+    run.keeper.look(9)
+    run.keeper.gone_back(2, (1, 2))
+    stays.set()
+    assert [one.step for one in run.next("checkpoints")] == [2]
+
+
+def test_a_checkpoint_is_set_aside_only_where_the_keeper_sees_the_damage_too_and_none_left_is_refused(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, CheckpointConfig(every_steps=1))
+    run.commit(1)
+    folder = "checkpoints/step-00000001/lineage-000"
+    run.keeper.damaged(folder, "a node without the mount says that it is missing")
+    assert [one.step for one in run.next("checkpoints")] == [1]
+    file = next((tmp_path / folder).glob("attempt-*/*.safetensors"))
+    file.write_bytes(b"?" + file.read_bytes()[1:])
+    run.keeper.damaged(folder, "another digest")
+    assert run.next("checkpoints") == ()
+    with pytest.raises(ValueError, match=r"every checkpoint in .* was set aside"):
+        find_resume(run.config, IDENTITY, SETTINGS)
+
+
+def test_auto_stays_in_the_newest_lineage_also_before_it_has_a_checkpoint(tmp_path: Path) -> None:
+    config = CheckpointConfig(every_steps=1, keep_last=9)
+    run = Run(tmp_path, config)
+    run.commit(1)
+    run.commit(2)
+    Run(tmp_path, config, find_resume(replace(run.config, resume="1"), IDENTITY, SETTINGS), term=2)
+    found = find_resume(run.config, IDENTITY, SETTINGS)
+    assert (found.lineage, found.step) == (1, 1)
+    Run(tmp_path, config, find_resume(replace(run.config, resume="never"), IDENTITY, SETTINGS), term=3)
+    found = find_resume(run.config, IDENTITY, SETTINGS)
+    assert (found.lineage, found.step) == (2, 0)
 
 
 def test_a_part_that_cannot_be_written_is_told_and_the_next_checkpoint_counts(tmp_path: Path) -> None:
@@ -153,10 +198,7 @@ def test_a_part_that_cannot_be_written_is_told_and_the_next_checkpoint_counts(tm
 def test_a_submission_finds_where_to_begin_and_other_settings_are_named(tmp_path: Path) -> None:
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
     for step in (1, 2):
-        for part in run.save(step):
-            run.keeper.written(part)
-        run.keeper.look(step)
-        run.next("checkpoints")
+        run.commit(step)
     found = find_resume(run.config, IDENTITY, SETTINGS)
     assert ([one.step for one in found.checkpoints], found.step, found.lineage) == ([1, 2], 2, 0)
     earlier = find_resume(replace(run.config, resume="1"), IDENTITY, SETTINGS)
@@ -217,6 +259,22 @@ def test_a_step_that_runs_again_is_recorded_once_if_its_loss_is_equal_else_with_
     assert sum(line["step"] == 2 and "loss_hex" in line for line in lines) == 1
     assert [line["replaces_loss_hex"] for line in lines if "replaces_loss_hex" in line] == [(3.0).hex()]
     assert [line["loss"] for line in read_metrics(tmp_path)] == [0.0, 1.0, 2.0, 3.5]
+
+
+def test_a_gap_that_was_lost_with_its_writer_is_told_once_and_holds_nothing_up(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as metrics:
+        metrics.record(step(0, 1.0))
+        metrics.begin_at(5)
+        metrics.begin_at(5)
+        assert metrics.last_step == 4
+    with MetricsLog(tmp_path) as metrics:
+        assert metrics.last_step == 4
+        metrics.record(step(5, 2.0))
+        assert metrics.losses_hex() == [(1.0).hex(), (2.0).hex()]
+        metrics._by_step[9] = ("", 0.0)
+        with pytest.raises(RunFailed, match="no line for step 6"):
+            metrics.losses_hex()
+    assert (tmp_path / "metrics.jsonl").read_text().count("begins") == 1
 
 
 # ---------------------------------------------------------------- records in an object store
