@@ -27,7 +27,7 @@ NAME = "rings-the-bell"
 
 
 @pytest.fixture
-def rung() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def fired() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """The address of a webhook, and what it was sent."""
     received: list[dict[str, Any]] = []
 
@@ -73,12 +73,12 @@ def configure(folder: Path, hook: str, alertmanager: int) -> None:
 
 
 @pytest.fixture
-def prometheus(local_ray: None, tmp_path: Path, rung: tuple[str, Any]) -> Iterator[str]:
+def prometheus(local_ray: None, tmp_path: Path, fired: tuple[str, Any]) -> Iterator[str]:
     """The address of a Prometheus that scrapes this Ray and tells an Alertmanager, which tells the webhook."""
     folder = tmp_path / "monitoring"
     folder.mkdir()
     port, alertmanager = free_port(), free_port()
-    configure(folder, rung[0], alertmanager)
+    configure(folder, fired[0], alertmanager)
     commands = [
         [program("prometheus-alertmanager", "Debian: prometheus-alertmanager"),
          f"--config.file={folder}/alertmanager.yml", f"--storage.path={folder}/alerts",
@@ -108,16 +108,16 @@ def ask(prometheus: str, query: str) -> list[tuple[dict[str, str], float]]:
 
 @pytest.mark.slow
 def test_a_run_that_fails_reaches_the_pager_and_only_it(
-    prometheus: str, rung: tuple[str, list[dict[str, Any]]], tmp_path: Path
+    prometheus: str, fired: tuple[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     trainer = tiny_trainer(tmp_path, NAME, faults="raise@step=3,phase=forward; raise@step=3,phase=backward", **ALONE)
     with pytest.raises(UserCodeFailed):
         trainer.fit()
-    wait_for(lambda: any(found["path"] == "/pager" for found in rung[1]))
+    wait_for(lambda: any(found["path"] == "/pager" for found in fired[1]))
     (labels, steps) = ask(prometheus, f'max by (run) (ray_elastic_ring_committed_steps{{run="{NAME}"}})')[0]
     assert (labels, steps) == ({"run": NAME}, 3.0)
-    assert {found["path"] for found in rung[1]} == {"/pager"}
-    (alert,) = rung[1][0]["alerts"]
+    assert {found["path"] for found in fired[1]} == {"/pager"}
+    (alert,) = fired[1][0]["alerts"]
     assert alert["status"] == "firing"
     assert {name: alert["labels"][name] for name in ("alertname", "run", "severity")} == {
         "alertname": "ElasticRingRunFailed", "run": NAME, "severity": "page",

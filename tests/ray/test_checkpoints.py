@@ -105,6 +105,7 @@ def source(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Result:
     return run(tmp_path_factory.mktemp("source"), "source", dp=2, cp=2, spares=0, run=kept)
 
 
+@pytest.mark.slow
 def test_never_and_a_step_begin_a_lineage_of_their_own_and_other_settings_are_refused(
     local_ray: None, tmp_path: Path
 ) -> None:

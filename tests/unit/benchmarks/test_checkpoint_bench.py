@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,18 +9,18 @@ import pytest
 
 from benchmarks.checkpoint.bench_checkpoint import Bench, measure, report, shard_of
 
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
     made = Bench(shard_of(6 << 20))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield made
+    yield made
     made.stager.close()
 
 
 def test_each_system_writes_every_byte_of_the_state(bench: Bench, tmp_path: Path) -> None:
-    assert 0.9 * (6 << 20) < bench.num_bytes <= 6 << 20
+    assert 0.9 * (6 << 20) < bench.num_bytes <= (6 << 20) + 64  # and the steps of the optimizer
     for name, save in bench.systems.items():
         (folder := tmp_path / name).mkdir()
         waits, ends = save(folder)
@@ -34,8 +33,7 @@ def test_the_table_has_ratios_to_the_plain_write_of_the_same_round(bench: Bench,
     assert list(measure(bench, 1, tmp_path)) == list(bench.systems)
     found = {"plain write": [(9.0, 9.0), (1.0, 1.0), (2.0, 2.0)], "ours": [(5.0, 9.0), (0.5, 3.0), (0.7, 4.0)]}
     text, figures = report(found, 2_000_000_000, tmp_path)
-    assert figures["ours"] == {
-        "first_wait_s": 5.0, "waits_s": 0.6, "ends_s": 3.5, "gb_per_s": 2 / 3.5, "ratio_to_plain": 2.5,
-    }  # fmt: skip
+    expected = {"first_wait_s": 5.0, "waits_s": 0.6, "ends_s": 3.5, "gb_per_s": 2 / 3.5, "ratio_to_plain": 2.5}
+    assert figures["ours"] == pytest.approx(expected)
     assert "2.500" in text
     assert list(tmp_path.iterdir()) == []

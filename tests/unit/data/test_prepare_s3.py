@@ -24,6 +24,7 @@ def upload(store: ObjectStore, bucket: str, folder: Path) -> None:
         store.client().put_object(Bucket=bucket, Key=f"in/{path.relative_to(folder)}", Body=path.read_bytes())
 
 
+@pytest.mark.slow
 def test_a_corpus_on_an_object_store_is_prepared_and_read_as_one_in_a_folder(
     object_store: ObjectStore, bucket: str, tmp_path: Path
 ) -> None:
