@@ -318,9 +318,9 @@ def test_credentials_that_are_renewed_are_used(
     file = tmp_path / "credentials"
     file.write_text(credentials("expired"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    storage = Storage(f"s3://{bucket}/run", timeout_s=2.0)
     with pytest.raises(StorageFailed, match=f"s3://{bucket}/run/a cannot be written: .*SignatureDoesNotMatch"):
-        storage.write("a", [b"data"])
+        Storage(f"s3://{bucket}/run", timeout_s=1.0).write("a", [b"data"])
+    storage = Storage(f"s3://{bucket}/run", timeout_s=60.0)
     renewal = threading.Timer(0.5, file.write_text, [credentials("elastic-ring")])
     renewal.start()
     storage.write("a", [b"data"])
