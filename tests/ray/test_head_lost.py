@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -114,9 +116,10 @@ class TwoNodes:
 
 
 @pytest.fixture
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
+def nodes() -> Iterator[TwoNodes]:
     ray.shutdown()  # the other modules' Ray
-    nodes = TwoNodes(tmp_path_factory.mktemp("h"))
+    # A short path: Ray puts sockets in it, whose paths may have 107 bytes.
+    nodes = TwoNodes(Path(tempfile.mkdtemp(prefix="head-")))
     try:
         nodes.start_head()
         nodes.start_worker_node()
@@ -124,6 +127,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
     finally:
         ray.shutdown()
         nodes.stop()
+        shutil.rmtree(nodes.folder, ignore_errors=True)
 
 
 @pytest.fixture
