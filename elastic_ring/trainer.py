@@ -162,13 +162,11 @@ class ElasticRingTrainer:
         The other arguments are those of the trainer. A `run_config` keeps its own name and storage; without one the
         run goes on under its name in its storage. Raises ValueError as the constructor does.
         """
-        storage, folder = located("", path.rstrip("/"))
-        whole = storage or path.rstrip("/")
+        storage, _ = located("", path.rstrip("/"))
         run = settings.pop("run_config", None)
         if run is None:
-            before, _, name = whole.rpartition("/")
-            resume = folder.split("/")[1].removeprefix("step-").lstrip("0") or "0" if storage else "auto"
-            run = RunConfig(name=name, storage_path=before, resume=resume)
+            before, _, name = (storage or path.rstrip("/")).rpartition("/")
+            run = RunConfig(name=name, storage_path=before, resume=path if storage else "auto")
         else:
             run = replace(run, resume=path)
         return cls(model, data, run_config=run, **settings)

@@ -16,6 +16,7 @@ import pytest
 
 from elastic_ring import trainer
 from elastic_ring.cli import train
+from elastic_ring.config import RunConfig
 from elastic_ring.data.source import StdlibText
 from elastic_ring.errors import ShardLost
 from elastic_ring.monitor import metrics
@@ -215,3 +216,17 @@ def test_the_record_of_a_run_survives_a_power_cut(tmp_path: Path, monkeypatch: p
     train.build(train.parse(["--run-dir", str(tmp_path / "run")]))._write_config()
     assert [name.startswith(f".{CONFIG_NAME}.") for name in flushed] == [True, False]
     assert flushed[1] == "run"
+
+
+def test_a_restored_trainer_goes_on_in_its_run_or_begins_at_exactly_the_checkpoint_that_is_named(
+    tmp_path: Path,
+) -> None:
+    model: Any = partial(dict)
+    restore = partial(trainer.ElasticRingTrainer.restore, model=model, data=StdlibText(2048))
+    run = restore(f"{tmp_path}/runs/mine/").run_config
+    assert (run.name, run.storage_path, run.resume) == ("mine", f"{tmp_path}/runs", "auto")
+    named = "s3://bucket/runs/mine/checkpoints/step-00000100/lineage-000"
+    run = restore(named).run_config
+    assert (run.storage_uri, run.resume) == ("s3://bucket/runs/mine", named), "another lineage may have the step, too"
+    run = restore(named, run_config=RunConfig("other")).run_config
+    assert (run.name, run.resume) == ("other", named)
