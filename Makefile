@@ -10,7 +10,7 @@ export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train lint test test-all docs clean
+.PHONY: help venv train lint test test-all nvme docs clean
 
 help:
 	@echo "make train   train the laptop preset on this machine, through a killed worker"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-all  the tests that 'make test' leaves out; .ci/run does both"
 	@echo "make lint    style, imports and types only"
 	@echo "make docs    the documentation as a site in build/site; warnings are errors"
+	@echo "make nvme    build DeepSpeed's operators for offloading to NVMe, minutes; 'make test-all' then tests it"
 	@echo "make venv    only create $(VENV) and install"
 	@echo "make clean   remove caches and build leftovers (runs/ and $(VENV) stay)"
 
@@ -29,6 +30,7 @@ $(VENV)/installed: pyproject.toml
 	    + sys.version.split()[0] + "; choose one with: make PYTHON=/path/to/python3 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[deepspeed]'
 	@touch $@
 
 train: venv
@@ -55,6 +57,9 @@ test: venv
 test-all: venv
 	@begun=$$(date +%s); $(PYTEST) -m slow; tests=$$?; \
 	echo "make test-all: $$(( $$(date +%s) - begun )) s"; exit $$tests
+
+nvme: venv
+	$(BIN)/python -c 'from elastic_ring.integrations.ray_train.ops import main; main()'
 
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -35,6 +35,10 @@ def _path_as_text(given: object) -> object:
     return os.fspath(given) if isinstance(given, os.PathLike) else given
 
 
+def _number_as_text(given: object) -> object:
+    return str(given) if isinstance(given, int) and not isinstance(given, bool) else given
+
+
 def _list_as_tuple(given: object) -> object:
     return tuple(given) if isinstance(given, list) else given
 
@@ -160,6 +164,10 @@ class ScalingConfig:
     release_contexts: bool = True
     """Members on GPUs destroy their unused CUDA contexts after step 2; such a worker exits instead of becoming a
     spare again."""
+    domain_labels: Annotated[tuple[str, ...], BeforeValidator(_list_as_tuple)] = (
+        "ray.io/availability-zone", "rack", "host",
+    )  # fmt: skip
+    """Ray's labels of nodes that say what fails together, the widest first; those that a node lacks are left out."""
     wait_for_resources_s: Seconds = 0.0
     """How long to wait at the start for a cluster that is still too small."""
 
@@ -341,6 +349,14 @@ class RunConfig:
     """The run's folder itself, in place of storage_path/name."""
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Durable checkpoints."""
+    copies: Annotated[
+        str, BeforeValidator(_number_as_text), Field(pattern=r"^([012]|parity:([2-9]|[1-9][0-9]+))$"),
+        Must("0, 1, 2 or parity:G, with G of at least 2"),
+    ] = "0"  # fmt: skip
+    """Copies of each rank's state in the host memory of other ranks, on other nodes where there are some: 0, 1 or 2
+    whole ones, or parity:G, one XOR for each G ranks, which covers the loss of one of them."""
+    copy_every_steps: PositiveInt = 10
+    """Steps between copies: at most so many run again after a loss that a copy covers."""
     resume: Annotated[
         str, Field(min_length=1), Must("auto, never, a step such as 1200, or the path of a checkpoint")
     ] = "auto"
@@ -355,6 +371,13 @@ class RunConfig:
     """A step on which the user's code raises this often ends the run."""
     grow_delay_s: Seconds = 2.0
     """How long new capacity must last before the mesh grows."""
+    grow_interval_s: Seconds = 0.0
+    """The mesh grows no sooner than this after its size has changed; 0 for no limit."""
+    grow_cost_s: Seconds | None = None
+    """What a growth must save until the end of the run, at the pace so far; what the last rebuild took if left out."""
+    notices: str = ""
+    """Whom each node asks whether its machine is about to be taken away: aws, gcp, azure, or MODULE:FUNCTION, which
+    answers None or in how many seconds; nobody if left out."""
     progress: bool = True
     """Show each step."""
     env: Annotated[Mapping[str, str], Must("a mapping of text to text, for example {'NCCL_DEBUG': 'INFO'}")] = field(
@@ -443,6 +466,23 @@ def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault
                 f"fault {fault}: hop={fault.hop} never comes on rings of cp={scaling.cp}; "
                 f"name one of 0 to {scaling.cp - 1}"
             )
+
+
+def check_copies(mesh: Mesh, copies: str) -> None:
+    """Refuse copies for which the mesh has too few ranks. Raises ValueError before anything starts."""
+    kind, _, size = copies.partition(":")
+    needed = 1 + int(size if kind == "parity" else kind)
+    if copies == "0" or mesh.size >= needed:
+        return
+    if kind == "parity":
+        raise ValueError(
+            f"copies={copies!r}: a group of {size} ranks and the rank outside of it that holds their parity make "
+            f"{needed}, and the mesh {mesh} has {mesh.size}: take smaller groups, copies='1', or a larger mesh"
+        )
+    raise ValueError(
+        f"copies={copies!r}: each goes to another rank, and the mesh {mesh} has {mesh.size - 1} other rank(s): "
+        f"take copies={str(mesh.size - 1)!r}, or a larger mesh (dp, cp)"
+    )
 
 
 def digest(*configs: Any) -> str:

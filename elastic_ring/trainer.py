@@ -29,7 +29,16 @@ from elastic_ring.attention.cost_model import CostModel
 from elastic_ring.attention.kernels.table import BACKENDS
 from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.parse import parse_pattern
-from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_lasting, check_together, digest, environment
+from elastic_ring.config import (
+    RunConfig,
+    ScalingConfig,
+    StepConfig,
+    check_copies,
+    check_lasting,
+    check_together,
+    digest,
+    environment,
+)
 from elastic_ring.data.materialise import DatasetTokens, as_source, materialised
 from elastic_ring.data.order import SampleOrder
 from elastic_ring.data.source import SourceConfig, hold_out, open_source, order_of
@@ -47,12 +56,21 @@ from elastic_ring.monitor.metrics import (
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.monitor.result import Result
 from elastic_ring.runtime import run_storage
+from elastic_ring.runtime.agent import notices
+from elastic_ring.runtime.autoscaler import ON_HEAD
 from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.checkpoints import Resume, find_resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, identity_digest, is_finished
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.absence import Absence
-from elastic_ring.runtime.driver.cluster import NAMESPACE, WORKER_ENVIRONMENT, actor_name, room, worker_environment
+from elastic_ring.runtime.driver.cluster import (
+    NAMESPACE,
+    WORKER_ENVIRONMENT,
+    actor_name,
+    live_nodes,
+    room,
+    worker_environment,
+)
 from elastic_ring.runtime.driver.session import interruptible, lease, ray_session
 from elastic_ring.runtime.head import reconnect_s, warn_if_shorter
 from elastic_ring.runtime.worker.env_fingerprint import versions
@@ -74,9 +92,6 @@ RECORDS = frozenset(
     {CONFIG_NAME, JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, "terms"}
 )  # one of them at least is in a run's folder
 RENAMED = {"machine": "cost_model", **{old: f"{old}_config" for old in ("step", "optim", "scaling", "run")}}
-# A share of this resource places the coordinator on the head node, whose loss ends the cluster anyway. Ray does not
-# guarantee a soft affinity.
-HEAD_RESOURCE, HEAD_SHARE = "node:__internal_head__", 0.001
 
 
 class ElasticRingTrainer:
@@ -148,6 +163,7 @@ class ElasticRingTrainer:
                 "or leave cost_model out"
             )
         check_together(self.scaling_config, step, self.run_config.faults)
+        check_copies(self.scaling_config.mesh, self.run_config.copies)
         check_kernel(step.kernel, self.scaling_config.device)
         if data.context_tokens != step.context_tokens:
             raise ValueError(
@@ -204,9 +220,14 @@ class ElasticRingTrainer:
         check_portable(self.task)
         if self.scaling_config.device == "cuda":
             log.warning("device='cuda': runs on one host of several GPUs only, so far; see Limits in the README")
-        if self.scaling_config.dp == 1:
+        if self.scaling_config.dp == 1 and self.run_config.copies == "0":
             then = "goes back to the last checkpoint" if self.run_config.checkpoint_config.is_on else "ends the run"
-            log.warning("dp=1: no other ring holds the state, so the next loss of a worker %s; dp=2 heals it", then)
+            log.warning(
+                "dp=1 and copies=0: nobody else holds a worker's state, so the next loss %s; copies=1 (--copies 1) "
+                "keeps it in another worker's memory, dp=2 in a second ring", then,
+            )  # fmt: skip
+        if self.run_config.notices:
+            notices.find(self.run_config.notices)
         with ray_session(self.scaling_config, self.run_config.timeouts.lease_s):
             attempt = secrets.token_hex(8)
             with interruptible(self.run_config, attempt) as followed:
@@ -327,20 +348,27 @@ class ElasticRingTrainer:
         if is_finished(self.run_config, self.run_config.driver_folder, self.task.step.steps):
             return None, False
         attach.refuse_if_written_to(self.run_config)
-        room(self.scaling_config)
+        start_dp = room(self.scaling_config, self.run_config.name)
+        check_copies(Mesh(start_dp or self.scaling_config.dp, self.scaling_config.cp), self.run_config.copies)
+        if self.run_config.copies != "0" and len(live_nodes(self.scaling_config)) == 1:
+            log.warning(
+                "copies=%s on one node: they go to other processes of this node, so they cover the loss of processes "
+                "and not that of the node", self.run_config.copies,
+            )  # fmt: skip
         run = self._run_with_environment()
         resume = self._resume()
         if resume.checkpoints:
             log.info("run %s resumes at step %d from %s", run.name, resume.step, resume.resumed_from[-1]["path"])
         run_spec = RunSpec(
-            run, self.scaling_config, self.task, attempt, self._digest, time.time(), fingerprint, self._identity, resume
-        )
+            run, self.scaling_config, self.task, attempt, self._digest, time.time(), fingerprint, self._identity,
+            resume, start_dp,
+        )  # fmt: skip
         made = (
             ray.remote(Coordinator)
             .options(
                 name=actor_name(self.run_config.name, "coordinator"), namespace=NAMESPACE, lifetime="detached",
                 get_if_exists=True, max_restarts=-1, max_task_retries=-1, max_concurrency=64, num_cpus=0,
-                resources={HEAD_RESOURCE: HEAD_SHARE},
+                resources=ON_HEAD,
             )
             .remote(run_spec)
         )  # fmt: skip

@@ -42,7 +42,8 @@ from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.attention.sparse_schedule import SparseSchedule, plan_sparse
 from elastic_ring.attention.timed_cases import TimingBudget
-from elastic_ring.cli.calibrate import heads, join, report
+from elastic_ring.cli.calibrate import heads
+from elastic_ring.tuning.calibrate_host import join, report
 from elastic_ring.tuning.pareto import rank_correlation
 
 PATTERNS = ("window:128", "sinks:64+window:512", "longnet:256/1,1024/4,4096/16,unit=128", "bigbird:2,1,6", "random:8")

@@ -84,8 +84,8 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
         path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def save(name: str, text: str, figures: dict[str, Any]) -> None:
-    """benchmarks/results/NAME-DATE.txt as printed, and the figures as .json beside it."""
+def save(name: str, text: str, figures: dict[str, Any]) -> Path:
+    """benchmarks/results/NAME-DATE.txt as printed, and the figures as .json beside it; the path without suffix."""
     here = about()
     stem = f"{name}-{here['utc'][:10]}"
     head = [here["command"], f"{here['utc']}, {here['device']}, load {here['load_1_min']}",
@@ -94,3 +94,4 @@ def save(name: str, text: str, figures: dict[str, Any]) -> None:
     (RESULTS / f"{stem}.txt").write_text("\n".join(head) + f"\n\n{text}\n", encoding="utf-8")
     write_json(RESULTS / f"{stem}.json", figures)
     show(f"saved as benchmarks/results/{stem}.txt and .json")
+    return RESULTS / stem

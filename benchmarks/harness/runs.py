@@ -87,8 +87,9 @@ def small_trainer(
     loss: LossFunction = small_loss,
     check_model: bool = True,
     timeouts: Timeouts | None = None,
+    scaling: ScalingConfig | None = None,
 ) -> ElasticRingTrainer:
-    """The peers' model, optimizer and sequences a step, on rings of 2 x 2."""
+    """The peers' model, optimizer and sequences a step, on rings of 2 x 2 where `scaling` says nothing else."""
     rate = common.LEARNING_RATE
     return ElasticRingTrainer(
         small_model, PeersBytes(), loss=loss,
@@ -96,7 +97,8 @@ def small_trainer(
             steps=steps, global_batch=SEQUENCES, context_tokens=common.CONTEXT_TOKENS, check_model=check_model
         ),
         optim_config=OptimConfig(peak_lr=rate, min_lr=rate, total_steps=steps, weight_decay=0.01, betas=(0.9, 0.999)),
-        scaling_config=ScalingConfig(dp=DP, cp=CP, spares=spares, resources_per_worker={"CPU": 0.25}),
+        scaling_config=scaling
+        or ScalingConfig(dp=DP, cp=CP, spares=spares, resources_per_worker={"CPU": 0.25}),
         run_config=RunConfig(name, run_dir=str(folder / name), timeouts=timeouts or Timeouts(), progress=False),
         units=whole_model,
     )  # fmt: skip

@@ -27,7 +27,8 @@ import optuna
 import torch
 
 from benchmarks.harness.arguments import bench_parser
-from elastic_ring.tuning.fidelity import Climb, baseline, tail_loss
+from elastic_ring.tuning.climb import Climb
+from elastic_ring.tuning.fidelity import baseline, tail_loss
 from elastic_ring.tuning.replay import SHARE, Grid, best_alone, correlations, replay
 from elastic_ring.tuning.space import candidates
 

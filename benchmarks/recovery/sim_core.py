@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import json
+import signal
 import sys
 import time
 from collections.abc import Generator
@@ -56,22 +57,54 @@ def main() -> int:
     return run_many(arguments.seed, arguments.schedules)
 
 
+SEED_LIMIT_S = 120
+"""CPU time after which a schedule counts as endless; none takes more than a few seconds."""
+
+
+class Endless(AssertionError):
+    """A schedule does not end, in events or without any."""
+
+
 def run_many(first: int, num_schedules: int) -> int:
     ends: collections.Counter[str] = collections.Counter()
-    num_events, failed = 0, []
+    sources: collections.Counter[str] = collections.Counter()
+    num_events, num_copied, num_stored, failed = 0, 0, 0, []
+    signal.signal(signal.SIGVTALRM, _endless)
     for seed in range(first, first + num_schedules):
+        schedule, seen = faults.random_schedule(seed), _Sources()
+        num_copied += schedule.options.copies != "0"
+        num_stored += schedule.save_every > 0
         try:
-            outcome = simulate.simulate(seed)
+            signal.setitimer(signal.ITIMER_VIRTUAL, SEED_LIMIT_S)
+            outcome = simulate.simulate(seed, schedule, listen=seen.listen)
         except (AssertionError, ElasticRingError) as error:
             failed.append(seed)
             print(f"seed {seed}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
             continue
         num_events += outcome.num_events
+        sources += seen.counted
         ends[outcome.end.error or outcome.end.message.split(":")[0]] += 1
-    print(f"{num_schedules} schedules, {num_events} decisions, ends: {dict(ends.most_common())}")
+    print(f"{num_schedules} schedules, {num_copied} with copies, {num_stored} with checkpoints, {num_events} decisions")
+    print(f"recoveries from: {dict(sources.most_common())}; ends: {dict(ends.most_common())}")
     if failed:
         print(f"{len(failed)} FAILED; look closer: python benchmarks/recovery/sim_core.py --replay {failed[0]}")
     return 1 if failed else 0
+
+
+def _endless(number: int, frame: object) -> None:
+    raise Endless(f"not at its end after {SEED_LIMIT_S} s of CPU time")
+
+
+class _Sources:
+    """Where the state came from in each recovery that a run completed."""
+
+    def __init__(self) -> None:
+        self.counted: collections.Counter[str] = collections.Counter()
+
+    def listen(self, now: float, term: int, event: Event, decision: coordination.Decision) -> None:
+        change = decision.state.last_change
+        if change is not None and change.resumed_at == now and change.previous_mesh is not None and change.lost:
+            self.counted[change.source] += 1
 
 
 def show(seed: int) -> int:

@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="elastic-ring export", description="Write a run's final weights for another program.", allow_abbrev=False
     )
-    parser.add_argument("run", help="the run's folder")
+    parser.add_argument("run", help="the run's folder, or s3://bucket/prefix/NAME")
     parser.add_argument("--format", choices=["huggingface"], default="huggingface",
                         help="huggingface: what from_pretrained loads (the default)")  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer to copy; by default the model folder")
     parser.add_argument("--max-file-size", default="5GB", help="of one file of weights (5GB)")
     asked = parser.parse_args(argv)
+    from elastic_ring.errors import ElasticRingError
     from elastic_ring.integrations.transformers.export import export
 
     try:
@@ -31,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"elastic-ring export: {error}", file=sys.stderr)
         return 2
+    except ElasticRingError as error:
+        print(f"elastic-ring export: {error}", file=sys.stderr)
+        return 1
     print(
         f"{done.num_tensors} tensors in {done.dtype}, {done.num_bytes / 2**20:,.1f} MiB in {done.num_files} file(s); "
         f"all of it in {done.folder}"

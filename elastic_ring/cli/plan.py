@@ -18,6 +18,9 @@ from elastic_ring.model.config import ModelConfig, num_parameters
 
 STATE_BYTES = 4 + 8 + 4 + 4
 LSE_BYTES = 4
+SNAPSHOT_BYTES = 4 + 8
+KEPT = 2
+"""Snapshots that are held at a time, each with its copies: the last complete one, and the one that follows it."""
 CONTEXT_BYTES = int(0.8 * 2**30)
 """What a process takes of a GPU that it is warm on: four standbys more made 3.2 GiB on each of four H200s
 (benchmarks/results/2026-11-21-training-4xH200.json)."""
@@ -36,6 +39,8 @@ class ModelPlan:
     flops: float
     offloaded: bool = False
     on_gpu: bool = False
+    copies: str = "0"
+    snapshot_bytes: int = 0
 
     @property
     def gpu_bytes(self) -> int:
@@ -52,6 +57,7 @@ class ModelPlan:
             f"checkpointed activations{' in host memory' * self.offloaded}",
             f"the largest block is {size(self.largest_unit_bytes)} when gathered",
             f"{self.flops:.3g} FLOP for a sequence",
+            *([] if self.copies == "0" else [self._of_copies()]),
             *(
                 [
                     f"together about {self.gpu_bytes / gib:.0f} GiB of a GPU, and beside it",
@@ -62,6 +68,18 @@ class ModelPlan:
                 else []
             ),
         ]
+
+    def _of_copies(self) -> str:
+        """Host memory of a rank: the last complete snapshot and the one that follows it, and those of its peers."""
+        kind, _, number = self.copies.partition(":")
+        own, whole = size(KEPT * self.snapshot_bytes), size((KEPT + 1) * self.snapshot_bytes)
+        if kind == "parity":
+            return (
+                f"copies={self.copies}: a rank keeps {KEPT} snapshots in host memory, {own}, and one that holds the "
+                f"parity of a group of {number} ranks as much again; while one is made, {whole}"
+            )
+        held = size(KEPT * int(kind) * self.snapshot_bytes)
+        return f"copies={self.copies}: a rank keeps {KEPT} snapshots in host memory, {own}, and {held} of its peers'"
 
 
 def size(num_bytes: int) -> str:
@@ -77,7 +95,7 @@ def model_flops(config: ModelConfig, context_tokens: int) -> float:
     return dense + 6.0 * context_tokens**2 * config.num_heads * config.head_dim * config.num_layers
 
 
-def plan_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig) -> ModelPlan:
+def plan_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, copies: str = "0") -> ModelPlan:
     """The plan of a model on a mesh. Raises ValueError when what is built differs from what is counted."""
     import torch
 
@@ -96,6 +114,7 @@ def plan_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig) -> Mo
         built, scaling.mesh.size, tokens, STATE_BYTES * -(-built // scaling.cp),
         tokens * per_token * config.num_layers if config.checkpoint_activations else 0, block * element,
         model_flops(config, step.context_tokens), config.offload_activations, scaling.device == "cuda",
+        copies, SNAPSHOT_BYTES * -(-built // scaling.cp),
     )  # fmt: skip
 
 

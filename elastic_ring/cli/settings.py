@@ -70,12 +70,14 @@ FREE_OF_FOLDER = frozenset({"checkpoint_activations", "loss_chunk_tokens"})
 # Short flags and the settings that they set, where that is one.
 SHORT = {
     "dp": "scaling.dp", "cp": "scaling.cp", "spares": "scaling.spares", "max_dp": "scaling.max_dp",
-    "min_dp": "scaling.min_dp", "steps": "step.steps", "seed": "step.seed", "global_batch": "step.global_batch",
+    "min_dp": "scaling.min_dp", "wait_for_resources_s": "scaling.wait_for_resources_s",
+    "grow_delay_s": "run.grow_delay_s", "grow_interval_s": "run.grow_interval_s", "grow_cost_s": "run.grow_cost_s",
+    "steps": "step.steps", "seed": "step.seed", "global_batch": "step.global_batch",
     "context": "step.context_tokens", "val_every": "step.val_every_steps", "layout": "step.layout",
     "kernel": "step.kernel", "faults": "run.faults", "align_tokens": "data.align_tokens", "run_name": "run.name",
     "run_dir": "run.run_dir", "storage_path": "run.storage_path", "resume": "run.resume",
     "checkpoint_every_steps": "run.checkpoint_config.every_steps",
-    "checkpoint_keep_last": "run.checkpoint_config.keep_last",
+    "checkpoint_keep_last": "run.checkpoint_config.keep_last", "copies": "run.copies",
 }  # fmt: skip
 
 
@@ -97,6 +99,14 @@ class ShortFlags:
     """The mesh grows to so many rings."""
     min_dp: int | None = None
     """And shrinks to so few."""
+    wait_for_resources_s: float | None = None
+    """How long to wait for a cluster that is too small: its autoscaler is asked for what the run wants."""
+    grow_delay_s: float | None = None
+    """How long new capacity must last before the mesh grows."""
+    grow_interval_s: float | None = None
+    """The mesh grows no sooner than this after its size has changed."""
+    grow_cost_s: float | None = None
+    """What a growth must save; what the last rebuild took if left out."""
     steps: int | None = None
     """Steps to train."""
     seed: int | None = None
@@ -146,6 +156,8 @@ class ShortFlags:
     """Steps between checkpoints, 0 for none; by time if left out."""
     checkpoint_keep_last: int | None = None
     """How many of the newest checkpoints are kept."""
+    copies: str | None = None
+    """Copies of each rank's state in the host memory of other ranks: 0, 1, 2, or parity:G."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""Print the mesh, generation, step, spares and last recoveries of a live or ended run.
+"""Show the mesh, generation, step, spares and last recoveries of a live or ended run.
 
-    python jobs/status.py RUN [--watch [SECONDS]]
+    elastic-ring status RUN [--watch [SECONDS]]
+    elastic-ring status RUN --serve PORT
 
-RUN is a run folder. Reads its files only, so it works while the run trains, after it, and without Ray.
-Exit status: 0, or 2 with the reason when RUN is not the folder of a run.
+RUN is a run's folder, or s3://bucket/prefix/NAME. Reads the run's records only, so it works while the run trains, after
+it, and without Ray. `--serve` shows them as a page: loss, mesh over the steps, recoveries, what each rank does.
+Exit status: 0; 2 with the reason when RUN is not a run or the port cannot be served on.
 """
 
 from __future__ import annotations
@@ -18,30 +20,20 @@ if __name__ == "__main__":  # run from a checkout, where the package may not be 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from elastic_ring.errors import ElasticRingError
+from elastic_ring.monitor.page import LOCAL, Page
 from elastic_ring.monitor.report import render_status
+from elastic_ring.runtime.run_storage import RunRecords
 
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="elastic-ring status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("run", metavar="RUN", help="folder of the run (its --run-dir)")
-    parser.add_argument(
-        "--watch", nargs="?", const=1.0, type=_positive, metavar="SECONDS",
-        help="show again every SECONDS (1 if left out) until Ctrl-C",
-    )  # fmt: skip
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        while True:
-            text = render_status(options.run)
-            if options.watch and sys.stdout.isatty():
-                text = _CLEAR_SCREEN + text
-            print(text, end="", flush=True)
-            if not options.watch:
-                return 0
-            time.sleep(options.watch)
+        records = RunRecords(options.run)
+        if options.serve is not None:
+            return _serve(records, options.host, options.serve)
+        return _print(records, options.watch)
     except (ValueError, ElasticRingError) as error:
         print(f"elastic-ring status: {error}", file=sys.stderr)
         return 2
@@ -49,10 +41,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="elastic-ring status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", help="the run's folder, or s3://bucket/prefix/NAME")
+    parser.add_argument(
+        "--watch", nargs="?", const=1.0, type=_positive, metavar="SECONDS",
+        help="show again every SECONDS (1 if left out) until Ctrl-C",
+    )  # fmt: skip
+    parser.add_argument(
+        "--serve", type=_port, metavar="PORT", help="serve the live page on this port until Ctrl-C; 0 for a free one"
+    )
+    parser.add_argument(
+        "--host", default=LOCAL,
+        help=f"address to serve on; everyone who reaches it sees the page ({LOCAL}: this machine only)",
+    )  # fmt: skip
+    return parser
+
+
+def _print(records: RunRecords, watch_s: float | None) -> int:
+    while True:
+        text = render_status(records.look())
+        if watch_s and sys.stdout.isatty():
+            text = _CLEAR_SCREEN + text
+        print(text, end="", flush=True)
+        if not watch_s:
+            return 0
+        time.sleep(watch_s)
+
+
+def _serve(records: RunRecords, host: str, port: int) -> int:
+    render_status(records.look())  # refuses what is no run
+    with Page(records.look, host, port) as page:
+        print(f"{page.url} shows the run until Ctrl-C", flush=True)
+        page.serve()
+    return 0
+
+
 def _positive(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text}: must be above 0 seconds")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 65536:
+        raise argparse.ArgumentTypeError(f"{text}: must be a port, 0 to 65535")
     return value
 
 

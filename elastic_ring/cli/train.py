@@ -163,7 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from elastic_ring.train.layouts import Layouts
 
             Layouts(trainer.task).choice(asked.scaling.cp, asked.scaling.device)  # logs what "auto" chooses
-            print("\n".join(plan_of(sizes_of(trainer, asked), asked.scaling, asked.step).lines()))
+            plan = plan_of(sizes_of(trainer, asked), asked.scaling, asked.step, asked.run.copies)
+            print("\n".join(plan.lines()))
             return 0
         result = trainer.fit()
     except ValueError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_ring.control import phases, recovery
+from elastic_ring.control import forming, phases, recovery
 from elastic_ring.control.messages import BuildFailed, MemberFailed, Published, Report, Resumed, Standby
 from elastic_ring.control.state import Building, LostWorker, Running
 from elastic_ring.control.transition import Transition
@@ -58,6 +58,8 @@ def complete_if_all(ctx: Transition) -> None:
     ctx.set(
         last_change=replace(change, resumed_at=ctx.now), promise=weaker, fruitless_builds=0, pool_changed_at=ctx.now
     )
+    if change.previous_mesh is not None and change.previous_mesh != change.mesh:
+        ctx.set(resized_at=ctx.now)
     leaving = ctx.ready_among(phase.membership.leaving)
     draining = [worker for worker in leaving if ctx.state.workers[worker].draining]
     ctx.enter(Running(replace(phase.membership, leaving=(), donors=())))
@@ -99,7 +101,7 @@ def trouble(ctx: Transition, event: MemberFailed) -> None:
         lost(ctx, phases.kill_broken(ctx, event))
         return
     if event.kind == "checkpoint" and phase.order.restore is not None:
-        recovery.drop_checkpoint(ctx, phase.order, event)
+        forming.drop_checkpoint(ctx, phase.order, event)
         give_up(ctx, f"{event.worker} cannot use the checkpoint of step {event.step}")
         return
     why = f"{event.worker} reports {event.kind} trouble in step {event.step}"

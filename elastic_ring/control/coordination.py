@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic_ring.control import building, phases, reconnect, recovery, worker_pool
+from elastic_ring.control import building, forming, phases, reconnect, recovery, scaling, worker_pool
 from elastic_ring.control.messages import (
     BuildFailed,
     CheckpointsKnown,
@@ -26,6 +26,7 @@ from elastic_ring.control.messages import (
     Published,
     Report,
     Resumed,
+    ScaleRequested,
     Status,
     Tick,
     WorkerLost,
@@ -171,8 +172,9 @@ _EVERYWHERE: dict[type, Handler] = {
     WorkerReady: _worker_ready,
     WorkerLost: _worker_lost,
     DrainRequested: _drain,
+    ScaleRequested: scaling.requested,
     Status: reconnect.late_ready,
-    CheckpointsKnown: recovery.checkpoints_known,
+    CheckpointsKnown: forming.checkpoints_known,
     Tick: _tick,
 }
 
@@ -240,13 +242,14 @@ def _settle(ctx: Transition) -> None:
         building.expire(ctx)
     if isinstance(ctx.phase, Finishing):
         phases.expire_finishing(ctx)
+    scaling.settle(ctx)
     if isinstance(ctx.phase, Running):
         phases.settle_running(ctx)
     if isinstance(ctx.phase, Closing):
         phases.expire_closing(ctx)
         recovery.try_close(ctx)
     if isinstance(ctx.phase, Forming):
-        recovery.try_form(ctx)
+        forming.try_form(ctx)
     if isinstance(ctx.phase, Forming) and ctx.state.last_change is None:
         worker_pool.refuse_if_nobody_starts(ctx)
     allowed_at = _may_start_workers_at(ctx.state)

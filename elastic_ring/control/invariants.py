@@ -7,10 +7,11 @@ checked where they are known: in the simulator and in the run itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from elastic_ring.control.coordination import Decision
+from elastic_ring.control.copies import HeldCopy, SnapshotId
 from elastic_ring.control.messages import (
     Build,
     BuildFailed,
@@ -25,7 +26,7 @@ from elastic_ring.control.messages import (
     StartWorker,
     Stop,
 )
-from elastic_ring.control.state import Building, Closing, Ended, Reconnecting, Running, State, spares
+from elastic_ring.control.state import Building, Closing, Ended, Forming, Reconnecting, Running, State, spares
 
 _FROM_MEMBERS = (MemberFailed, Report, Resumed, BuildFailed, Finalized)
 
@@ -33,9 +34,10 @@ _FROM_MEMBERS = (MemberFailed, Report, Resumed, BuildFailed, Finalized)
 class InvariantBroken(AssertionError):
     """An invariant is violated; the message begins with its number.
 
-    1: agreement on term, generation and build. 2: stale messages have no effect. 3: committed steps are never lost.
-    4: each step and sequence counts once (checked by the simulator). 5: only verified shards are used. 6: holders of a
-    shard are spread over nodes. 7: no node gets more members than it has GPUs.
+    1: agreement on term, generation and build. 2: stale messages have no effect. 3: committed steps are never lost
+    while each shard has a holder; else no more of them than the best rung that is left undoes. 4: each step and
+    sequence counts once (checked by the simulator). 5: only verified shards are used. 6: holders of a shard are spread
+    over nodes. 7: no node gets more members than it has GPUs.
     """
 
 
@@ -46,9 +48,10 @@ def check(before: State, event: Event, decision: Decision) -> None:
     _agreement(before, after, builds, decision)
     _stale(before, event, decision)
     _committed(before, event, after, builds)
+    _best_source(before, event, after)
     if builds and builds[0].generation > (before.last_change.generation if before.last_change else 0):
         reports = _reports(before, event)
-        _verified(builds[0], reports)
+        _verified(builds[0], reports, before)
         holding = set() if builds[0].fresh else set(reports)  # a fresh start follows `Standby` to all
         _within_gpus(builds[0], after, holding)
         if len(after.nodes) > 1:
@@ -88,11 +91,14 @@ def _stale(before: State, event: Event, decision: Decision) -> None:
 
 
 def _committed(before: State, event: Event, after: State, builds: list[Build]) -> None:
-    restored = bool(builds) and builds[0].restore is not None
-    require(restored or after.committed >= before.committed, 3, "the number of committed steps went down")
-    for build in builds:
+    goes_back = bool(builds) and (builds[0].restore is not None or builds[0].step_back is not None)
+    require(goes_back or after.committed >= before.committed, 3, "the number of committed steps went down")
+    for build in builds[:1]:
         if build.restore is not None:
             _restored(before, after, build, build.restore, _reports(before, event))
+            continue
+        if build.step_back is not None:
+            _stepped_back(before, after, build, build.step_back, _reports(before, event))
             continue
         known = max(before.committed, after.committed)
         require(build.step >= known, 3, f"step {build.step} is to run although {known} steps are committed")
@@ -101,15 +107,114 @@ def _committed(before: State, event: Event, after: State, builds: list[Build]) -
             require(build.roll_forward.step == build.step - 1, 3, "a vote of another step travels")
 
 
+def _stepped_back(before: State, after: State, build: Build, chosen: SnapshotId, reports: Mapping[str, Report]) -> None:
+    """Only who holds nothing goes back, no further than to the newest snapshot of which every shard is held, and not
+    past a newer checkpoint. Each member gets its shard from someone who holds it. An order sent again is none."""
+    if isinstance(before.phase, Building) and before.phase.order.step_back == chosen:
+        return
+    require(not build.fresh and build.roll_forward is None, 3, "a step back that also begins otherwise")
+    require(build.step == chosen.step, 3, f"step {build.step} is to run on {chosen}")
+    require(build.keep is not None and build.keep <= chosen, 3, f"{build.keep} is to be kept, which {chosen} replaces")
+    live = {name for name, worker in after.workers.items() if worker.status == "ready"}
+    reports = {name: report for name, report in reports.items() if name in live and report.healthy}
+    _nobody_holds(before, after, reports, build.mesh.cp, "snapshots are")
+    stored = max([checkpoint.step for checkpoint in after.checkpoints], default=-1)
+    require(stored <= chosen.step, 3, f"back to step {chosen.step} although step {stored} is in a checkpoint")
+    _undone_once(before, after, chosen, reports)
+    newest = _newest_held(reports, before, build.mesh.cp)
+    require(newest == chosen, 3, f"back to {chosen} although {newest} is held")
+    held = {worker: [copy for copy in report.copies if copy.snapshot == chosen] for worker, report in reports.items()}
+    healed = {worker: heal for heal in build.heals for worker in heal.newcomers}
+    for rank, worker in enumerate(build.members):
+        cp_rank, heal = rank % build.mesh.cp, healed.get(worker)
+        if heal is None:
+            require(_has(held, worker, cp_rank), 5, f"{worker} is to load cp_rank {cp_rank} and does not hold it")
+        elif not heal.parity_from:
+            require(heal.cp_rank == cp_rank and worker != heal.donor, 5, f"{worker} is healed of another shard")
+            require(_has(held, heal.donor, cp_rank), 5, f"{heal.donor} is to send cp_rank {cp_rank}, not held")
+        else:
+            require(heal.newcomers == (worker,) and heal.cp_rank == cp_rank, 5, f"{worker}: several from one parity")
+            supplied = any(_gives(copy, heal.parity_from, cp_rank) for copy in held.get(heal.donor, ()))
+            own = all(any(copy.own for copy in held.get(other, ())) for other in heal.parity_from)
+            require(supplied and own, 5, f"the parity of {heal.donor} does not give cp_rank {cp_rank}")
+
+
+def _undone_once(before: State, after: State, chosen: SnapshotId, reports: Mapping[str, Report]) -> None:
+    """The steps undone are those since the chosen snapshot, without any that were given up before."""
+    if not isinstance(before.phase, Closing) or after.last_change is None:
+        return
+    counted = [report for report in reports.values() if not _is_given_up(report, before)]
+    votes = [vote.step + 1 for report in counted for vote in (report.vote, report.last_vote) if vote is not None]
+    newest = max([before.committed, *votes, *(report.applied for report in counted)])
+    undone = after.last_change.steps_undone - before.phase.incident.undone
+    require(undone <= max(0, newest - chosen.step), 3, f"{undone} steps undone from step {newest} to {chosen.step}")
+
+
+def _gives(parity: HeldCopy, others: Sequence[str], cp_rank: int) -> bool:
+    """Whether this parity and the snapshots of `others` leave exactly one shard, the `cp_rank`."""
+    left = [place for place, name in enumerate(parity.parity_of) if name not in others]
+    return len(parity.parity_of) == len(others) + 1 and [parity.cp_ranks[place] for place in left] == [cp_rank]
+
+
+def _has(held: Mapping[str, list[HeldCopy]], worker: str, cp_rank: int) -> bool:
+    return any(not copy.parity_of and copy.cp_ranks == (cp_rank,) for copy in held.get(worker, ()))
+
+
+def _nobody_holds(before: State, after: State, reports: Mapping[str, Report], cp: int, what: str) -> None:
+    """Of the newest state that is not given up, some shard has no healthy holder."""
+    counted = {name: report for name, report in reports.items() if not _is_given_up(report, before)}
+    newest = max([before.committed, *(report.applied for report in counted.values())])
+    live = {name for name, worker in after.workers.items() if worker.status == "ready"}
+    held = {r.shard for name, r in counted.items() if name in live and r.healthy and r.applied == newest}
+    require(len(held - {None}) < cp, 3, f"{what} taken although every shard has a holder")
+
+
+def _is_given_up(report: Report, state: State) -> bool:
+    given_up = state.given_up
+    return given_up is not None and report.state_id != (0, 0) and report.state_id < given_up.membership_id
+
+
+def _newest_held(reports: Mapping[str, Report], state: State, cp: int) -> SnapshotId | None:
+    """The newest snapshot of which these workers hold every shard, by trying all of them."""
+    found: list[SnapshotId] = []
+    given_up = state.given_up
+    for snapshot in {copy.snapshot for report in reports.values() for copy in report.copies}:
+        if given_up and snapshot.step > given_up.step and snapshot.membership_id < given_up.membership_id:
+            continue
+        held = [(name, c) for name, report in reports.items() for c in report.copies if c.snapshot == snapshot]
+        own = {name for name, copy in held if copy.own}
+        shards = {copy.cp_ranks[0] for _, copy in held if not copy.parity_of}
+        for _, copy in held:
+            missing = [place for place, name in enumerate(copy.parity_of) if name not in own]
+            if len(missing) <= 1:
+                shards |= {copy.cp_ranks[place] for place in missing}
+        if len(shards) == cp:
+            found.append(snapshot)
+    return max(found, default=None)
+
+
+def _best_source(before: State, event: Event, after: State) -> None:
+    """Nobody goes back to a checkpoint, or ends the run, while the members hold a snapshot that undoes less."""
+    phase = before.phase
+    begins_again = isinstance(after.phase, Forming) and after.phase.incident is not None
+    lost = isinstance(after.phase, Ended) and after.phase.end.error == "ShardLost"
+    if not isinstance(phase, Closing) or not (begins_again or lost):
+        return
+    # At the end all workers are released in the same decision.
+    ready = {name for name, worker in (before if lost else after).workers.items() if worker.status == "ready"}
+    known = _reports(before, event)
+    reports = {name: r for name, r in known.items() if name in ready & set(after.workers) and r.healthy}
+    newest = _newest_held(reports, before, phase.membership.mesh.cp)
+    stored = after.checkpoints[-1].step if after.checkpoints else -1
+    require(newest is None or newest.step < stored, 3, f"{newest} is held, and not gone back to")
+
+
 def _restored(before: State, after: State, build: Build, restore: Checkpoint, reports: Mapping[str, Report]) -> None:
     """Only who holds nothing goes back, and no further than to the newest checkpoint. An order sent again is none."""
     if isinstance(before.phase, Building) and before.phase.order.restore == restore:
         return
     require(build.fresh and build.step == restore.step, 3, "a checkpoint of another step than the one that is to run")
-    newest = max([before.committed, *(report.applied for report in reports.values())])
-    live = {name for name, worker in after.workers.items() if worker.status == "ready"}
-    held = {r.shard for name, r in reports.items() if name in live and r.healthy and r.applied == newest}
-    require(len(held - {None}) < build.mesh.cp, 3, "a checkpoint is taken although every shard has a holder")
+    _nobody_holds(before, after, reports, build.mesh.cp, "a checkpoint is")
     require(restore == after.checkpoints[-1], 3, f"the checkpoint of step {restore.step} is not the newest")
     require(restore.folder not in after.damaged, 5, f"{restore.folder} did not verify")
 
@@ -124,8 +229,8 @@ def _reports(before: State, event: Event) -> Mapping[str, Report]:
     return known
 
 
-def _verified(build: Build, reports: Mapping[str, Report]) -> None:
-    if build.fresh or not reports:
+def _verified(build: Build, reports: Mapping[str, Report], before: State) -> None:
+    if build.fresh or build.step_back is not None or not reports:
         return
     healed = {worker for heal in build.heals for worker in heal.newcomers}
     sources = [(heal.donor, heal.cp_rank) for heal in build.heals]
@@ -135,6 +240,7 @@ def _verified(build: Build, reports: Mapping[str, Report]) -> None:
         holds = report is not None and report.healthy and report.shard == cp_rank
         require(holds, 5, f"{worker} stands for cp_rank {cp_rank} without a verified shard of it")
         assert report is not None
+        require(not _is_given_up(report, before), 5, f"{worker} stands for cp_rank {cp_rank} with state given up")
         rolls = report.applied == build.step - 1 and report.has_gradient and build.roll_forward is not None
         require(report.applied == build.step or rolls, 5, f"{worker} is at {report.applied}, not {build.step}")
 

@@ -13,6 +13,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_ring.control.copies import HeldCopy, ParityGroup, SnapshotId
 from elastic_ring.mesh import Mesh
 
 
@@ -55,13 +56,16 @@ class NodeJoined:
     """A node joined the cluster, or its capacity changed.
 
     `num_slots`: workers that fit on it. `num_gpus`: how many of them may be members at the same time, one for each
-    GPU; None: no limit.
+    GPU; None: no limit. `domains`: what it may fail together with, the widest first (zone, rack, host); empty if nobody
+    says. `is_reserved`: the cluster does not take it away as it does a spot machine.
     """
 
     cause: str
     node: str
     num_slots: int
     num_gpus: int | None = None
+    domains: tuple[str, ...] = ()
+    is_reserved: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,14 @@ class NodeLost:
 
 @dataclass(frozen=True)
 class NodeDraining:
-    """A node will leave (preemption, autoscaler): its workers hand over their state at the next boundary."""
+    """A node will leave (preemption, autoscaler): its workers hand over their state at the next boundary.
+
+    `leaves_at`: when it is gone, in seconds on the coordinator's clock; 0 if nobody says.
+    """
 
     cause: str
     node: str
+    leaves_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,15 @@ class DrainRequested:
 
 
 @dataclass(frozen=True)
+class ScaleRequested:
+    """From now on at most `max_dp` rings, at least `min_dp`, and `spares` spares; None leaves a number as it is."""
+
+    cause: str
+    max_dp: int | None = None
+    spares: int | None = None
+
+
+@dataclass(frozen=True)
 class MemberFailed:
     """A member's step loop stopped with an error.
 
@@ -152,7 +169,9 @@ class Report:
     newcomer, or it failed in apply or during a heal). `has_gradient`: it keeps the reduced gradient of step `applied`
     and can apply a vote for it. `gradient_membership_id`: (term, generation) of the `Build` in which that gradient was
     reduced. `healthy`: result of the device probe. `last_vote`: the vote of step `applied - 1`, if it was applied in
-    this generation; members one step behind can apply it.
+    this generation; members one step behind can apply it. `copies`: the snapshots, copies and parities that it holds,
+    complete and verified. `state_id`: (term, generation) of the last `Build` in which its shard became or stayed valid;
+    (0, 0): not told.
     """
 
     cause: str
@@ -167,6 +186,8 @@ class Report:
     healthy: bool = True
     last_vote: Vote | None = None
     gradient_membership_id: tuple[int, int] = (0, 0)
+    copies: tuple[HeldCopy, ...] = ()
+    state_id: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -249,6 +270,7 @@ Event = (
     | WorkerReady
     | WorkerLost
     | DrainRequested
+    | ScaleRequested
     | MemberFailed
     | Report
     | Published
@@ -269,6 +291,15 @@ class StartWorker:
 
     cause: str
     worker: str
+    node: str
+    term: int = 0
+
+
+@dataclass(frozen=True)
+class DrainNode:
+    """The run leaves this node for good, and its cluster may remove it. Nobody of the run is started there again."""
+
+    cause: str
     node: str
     term: int = 0
 
@@ -299,6 +330,7 @@ class Stop:
     `mode` `abort`: abort every group, pause, probe the device, answer `Report`; a repeated `Stop` gets a repeated
     answer. It precedes the `Build` of the same generation, so a worker that has that `Build` ignores it as late.
     `mode` `boundary`: request a boundary in the next vote and train on; all members pause after that step.
+    `mode` `save`: take a checkpoint after this step, where checkpoints are taken at all, and train on.
     """
 
     cause: str
@@ -312,12 +344,19 @@ class Stop:
 class Heal:
     """`donor` rolls forward, then sends its verified state of `cp_rank` to each of `newcomers`.
 
-    The donor need not be in the new mesh (a drained worker hands over its state).
+    The donor need not be in the new mesh (a drained worker hands over its state). In a `Build` that steps back it sends
+    its snapshot or copy of `cp_rank`. With `parity_from` it sends a parity, and those workers their own snapshots; the
+    only newcomer XORs all of them, and uses its own memory for its own part if it is one of the senders.
     """
 
     cp_rank: int
     donor: str
     newcomers: tuple[str, ...]
+    parity_from: tuple[str, ...] = ()
+
+    @property
+    def senders(self) -> tuple[str, ...]:
+        return (self.donor, *self.parity_from)
 
 
 @dataclass(frozen=True)
@@ -326,6 +365,13 @@ class Build:
 
     `members[global_rank]` is the worker of that rank; `step` runs next. Members still at `step - 1` first apply the
     vote `roll_forward`. `fresh`: no state exists; it comes from the checkpoint `restore`, or from the seed without one.
+
+    `step_back`: the live state is given up; every member begins from this snapshot: one that no heal names loads what
+    it holds of its `cp_rank` itself. `keep`: the snapshot that is held most often. What is newer than `step_back`, or
+    than `keep` without it, is dropped at once (all, if both are None); older ones stay until the first snapshot in this
+    build is complete.
+    `copy_holders[global_rank]`: the ranks that hold copies of that rank's snapshots from here on. `parity_groups`: who
+    keeps the parity of whom. Both empty: no copies.
     """
 
     cause: str
@@ -339,6 +385,15 @@ class Build:
     heals: tuple[Heal, ...]
     fresh: bool
     restore: Checkpoint | None = None
+    step_back: SnapshotId | None = None
+    keep: SnapshotId | None = None
+    copy_holders: tuple[tuple[int, ...], ...] = ()
+    parity_groups: tuple[ParityGroup, ...] = ()
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether committed steps are given up: what members of older generations did after `step` counts no more."""
+        return self.restore is not None or self.step_back is not None
 
 
 @dataclass(frozen=True)
@@ -381,7 +436,7 @@ class EndRun:
     term: int = 0
 
 
-Command = StartWorker | KillWorker | Hello | Stop | Build | Standby | Release | Finalize | EndRun
+Command = StartWorker | DrainNode | KillWorker | Hello | Stop | Build | Standby | Release | Finalize | EndRun
 
 # ---------------------------------------------------------------- JSON for the journal
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic_ring.control.copies import CopyMode, parse_copies
+
 
 @dataclass(frozen=True)
 class ControlOptions:
@@ -12,10 +14,13 @@ class ControlOptions:
     Timeouts, all in seconds: `report_s` for a member to answer `Stop` and for a killed worker to be gone; `build_s` to
     build the groups; `restore_s` to read a checkpoint beside that; `start_s` for a worker to be ready or to show
     progress; `start_max_s` to be ready in spite of progress; `hello_s` to answer a new coordinator; `boundary_s` from a
-    boundary request until all members have paused; `finalize_s` to write the weights.
+    boundary request until all members have paused; `handover_s` that a hand-over may take, before a node that leaves
+    is gone; `finalize_s` to write the weights.
     Delays, all in seconds: `spare_grace_s` that the first formation waits for spares; `grow_delay_s` without a change
-    of the worker pool before the mesh grows; `backoff_s` before the next start on a node whose workers fail to start,
-    or the next try to write the weights; `restart_delay_s` from the end of a recovery to the start of replacements.
+    of the worker pool before the mesh grows; `grow_interval_s` from a change of the mesh's size to its next growth;
+    `grow_cost_s` that a growth must save at least, None for what the last rebuild took; `backoff_s` before the next
+    start on a node whose workers fail to start, or the next try to write the weights; `restart_delay_s` from the end of
+    a recovery to the start of replacements.
 
     Raises: ValueError naming the setting, its value and what is allowed.
     """
@@ -33,9 +38,12 @@ class ControlOptions:
     start_max_s: float = 1800.0
     hello_s: float = 5.0
     boundary_s: float = 60.0
+    handover_s: float = 10.0
     finalize_s: float = 600.0
     spare_grace_s: float = 5.0
     grow_delay_s: float = 3.0
+    grow_interval_s: float = 0.0
+    grow_cost_s: float | None = 0.0
     backoff_s: float = 30.0
     restart_delay_s: float = 1.0
     crash_loop_limit: int = 3
@@ -45,6 +53,8 @@ class ControlOptions:
     round_limit: int = 25
     finalize_limit: int = 3
     restore_s: float = 1800.0
+    copies: str = "0"
+    copy_every_steps: int = 10
 
     def __post_init__(self) -> None:
         for name in (
@@ -58,16 +68,27 @@ class ControlOptions:
             "build_failure_limit",
             "round_limit",
             "finalize_limit",
+            "copy_every_steps",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.spares < 0:
             raise ValueError(f"spares={self.spares}: must not be negative; 0 means that a loss shrinks the mesh")
-        for name in ("report_s", "build_s", "start_s", "hello_s", "boundary_s", "finalize_s", "backoff_s", "restore_s"):
+        for name in (
+            "report_s",
+            "build_s",
+            "start_s",
+            "hello_s",
+            "boundary_s",
+            "handover_s",
+            "finalize_s",
+            "backoff_s",
+            "restore_s",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be a positive number of seconds")
-        for name in ("spare_grace_s", "grow_delay_s", "restart_delay_s"):
-            if getattr(self, name) < 0:
+        for name in ("spare_grace_s", "grow_delay_s", "grow_interval_s", "grow_cost_s", "restart_delay_s"):
+            if (getattr(self, name) or 0.0) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
         if self.start_max_s < self.start_s:
             raise ValueError(f"start_max_s={self.start_max_s} with start_s={self.start_s}: raise the first")
@@ -75,6 +96,11 @@ class ControlOptions:
             raise ValueError(f"min_dp={self.min_dp} with dp={self.dp}: lower min_dp or ask for more rings")
         if self.max_dp is not None and self.max_dp < self.dp:
             raise ValueError(f"max_dp={self.max_dp} with dp={self.dp}: raise max_dp or leave it out")
+        parse_copies(self.copies)
+
+    @property
+    def copy_mode(self) -> CopyMode:
+        return parse_copies(self.copies)
 
     @property
     def dp_limit(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_ring.control import recovery
+from elastic_ring.control import growth, notices, recovery
 from elastic_ring.control.messages import Finalize, Finalized, MemberFailed, Published, Report
 from elastic_ring.control.state import (
     Closing,
@@ -142,7 +142,8 @@ def _at_boundary(ctx: Transition, phase: Running) -> None:
     incident = replace(incident, counted=True)
     ctx.set(generation=ctx.state.generation + 1)
     reports = {worker: phase.paused[worker] for worker in phase.membership.members}
-    recovery.rebuild(ctx, phase.membership, incident, reports, max(phase.membership.mesh.dp, possible_dp(ctx.state)))
+    target_dp = min(max(phase.membership.mesh.dp, possible_dp(ctx.state)), ctx.options.dp_limit)
+    recovery.rebuild(ctx, phase.membership, incident, reports, target_dp)
 
 
 def possible_dp(state: State) -> int:
@@ -162,11 +163,13 @@ def boundary_reasons(state: State) -> tuple[tuple[str, ...], float | None]:
     phase, options = state.phase, state.options
     assert isinstance(phase, Running)
     reasons = []
-    leaving = [name for name in phase.membership.members if name in state.workers and state.workers[name].draining]
-    if leaving and len(able_to_form(state)) // options.cp >= options.min_dp:
+    if notices.leaving_members(state) and notices.can_hand_over(state):
         reasons.append("drain")
-    if phase.membership.mesh.dp < options.dp_limit and possible_dp(state) > phase.membership.mesh.dp:
-        return tuple(reasons), state.pool_changed_at + options.grow_delay_s
+    if phase.membership.mesh.dp > options.dp_limit:
+        reasons.append("shrink")
+    dp = possible_dp(state) if phase.membership.mesh.dp < options.dp_limit else 0
+    if dp > phase.membership.mesh.dp and growth.is_worth_it(state, dp):
+        return tuple(reasons), growth.earliest(state)
     return tuple(reasons), None
 
 
@@ -177,6 +180,9 @@ def settle_running(ctx: Transition) -> None:
     if phase.deadline is not None and ctx.now >= phase.deadline:
         _force(ctx, phase)
         return
+    notices.save_if_alone(ctx)
+    phase = ctx.phase
+    assert isinstance(phase, Running)
     reasons, grow_at = boundary_reasons(ctx.state)
     if grow_at is not None and ctx.now >= grow_at:
         reasons = (*reasons, "grow")
@@ -186,12 +192,13 @@ def settle_running(ctx: Transition) -> None:
     if not phase.boundary:
         ctx.stop(ctx.ready_among(phase.membership.members), "boundary")
     deadline = ctx.now + ctx.options.boundary_s if phase.deadline is None else phase.deadline
-    ctx.edit_phase(boundary=phase.boundary + new, deadline=deadline)
+    hand_over_by = notices.hand_over_by(ctx.state, ctx.now) if "drain" in new else None
+    ctx.edit_phase(boundary=phase.boundary + new, deadline=min(deadline, hand_over_by or deadline))
     ctx.explain(f"boundary asked for: {', '.join(new)}")
 
 
 def _force(ctx: Transition, phase: Running) -> None:
-    why = f"{len(phase.paused)} of {len(phase.membership.members)} members paused within {ctx.options.boundary_s} s"
+    why = f"{len(phase.paused)} of {len(phase.membership.members)} members paused in time"
     incident = recovery.open_incident(ctx, phase.membership, why, planned=phase.boundary)
     recovery.begin_closing(ctx, phase.membership, incident, why)
 

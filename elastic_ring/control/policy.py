@@ -10,9 +10,20 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from elastic_ring.control.domains import DomainCounts
 from elastic_ring.control.gpu_capacity import placeable
+from elastic_ring.control.heals import heals_of
 from elastic_ring.control.messages import Heal
 from elastic_ring.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Source:
+    """Whoever can supply a shard from a snapshot without being its owner: `donor` from a copy, or from a parity
+    together with the own snapshots of `parity_from`."""
+
+    donor: str
+    parity_from: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,8 @@ class Situation:
     worker → rank in a later attempt, for workers outside `members`. `holders`: worker → `cp_rank` of its verified shard
     at the next step. `empty`: live members without one. Workers in `draining` may donate, but become members only if
     `min_dp` rings are impossible without them. `gpus_on`: node → maximum number of members, for nodes with a limit.
+    `domains_of`: node → what it may fail together with, the widest first; `reserved`: nodes that are no spot machines.
+    `sources`: `cp_rank` → who can supply it beside its holders; only where everyone goes back to a snapshot.
     """
 
     mesh: Mesh
@@ -37,6 +50,9 @@ class Situation:
     hints: Mapping[str, int] = field(default_factory=dict)
     fresh: bool = False
     gpus_on: Mapping[str, int] = field(default_factory=dict)
+    domains_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    reserved: frozenset[str] = frozenset()
+    sources: Mapping[int, tuple[Source, ...]] = field(default_factory=dict)
 
     def able(self, workers: Iterable[str]) -> list[str]:
         """The `workers` that can be members at the same time; `workers` come in the order holders, empty, spares.
@@ -89,7 +105,7 @@ def plan(situation: Situation) -> Plan | NotEnoughWorkers | NoHolder:
     Only workers that can be members at the same time are candidates, so no later choice can exceed a node's limit.
     """
     cp = situation.mesh.cp
-    held = set(situation.holders.values())
+    held = {*situation.holders.values(), *situation.sources}
     no_holder = tuple(cp_rank for cp_rank in range(cp) if cp_rank not in held)
     if no_holder and not situation.fresh:
         return NoHolder(no_holder)
@@ -119,6 +135,7 @@ class _Placement:
         self.holders_on: Counter[tuple[int, str]] = Counter()
         self.ring_on: Counter[tuple[int, str]] = Counter()
         self.new_ring: dict[int, int] = {}
+        self.domains = DomainCounts(mesh.cp, situation.domains_of, situation.reserved)
 
     def members(self) -> tuple[str, ...]:
         assert all(worker is not None for worker in self.taken), self.taken
@@ -189,7 +206,8 @@ class _Placement:
         fewest: Counter[int] = Counter()
         for rank in gaps:
             ring = rank // self.mesh.cp
-            node = self._best_node(rank, shelf, left_in_ring[ring], fewest)
+            near = self.domains.narrowed(rank, shelf) if self.domains.matter else shelf
+            node = self._best_node(rank, near, left_in_ring[ring], Counter() if near is not shelf else fewest)
             workers = shelf.pop(node)
             self._place(rank, workers.pop(0))
             left_in_ring[ring] -= 1
@@ -287,6 +305,7 @@ class _Placement:
         node = self.situation.node_of[worker]
         self.holders_on[cp_rank, node] += 1
         self.ring_on[ring, node] += 1
+        self.domains.count(rank, node, 1)
 
     def _leave(self, rank: int) -> str:
         ring, cp_rank = divmod(rank, self.mesh.cp)
@@ -296,6 +315,7 @@ class _Placement:
         node = self.situation.node_of[worker]
         self.holders_on[cp_rank, node] -= 1
         self.ring_on[ring, node] -= 1
+        self.domains.count(rank, node, -1)
         return worker
 
 
@@ -303,7 +323,7 @@ def _describe(situation: Situation, mesh: Mesh, members: tuple[str, ...]) -> Pla
     newcomers = tuple(worker for rank, worker in enumerate(members) if situation.holders.get(worker) != rank % mesh.cp)
     placed = set(members)
     leaving = tuple(w for w in (*situation.holders, *situation.empty) if w not in placed)
-    heals = () if situation.fresh else _heals(situation, mesh, members)
+    heals = () if situation.fresh else heals_of(situation, mesh, members)
     action = "formed" if situation.fresh else _action(situation, mesh, newcomers, placed)
     old = situation.members
     in_place = mesh == situation.mesh and all(
@@ -324,27 +344,3 @@ def _action(situation: Situation, mesh: Mesh, newcomers: tuple[str, ...], placed
     if num_spares:
         return "spare took its place" if num_spares == 1 else "spares took their places"
     return "healed in place" if newcomers else "rebuilt in place"
-
-
-def _heals(situation: Situation, mesh: Mesh, members: tuple[str, ...]) -> tuple[Heal, ...]:
-    """The heals of the next mesh: newcomers of a shard are divided among its donors.
-
-    Donors are verified holders in the new mesh, or leaving ones if there are none.
-    """
-    in_new_mesh = set(members)
-    placed = {w for rank, w in enumerate(members) if situation.holders.get(w) == rank % mesh.cp}
-    healers: dict[int, list[str]] = defaultdict(list)
-    for worker, cp_rank in situation.holders.items():
-        healers[cp_rank].append(worker)
-    heals = []
-    for cp_rank in range(mesh.cp):
-        needy = [members[rank] for rank in mesh.replicas(cp_rank) if members[rank] not in placed]
-        if not needy:
-            continue
-        in_mesh = [worker for worker in healers[cp_rank] if worker in placed]
-        donors = in_mesh or [worker for worker in healers[cp_rank] if worker not in in_new_mesh]
-        assert donors, f"cp_rank {cp_rank} has a holder, but it was given a rank of another shard"
-        for index, donor in enumerate(donors):
-            if needy[index :: len(donors)]:
-                heals.append(Heal(cp_rank, donor, tuple(needy[index :: len(donors)])))
-    return tuple(heals)

@@ -1,6 +1,7 @@
 """Recovery, from an incident to the next `Build`: stop members, collect reports, decide the step, place workers.
 
-The only module that turns a quorum and a plan into commands. Pure, no I/O.
+Which state comes next: that of the live holders of every shard, else the newest snapshot that the members hold of every
+shard, else the newest checkpoint. Pure, no I/O.
 """
 
 from __future__ import annotations
@@ -8,30 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elastic_ring.control import crash_loop, policy, quorum
-from elastic_ring.control.messages import (
-    Build,
-    Checkpoint,
-    CheckpointsKnown,
-    MemberFailed,
-    Report,
-    Standby,
-    Vote,
-    WorkerLost,
-)
+from elastic_ring.control import crash_loop, forming, policy, quorum, step_back
+from elastic_ring.control.messages import Report, Vote, WorkerLost
+from elastic_ring.control.ordering import Beginning, order_build
 from elastic_ring.control.state import (
     Building,
-    Change,
     Closing,
-    Forming,
     Incident,
     LostWorker,
     Membership,
-    able_to_form,
+    domains_of,
     gpus_on,
     node_of,
+    reserved,
     spares,
-    visibly_starting,
 )
 from elastic_ring.control.transition import Transition
 from elastic_ring.mesh import Mesh
@@ -121,7 +112,8 @@ def rebuild(
 ) -> None:
     """All members have reported and none trains: decide the step, place the workers, order the next build."""
     state = ctx.state
-    decided = quorum.decide(reports, state.newest_vote, state.committed, membership.step, membership.id)
+    living = step_back.living(reports, state.given_up)
+    decided = quorum.decide(living, state.newest_vote, state.committed, membership.step, membership.id)
     if decided.step > state.committed:
         ctx.set(newest_vote=decided.newest_vote)
         ctx.commit(decided.step)
@@ -144,14 +136,17 @@ def rebuild(
         draining=frozenset(w.worker for w in ctx.state.workers.values() if w.draining),
         hints=_hints(base, membership),
         gpus_on=gpus_on(ctx.state),
+        domains_of=domains_of(ctx.state),
+        reserved=reserved(ctx.state),
     )
     planned = policy.plan(situation)
     if isinstance(planned, policy.NoHolder):
-        _nobody_holds(ctx, membership, incident, planned, decided.step)
+        _nobody_holds(ctx, membership, incident, planned, decided.step, situation, reports)
     elif isinstance(planned, policy.NotEnoughWorkers):
         _wait(ctx, incident, planned)
     else:
-        order_build(ctx, planned, incident, decided.step, decided.roll_forward, situation, fresh=False)
+        keep = step_back.safest(reports, base.mesh.cp, state.given_up)
+        order_build(ctx, planned, incident, Beginning(decided.step, decided.roll_forward, keep=keep), situation)
 
 
 def _hints(base: Membership, membership: Membership) -> dict[str, int]:
@@ -186,10 +181,16 @@ def _is_crash_loop(ctx: Transition, incident: Incident, mesh: Mesh, step: int) -
 
 
 def _nobody_holds(
-    ctx: Transition, membership: Membership, incident: Incident, no_holder: policy.NoHolder, step: int
+    ctx: Transition,
+    membership: Membership,
+    incident: Incident,
+    no_holder: policy.NoHolder,
+    step: int,
+    situation: policy.Situation,
+    reports: Mapping[str, Report],
 ) -> None:
-    if step == 0 and ctx.state.committed == 0:
-        _begin_again(ctx, membership, None, "no step was ever committed: a fresh start")
+    if step == 0 and ctx.state.committed == 0 and not incident.undone:
+        forming.begin_again(ctx, membership, None, "no step was ever committed: a fresh start")
         return
     # Its result was voted, and applying it raised on every holder: in the step itself, or in the build after it.
     if incident.raised_step == step - 1 and not incident.lost:
@@ -197,54 +198,58 @@ def _nobody_holds(
         ctx.end("UserCodeFailed", told, step=step - 1)
         return
     ranks = ", ".join(str(rank) for rank in no_holder.cp_ranks)
-    if ctx.state.checkpoints:
-        newest = ctx.state.checkpoints[-1]
+    newest = ctx.state.checkpoints[-1] if ctx.state.checkpoints else None
+    found = step_back.newest(reports, membership.mesh.cp, ctx.state.given_up)
+    if found is not None and (newest is None or found.snapshot.step >= newest.step):
+        _step_back(ctx, incident, found, situation, reports)
+        return
+    if newest is not None:
         why = f"cp_rank {ranks} has no holder: back to the checkpoint of step {newest.step}"
-        _begin_again(ctx, membership, incident, why)
+        forming.begin_again(ctx, membership, incident, why)
         return
     lost = "; ".join(f"{loss.worker} on {loss.node}: {loss.reason} {loss.detail}".strip() for loss in incident.lost)
     ctx.end(
         "ShardLost",
-        f"cp_rank {ranks} has no verified holder left after step {ctx.state.committed - 1} was committed, and "
-        f"{_no_checkpoint(ctx)}. Lost: {lost or 'nobody'}. Run it again with more rings (dp) on more nodes, so that no "
-        "single loss takes every holder of a shard, or with checkpoints more often.",
+        f"cp_rank {ranks} has no verified holder left after step {ctx.state.committed - 1} was committed, "
+        f"{_no_copy(ctx)} and {_no_checkpoint(ctx)}. Lost: {lost or 'nobody'}. Run it again with more rings (dp) on "
+        "more nodes, so that no single loss takes every holder of a shard, with copies, or with more checkpoints.",
         cp_ranks=ranks,
         step=step,
     )
+
+
+def _step_back(
+    ctx: Transition,
+    incident: Incident,
+    found: step_back.Restorable,
+    situation: policy.Situation,
+    reports: Mapping[str, Report],
+) -> None:
+    """Everyone gives up the live state and begins from the snapshot `found`."""
+    situation = replace(
+        situation,
+        holders=found.holders,
+        empty=tuple(worker for worker in reports if worker not in found.holders),
+        sources=found.sources,
+    )
+    planned = policy.plan(situation)
+    assert not isinstance(planned, policy.NoHolder), "every shard of a restorable snapshot has a holder or a source"
+    if isinstance(planned, policy.NotEnoughWorkers):
+        _wait(ctx, incident, planned)
+    else:
+        at = found.snapshot
+        keep = step_back.safest(reports, situation.mesh.cp, ctx.state.given_up, up_to=at)
+        order_build(ctx, planned, incident, Beginning(at.step, step_back=at, keep=keep), situation)
+
+
+def _no_copy(ctx: Transition) -> str:
+    return "no copies hold it" if ctx.options.copy_mode else "copies are off"
 
 
 def _no_checkpoint(ctx: Transition) -> str:
     if ctx.state.damaged:
         return f"no checkpoint verifies (damaged: {', '.join(ctx.state.damaged)})"
     return "there is no checkpoint yet"
-
-
-def _begin_again(ctx: Transition, membership: Membership, incident: Incident | None, why: str) -> None:
-    """No live state is left: every member becomes a spare, and the next mesh begins from storage or from the seed."""
-    for worker in ctx.ready_among(membership.everyone):
-        ctx.send(Standby(ctx.cause, worker, ctx.state.term, ctx.state.generation))
-    ctx.enter(Forming(ctx.now, incident=incident))
-    ctx.explain(why)
-
-
-def checkpoints_known(ctx: Transition, event: CheckpointsKnown) -> None:
-    """Take over the list. While a build goes back to a checkpoint, later ones are of steps that it gave up."""
-    found = tuple(checkpoint for checkpoint in event.checkpoints if checkpoint.folder not in ctx.state.damaged)
-    if isinstance(ctx.phase, Building) and ctx.phase.order.restore is not None:
-        found = tuple(checkpoint for checkpoint in found if checkpoint.step <= ctx.phase.order.step)
-    ctx.set(checkpoints=found)
-    ctx.explain(f"{len(found)} checkpoint(s)" + (f", the newest of step {found[-1].step}" if found else ""))
-
-
-def drop_checkpoint(ctx: Transition, order: Build, event: MemberFailed) -> None:
-    """The checkpoint of this build did not verify: the one before it is the newest now."""
-    assert order.restore is not None
-    folder = order.restore.folder
-    ctx.set(
-        checkpoints=tuple(known for known in ctx.state.checkpoints if known.folder != folder),
-        damaged=tuple(dict.fromkeys([*ctx.state.damaged, folder])),
-    )
-    ctx.explain(f"{folder} cannot be used: {event.detail}")
 
 
 def _wait(ctx: Transition, incident: Incident, short: policy.NotEnoughWorkers) -> None:
@@ -256,156 +261,3 @@ def _wait(ctx: Transition, incident: Incident, short: policy.NotEnoughWorkers) -
     if phase.waiting != reason:
         ctx.edit_phase(waiting=reason, incident=incident)
         ctx.explain(f"every shard is held; waiting for {reason}")
-
-
-def order_build(
-    ctx: Transition,
-    plan: policy.Plan,
-    incident: Incident,
-    step: int,
-    roll_forward: Vote | None,
-    situation: policy.Situation,
-    fresh: bool,
-    restore: Checkpoint | None = None,
-) -> None:
-    rounds = ctx.state.rounds.again(step)
-    ctx.set(rounds=rounds)
-    if rounds.count > ctx.options.round_limit:
-        ctx.end("RunFailed", _why_no_commit(incident, rounds.count, step), step=step)
-        return
-    state = ctx.state
-    donors = tuple((heal.donor, newcomer) for heal in plan.heals for newcomer in heal.newcomers)
-    membership = Membership(state.term, state.generation, plan.mesh, plan.members, step, plan.leaving, donors)
-
-    def order(worker: str) -> Build:  # thousands are made: `dataclasses.replace` looks at every field of each
-        return Build(ctx.cause, worker, state.term, state.generation, plan.mesh, plan.members, step, roll_forward,
-                     plan.heals, fresh, restore)  # fmt: skip
-
-    _free_gpus(ctx, plan, situation)
-    leaving_donors = {heal.donor for heal in plan.heals} & set(plan.leaving)
-    for worker in (*plan.members, *(worker for worker in plan.leaving if worker in leaving_donors)):
-        ctx.send(order(worker))
-    base = incident.base
-    draining = situation.draining
-    newcomers = set(plan.newcomers)
-    stayed = set(base.members) if base is not None and fresh else set(plan.members) - newcomers
-    if restore is not None:
-        incident = replace(incident, undone=incident.undone + max(0, state.committed - restore.step))
-        ctx.set(committed=restore.step, newest_vote=None)
-    rerun = base is not None and not incident.planned and incident.rolled_forward is None
-    ctx.set(
-        last_change=Change(
-            term=state.term,
-            generation=state.generation,
-            mesh=plan.mesh,
-            previous_mesh=base.mesh if base else None,
-            members=plan.members,
-            step=step,
-            cause=incident.cause,
-            action=plan.action,
-            promise=plan.promise,
-            reason=plan.reason,
-            lost=incident.lost,
-            drained=tuple(worker for worker in plan.leaving if worker in draining),
-            newcomers=plan.newcomers,
-            survivors=tuple(w for w in plan.members if w in stayed) if base else (),
-            rolled_forward=incident.rolled_forward,
-            step_rerun=step if rerun and step < state.options.total_steps else None,
-            planned=bool(incident.planned) and not incident.lost,
-            noticed_at=incident.noticed_at,
-            closed_at=ctx.now,
-            restored=restore,
-            steps_undone=incident.undone,
-        )
-    )
-    # What the user's code raised before this build says nothing about what follows it.
-    incident = replace(incident, raised_step=None)
-    limit_s = state.options.build_s + (state.options.restore_s if restore is not None else 0.0)
-    ask_again_at = ctx.now + state.options.build_s / 2
-    ctx.enter(Building(membership, order(""), incident, ctx.now + limit_s, ask_again_at))
-    how = f"; roll forward step {roll_forward.step}" if roll_forward else ""
-    ctx.explain(f"generation {state.generation} at step {step}: {plan.reason} ({plan.promise}){how}")
-
-
-def _free_gpus(ctx: Transition, plan: policy.Plan, situation: policy.Situation) -> None:
-    """After a failed build without a death, send `Standby` again to the spares on the newcomers' nodes.
-
-    If a `Standby` was lost, or an older coordinator stopped before it sent it, a spare still uses a GPU that counts as
-    free, and the newcomer would wait for that GPU in every attempt.
-    """
-    if not ctx.state.fruitless_builds:
-        return
-    placed = set(plan.members)
-    crowded = {situation.node_of[worker] for worker in plan.newcomers} & set(situation.gpus_on)
-    for worker in situation.spares:
-        if worker not in placed and situation.node_of[worker] in crowded:
-            ctx.send(Standby(ctx.cause, worker, ctx.state.term, ctx.state.generation))
-
-
-def _why_no_commit(incident: Incident, num_builds: int, step: int) -> str:
-    told = "; ".join(f"{loss.worker} on {loss.node}: {loss.reason} {loss.detail}".strip() for loss in incident.lost)
-    return (
-        f"the ring was built {num_builds} times at step {step} and no step was committed. The last cause: "
-        f"{incident.cause}. Lost: {told or 'nobody; look at the links between the nodes'}"
-    )
-
-
-def try_form(ctx: Transition) -> None:
-    """Begin from the newest checkpoint, or from the seed, as soon as `dp` rings and the spares are ready.
-
-    After `start_s`, `min_dp` rings suffice if no worker shows progress in starting; after an incident as soon as nobody
-    is starting.
-    """
-    phase, options = ctx.phase, ctx.options
-    assert isinstance(phase, Forming)
-    ready = spares(ctx.state)
-    dp = min(options.dp, len(able_to_form(ctx.state)) // options.cp)
-    if dp == options.dp and phase.full_since is None:
-        ctx.edit_phase(full_since=ctx.now)
-    elif dp < options.dp and phase.full_since is not None:
-        ctx.edit_phase(full_since=None)
-    phase = ctx.phase
-    assert isinstance(phase, Forming)
-    if phase.full_since is not None:
-        starting = any(worker.status == "starting" for worker in ctx.state.workers.values())
-        complete = len(ready) >= options.dp * options.cp + options.spares or not starting
-        if not complete and ctx.now < phase.full_since + options.spare_grace_s:
-            return
-    elif dp < options.min_dp or not _nobody_comes(ctx, phase):
-        return
-    situation = policy.Situation(
-        mesh=Mesh(dp, options.cp),
-        members=(),
-        holders={},
-        empty=(),
-        spares=ready,
-        node_of=node_of(ctx.state),
-        target_dp=dp,
-        min_dp=options.min_dp,
-        fresh=True,
-        gpus_on=gpus_on(ctx.state),
-    )
-    plan = policy.plan(situation)
-    assert isinstance(plan, policy.Plan), plan
-    ctx.set(generation=ctx.state.generation + 1)
-    restore = ctx.state.checkpoints[-1] if ctx.state.checkpoints else None
-    if restore is not None:
-        plan = _restoring(plan, restore)
-    cause = "start" if ctx.state.last_change is None else "fresh start"
-    incident = phase.incident or Incident(cause, ctx.now, None, counted=True)
-    step = restore.step if restore is not None else 0
-    order_build(ctx, plan, incident, step, None, situation, fresh=True, restore=restore)
-
-
-def _nobody_comes(ctx: Transition, phase: Forming) -> bool:
-    """Whether waiting for more workers has no point."""
-    if phase.incident is not None and not any(w.status == "starting" for w in ctx.state.workers.values()):
-        return ctx.now >= phase.since + ctx.options.spare_grace_s
-    return ctx.now >= phase.since + ctx.options.start_s and not visibly_starting(ctx.state)
-
-
-def _restoring(plan: policy.Plan, restore: Checkpoint) -> policy.Plan:
-    """Bits are equal on the mesh that wrote the checkpoint only: another one sums in another order."""
-    action = f"restored from the checkpoint of step {restore.step}"
-    promise = "bit-exact" if plan.mesh == restore.mesh else "sample-exact"
-    return replace(plan, action=action, promise=promise, reason=f"{action}: {plan.mesh}")

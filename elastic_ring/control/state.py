@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_ring.control.copies import SnapshotId
 from elastic_ring.control.gpu_capacity import placeable
 from elastic_ring.control.messages import Build, Checkpoint, EndRun, Report, Status, Vote
 from elastic_ring.control.options import ControlOptions
@@ -39,7 +40,8 @@ class Node:
     """A node with room for `num_slots` workers, of which `num_gpus` may be members at the same time (None: no limit).
 
     `start_failures`: consecutive failed starts. `start_errors`: those of them that gave an error of their own, the last
-    of which is `last_failure`. No worker starts here before `backoff_until`.
+    of which is `last_failure`. No worker starts here before `backoff_until`. `leaves_at`: when a draining node is gone;
+    0: nobody says. `domains` and `is_reserved` as in `NodeJoined`.
     """
 
     node: str
@@ -50,6 +52,9 @@ class Node:
     backoff_until: float = 0.0
     last_failure: str = ""
     num_gpus: int | None = None
+    leaves_at: float = 0.0
+    domains: tuple[str, ...] = ()
+    is_reserved: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class Incident:
 
     `base`: the membership that last ran. `raised_step`: the step in which the user's code raised, or that the build
     rolled forward in which it raised; None if it did not. `undone`: how many committed steps were given up for a
-    checkpoint.
+    snapshot or a checkpoint.
     """
 
     cause: str
@@ -129,8 +134,8 @@ class Change:
 
     `action`: formed, rebuilt in place, healed in place, spare took its place, spares took their places, drained, mesh
     shrank, grew. `step_rerun`: the step that runs again. `rolled_forward`: the step that some members completed from
-    its vote. Both are None if there is none. `restored`: the checkpoint it began from; `steps_undone`: how many
-    committed steps that undid.
+    its vote. Both are None if there is none. `source`: where the state came from that no member had: replica, copy or
+    checkpoint. `restored`: the checkpoint it began from. `steps_undone`: how many committed steps were undone.
     """
 
     term: int
@@ -155,6 +160,7 @@ class Change:
     resumed_at: float | None = None
     restored: Checkpoint | None = None
     steps_undone: int = 0
+    source: str = "replica"
 
 
 # ---------------------------------------------------------------- phases
@@ -196,12 +202,16 @@ class Building:
 
 @dataclass(frozen=True)
 class Running:
-    """Members train. `boundary`: reasons of a pending boundary request. `paused`: members at it or at the end."""
+    """Members train. `boundary`: reasons of a pending boundary request. `paused`: members at it or at the end.
+
+    `saved_for`: nodes that leave with members for whom there is no replacement, so that a checkpoint was asked for.
+    """
 
     membership: Membership
     boundary: tuple[str, ...] = ()
     deadline: float | None = None
     paused: Mapping[str, Report] = field(default_factory=dict)
+    saved_for: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -260,10 +270,13 @@ class Counted:
 class State:
     """The whole state of the control core.
 
-    `committed`: number of steps known as committed. `newest_vote`: the newest vote that the core has. `crashes`: the
+    `committed`: number of steps known as committed, since `committed_at`. `resized_at`: when the mesh last got another
+    size, but for its formation. `newest_vote`: the newest vote that the core has. `crashes`: the
     latest, all of one step (see `control.crash_loop`). `rounds`: consecutive builds without a commit. `user_errors`:
     errors of the user's code in one step without a commit; `user_detail`: the last traceback. `promise`: the weakest
-    of all changes so far. `checkpoints`: those that count, by step; `damaged`: folders of those that did not verify.
+    of all changes so far. `gives_up`: fewer workers were asked for, and some are still to go. `checkpoints`: those
+    that count, by step; `damaged`: folders of those that did not verify. `given_up`: step and (term, generation) of the
+    newest `Build` that went back; live state older than that, and older snapshots of later steps, count no more.
     `story`: the last (event, reason) pairs that changed the state.
     """
 
@@ -285,8 +298,12 @@ class State:
     pool_changed_at: float = 0.0
     last_change: Change | None = None
     promise: str = "bit-exact"
+    gives_up: bool = False
+    committed_at: float = 0.0
+    resized_at: float | None = None
     checkpoints: tuple[Checkpoint, ...] = ()
     damaged: tuple[str, ...] = ()
+    given_up: SnapshotId | None = None
     story: tuple[tuple[str, str], ...] = ()
 
 
@@ -324,6 +341,18 @@ def spares(state: State) -> tuple[str, ...]:
 def gpus_on(state: State) -> dict[str, int]:
     """Node → maximum number of members, for nodes with a limit."""
     return {node.node: node.num_gpus for node in state.nodes.values() if node.num_gpus is not None}
+
+
+def domains_of(state: State) -> dict[str, tuple[str, ...]]:
+    """Node → what it may fail together with, the widest first; empty where not every node says."""
+    found = {node.node: node.domains for node in state.nodes.values() if node.num_slots}
+    return found if found and all(found.values()) else {}
+
+
+def reserved(state: State) -> frozenset[str]:
+    """Nodes that are no spot machines; none where all are alike."""
+    found = frozenset(node.node for node in state.nodes.values() if node.is_reserved and node.num_slots)
+    return found if any(node.num_slots and not node.is_reserved for node in state.nodes.values()) else frozenset()
 
 
 def node_of(state: State) -> dict[str, str]:

@@ -43,7 +43,11 @@ class Transition:
         """Record `num_steps` steps as committed if that is more than before; forget user errors in these steps."""
         if num_steps > self.state.committed:
             errors = self.state.user_errors
-            self.set(committed=num_steps, user_errors=errors if errors.step >= num_steps else Counted())
+            self.set(
+                committed=num_steps,
+                committed_at=self.now,
+                user_errors=errors if errors.step >= num_steps else Counted(),
+            )
 
     def explain(self, reason: str) -> None:
         self.reasons.append(reason)

@@ -18,30 +18,31 @@ from elastic_ring.control.messages import (
     WorkerReady,
     WorkerStarting,
 )
-from elastic_ring.control.state import LostWorker, Node, State, Worker, membership_of
+from elastic_ring.control.state import LostWorker, Node, Running, State, Worker, membership_of
 from elastic_ring.control.transition import Transition
 
 
 def node_joined(ctx: Transition, event: NodeJoined) -> None:
     known = ctx.state.nodes.get(event.node, Node(event.node, 0))
-    room = (event.num_slots, event.num_gpus)
-    if (known.num_slots, known.num_gpus) == room and event.node in ctx.state.nodes:
+    new = replace(
+        known, num_slots=event.num_slots, num_gpus=event.num_gpus, domains=event.domains, is_reserved=event.is_reserved
+    )
+    if known == new and event.node in ctx.state.nodes:
         ctx.explain("room as known")
         return
-    known = replace(known, num_slots=event.num_slots, num_gpus=event.num_gpus)
-    ctx.set(nodes={**ctx.state.nodes, event.node: known}, pool_changed_at=ctx.now)
+    ctx.set(nodes={**ctx.state.nodes, event.node: new}, pool_changed_at=ctx.now)
     limit = "" if event.num_gpus is None else f" and GPUs for {event.num_gpus} member(s)"
     ctx.explain(f"node {event.node} has room for {event.num_slots}{limit}")
 
 
 def node_draining(ctx: Transition, event: NodeDraining) -> None:
     node = ctx.state.nodes.get(event.node)
-    if node is None or node.draining:
+    if node is None or (node.draining and node.leaves_at == event.leaves_at):
         ctx.explain("nothing new about that node")
         return
-    ctx.set(nodes={**ctx.state.nodes, event.node: replace(node, draining=True)})
+    ctx.set(nodes={**ctx.state.nodes, event.node: replace(node, draining=True, leaves_at=event.leaves_at)})
     drain(ctx, [w.worker for w in ctx.state.workers.values() if w.node == event.node])
-    ctx.explain(f"node {event.node} will leave")
+    ctx.explain(f"node {event.node} will leave" + (f" in {event.leaves_at - ctx.now:.1f} s" if event.leaves_at else ""))
 
 
 def drain(ctx: Transition, names: Sequence[str]) -> None:
@@ -313,3 +314,21 @@ def start_deadlines(state: State) -> list[float]:
     if wants.num_missing <= 0:
         return []
     return [node.backoff_until for node in state.nodes.values() if node.backoff_until and wants.may_start_on(node)]
+
+
+def num_surplus(state: State) -> int:
+    """How many more workers there are than wanted."""
+    return max(0, -_Wants(state).num_missing)
+
+
+def vacant_nodes(state: State) -> frozenset[str]:
+    """Nodes on which the run has no process and wants none: they may go. None while it changes its mesh."""
+    if not isinstance(state.phase, Running):
+        return frozenset()
+    occupied = {worker.node for worker in state.workers.values()}
+    wants = _Wants(state)
+    return frozenset(
+        node.node
+        for node in state.nodes.values()
+        if node.node not in occupied and (node.draining or wants.num_missing <= 0)
+    )

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elastic_ring.control.copies import parse_copies
 from elastic_ring.control.options import ControlOptions
 
 FAULTS = {
@@ -33,6 +34,8 @@ FAULTS = {
 OWN = ("device", "raise")
 STORED = ("damage",)
 """What happens to checkpoints."""
+HELD = ("flip", "lose-copies", "flip-in-transfer")
+"""What happens to copies in memory and on their way."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Schedule:
     """What happens in one simulated run. Rates are shares of messages; times are seconds of virtual time.
 
     `nodes`: how many workers fit on each; `gpus`: how many GPUs each has, none given where nothing limits members.
-    `save_every`: steps between checkpoints, 0 for none.
+    `save_every`: steps between checkpoints, 0 for none. `num_zones`: failure domains of the nodes, 0 if nobody says.
+    `spot`: the share of spot machines among them.
     """
 
     options: ControlOptions
@@ -51,6 +55,8 @@ class Schedule:
     faults_end_s: float
     gpus: tuple[int, ...] = ()
     save_every: int = 0
+    num_zones: int = 0
+    spot: float = 0.0
 
 
 def random_schedule(seed: int) -> Schedule:
@@ -104,7 +110,14 @@ def random_schedule(seed: int) -> Schedule:
     schedule = _with_gpus(schedule, limits) if limits.random() < 0.35 else schedule
     schedule = _with_own_failures(schedule, own) if own.random() < 0.3 else schedule
     saves = random.Random(f"checkpoints of {seed}")
-    return _with_checkpoints(schedule, saves) if saves.random() < 0.4 else schedule
+    schedule = _with_checkpoints(schedule, saves) if saves.random() < 0.4 else schedule
+    scaling = random.Random(f"scaling of {seed}")
+    schedule = _with_scaling(schedule, scaling) if scaling.random() < 0.25 else schedule
+    zones = random.Random(f"zones of {seed}")
+    if zones.random() < 0.3:
+        schedule = replace(schedule, num_zones=zones.randint(1, 3), spot=zones.choice([0.0, 0.5, 1.0]))
+    held = random.Random(f"copies of {seed}")
+    return _with_copies(schedule, held) if held.random() < 0.5 else schedule
 
 
 def _with_gpus(schedule: Schedule, rng: random.Random) -> Schedule:
@@ -134,6 +147,43 @@ def _with_checkpoints(schedule: Schedule, rng: random.Random) -> Schedule:
     return replace(
         schedule, save_every=rng.choice([1, 2, 5]), faults=tuple(sorted([*schedule.faults, *more]))
     )  # fmt: skip
+
+
+def _with_scaling(schedule: Schedule, rng: random.Random) -> Schedule:
+    """The same for a run that is asked for fewer or more rings and spares while it trains."""
+    more = [(rng.uniform(0.5, schedule.faults_end_s), "scale") for _ in range(rng.randint(1, 3))]
+    return replace(schedule, faults=tuple(sorted([*schedule.faults, *more])))
+
+
+def _with_copies(schedule: Schedule, rng: random.Random) -> Schedule:
+    """The same with copies or parities, half of the time on one ring only, some of them damaged or lost, and with more
+    losses of one or a few members."""
+    if rng.random() < 0.5 and not schedule.gpus:
+        schedule = _on_one_ring(schedule, rng)
+    size = schedule.options.dp * schedule.options.cp
+    modes = [
+        mode for mode in ("1", "2", "parity:2", "parity:3", "parity:4") if parse_copies(mode).num_ranks_needed <= size
+    ]
+    if not modes:
+        return schedule
+    options = replace(schedule.options, copies=rng.choice(modes), copy_every_steps=rng.choice([1, 2, 3, 5, 10]))
+    more = [(rng.uniform(0.5, schedule.faults_end_s), "kill") for _ in range(rng.randint(0, 3))]
+    moment = rng.uniform(1.0, schedule.faults_end_s)
+    more += [(moment + rng.uniform(0, 0.1), "kill") for _ in range(rng.choice([0, 1, 2, 3]))]
+    if rng.random() < 0.4:
+        more += [(rng.uniform(0.5, schedule.faults_end_s), rng.choice(HELD)) for _ in range(rng.randint(1, 4))]
+    return replace(schedule, options=options, faults=tuple(sorted([*schedule.faults, *more])))
+
+
+def _on_one_ring(schedule: Schedule, rng: random.Random) -> Schedule:
+    """The same on one ring, where nobody has a replica."""
+    options = schedule.options
+    cp = rng.choice([2, 3, 4, 4, 5])
+    slots = [0] * len(schedule.nodes)
+    for index in range(cp + options.spares + rng.choice([0, 1])):
+        slots[index % len(slots)] += 1
+    max_dp = rng.choice([None, None, 2])
+    return replace(schedule, options=replace(options, dp=1, cp=cp, min_dp=1, max_dp=max_dp), nodes=tuple(slots))
 
 
 def describe_seed(seed: int) -> dict[str, Any]:

@@ -46,9 +46,8 @@ class SimStorage:
         self.stored.sort(key=lambda stored: stored.checkpoint.step)
         self.tell()
 
-    def restored(self, order: Build) -> None:
-        """A build goes back to a checkpoint: what was to come after it is given up."""
-        assert order.restore is not None
+    def gone_back(self, order: Build) -> None:
+        """A build goes back to a checkpoint or a snapshot: what was to come after it is given up."""
         self._oldest = max(self._oldest, (order.term, order.generation))
         self.stored = [stored for stored in self.stored if stored.checkpoint.step <= order.step]
         self.tell()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import Build, Checkpoint, Command, EndRun
 from elastic_ring.control.state import Closing, Ended, Forming, State, membership_of
+from elastic_ring.forecast.sim_copies_truth import check_no_copy, check_step_back
 from elastic_ring.forecast.sim_worker import SimWorker
 
 if TYPE_CHECKING:
@@ -29,18 +30,25 @@ def check_decision(world: World, before: State, after: State, commands: tuple[Co
     is_new = order is not None and (order.term, order.generation) not in world.groups
     if isinstance(before.phase, Closing):
         forms = isinstance(after.phase, Forming) and after.phase.incident is not None
-        if forms or (is_new and order is not None and order.restore is not None):
+        lost = isinstance(after.phase, Ended) and after.phase.end.error == "ShardLost"
+        if forms or (is_new and order is not None and order.goes_back):
             _check_nobody_holds(world, before)
+        if forms or lost or (is_new and order is not None and order.restore is not None):
+            check_no_copy(world, before, after)
+        if is_new and order is not None and order.step_back is not None:
+            check_step_back(world, before, after, order)
     if order is None or not is_new:
         return
-    if order.restore is not None:
-        _check_restore(world, after, order.restore)
+    if order.goes_back:
+        if order.restore is not None:
+            _check_restore(world, after, order.restore)
+        world.published = {step: vote for step, vote in world.published.items() if step < order.step}
         return
     membership = membership_of(before)
     for name in membership.everyone if membership is not None else ():
         record = after.workers.get(name)
         if membership is not None and record is not None and record.status == "ready":
-            reached = _reached(world.workers[name], membership.id)
+            reached = _reached(world, world.workers[name], membership.id)
             require(reached <= order.step, 3, f"{name} has {reached} steps, but step {order.step} is ordered")
     for heal in order.heals:
         donor = world.workers[heal.donor]
@@ -52,12 +60,12 @@ def check_decision(world: World, before: State, after: State, commands: tuple[Co
 
 
 def _check_nobody_holds(world: World, before: State) -> None:
-    """A run goes back to a checkpoint only where a shard of the newest step has no healthy holder."""
+    """A run goes back only where a shard of the newest step has no healthy holder."""
     workers = [world.workers[name] for name in sorted(world.healthy_reports & set(before.workers))]
-    sound = [worker for worker in workers if worker.alive and not worker.poisoned and worker.shard is not None]
+    sound = [w for w in workers if w.alive and not w.poisoned and w.shard is not None and w.state_id >= world.given_up]
     newest = max([before.committed, *(worker.applied for worker in sound)])
     held = {worker.shard.cp_rank for worker in sound if worker.shard is not None and worker.applied == newest}
-    require(len(held) < world.options.cp, 3, "every shard has a holder, but a checkpoint is to replace them")
+    require(len(held) < world.options.cp, 3, "every shard has a holder, but a checkpoint or copies replace them")
 
 
 def _check_restore(world: World, after: State, restore: Checkpoint) -> None:
@@ -66,12 +74,11 @@ def _check_restore(world: World, after: State, restore: Checkpoint) -> None:
     for stored in world.storage.stored:
         newer = stored.checkpoint.step > restore.step and stored.checkpoint.folder not in after.damaged
         require(not (newer and stored.since_s < heard), 3, f"step {stored.checkpoint.step} is stored, not restored")
-    world.published = {step: vote for step, vote in world.published.items() if step < restore.step}
 
 
-def _reached(worker: SimWorker, membership_id: tuple[int, int]) -> int:
+def _reached(world: World, worker: SimWorker, membership_id: tuple[int, int]) -> int:
     """Steps whose result this survivor holds, as far as they were not given up before the last build."""
-    if not worker.alive:
+    if not worker.alive or worker.state_id < world.given_up:
         return 0
     held = worker.vote
     voted = held.step + 1 if held is not None and held.membership_id == membership_id else 0
@@ -131,5 +138,6 @@ def _check_lost(world: World, end: EndRun, state: State) -> None:
     lost, step = {int(rank) for rank in facts["cp_ranks"].split(",")}, int(facts["step"])
     for name in world.healthy_reports & set(state.workers):
         worker = world.workers[name]
-        if worker.alive and not worker.poisoned and worker.shard is not None and worker.shard.cp_rank in lost:
+        counts = worker.alive and not worker.poisoned and worker.state_id >= world.given_up
+        if counts and worker.shard is not None and worker.shard.cp_rank in lost:
             require(worker.applied != step, 3, f"{name} holds the shard that was given up")

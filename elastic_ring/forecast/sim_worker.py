@@ -31,6 +31,8 @@ from elastic_ring.control.messages import (
     Vote,
     WorkerReady,
 )
+from elastic_ring.forecast.sim_copies import SimCopies
+from elastic_ring.forecast.sim_shard import Shard
 
 if TYPE_CHECKING:
     from elastic_ring.forecast.simulate import World
@@ -41,28 +43,33 @@ SETTLED_STEPS = 2
 """As `runtime.gpu.cuda_contexts` has it."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """`history[k]` is the vote that made step k; two holders of one shard are equal if these are."""
-
-    cp_rank: int
-    history: tuple[Vote, ...] = ()
-
-
 @dataclass
 class Group:
-    """The process groups of one `Build`. `left`: who tore them down or died; peers notice, sooner or later."""
+    """The process groups of one `Build`. `left`: who tore them down or died; peers notice, sooner or later.
+
+    `entered`: by step who entered the vote, whether for a boundary, and whether its copies are under way. `stored`: by
+    step of a snapshot (owner, holder) of each copy that arrived. `taken`, `skipped`: steps of snapshots.
+    """
 
     order: Build
+    memory_faults: int = 0
     joined: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
     healed: set[str] = field(default_factory=set)
     resumed: set[str] = field(default_factory=set)
     finalizing: set[str] = field(default_factory=set)
     reduced: dict[int, set[str]] = field(default_factory=dict)
-    entered: dict[int, dict[str, bool]] = field(default_factory=dict)
+    entered: dict[int, dict[str, tuple[bool, bool]]] = field(default_factory=dict)
+    stored: dict[int, set[tuple[str, str]]] = field(default_factory=dict)
+    taken: set[int] = field(default_factory=set)
+    skipped: set[int] = field(default_factory=set)
     votes: dict[int, Vote] = field(default_factory=dict)
     base: tuple[Vote, ...] | None = None
+
+    @property
+    def needed(self) -> set[str]:
+        """Members, and whoever sends to them."""
+        return {*self.order.members, *(sender for heal in self.order.heals for sender in heal.senders)}
 
 
 class SimWorker:
@@ -84,6 +91,8 @@ class SimWorker:
         self.inbox: list[Command] = []
         self.holds_gpu, self.joins_until = False, 0.0
         self.placed_at: int | None = None  # the steps applied when it got its place
+        self.copies = SimCopies(self)
+        self.state_id = (0, 0)
 
     # ------------------------------------------------------------ commands
 
@@ -117,6 +126,8 @@ class SimWorker:
             return
         known = command.generation == self.generation
         self.term = command.term
+        if isinstance(command, Stop) and command.mode == "save":
+            return
         if isinstance(command, Stop) and command.mode == "boundary":
             self.wants_boundary = self.wants_boundary or known
             return
@@ -131,6 +142,7 @@ class SimWorker:
             group = self.world.group(command)
             if self.group is not group:
                 self._abort("joining")
+                self.copies.obeyed(command)
                 self.group = group
                 self.joins_until = self.world.now + self.world.options.report_s
                 self._soon()
@@ -141,6 +153,7 @@ class SimWorker:
             if self.doing != "spare":
                 self._abort("spare")
                 self._forget()
+                self.copies.forget()
         elif self.group is not None and self.doing == "paused" and known:
             self._finalize(self.group)
 
@@ -154,6 +167,7 @@ class SimWorker:
         if self.group is not None:
             self.group.left.add(self.name)
         self.group = None
+        self.copies.broken_off()
         self.num_aborts += 1
         self.doing = doing
         self.wants_boundary = False
@@ -191,6 +205,8 @@ class SimWorker:
                 not self.poisoned,
                 self.last_vote,
                 gradient[1] if gradient is not None and fits else (0, 0),
+                self.copies.held(),
+                self.state_id,
             )
         )
 
@@ -254,7 +270,7 @@ class SimWorker:
             self._soon()
 
     def _broken(self, group: Group) -> bool:
-        return bool(group.left & {*group.order.members, *(heal.donor for heal in group.order.heals)})
+        return bool(group.left & group.needed)
 
     def _fail_build(self, detail: str) -> None:
         self._abort("paused")
@@ -266,7 +282,7 @@ class SimWorker:
         group.joined.add(self.name)
         if self._broken(group):
             self._fail_build("a peer vanished")
-        elif {*group.order.members, *(heal.donor for heal in group.order.heals)} <= group.joined:
+        elif group.needed <= group.joined:
             self.doing = "rolling"
 
     def _take_gpu(self) -> bool:
@@ -283,46 +299,70 @@ class SimWorker:
             return
         order = group.order
         newcomers = {worker for heal in order.heals for worker in heal.newcomers}
+        if not self._begin(order, self.name in newcomers):
+            return
+        self.gradient, self.vote, self.state_id = None, None, (order.term, order.generation)
+        self.world.inject("kill-in-build", group, self.name)
+        donates = any(self.name in heal.senders for heal in order.heals)
+        self.doing = "healing" if self.name in newcomers else "donating" if donates else "resuming"
+
+    def _begin(self, order: Build, is_newcomer: bool) -> bool:
+        """Get the state that this build begins with, except by a heal; False if that ended the attempt."""
         if order.fresh:
             self._forget()
             history = self.world.storage.history(order.restore) if order.restore is not None else ()
             if history is None:
                 self.trouble("checkpoint")
-                return
+                return False
             self.shard = Shard(order.members.index(self.name) % order.mesh.cp, history)
-        elif self.name in newcomers:
+        elif is_newcomer:
             self._forget()
+        elif order.step_back is not None:
+            self._forget()
+            if self.name in order.members:
+                self.shard = self.copies.load(order.step_back, order.members.index(self.name) % order.mesh.cp)
+                if self.shard is None:
+                    self._fail_build("no snapshot that verifies")
+                    return False
         else:
             vote, gradient = order.roll_forward, self.gradient
             if self.shard and vote and self.applied == vote.step and gradient == (vote.step, vote.membership_id):
                 self._apply_vote(vote)
             if self.shard is None or self.applied != order.step:
                 self._fail_build("no shard at this step")
-                return
-        self.gradient, self.vote = None, None
-        self.world.inject("kill-in-build", group, self.name)
-        donates = any(heal.donor == self.name for heal in order.heals)
-        self.doing = "healing" if self.name in newcomers else "donating" if donates else "resuming"
+                return False
+        return True
 
     def _healing(self, group: Group) -> None:
         if self._own_trouble():
             return
         heal = next(heal for heal in group.order.heals if self.name in heal.newcomers)
-        donor = self.world.workers[heal.donor]
         if self._broken(group):
             self._fail_build("donor or peer vanished")
-        elif donor.group is group and donor.shard is not None and donor.applied == group.order.step:
-            if self.world.take_fault("corrupt"):
-                self._fail_build("digest differs")
+            return
+        senders = [self.world.workers[name] for name in heal.senders]
+        if group.order.step_back is not None:
+            if not all(sender.group is group for sender in senders):
                 return
-            require(donor.shard.cp_rank == heal.cp_rank, 5, f"{heal.donor} donates another shard")
-            self.shard = donor.shard
-            self.world.inject("kill-in-heal", group, self.name)
-            group.healed.add(self.name)
-            self.doing = "resuming"
+            shard = senders[0].copies.given(group.order.step_back, heal)
+        else:
+            ready = senders[0].group is group and senders[0].applied == group.order.step
+            shard = senders[0].shard
+            if not ready or shard is None:
+                return
+        if shard is None or self.world.take_fault("corrupt"):
+            self._fail_build("digest differs")
+            return
+        require(shard.cp_rank == heal.cp_rank, 5, f"{heal.donor} donates another shard")
+        self.shard, self.state_id = shard, (group.order.term, group.order.generation)
+        self.copies.healed(group.order.step_back, shard)
+        self.world.inject("kill-in-heal", group, self.name)
+        group.healed.add(self.name)
+        donates = any(self.name in other.senders for other in group.order.heals)
+        self.doing = "donating" if donates else "resuming"
 
     def _donating(self, group: Group) -> None:
-        mine = {worker for heal in group.order.heals if heal.donor == self.name for worker in heal.newcomers}
+        mine = {worker for heal in group.order.heals if self.name in heal.senders for worker in heal.newcomers}
         if mine <= group.healed:
             self.doing = "resuming" if self.name in group.order.members else "paused"
         elif self._broken(group):
@@ -337,6 +377,7 @@ class SimWorker:
             group.base = self.shard.history
         require(self.shard.history == group.base, 5, f"{self.name} resumes with other state than its peers")
         self.placed_at = self.applied if self.placed_at is None else self.placed_at
+        self.copies.built(group)
         self.world.tell(Resumed("w", self.name, self.term, self.generation, self.applied))
         self._next_step(boundary=False)
 
@@ -362,7 +403,7 @@ class SimWorker:
         twins = {group.order.members[rank] for rank in group.order.mesh.replicas(cp_rank)}
         if twins <= group.reduced[self.applied]:
             self.gradient = (self.applied, (group.order.term, group.order.generation))
-            group.entered.setdefault(self.applied, {})[self.name] = self.wants_boundary
+            group.entered.setdefault(self.applied, {})[self.name] = (self.wants_boundary, self.copies.busy)
             self.doing = "vote"
         elif self._broken(group):
             self.trouble()
@@ -374,7 +415,8 @@ class SimWorker:
         if set(order.members) <= set(entered) and not (broken and self.world.random.random() < 0.5):
             num_sequences = sum(len(range(dp_rank, BATCH, order.mesh.dp)) for dp_rank in range(order.mesh.dp))
             require(num_sequences == BATCH, 4, "not every sequence of the batch was used once")
-            values = (float(step), float(num_sequences), float(order.mesh.dp), float(any(entered.values())))
+            boundary, num_busy = any(b for b, _ in entered.values()), sum(busy for _, busy in entered.values())
+            values = (float(step), float(num_sequences), float(order.mesh.dp), float(boundary), float(num_busy))
             self.vote = group.votes.setdefault(step, Vote(step, values, (order.term, order.generation)))
             self.doing = "apply"
             self.world.inject("kill-in-vote", group, self.name)
@@ -392,6 +434,7 @@ class SimWorker:
         if group.order.members[0] == self.name:
             self.world.tell(Published("w", vote))
         self._save(group)
+        self.copies.applied(group, vote)
         self._next_step(boundary=bool(vote.values[3]))
 
     def _save(self, group: Group) -> None:

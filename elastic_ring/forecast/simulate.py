@@ -20,6 +20,7 @@ from elastic_ring.control.messages import (
     Build,
     Command,
     CoordinatorStarted,
+    DrainNode,
     DrainRequested,
     EndRun,
     Event,
@@ -28,6 +29,7 @@ from elastic_ring.control.messages import (
     NodeJoined,
     NodeLost,
     Published,
+    ScaleRequested,
     StartWorker,
     Tick,
     Vote,
@@ -108,6 +110,8 @@ class World:
         self.deaths: list[tuple[int, str]] = []  # the steps applied and the phase, of each that was killed
         self.healthy_reports: set[str] = set()
         self.storage = SimStorage(self)
+        self.memory_faults = 0  # how often copies in memory were damaged or lost
+        self.given_up = (0, 0)  # (term, generation) of the newest build that went back
 
     def begin(self) -> None:
         """The first coordinator, the nodes and the schedule's faults."""
@@ -204,8 +208,9 @@ class World:
 
     def _gone_back(self, commands: tuple[Command, ...]) -> None:
         order = next((command for command in commands if isinstance(command, Build)), None)
-        if order is not None and order.restore is not None and (order.term, order.generation) not in self.groups:
-            self.storage.restored(order)
+        if order is not None and order.goes_back and (order.term, order.generation) not in self.groups:
+            self.given_up = max(self.given_up, (order.term, order.generation))
+            self.storage.gone_back(order)
 
     def _tick(self, coordinator: Coordinator, due: float) -> None:
         if coordinator.tick_at == due:
@@ -229,6 +234,8 @@ class World:
     def _send(self, command: Command) -> None:
         if isinstance(command, EndRun):
             self.end = command
+        elif isinstance(command, DrainNode):
+            self.later(self.random.uniform(0.5, 3.0), lambda: self._remove_left(command.node))
         elif isinstance(command, StartWorker):
             self._carry(lambda: self._start(command), reliable=False)
         elif isinstance(command, KillWorker):
@@ -269,7 +276,7 @@ class World:
         return limit is None or sum(w.alive and w.holds_gpu for w in self.workers.values() if w.node == node) < limit
 
     def group(self, order: Build) -> Group:
-        return self.groups.setdefault((order.term, order.generation), Group(order))
+        return self.groups.setdefault((order.term, order.generation), Group(order, self.memory_faults))
 
     # ------------------------------------------------------------ faults
 
@@ -279,7 +286,14 @@ class World:
         self.joined_at = self.now
         if gpus is not None:
             self.gpus[name] = gpus
-        self.tell(NodeJoined("n", name, slots, gpus), reliable=True)
+        self.tell(NodeJoined("n", name, slots, gpus, *self._place_of(name)), reliable=True)
+
+    def _place_of(self, node: str) -> tuple[tuple[str, ...], bool]:
+        """The failure domains of a node, and whether it is reserved."""
+        of_node = random.Random(f"{self.seed} {node}")
+        zones = self.schedule.num_zones
+        domains = (f"zone-{of_node.randrange(zones)}", f"rack-{of_node.randrange(4)}") if zones else ()
+        return domains, zones > 0 and of_node.random() >= self.schedule.spot
 
     def _join_with_gpus(self) -> None:
         """A node of this schedule's kind comes, or one that is there has more GPUs than before, or fewer."""
@@ -287,7 +301,8 @@ class World:
             known = self.random.choice(list(self.nodes))
             self.joined_at = self.now
             self.gpus[known] = max(0, self.gpus[known] + self.random.choice([-1, 1]))
-            self.tell(NodeJoined("n", known, self.nodes[known], self.gpus[known]), reliable=True)
+            told = NodeJoined("n", known, self.nodes[known], self.gpus[known], *self._place_of(known))
+            self.tell(told, reliable=True)
         else:
             gpus = self.random.randint(0, 4)
             self._join(gpus + self.random.randint(0, 2), gpus)
@@ -305,10 +320,10 @@ class World:
             self.die(self.workers[self.random.choice(others)], "died")
 
     def fault(self, kind: str) -> None:
-        self.facts[kind] = self.facts.get(kind, 0) + 1
+        self.count(kind)
         alive = [worker for worker in self.workers.values() if worker.alive]
         victim = self.random.choice(alive) if alive else None
-        if kind in ("corrupt", "bad-start") or kind.startswith("kill-in"):
+        if kind in ("corrupt", "bad-start", "flip-in-transfer") or kind.startswith("kill-in"):
             self.armed.append(kind)
         elif kind == "join" and self.schedule.gpus:
             self._join_with_gpus()
@@ -318,6 +333,11 @@ class World:
             self._restart(old_lives_on=kind == "split")
         elif kind == "damage":
             self.storage.damage()
+        elif kind == "scale":
+            limit = self.random.randint(self.options.min_dp, self.options.dp_limit)
+            self.tell(ScaleRequested("u", limit, self.random.choice([None, 0, 1, 2])), reliable=True)
+        elif kind in ("flip", "lose-copies"):
+            self._memory_fault(kind, alive)
         elif kind == "echo":
             for event in self.random.choices(self.seen, k=20) if self.seen else ():
                 self.later(self.random.uniform(0, 1), lambda event=event: self._echo(event))  # type: ignore[misc]
@@ -326,6 +346,15 @@ class World:
         elif victim is not None:
             self._worker_fault(kind, victim)
 
+    def _memory_fault(self, kind: str, alive: list[SimWorker]) -> None:
+        for worker in self.random.sample(alive, len(alive)):
+            if worker.copies.flip() if kind == "flip" else worker.copies.lose():
+                self.memory_faults += 1
+                return
+
+    def count(self, what: str) -> None:
+        self.facts[what] = self.facts.get(what, 0) + 1
+
     def _echo(self, event: Event) -> None:
         """Deliver a member's message again, late. Messages of agents and users are not repeated."""
         if hasattr(event, "generation") or isinstance(event, Published | WorkerReady):
@@ -333,14 +362,22 @@ class World:
 
     def _node_fault(self, kind: str, node: str) -> None:
         if kind == "drain-node":
-            self.tell(NodeDraining("n", node), reliable=True)
-            self.later(self.random.uniform(2, 10), lambda: self._node_fault("kill-node", node))
+            leaves_s = self.random.uniform(2, 10)
+            self.tell(NodeDraining("n", node, self.now + leaves_s), reliable=True)
+            self.later(leaves_s, lambda: self._node_fault("kill-node", node))
         elif node in self.nodes:
             del self.nodes[node]
             for worker in [w for w in self.workers.values() if w.node == node and w.alive]:
                 worker.alive = False
                 worker._abort("gone")
             self.later(0.5, lambda: self.tell(NodeLost("n", node), reliable=True))
+
+    def _remove_left(self, node: str) -> None:
+        """The cluster removes a node that the run has left, once nobody is there any more."""
+        if any(worker.alive and worker.node == node for worker in self.workers.values()):
+            self.later(0.5, lambda: self._remove_left(node))
+        elif len(self.nodes) > 1:
+            self._node_fault("kill-node", node)
 
     def _worker_fault(self, kind: str, victim: SimWorker) -> None:
         if kind == "kill":

@@ -48,7 +48,8 @@ RECOVERY_KEYS = (
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One committed step. `loss` is the mean over its tokens; `step_s` is measured on global rank 0.
+    """One committed step. `loss` is the mean over its tokens; `step_s` is measured on global rank 0, and so is
+    `data_wait_s`, how long the step waited for its data.
 
     K/V exchange of that rank: `hop_bytes` is what it sent; `exposed_hop_wait_s` is the time in which nothing was left
     to compute (on CPUs the host's, on GPUs the kernel stream's); `hop_latency_mean_s` and `hop_latency_p99_s` cover
@@ -78,6 +79,7 @@ class StepMetrics:
     samples: str = ""
     val_loss: float | None = None
     committed_monotonic_s: float = 0.0
+    data_wait_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Strict JSON: a non-finite float becomes null; `loss_hex` keeps the exact loss."""

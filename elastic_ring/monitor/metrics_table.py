@@ -52,7 +52,7 @@ class Metric:
         return PREFIX + self.name
 
 
-STEP_1, CHECKPOINT_1 = "after the first step", "after the first checkpoint"
+STEP_1, CHECKPOINT_1, COPIES_1 = "after the first step", "after the first checkpoint", "with copies"
 TABLE: tuple[Metric, ...] = (
     # where the run stands
     Metric("elastic_ring_phase", "1", "1 for the phase that the run is in, 0 for the others", "part", PHASES),
@@ -115,12 +115,24 @@ TABLE: tuple[Metric, ...] = (
            ("total", "blocked"), CHECKPOINT_1),
     Metric("elastic_ring_checkpoint_failing_seconds", "seconds",
            "for how long no checkpoint could be written although one was tried; 0 when the last one could"),
+    # copies in peers' memory
+    Metric("elastic_ring_copy_step", "steps",
+           "steps that the newest snapshot contains whose exchange with the peers of global rank 0 is complete",
+           only=COPIES_1),
+    Metric("elastic_ring_copy_size_bytes", "bytes", "size of this snapshot of global rank 0", only=COPIES_1),
+    Metric("elastic_ring_copy_seconds", "seconds",
+           "its exchange: all of it (total), and how long training waited for it (blocked)", "part",
+           ("total", "blocked"), COPIES_1),
+    Metric("elastic_ring_copies_skipped", "snapshots",
+           "snapshots that this process of global rank 0 left out because the last was still under way", only=COPIES_1),
     # where time goes
     Metric("elastic_ring_goodput_ratio", "1", "time of steps that stayed committed by time since the run's start"),
     Metric("elastic_ring_time_seconds", "seconds",
            "time since the run's start: in steps that stayed committed; in recoveries while no step ran (detect, "
            "close, heal); everything else, such as starting, waiting, validating and broken-off steps", "part",
            ("steps", "recovery", "other")),
+    Metric("elastic_ring_data_wait_seconds", "seconds",
+           "how long global rank 0 waited for its data in the newest committed step", only=STEP_1),
     Metric("elastic_ring_late_compilations", "compilations", "compilations so far that the warm-up did not cover"),
     # K/V exchange of global rank 0 in the newest step that measured it
     Metric("elastic_ring_hop_sent_bytes", "bytes", "K/V and gradients sent in one step", only=STEP_1),

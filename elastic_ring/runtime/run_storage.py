@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import secrets
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -100,6 +101,27 @@ def forget_end(run: RunConfig) -> None:
         storage = storage_of(run)
         for name in REPLACED:
             storage.remove(name)
+
+
+class RunRecords:
+    """A run's records for an onlooker: its folder, or a copy of what its object store has of them."""
+
+    def __init__(self, where: str) -> None:
+        """`where`: the run's folder, or s3://bucket/prefix/NAME."""
+        self._run = RunConfig("onlooker", run_dir=where.removeprefix("file://"))
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
+
+    def look(self) -> Path:
+        """The folder with the records as they are now. Raises StorageFailed; ValueError where a store has none."""
+        if not self._run.is_remote:
+            return Path(self._run.storage_uri)
+        if self._copy is None:
+            self._copy = tempfile.TemporaryDirectory(prefix="elastic-ring-")
+        folder = Path(self._copy.name)
+        fetch(self._run, folder)
+        if not any(folder.iterdir()):
+            raise ValueError(f"{self._run.storage_uri}: holds no run; give the storage path and the name of a run")
+        return folder
 
 
 class Mirror:

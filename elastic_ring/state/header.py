@@ -28,6 +28,8 @@ DTYPES = {
     )
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NO_DIGEST = 64 * "0"
+"""Of a shard whose bytes are proved by another digest (`state.sealed`)."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 

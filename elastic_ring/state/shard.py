@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state.device_digest import device_digests
-from elastic_ring.state.header import Counters, Header, TensorSpec, put_tensors, take_tensors
+from elastic_ring.state.header import NO_DIGEST, Counters, Header, TensorSpec, put_tensors, take_tensors
 
 __all__ = ["Counters", "Shard", "digest_of", "raw_bytes"]
 
@@ -64,11 +64,16 @@ class Shard:
 
     # ------------------------------------------------------------ moving it
 
-    def pack(self) -> tuple[Header, list[Tensor]]:
-        """The tensors in a fixed order, and a header with their layout and digest."""
+    def describe(self) -> tuple[Header, list[Tensor]]:
+        """The tensors in a fixed order, and a header with their layout, without a digest."""
         skeleton, tensors = self._flatten()
         layout = tuple(TensorSpec.of(tensor) for tensor in tensors)
-        return Header(self.cp_rank, self.counters, skeleton, layout, digest_of(self.counters, tensors)), tensors
+        return Header(self.cp_rank, self.counters, skeleton, layout, NO_DIGEST), tensors
+
+    def pack(self) -> tuple[Header, list[Tensor]]:
+        """As `describe`, with the digest."""
+        header, tensors = self.describe()
+        return replace(header, digest=digest_of(self.counters, tensors)), tensors
 
     def check_header(self, header: Header) -> None:
         """Raises DigestMismatch for a shard that does not fit this one's parameters."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,13 +96,14 @@ class Gradient:
 @dataclass(frozen=True)
 class Local:
     """Results of one rank's forward and backward passes of a step. `loss_sum`, a scalar, stays on its device: a read
-    synchronises, so the vote reads it together with the gradient's norm."""
+    synchronises, so the vote reads it together with the gradient's norm. `data_wait_s`: how long it waited for data."""
 
     loss_sum: Tensor
     num_tokens: int
     samples: tuple[float, ...]
     hops: HopTally
     arrived: ArrivedCopies
+    data_wait_s: float = 0.0
 
 
 class Transaction:
@@ -123,10 +124,12 @@ class Transaction:
         self._order, self._watch = order, watch
         self._gradient: Gradient | None = None
         self._groups: ProcessGroups | None = None
-        self._membership_id = (0, 0)
+        self._membership_id = self._state_id = (0, 0)
         self._buffers = HopBuffers()
         self._plans = LRUCache(NUM_PLANS)
         self.kernel_cache = kernel_cache
+        self.before_apply: Callable[[], None] = lambda: None
+        """Called before the shard changes: a copy of it may be under way on its device."""
         self.model: nn.Module | None = None
 
     # ------------------------------------------------------------ what a report says
@@ -143,6 +146,11 @@ class Transaction:
     @property
     def has_gradient(self) -> bool:
         return self._gradient is not None and self._gradient.step == self.applied
+
+    @property
+    def state_id(self) -> tuple[int, int]:
+        """(term, generation) of the last build in which the shard became or stayed valid; (0, 0) if it is not."""
+        return self._state_id if self.valid else (0, 0)
 
     @property
     def gradient_membership_id(self) -> tuple[int, int]:
@@ -177,6 +185,7 @@ class Transaction:
         if keep:
             assert self.shard is not None
             self.shard.rebind(params)
+            self._state_id = membership_id
         else:
             optimizer = self._make_optimizer(model, params)
             self.filled = False
@@ -210,7 +219,7 @@ class Transaction:
         """A context for filling a new shard. The shard is valid once the context has ended without an error."""
         self.applying = True  # a shard that is half filled is as invalid as one half applied
         yield
-        self.applying, self.filled = False, True
+        self.applying, self.filled, self._state_id = False, True, self._membership_id
 
     def leave(self) -> None:
         """Drop the groups and the module that was wrapped in them; keep values and gradient."""
@@ -225,12 +234,15 @@ class Transaction:
 
     # ------------------------------------------------------------ the step
 
-    def run(self, step: int, *, boundary: bool, checkpoint: float = 0.0) -> tuple[Outcome, Local]:
-        """Run one step and apply it; `checkpoint` as in `Ballot`. Raises what exchanges or the user's code raise."""
+    def run(self, step: int, *, boundary: bool, checkpoint: float = 0.0, copies: float = 0.0) -> tuple[Outcome, Local]:
+        """Run one step and apply it; `checkpoint` and `copies` as in `Ballot`.
+
+        Raises what exchanges or the user's code raise.
+        """
         assert step == self.applied, (step, self.applied)
         local = self.compute(step)
         self.reduce(step)
-        outcome = self.vote(step, local, boundary=boundary, checkpoint=checkpoint)
+        outcome = self.vote(step, local, boundary=boundary, checkpoint=checkpoint, copies=copies)
         self.apply(outcome)
         return outcome, local
 
@@ -245,6 +257,7 @@ class Transaction:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         num_tokens, slices, hops = 0, [], HopTally(self.device.type == "cuda", step)
         arrived = ArrivedCopies(hops.is_watched)
+        waited_s = self.loader.waited_s
         for i, (index, sample_id) in enumerate(mine):
             upcoming = [later for _, later in (*mine[i + 1 :], *following)][:READ_AHEAD]
             piece = self.loader.load(sample_id, index, layout, self._coordinate.cp_rank, upcoming=upcoming)
@@ -260,7 +273,8 @@ class Transaction:
             loss_sum += loss.detach()
             num_tokens += int(num_targets)
             hops.add(attention.ledger)
-        return Local(loss_sum, num_tokens, consumed_digest(step, slices), hops, arrived)
+        samples, waited_s = consumed_digest(step, slices), self.loader.waited_s - waited_s
+        return Local(loss_sum, num_tokens, samples, hops, arrived, waited_s)
 
     def reduce(self, step: int) -> None:
         """fp32 sum over the rings, once, in the pinned order of the replica group."""
@@ -282,7 +296,7 @@ class Transaction:
                     self._groups.replica.allreduce([bucket]).wait()
         gradient.step, gradient.membership_id = step, self._membership_id
 
-    def vote(self, step: int, local: Local, *, boundary: bool, checkpoint: float = 0.0) -> Outcome:
+    def vote(self, step: int, local: Local, *, boundary: bool, checkpoint: float = 0.0, copies: float = 0.0) -> Outcome:
         """Agree on the step's result. Once this returns on any rank, the step is committed."""
         assert self._gradient is not None
         assert self._groups is not None
@@ -293,7 +307,7 @@ class Transaction:
         # An abort ends NCCL's exchanges without an error: the numbers just read may be garbage.
         self._groups.check()
         local.arrived.check(step)
-        ballot = Ballot(norm_sq, num_nonfinite, loss_sum, local.num_tokens, boundary, local.samples, checkpoint)
+        ballot = Ballot(norm_sq, num_nonfinite, loss_sum, local.num_tokens, boundary, local.samples, checkpoint, copies)
         work, rows = start_vote(self._groups.world, ballot)
         self._watch("vote", step)
         work.wait()
@@ -310,6 +324,7 @@ class Transaction:
         step, optim = outcome.vote.step, self.task.optim
         rate = learning_rate(step, optim, self.task.lr_schedule)  # may be the user's code: before anything changes
         assert step == self.applied == self._gradient.step, (step, self.applied, self._gradient.step)
+        self.before_apply()
         self.unapplied, self.applying = outcome, True
         self._watch("apply", step)
         if not outcome.skip:

@@ -17,11 +17,13 @@ from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh
 
 FIELDS = (
-    "grad_norm_sq", "num_nonfinite", "loss_sum", "num_tokens", "boundary", "checkpoint",
+    "grad_norm_sq", "num_nonfinite", "loss_sum", "num_tokens", "boundary", "checkpoint", "copies",
     "samples_0", "samples_1", "samples_2", "samples_3",
 )  # fmt: skip
 DUE, BUSY = 1.0, -1048576.0
 """What ranks say of a checkpoint; a single `BUSY` outweighs the one `DUE`."""
+COPYING, COPY_FAILED = 1.0, 1048576.0
+"""What ranks say of the last copies in peers' memory, where these are not complete."""
 
 
 class ReplicasDiverged(ElasticRingError):
@@ -33,6 +35,7 @@ class Ballot:
     """One rank's row. Sums run over the rank's own slices; `samples` are the limbs of the consumed digest.
 
     `checkpoint`: `DUE` from the rank that knows that one is due, `BUSY` from one that still writes the last, else 0.
+    `copies`: `COPYING` or `COPY_FAILED` from a rank whose part of the last copies is not complete, else 0.
     """
 
     grad_norm_sq: float
@@ -42,10 +45,11 @@ class Ballot:
     boundary: bool
     samples: tuple[float, ...]
     checkpoint: float = 0.0
+    copies: float = 0.0
 
     def row(self) -> torch.Tensor:
         values = (self.grad_norm_sq, self.num_nonfinite, self.loss_sum, self.num_tokens, self.boundary, self.checkpoint,
-                  *self.samples)  # fmt: skip
+                  self.copies, *self.samples)  # fmt: skip
         return torch.tensor([float(v) for v in values], dtype=torch.float64)
 
 
@@ -86,6 +90,16 @@ class Outcome:
     def checkpoint_missed(self) -> bool:
         """Whether one was due, but some rank still writes the last."""
         return self._get("checkpoint") < 0 and self._get("checkpoint") % BUSY != 0
+
+    @property
+    def copying(self) -> bool:
+        """Whether some rank still sends or receives the last copies."""
+        return self._get("copies") % COPY_FAILED > 0
+
+    @property
+    def copies_failed(self) -> bool:
+        """Whether some rank's part of the last copies came to nothing."""
+        return self._get("copies") >= COPY_FAILED
 
     @property
     def samples(self) -> tuple[float, ...]:

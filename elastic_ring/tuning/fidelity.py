@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.tuning.climb import NUM_LAYERS, Climb
 from elastic_ring.tuning.quality.attention_error import fidelity
 from elastic_ring.tuning.quality.cost import placed, step_ratio
 from elastic_ring.tuning.quality.families import Family
@@ -27,7 +28,7 @@ from elastic_ring.tuning.quality.text import Corpus, corpus
 from elastic_ring.tuning.quality.train import Settings, train_text
 from elastic_ring.tuning.space import LAYOUTS, Candidate, candidates
 
-NUM_LAYERS, NUM_HEADS = 2, 4
+NUM_HEADS = 4
 REJECTED_GAP = 1.0
 """The gap, in nats, reported for a pattern that was not trained or diverged: worse than any trained one."""
 
@@ -35,28 +36,9 @@ Places = dict[str, tuple[float, float]]
 """Layout -> (step time, bytes), both relative to the dense zigzag ring."""
 
 
-@dataclass(frozen=True)
-class Climb:
-    """Lengths of the fidelities and limits of fidelity 0.
-
-    `least_reach`: the least share of causal block pairs between which information must be able to flow within the
-    model's depth; `most_bytes` and `most_density` are relative to dense.
-    """
-
-    short_steps: int = 30
-    long_steps: int = 90
-    seq_len: int = 512
-    cost_len: int = 4096
-    cp: int = 8
-    seed: int = 0
-    num_sequences: int = 1024
-    batch: int = 2
-    least_reach: float = 0.5
-    most_density: float = 0.9
-    most_bytes: float = 1.0
-
-    def settings(self, steps: int) -> Settings:
-        return replace(Settings(), steps=steps, seq_len=self.seq_len, block=self.seq_len // 32, batch=self.batch)
+def settings_of(climb: Climb, steps: int) -> Settings:
+    """What a model of `climb` trains with for `steps`."""
+    return replace(Settings(), steps=steps, seq_len=climb.seq_len, block=climb.seq_len // 32, batch=climb.batch)
 
 
 @lru_cache(maxsize=2)
@@ -107,13 +89,13 @@ def reach(pattern: LayerPatterns, seq_len: int) -> float:
 
 def tail_loss(family: Family, climb: Climb, steps: int) -> tuple[float, float]:
     """Fidelities 2 and 3: (nats on the trailing tokens after `steps` steps, CPU seconds)."""
-    _, value = train_text(family, climb.seed, climb.settings(steps), texts(climb))
+    _, value = train_text(family, climb.seed, settings_of(climb, steps), texts(climb))
     return value["tail_loss"], value["train_s"]
 
 
 def proxies(climb: Climb, steps: int) -> dict[str, dict[str, float]]:
     """{point name: {"mass", "worst_head", "error"}} for all points, from a dense model trained for `steps` steps."""
-    settings = climb.settings(steps)
+    settings = settings_of(climb, steps)
     model, _ = train_text(dense_family(climb), climb.seed, settings, texts(climb))
     tokens = torch.from_numpy(texts(climb).held[:8, :-1]).to(settings.device)
     every = [candidate.scaled(climb.seq_len) for candidate in candidates()]

@@ -16,7 +16,8 @@ from ray import tune as ray_tune
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search.optuna import OptunaSearch
 
-from elastic_ring.tuning.fidelity import REJECTED_GAP, Climb, handiest, places, tail_loss
+from elastic_ring.tuning.climb import Climb
+from elastic_ring.tuning.fidelity import REJECTED_GAP, handiest, places, tail_loss
 from elastic_ring.tuning.sampler import LONG, SHORT
 from elastic_ring.tuning.space import AXES, Candidate
 from elastic_ring.tuning.stopping import is_behind, objectives_in_layouts

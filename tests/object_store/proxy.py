@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +22,8 @@ class FaultyProxy:
     def __init__(self, port: int) -> None:
         self._upstream = port
         self.fault: Callable[[str, str], str | None] = lambda method, path: None
+        self.delay_s: Callable[[int], float] = lambda num_bytes: 0.0
+        """How long an answer of so many bytes is held back."""
         self.requests: list[tuple[str, str]] = []
         """(method, path) of each request, those with a fault too."""
         self.released = threading.Event()
@@ -66,6 +69,7 @@ class FaultyProxy:
         found = upstream.getresponse()
         status, answer = found.status, found.read()
         upstream.close()
+        time.sleep(self.delay_s(len(answer)))
         if fault == "lose answer":
             request.close_connection = True
             return

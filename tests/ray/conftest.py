@@ -123,7 +123,8 @@ def tiny_trainer(
     loss: Any = partial(slow_loss, slow_s) if slow_s else language_model_loss
     options = {"dp": 2, "cp": 2, "spares": 1, **scaling}
     step = StepConfig(steps=steps, global_batch=options.pop("global_batch", 6), context_tokens=96)
-    settings: dict[str, Any] = {"run_dir": str(folder / name), "faults": faults, "progress": False, **(run or {})}
+    settings: dict[str, Any] = {"run_dir": str(folder / name), "faults": faults, "progress": False, "grow_cost_s": 0.0,
+                                **(run or {})}  # fmt: skip
     return ElasticRingTrainer(
         partial(Transformer, TINY), data or StdlibText(96), step_config=step,
         optim_config=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=steps),

@@ -15,7 +15,8 @@ import ray
 from ray.util import list_named_actors
 
 from elastic_ring import CheckpointConfig, Result
-from elastic_ring.errors import CoordinatorLost
+from elastic_ring.config import Timeouts
+from elastic_ring.errors import CoordinatorLost, StorageFailed
 from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
 from tests.object_store.store import ObjectStore
@@ -25,16 +26,21 @@ Known = dict[tuple[int, int, int], dict[str, Any]]
 EVERY_3 = {"checkpoint_config": CheckpointConfig(every_steps=3)}
 
 
-def test_both_holders_of_a_shard_lost_at_once_come_back_from_the_checkpoint_with_equal_bits(
-    local_ray: None, undisturbed: Known, tmp_path: Path
+@pytest.mark.parametrize(
+    ("copies", "source", "most_undone"),
+    [("0", "checkpoint", 4), *(pytest.param(some, "copy", 2, marks=pytest.mark.slow) for some in ("1", "parity:2"))],
+)
+def test_both_holders_of_a_shard_lost_at_once_come_back_from_the_checkpoint_or_a_copy_with_equal_bits(
+    local_ray: None, undisturbed: Known, tmp_path: Path, copies: str, source: str, most_undone: int
 ) -> None:
     reference = fault_free(undisturbed, tmp_path)
-    result = run(tmp_path, "both-holders", dp=2, cp=2, spares=2, run=EVERY_3,
+    settings = {**EVERY_3, "copies": copies, "copy_every_steps": 1}
+    result = run(tmp_path, "both-holders", dp=2, cp=2, spares=2, run=settings,
                  faults="kill@step=7,phase=forward,rank=1; kill@step=7,phase=forward,rank=3")  # fmt: skip
     summary = result.summary
     (recovery,) = summary["recoveries"]
-    assert recovery["source"] == "checkpoint"
-    assert 1 <= recovery["steps_undone"] <= 4
+    assert recovery["source"] == source
+    assert (source == "checkpoint") <= recovery["steps_undone"] <= most_undone
     assert same(summary, reference)
     assert [one["step"] for one in summary["checkpoints"]][-1] in (9, 12)
 
@@ -126,12 +132,13 @@ def test_never_and_a_step_begin_a_lineage_of_their_own_and_other_settings_are_re
 
 @pytest.mark.slow
 def test_at_dp_1_the_loss_of_a_rank_costs_the_steps_since_the_checkpoint_and_no_bit(
-    local_ray: None, undisturbed: Known, tmp_path: Path
+    local_ray: None, undisturbed: Known, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = fault_free(undisturbed, tmp_path, dp=1)
     summary = run(tmp_path, "one-ring", dp=1, cp=2, spares=1, run=EVERY_3,
                   faults="kill@step=5,phase=vote,rank=1").summary  # fmt: skip
     assert [recovery["source"] for recovery in summary["recoveries"]] == ["checkpoint"]
+    assert "the next loss goes back to the last checkpoint; copies=1 (--copies 1)" in caplog.text
     assert same(summary, reference)
 
 
@@ -153,6 +160,28 @@ def test_power_cuts_on_the_laptop_preset_cost_no_bit(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "losses True, samples_sha256 True, weights_sha256 True" in done.stdout
     assert "checkpoints left: 6, 8" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_ends_where_no_checkpoint_could_be_written_for_as_long_as_was_set(
+    local_ray: None, tmp_path: Path
+) -> None:
+    """From step 3 on a file lies where the checkpoints' folder was."""
+    kept = {"checkpoint_config": CheckpointConfig(every_steps=3, fail_after_s=1.0), "timeouts": Timeouts(storage_s=1.0)}
+    trainer = tiny_trainer(tmp_path, "in-the-way", **ALONE, steps=4000, run=kept)
+    folder = tmp_path / "in-the-way" / "checkpoints"
+
+    def block() -> None:
+        wait_for(lambda: any(folder.glob("*/*/COMMIT.json")))
+        folder.rename(tmp_path / "aside")
+        folder.write_text("in the way")
+
+    blocking = threading.Thread(target=block)
+    blocking.start()
+    with pytest.raises(StorageFailed, match=r"checkpoint\.fail_after_s=1\).*"):
+        trainer.fit()
+    blocking.join()
+    assert left_behind("in-the-way") == []
 
 
 def kill_the_run(name: str, folder: Path, at_step: int) -> None:

@@ -48,7 +48,8 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What both searches start from, measured once and without Ray."""
     path = tmp_path_factory.mktemp("baseline") / "baseline.json"
     code = (
-        "import sys; from pathlib import Path; from elastic_ring.tuning.fidelity import Climb, baseline;"
+        "import sys; from pathlib import Path; from elastic_ring.tuning.climb import Climb;"
+        "from elastic_ring.tuning.fidelity import baseline;"
         "baseline(Path(sys.argv[1]), Climb(1, 2, 128, 512))"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, env=ENVIRONMENT, check=True, timeout=280)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.control import coordination, policy, quorum, recovery, worker_pool
+from elastic_ring.control import coordination, copies, policy, quorum, recovery, step_back, worker_pool
 from elastic_ring.control.gpu_capacity import placeable
 from elastic_ring.control.messages import Report
-from elastic_ring.forecast.sim_worker import Shard, SimWorker
+from elastic_ring.forecast.sim_copies import SimCopies
+from elastic_ring.forecast.sim_shard import Shard
+from elastic_ring.forecast.sim_worker import SimWorker
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -118,6 +120,80 @@ def _apply_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimWorker, "_rolling", eager)
 
 
+def _oldest_copies(patch: pytest.MonkeyPatch) -> None:
+    honest = step_back.newest
+
+    def oldest(reports: Any, cp: int, given_up: Any) -> Any:
+        found = honest(reports, cp, given_up)
+        while found is not None:
+            before, bar = found, found.snapshot
+
+            def older(report: Report, bar: Any = bar) -> Report:
+                return replace(report, copies=tuple(copy for copy in report.copies if copy.snapshot < bar))
+
+            reports = {worker: older(report) for worker, report in reports.items()}
+            found = honest(reports, cp, given_up)
+            if found is None:
+                return before
+        return None
+
+    patch.setattr(step_back, "newest", oldest)
+
+
+def _mix_generations(patch: pytest.MonkeyPatch) -> None:
+    honest = step_back.newest
+
+    def mixed(reports: Any, cp: int, given_up: Any) -> Any:
+        ids = {copy.snapshot.step: copy.snapshot for report in reports.values() for copy in report.copies}
+        same = {
+            worker: replace(
+                report, copies=tuple(replace(copy, snapshot=ids[copy.snapshot.step]) for copy in report.copies)
+            )
+            for worker, report in reports.items()
+        }
+        return honest(same, cp, given_up)
+
+    patch.setattr(step_back, "newest", mixed)
+
+
+def _never_step_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(step_back, "newest", lambda reports, cp, given_up: None)
+
+
+def _parity_without_its_members(patch: pytest.MonkeyPatch) -> None:
+    honest = step_back._restorable
+
+    def trusting(snapshot: Any, held: Any) -> Any:
+        named = {name for _, copy in held for name in copy.parity_of}
+        claimed = [(name, copies.HeldCopy(snapshot, (0,), own=True)) for name in named]
+        return replace(honest(snapshot, [*held, *claimed]), holders=honest(snapshot, held).holders)
+
+    patch.setattr(step_back, "_restorable", trusting)
+
+
+def _believe_given_up_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(step_back, "living", lambda reports, given_up: dict(reports))
+
+
+def _hold_ones_own_copy(patch: pytest.MonkeyPatch) -> None:
+    def selfish(mesh: Any, nodes: Any, mode: Any) -> copies.CopyPlacement:
+        return copies.CopyPlacement(tuple((rank,) for rank in range(mesh.size)))
+
+    patch.setattr(copies, "place", selfish)
+
+
+def _use_damaged_copies(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimCopies, "_verifies", lambda self, kept: True)
+
+
+def _skip_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimCopies, "_all_idle", lambda self, vote: not self.busy)
+
+
+def _drop_copies_at_builds(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimCopies, "obeyed", lambda self, order: self.forget())
+
+
 PLANTED: dict[str, Plant] = {
     "stale reports are accepted": _accept_stale,
     "votes do not travel": _skip_roll_forward,
@@ -130,4 +206,20 @@ PLANTED: dict[str, Plant] = {
     "no deadline is ever looked at": _forget_deadlines,
     "a newcomer gets older state": _heal_stale_state,
     "a vote is applied twice": _apply_twice,
+    "everyone goes back to the oldest copies": _oldest_copies,
+    "snapshots of two generations are mixed": _mix_generations,
+    "copies are held and nobody goes back to them": _never_step_back,
+    "a parity is used without the others of its group": _parity_without_its_members,
+    "steps that were given up come back": _believe_given_up_state,
+    "a rank holds its own copy": _hold_ones_own_copy,
+    "a damaged copy is used": _use_damaged_copies,
+    "each rank decides alone which snapshots it skips": _skip_alone,
+    "copies are dropped before new ones have arrived": _drop_copies_at_builds,
 }
+
+FIRST_SEEDS = {
+    "snapshots of two generations are mixed": 520,
+    "a damaged copy is used": 230,
+    "steps that were given up come back": 265,
+}
+"""Where to begin with bugs that few schedules show: the earlier ones only take time."""

@@ -174,9 +174,11 @@ def test_a_replacement_starts_once_the_ring_is_closed_and_has_had_a_moment() -> 
     assert len(only(StartWorker, run.wait(0.6))) == 1
 
 
-def test_a_drain_that_nothing_can_replace_waits() -> None:
+def test_a_drain_that_nothing_can_replace_asks_for_a_checkpoint_once_and_waits() -> None:
     run = Bench({"a": 2}, dp=1, spares=0).form()
-    assert not only(Stop, run.handle(DrainRequested("u", members(run.state)[0])))
+    said = run.handle(DrainRequested("u", members(run.state)[0]))
+    assert {stop.mode for stop in only(Stop, said)} == {"save"}
+    assert not only(Stop, run.wait(1.0))
     said = run.handle(NodeJoined("n", "b", 2)) + run.all_ready()
     assert {stop.mode for stop in only(Stop, said)} == {"boundary"}
 

@@ -23,6 +23,7 @@ from elastic_ring.integrations.transformers.model import CONFIG_FILE
 from elastic_ring.integrations.transformers.module import build, class_of
 from elastic_ring.integrations.transformers.weights import INDEX
 from elastic_ring.monitor.metrics import CONFIG_NAME
+from elastic_ring.runtime.run_storage import RunRecords
 from elastic_ring.state.stored_weights import StoredWeights
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Exported:
 
 
 def export(
-    run_folder: str | Path,
+    run: str | Path,
     out: str | Path,
     *,
     dtype: str | None = None,
@@ -55,18 +56,22 @@ def export(
 ) -> Exported:
     """Write the final weights of a run of `ring_model` as `save_pretrained` does.
 
-    `dtype`: float32, bfloat16 or float16; by default what the run computed in. `tokenizer`: the folder whose tokenizer
-    is copied, by default the one that the run began from. Raises ValueError for a run of another model, for one that
-    has not completed, and for an `out` that is not empty.
+    `run`: its folder, or s3://bucket/prefix/NAME. `dtype`: float32, bfloat16 or float16; by default what the run
+    computed in. `tokenizer`: the folder whose tokenizer is copied, by default the one that the run began from.
+
+    Raises ValueError for a run of another model, for one that has not completed, and for an `out` that is not empty;
+    StorageFailed for a store that does not answer.
     """
-    run_folder, out = Path(run_folder).expanduser(), Path(out).expanduser()
+    where, out = os.path.expanduser(run), Path(out).expanduser()
+    records = RunRecords(where)  # a copy of them lasts as long as this
+    run_folder = records.look()
     record = _json(run_folder / CONFIG_FILE, "give the folder of a run of elastic_ring.integrations.transformers")
     dtype = dtype or str(_json(run_folder / CONFIG_NAME, "give a run's folder")["step"]["param_dtype"])
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={str(out)!r} is not an empty folder: give a new one")
-    weights = StoredWeights.open(run_folder)
+    weights = StoredWeights.open(where)
     empty = _empty(record["config"], weights, getattr(torch, dtype))
     out.mkdir(parents=True, exist_ok=True)
     num_bytes, num_files = _write_weights(weights, empty, out, max_file_size)

@@ -20,6 +20,8 @@ from elastic_ring.config import Timeouts, environment
 from elastic_ring.monitor.detect import HangDetector, HangSettings, Observation, ProcReader
 from elastic_ring.monitor.exits import ExitNotice, ExitWatch, describe_exit, signal_name, tail
 from elastic_ring.monitor.stamps import Phase, Stamp, StampReader, phase_name
+from elastic_ring.runtime.agent.notices import Notices
+from elastic_ring.runtime.agent.resolver import lookup_s
 from elastic_ring.runtime.agent.rpc import JsonConnection, dial
 from elastic_ring.runtime.agent.stamp_dir import hold, remove_stale
 from elastic_ring.runtime.gpu.leases import FOLDER, bad_ones
@@ -32,6 +34,8 @@ EARLY_PERIOD_S = 0.01
 COORDINATOR = "coordinator"
 NUM_LOG_LINES = 12
 KEPT_NOTICES = 1000
+PROGRESS_S = 1.0
+"""Seconds between beats that also tell what each worker does."""
 
 
 @dataclass
@@ -50,9 +54,12 @@ class Watched:
 class NodeAgent:
     """The actor class. Constructing it starts nothing."""
 
-    def __init__(self, node: str, timeouts: Timeouts, early: bool = False) -> None:
-        """`early`: report a death when the exit begins; freeing a GPU's memory takes the kernel tenths of a second."""
+    def __init__(self, node: str, timeouts: Timeouts, early: bool = False, notices: str = "") -> None:
+        """`notices`: whom to ask whether this machine is taken away, as `agent.notices` says; empty for nobody.
+
+        `early`: report a death when the exit begins; freeing a GPU's memory takes the kernel tenths of a second."""
         self._node, self._timeouts, self._early = node, timeouts, early
+        self._notices_of, self._leaves_at = notices, 0.0
         self._exits = ExitWatch()
         self._detector = HangDetector(hang_settings(timeouts))
         self._proc = ProcReader()
@@ -61,7 +68,7 @@ class NodeAgent:
         self._connection: JsonConnection | None = None
         self._lock = threading.RLock()
         self._coordinator: dict[str, Any] = {}
-        self._echoed_at = self._beat_at = self._looked_at = 0.0
+        self._echoed_at = self._beat_at = self._looked_at = self._progress_at = 0.0
         self._stopped_since: float | None = None
         self._started = False
         self._gpus: set[str] = set()  # names of the GPUs that the workers here see
@@ -77,6 +84,7 @@ class NodeAgent:
         connection = dial(coordinator["host"], coordinator["port"], self._timeouts.hello_s)
         connection.send({"kind": "hello", "node": self._node, "key": coordinator["key"], "pid": os.getpid(),
                          "reconnect_s": reconnect_s(environment())})  # fmt: skip
+        threading.Thread(target=self._check_resolver, args=(connection,), name="resolver", daemon=True).start()
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
@@ -88,6 +96,7 @@ class NodeAgent:
             for notice in self._notices:
                 connection.send(notice)
             self._bad_reported = None
+            self._tell_notice()
 
     def ping(self) -> str:
         """Answer Ray's liveness check with the node's id."""
@@ -103,6 +112,23 @@ class NodeAgent:
             remove_stale()
         self._exits.open()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        if self._notices_of:
+            Notices(self._notices_of, self._on_notice).open()
+
+    def _check_resolver(self, connection: JsonConnection) -> None:
+        address = connection.sock.getsockname()[0]
+        took_s = lookup_s(address)
+        with self._lock:
+            connection.send({"kind": "resolver", "address": address, "took_s": took_s})
+
+    def _on_notice(self, in_s: float) -> None:
+        with self._lock:
+            self._leaves_at = time.monotonic() + in_s
+            self._tell_notice()
+
+    def _tell_notice(self) -> None:
+        if self._leaves_at and self._connection is not None:
+            self._connection.send({"kind": "leaves", "in_s": max(0.0, self._leaves_at - time.monotonic())})
 
     # ------------------------------------------------------------ the loop
 
@@ -161,7 +187,11 @@ class NodeAgent:
         if self._connection is None or now - self._beat_at < self._timeouts.beat_s:
             return
         self._beat_at = now
-        self._connection.send({"kind": "beat"})
+        message: dict[str, Any] = {"kind": "beat"}
+        if now - self._progress_at >= PROGRESS_S:
+            self._progress_at = now
+            message["progress"] = {worker: progress(watched.last) for worker, watched in self._watched.items()}
+        self._connection.send(message)
 
     def _check_coordinator(self) -> None:
         """Kill a coordinator of this node that is stopped or silent. The limit on silence is long: training goes on
@@ -278,6 +308,14 @@ class NodeAgent:
         self._notices = [*others[-KEPT_NOTICES:], message]
         if self._connection is not None:
             self._connection.send(message)
+
+
+def progress(stamp: Stamp | None) -> dict[str, Any]:
+    """What a worker's training thread does: its step and phase, and for how long it has been in that; {} if unknown."""
+    if stamp is None:
+        return {}
+    in_phase_s = max(0.0, (time.monotonic_ns() - stamp.monotonic_ns) / 1e9)
+    return {"at_step": stamp.step, "phase": phase_name(stamp.phase), "in_phase_s": round(in_phase_s, 3)}
 
 
 def hang_settings(timeouts: Timeouts) -> HangSettings:

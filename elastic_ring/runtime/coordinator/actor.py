@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -38,19 +39,23 @@ from elastic_ring.control.messages import (
     Published,
     Report,
     Resumed,
+    ScaleRequested,
     Tick,
     WorkerLost,
     WorkerReady,
     WorkerStarting,
     from_json,
 )
+from elastic_ring.control.phases import boundary_reasons
 from elastic_ring.control.replay import journal_line, replay, term_note
 from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, waiting_for
+from elastic_ring.control.worker_pool import vacant_nodes
 from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage, StorageFailed
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_trouble
 from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
 from elastic_ring.runtime.coordinator.checkpoints import PRIOR_FAILURE_S, CheckpointKeeper
+from elastic_ring.runtime.coordinator.demand import DemandKeeper
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter
@@ -87,6 +92,7 @@ class Coordinator:
         self._ticked_at = 0.0
         self._told_waiting = ""
         self._told_reconnect = False
+        self._last_checkpoint_failure = ""
         self._is_restart = ray.get_runtime_context().was_current_actor_reconstructed
         self._ready = threading.Event()
         threading.Thread(target=self._main, name="decide", daemon=True).start()
@@ -131,6 +137,18 @@ class Coordinator:
             return {"steps": [], "lines": [], "ended": self._ended, "phase": "starting"}
         news = self.driver_feed.news(after_step)
         return {**news, "lines": self.recorder.take_lines(after_line), "ended": self._ended}
+
+    def scale(self, max_dp: int | None, spares: int | None) -> None:
+        """At most `max_dp` rings and `spares` spares from now on. Raises: ValueError for what cannot be."""
+        scaling, batch = self.run_spec.scaling, self.run_spec.task.step.global_batch
+        if max_dp is not None and not scaling.min_dp <= max_dp <= batch:
+            raise ValueError(
+                f"max_dp={max_dp}: must be from min_dp={scaling.min_dp} to global_batch={batch}, as every ring needs a "
+                "sequence in each step"
+            )
+        if spares is not None and spares < 0:
+            raise ValueError(f"spares={spares}: must be 0 or more")
+        self._put("event", ScaleRequested(self._cause(), max_dp, spares))
 
     def abandon(self, reason: str) -> None:
         """End the run now: clear everything at once."""
@@ -202,6 +220,7 @@ class Coordinator:
         self.cluster = Cluster(run_spec.run, run_spec.scaling, run_spec.task)
         self.node_monitor = NodeMonitor(run_spec, self.address, self._put, secrets.token_hex(16))
         self.node_monitor.open()
+        self.recorder.progress = self.node_monitor.progress
         self.dispatch = Dispatcher(run_spec, self.address, self.cluster, self.node_monitor, self.me, self._put)
         self.dispatch.open()
         self.dispatch.recall(self.state)
@@ -213,6 +232,10 @@ class Coordinator:
         if run_spec.run.checkpoint_config.is_on or run_spec.resume.checkpoints:
             self.checkpoints.open()
         self.metrics_exporter = MetricsExporter(run_spec.run, self.recorder, lambda: self.checkpoints.failing_s)
+        self.demand = DemandKeeper(
+            run_spec.run.name, run_spec.scaling, partial(self._put, "demand"), self.node_monitor.listed
+        )
+        self.demand.open(goes_on=any(line.get("note") == "demand" for line in opened.lines))
 
     def _clear(self) -> list[str]:
         """Remove every actor and placement group of the run but this; the names of those that stay."""
@@ -245,7 +268,11 @@ class Coordinator:
         self._told_waiting = told
         if self.driver_feed.silent_s > self.run_spec.run.timeouts.lease_s:
             self._handle("abandon", f"no driver for {self.run_spec.run.timeouts.lease_s:.0f} s", {})
+        self._end_if_checkpoints_fail()
+        self._refresh()  # a step may take longer than an onlooker takes silence for trouble
         self.metrics_exporter.export(self.state, self.driver_feed.silent_s, self.clock())
+        self.demand.look(self.state)
+        self.node_monitor.vacate(vacant_nodes(self.state))
 
     def _handle(self, kind: str, body: Any, extra: dict[str, Any]) -> None:
         match kind:
@@ -270,12 +297,17 @@ class Coordinator:
                 self._commit_checkpoints()
             case "checkpoint":
                 self.recorder.checkpoint(body)
-                if not (isinstance(self.state.phase, Building) and self.state.phase.order.restore is not None):
+                if not (isinstance(self.state.phase, Building) and self.state.phase.order.goes_back):
                     self.checkpoints.clean(body["step"])
             case "checkpoints":
                 self._decide(CheckpointsKnown(self._cause(), tuple(body)))
             case "checkpoint-failed":
                 self._on_checkpoint_failed(body)
+            case "told":
+                self.recorder.recoveries.say(body)
+            case "demand":
+                self._note({"note": "demand", "now": self.clock(), **body})
+                self.recorder.recoveries.say(body["text"])
 
     def _on_event(self, event: Any, extra: dict[str, Any]) -> None:
         if isinstance(event, MemberFailed):
@@ -333,11 +365,16 @@ class Coordinator:
         self.checkpoints.look(self.recorder.metrics.last_step)
 
     def _on_checkpoint_failed(self, failed: Mapping[str, Any]) -> None:
-        limit_s = self.run_spec.run.checkpoint_config.fail_after_s
         self.recorder.recoveries.say(f"no checkpoint of step {failed['step']}: {failed['why']}; training goes on")
+        self._last_checkpoint_failure = failed["why"]
+
+    def _end_if_checkpoints_fail(self) -> None:
+        """Asked at each tick: a store that hangs tells nothing."""
+        limit_s = self.run_spec.run.checkpoint_config.fail_after_s
         if limit_s is not None and self.checkpoints.failing_s > limit_s:
             told = (
-                f"no checkpoint could be written for {limit_s:.0f} s (checkpoint.fail_after_s); last: {failed['why']}"
+                f"no checkpoint could be written for {limit_s:g} s (checkpoint.fail_after_s={limit_s:g}); last: "
+                f"{self._last_checkpoint_failure}"
             )
             self._finish({"error": "StorageFailed", "message": told, "facts": {}})
 
@@ -357,9 +394,16 @@ class Coordinator:
         if self._ended is not None:
             return
         newest = self.recorder.last_vote
-        if newest is not None and newest != self.state.newest_vote and starts_closing(event):
+        if newest is not None and newest != self.state.newest_vote and (starts_closing(event) or self._may_grow()):
             self._one(Published(self._cause(), newest))
         self._one(event)
+
+    def _may_grow(self) -> bool:
+        """Whether a growth is due, which the pace of the steps decides on."""
+        if not isinstance(self.state.phase, Running) or self.state.phase.boundary:
+            return False
+        _, grow_at = boundary_reasons(self.state)
+        return grow_at is not None and self.clock() >= grow_at
 
     def _one(self, event: Event) -> None:
         now, before = self.clock(), self.state
@@ -376,7 +420,7 @@ class Coordinator:
             is_new = self.recorder.begun(order.step, (order.term, order.generation))
             if is_new:
                 self.recorder.metrics.begin_at(order.step)
-            if order.restore is not None and is_new:
+            if order.goes_back and is_new:
                 self.recorder.went_back(order.step, (order.term, order.generation))
                 self.checkpoints.gone_back(order.step, (order.term, order.generation))
         self._act(decision.commands)
@@ -445,6 +489,7 @@ class Coordinator:
             if self._ready.is_set():
                 self.node_monitor.close()
                 self.dispatch.kill_everyone()
+                self.demand.close(self.run_spec.run.timeouts.clear_s)
                 self.dispatch.close()  # nothing that was queued may start after the clearing
             return self._clear()
         except Exception as error:
@@ -477,5 +522,5 @@ class Coordinator:
 
 def starts_closing(event: Event) -> bool:
     """Whether this event may lead to a quorum, which the newest published result must then be part of."""
-    harmless = Tick | Published | NodeJoined | NodeDraining | WorkerStarting | WorkerReady | Resumed | CheckpointsKnown
-    return not isinstance(event, harmless)
+    pool = NodeJoined | NodeDraining | ScaleRequested | WorkerStarting | WorkerReady
+    return not isinstance(event, Tick | Published | pool | Resumed | CheckpointsKnown)

@@ -18,6 +18,7 @@ from elastic_ring.control.cause_ids import CauseIds
 from elastic_ring.control.messages import (
     Build,
     Command,
+    DrainNode,
     EndRun,
     Finalize,
     Hello,
@@ -33,6 +34,7 @@ from elastic_ring.control.messages import (
 from elastic_ring.control.state import State
 from elastic_ring.runtime.agent.stamp_dir import stamp_folder
 from elastic_ring.runtime.driver.cluster import Cluster, watch_ref
+from elastic_ring.runtime.driver.drain import leave_node
 from elastic_ring.runtime.groups.store import RendezvousStore, common_host
 
 log = logging.getLogger(__name__)
@@ -100,6 +102,8 @@ class Dispatcher:
             match command:
                 case StartWorker():
                     self._start(command)
+                case DrainNode():
+                    self._ray_calls.put(partial(leave_node, command.node))
                 case KillWorker():
                     self._kill(command)
                 case Build():

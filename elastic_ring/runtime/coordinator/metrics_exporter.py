@@ -107,6 +107,7 @@ def samples(state: State, recorder: RunRecorder, now: float, started_unix_s: flo
     yield from _of_steps(recorder)
     yield from _of_recoveries(recorder.recoveries.records, recorder.recoveries.num_lost())
     yield from _of_checkpoints(recorder.checkpoints)
+    yield from _of_copies(recorder.copied)
     yield from _of_time(recorder, now)
 
 
@@ -163,6 +164,7 @@ def _of_steps(recorder: RunRecorder) -> Iterator[Sample]:
         yield "elastic_ring_learning_rate", "", step.lr
         yield "elastic_ring_step_seconds", "", step.step_s
         yield "elastic_ring_tokens_per_second", "", step.tokens_per_s
+        yield "elastic_ring_data_wait_seconds", "", step.data_wait_s
         yield "elastic_ring_hop_sent_bytes", "", step.hop_bytes
     if (timed := newest.timed) is not None:
         yield "elastic_ring_hop_exposed_wait_seconds", "", timed.exposed_hop_wait_s
@@ -188,6 +190,15 @@ def _of_checkpoints(checkpoints: Sequence[Mapping[str, Any]]) -> Iterator[Sample
         yield "elastic_ring_checkpoint_size_bytes", "", newest["bytes"]
         yield "elastic_ring_checkpoint_seconds", "total", newest["total_s"]
         yield "elastic_ring_checkpoint_seconds", "blocked", newest["blocked_s"]
+
+
+def _of_copies(newest: Mapping[str, Any] | None) -> Iterator[Sample]:
+    if newest is not None:
+        yield "elastic_ring_copy_step", "", newest["step"]
+        yield "elastic_ring_copy_size_bytes", "", newest["bytes"]
+        yield "elastic_ring_copy_seconds", "total", newest["total_s"]
+        yield "elastic_ring_copy_seconds", "blocked", newest["blocked_s"]
+        yield "elastic_ring_copies_skipped", "", newest["skipped"]
 
 
 def parts_of(record: Mapping[str, Any]) -> dict[str, float]:

@@ -19,12 +19,16 @@ import ray
 
 from elastic_ring.control.cause_ids import CauseIds
 from elastic_ring.control.messages import NodeDraining, NodeJoined, NodeLost
+from elastic_ring.runtime.agent.resolver import warning
 from elastic_ring.runtime.agent.rpc import AgentServer, Message
 from elastic_ring.runtime.driver.cluster import Cluster, NodeInfo, live_nodes, watch_ref
+from elastic_ring.runtime.driver.drain import give_notice
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+VACANT_S = 2.0
+"""An agent goes from a node on which the run has had no worker, and wanted none, for this long."""
 CONFIRM_S = 1.0
 
 Put = Callable[..., None]
@@ -43,9 +47,12 @@ class NodeMonitor:
         self._agents: dict[str, Any] = {}
         self._beats: dict[str, float] = {}
         self._workers: dict[str, dict[str, Any]] = {}
-        self._told: dict[str, tuple[int, int | None, bool]] = {}
+        self._told: dict[str, tuple[int, int | None, bool, float]] = {}
         self._lost: set[str] = set()
         self._bad_gpus: dict[str, list[str]] = {}
+        self._vacant: frozenset[str] = frozenset()
+        self._vacant_since: dict[str, float] = {}
+        self._progress: dict[str, dict[str, Any]] = {}
         self._cause = CauseIds("monitor")
         # Guards the tables above. No call to Ray while it is held, and no use of it in a callback of Ray: callbacks run
         # in the thread that such a call waits for.
@@ -97,9 +104,27 @@ class NodeMonitor:
         node = self.nodes.get(entry["node"]) if entry is not None else None
         return node.address if node is not None else ""
 
+    def progress(self, worker: str) -> dict[str, Any]:
+        """What the worker did at its agent's last beat, as `agent.progress` tells it; {} where nothing is known."""
+        with self._lock:
+            return dict(self._progress.get(worker, {}))
+
+    def listed(self) -> list[NodeInfo]:
+        """The nodes that Ray lists."""
+        with self._lock:
+            return list(self.nodes.values())
+
+    def vacate(self, nodes: frozenset[str]) -> None:
+        """The nodes on which the run has no worker and wants none: their agents go, and Ray may remove them.
+
+        An agent, although it takes no resources, keeps a node from being idle. It comes again where a worker is wanted.
+        """
+        self._vacant = nodes - {self._own_node}  # the coordinator is watched as well
+
     def forget(self, worker: str) -> None:
         with self._lock:
             entry = self._workers.pop(worker, None)
+            self._progress.pop(worker, None)
         if entry is not None:
             self._agent_server.send(entry["node"], {"kind": "forget", "worker": worker})
 
@@ -110,6 +135,8 @@ class NodeMonitor:
             self._beats[node] = time.monotonic()
         match message["kind"]:
             case "beat":
+                with self._lock:
+                    self._progress |= {w: told for w, told in message.get("progress", {}).items() if w in self._workers}
                 self._put("beat", node)
             case "hello":
                 for entry in self._workers_on(node):
@@ -121,8 +148,21 @@ class NodeMonitor:
                 log.error("node %s: GPUs that are not used: %s", node, ", ".join(message["bad"]) or "none any more")
                 with self._lock:
                     self._bad_gpus[node] = message["bad"]
+            case "resolver":
+                if told := warning(node, message["address"], message["took_s"]):
+                    self._put("told", told)
+            case "leaves":
+                threading.Thread(target=self._pass_notice, args=(node, message["in_s"]), daemon=True).start()
             case "hung-up":
                 self._confirm_in_thread(node, "its agent closed the connection")
+
+    def _pass_notice(self, node: str, in_s: float) -> None:
+        """Make the provider's notice Ray's: others that use the node hear it, and the autoscaler replaces the node."""
+        log.warning("node %s: its provider takes it away in %.0f s", node, in_s)
+        try:
+            give_notice(node, in_s, "the provider takes the machine away")
+        except Exception:
+            log.exception("Ray was not told that node %s goes; its loss will be noticed", node)
 
     def _send_watch(self, entry: Mapping[str, Any]) -> None:
         message = {key: value for key, value in entry.items() if key not in ("handle", "node")}
@@ -152,24 +192,44 @@ class NodeMonitor:
             for name in [n for n in self._agent_server.nodes if self._beats.get(n, silent) < silent]:
                 self._beats[name] = time.monotonic()  # asked once for each such silence
                 self._confirm_in_thread(name, f"no beat for {self._timeouts.node_silent_s:.1f} s")
-            without_agent = [node for name, node in seen.items() if name not in self._agents]
+            vacant = self._long_vacant()
+            without_agent = [node for name, node in seen.items() if name not in self._agents | self._vacant_since]
+        for name in vacant:
+            self._remove_agent(name)
         for node in without_agent:
             if not self._closed:
                 self._start_agent(node)
+
+    def _long_vacant(self) -> list[str]:
+        """Nodes whose agent is to go now."""
+        vacant, now = self._vacant, time.monotonic()
+        self._vacant_since = {name: self._vacant_since.get(name, now) for name in vacant}
+        return [name for name, since in self._vacant_since.items() if name in self._agents and now - since > VACANT_S]
+
+    def _remove_agent(self, node: str) -> None:
+        with self._lock:
+            if node not in self._vacant:
+                return
+            agent = self._agents.pop(node, None)
+            self._beats.pop(node, None)
+        self._agent_server.hang_up(node)
+        if agent is not None:
+            log.info("node %s: the run has no worker there and wants none, so its agent goes", node)
+            ray.kill(agent, no_restart=True)
 
     def _update(self, node: NodeInfo) -> None:
         """Report what is new about the node, once its agent is connected."""
         name = node.node
         known, self.nodes[name] = self._told.get(name), node
-        news = (node.num_slots, node.num_gpus, node.draining)
-        if known == news or name not in self._agent_server.nodes:
+        news = (node.num_slots, node.num_gpus, node.draining, node.leaves_at)
+        if known == news or (known is None and name not in self._agent_server.nodes):
             return
         self._told[name] = news
         self._lost.discard(name)
         if known is None or known[:2] != news[:2]:
-            self._event(NodeJoined(self._cause(), name, node.num_slots, node.num_gpus))
+            self._event(NodeJoined(self._cause(), name, node.num_slots, node.num_gpus, node.domains, node.is_reserved))
         if node.draining:
-            self._event(NodeDraining(self._cause(), name))
+            self._event(NodeDraining(self._cause(), name, node.leaves_at))
 
     def _workers_on(self, node: str) -> list[dict[str, Any]]:
         with self._lock:

@@ -46,6 +46,8 @@ class RunRecorder:
 
     def __init__(self, run: RunConfig, note: Note, clock: Callable[[], float]) -> None:
         self._run, self._note, self._clock = run, note, clock
+        self.progress: Callable[[str], Mapping[str, Any]] = lambda worker: {}
+        """What a worker does right now."""
         self.folder: Path = run.folder
         self.metrics = MetricsLog(self.folder)
         self.generations: list[dict[str, Any]] = []
@@ -60,6 +62,7 @@ class RunRecorder:
         self.num_compiled_late = 0  # after step 0, by all workers
         self.checkpoints: list[Mapping[str, Any]] = []
         self.checkpoint_unix_s: float | None = None
+        self.copied: Mapping[str, Any] | None = None  # the newest copies in peers' memory that are complete
         self.resumed_from: Sequence[Mapping[str, Any]] = ()
         self.started_s = 0.0
 
@@ -84,7 +87,7 @@ class RunRecorder:
         return True
 
     def went_back(self, step: int, membership_id: tuple[int, int]) -> None:
-        """These members begin at a checkpoint of `step` steps: what was recorded of later ones runs again."""
+        """These members begin at a checkpoint or copies of `step` steps: what was recorded of later ones runs again."""
         undone = self.metrics.go_back(step, membership_id)
         if not undone:
             return
@@ -92,7 +95,7 @@ class RunRecorder:
         self._waiting.clear()
         if self.last_vote is not None and self.last_vote.step >= step:
             self.last_vote = None
-        self.recoveries.say(f"back to the checkpoint of step {step}: {undone} recorded step(s) run again")
+        self.recoveries.say(f"back to step {step}: {undone} recorded step(s) run again")
 
     def checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """A checkpoint counts."""
@@ -115,13 +118,15 @@ class RunRecorder:
         """Committed steps, in order; those that are known already change nothing. Returns what was new. A record with
         a `val_loss` is what the held-out sequences gave after its step, one with `not_repeatable` why a step's bits
         would not come again, one with `compiled` the names of what a worker compiled in a step after step 0, and how
-        many it compiled before."""
+        many it compiled before, one with `copied` the figures of copies in peers' memory."""
         for record in records:
             if "val_loss" in record:
                 measured = {name: value for name, value in record.items() if name.startswith("val_")}
                 self.metrics.validated(record["step"], measured)
             elif "not_repeatable" in record:
                 self.recoveries.not_repeatable(record["step"], record["not_repeatable"])
+            elif "copied" in record:
+                self.copied = record["copied"]
             elif "compiled" in record:
                 note = {"note": "compiled", **{key: record[key] for key in ("step", "worker", "compiled", "before")}}
                 self._count_compilations(note)
@@ -145,7 +150,7 @@ class RunRecorder:
                     num_members=mesh.size, hop_bytes=record["hop_bytes"], exposed_hop_wait_s=record["hop_wait_s"],
                     hop_latency_mean_s=record["hop_latency_mean_s"], hop_latency_p99_s=record["hop_latency_p99_s"],
                     samples=samples_text(record["samples"]),
-                    committed_monotonic_s=record["committed_monotonic_s"],
+                    committed_monotonic_s=record["committed_monotonic_s"], data_wait_s=record["data_wait_s"],
                 )
             )  # fmt: skip
             self.goodput.committed(record["step"], record["step_s"])
@@ -210,7 +215,8 @@ class RunRecorder:
         mesh = mesh_of(state)
 
         def person(worker: str) -> dict[str, Any]:
-            return {"worker": worker, "node": nodes.get(worker, ""), "pid": self.recoveries.pids.get(worker, 0)}
+            known = {"worker": worker, "node": nodes.get(worker, ""), "pid": self.recoveries.pids.get(worker, 0)}
+            return {**known, **self.progress(worker)}
 
         return {
             "run": self._run.name, "phase": phase_name(state),
@@ -261,7 +267,7 @@ class RunRecorder:
         """Restore from a journal line of an earlier coordinator."""
         for order in [c for c in line.get("commands", ()) if c["type"] == "Build"][:1]:
             self.begun(order["step"], (order["term"], order["generation"]))
-            if order["restore"] is not None:  # the coordinator may have died before it noted that
+            if order["restore"] is not None or order.get("step_back") is not None:  # died before it noted that, maybe
                 self.went_back(order["step"], (order["term"], order["generation"]))
         if line.get("note") == "resumed from":
             self.resumed_from = line["checkpoints"]

@@ -146,7 +146,7 @@ class RecoveryLog:
             "heal_s": heal_s,
             "steps_undone": max(change.steps_undone, num_published - change.step, 0),
             "steps_rerun": change.steps_undone + (1 if change.step_rerun is not None else 0),
-            "source": "replica" if change.restored is None else "checkpoint",
+            "source": change.source,
             "survivor_pids_kept": self._survivors_kept(change),
             "phases": self._phases(change.newcomers),
             "exact": change.promise == "bit-exact" and self.same_environment,

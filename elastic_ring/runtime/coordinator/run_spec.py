@@ -35,6 +35,8 @@ class RunSpec:
     identity: Mapping[str, str] = field(default_factory=dict)
     """What may not change when a run is resumed, by name."""
     resume: Resume = field(default_factory=Resume)
+    start_dp: int | None = None
+    """With how many rings it begins where there was no room for `scaling.dp` in time."""
 
 
 class Clock:
@@ -51,11 +53,14 @@ def control_options(run_spec: RunSpec) -> ControlOptions:
     """The core's options from the user's settings."""
     scaling, run, timeouts = run_spec.scaling, run_spec.run, run_spec.run.timeouts
     return ControlOptions(
-        run=run.name, dp=scaling.dp, cp=scaling.cp, total_steps=run_spec.task.step.steps, spares=scaling.spares,
-        min_dp=scaling.min_dp, max_dp=scaling.max_dp, report_s=timeouts.report_s, build_s=timeouts.build_s,
-        start_s=timeouts.start_s, start_max_s=timeouts.start_max_s, hello_s=timeouts.hello_s,
-        boundary_s=timeouts.boundary_s, finalize_s=timeouts.finalize_s, restore_s=timeouts.restore_s,
-        grow_delay_s=run.grow_delay_s, crash_loop_limit=run.crash_loop_limit, user_error_limit=run.user_error_limit,
+        run=run.name, dp=run_spec.start_dp or scaling.dp, cp=scaling.cp, total_steps=run_spec.task.step.steps,
+        spares=scaling.spares, min_dp=scaling.min_dp, max_dp=scaling.most_rings, report_s=timeouts.report_s,
+        build_s=timeouts.build_s, start_s=timeouts.start_s, start_max_s=timeouts.start_max_s,
+        hello_s=timeouts.hello_s, boundary_s=timeouts.boundary_s, finalize_s=timeouts.finalize_s,
+        restore_s=timeouts.restore_s, grow_delay_s=run.grow_delay_s,
+        grow_interval_s=run.grow_interval_s, grow_cost_s=run.grow_cost_s, crash_loop_limit=run.crash_loop_limit,
+        user_error_limit=run.user_error_limit,
+        copies=run.copies, copy_every_steps=run.copy_every_steps,
     )  # fmt: skip
 
 

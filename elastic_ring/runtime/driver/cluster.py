@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,9 @@ from ray.util.placement_group import PlacementGroup, get_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from elastic_ring.config import RunConfig, ScalingConfig
+from elastic_ring.control.demand import Ask, next_ask, sizes
 from elastic_ring.runtime.agent.agent import NodeAgent
+from elastic_ring.runtime.autoscaler import RENEW_S, Autoscaler
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.worker.actor import Worker
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
@@ -35,6 +37,8 @@ NAMESPACE = "elastic_ring"
 WORKER_ENVIRONMENT = {**nccl.ENVIRONMENT, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """Environment of GPU workers where the user has set nothing; docs/operating.md gives the reasons."""
 NODE_LABEL = "ray.io/node-id"
+MARKET_LABEL, SPOT = "ray.io/market-type", "spot"
+LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class NodeInfo:
     """One live node.
 
     `num_slots`: how many workers fit its resources. `num_gpus`: how many of them may be members at once, one for each
-    GPU; None for no limit.
+    GPU; None for no limit. `leaves_at`: when a draining node is gone, in Unix seconds; 0 if nobody says.
+    `domains` and `is_reserved`: as in `control.messages.NodeJoined`, from Ray's labels.
     """
 
     node: str
@@ -50,6 +55,9 @@ class NodeInfo:
     num_slots: int
     draining: bool
     num_gpus: int | None = None
+    leaves_at: float = 0.0
+    domains: tuple[str, ...] = ()
+    is_reserved: bool = False
 
     @property
     def num_members(self) -> int:
@@ -71,10 +79,18 @@ def live_nodes(scaling: ScalingConfig) -> list[NodeInfo]:
             num_slots(node["Resources"], scaling.resources_per_worker),
             node["NodeID"] in draining,
             num_gpus(node["Resources"], scaling.device),
+            draining.get(node["NodeID"], 0) / 1000,
+            domains(node.get("Labels") or {}, scaling.domain_labels),
+            (node.get("Labels") or {}).get(MARKET_LABEL, SPOT) != SPOT,
         )
         for node in sorted(ray.nodes(), key=lambda node: node["NodeID"])
         if node["Alive"]
     ]
+
+
+def domains(labels: Mapping[str, str], names: Sequence[str]) -> tuple[str, ...]:
+    """The failure domains of a node with these labels, by those `names` that it has; the widest first."""
+    return tuple(f"{name}={labels[name]}" for name in names if name in labels)
 
 
 def num_slots(resources: Mapping[str, float], need: Mapping[str, float]) -> int:
@@ -157,7 +173,7 @@ class Cluster:
                 get_if_exists=True, max_restarts=0, max_concurrency=4, num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.node, soft=False),
             )
-            .remote(node.node, self._run.timeouts, self._scaling.device == "cuda")
+            .remote(node.node, self._run.timeouts, self._scaling.device == "cuda", self._run.notices)
         )  # fmt: skip
 
     def find_worker(self, worker: str) -> Any | None:
@@ -219,23 +235,87 @@ def _groups(run: str) -> list[str]:
     )  # fmt: skip
 
 
-def room(scaling: ScalingConfig) -> None:
-    """Wait until the cluster can hold the mesh.
+def room(scaling: ScalingConfig, run: str = "") -> int:
+    """Wait until the cluster can hold the mesh; with how many rings the run begins.
+
+    With `wait_for_resources_s` the autoscaler is asked for everything that the run `run` wants, and `min_dp` rings
+    suffice when the time is over, or when the autoscaler refuses more. The coordinator renews the request.
 
     Raises: ValueError after `wait_for_resources_s`, with what is there and what is missing.
     """
     deadline, here, num_here = time.monotonic() + scaling.wait_for_resources_s, "", 0
     if scaling.device == "cuda":
         here, num_here = ray.util.get_node_ip_address(), torch.cuda.device_count()
-
-    def too_little() -> str:
+    asker = _Asker(run, scaling) if scaling.wait_for_resources_s > 0 else None
+    while True:
         nodes = live_nodes(scaling)
-        return without_gpus(scaling, nodes, here, num_here) or shortage(scaling, nodes, ray.cluster_resources())
-
-    while missing := too_little():
-        if time.monotonic() >= deadline:
+        missing = without_gpus(scaling, nodes, here, num_here) or shortage(scaling, nodes, ray.cluster_resources())
+        if not missing:
+            return scaling.dp
+        is_late = time.monotonic() >= deadline
+        if asker is not None and (is_late or asker.refused(scaling.dp * scaling.cp)):
+            rings = num_room(nodes, scaling.dp * scaling.cp) // scaling.cp
+            if rings >= scaling.min_dp:
+                log.warning("%s; the run begins with %d of its dp=%d rings", missing, rings, scaling.dp)
+                return rings
+        if is_late:
+            if asker is not None:
+                asker.withdraw()
             raise ValueError(f"{missing}, add nodes, or set wait_for_resources_s to wait for the autoscaler")
-        time.sleep(0.5)
+        if asker is not None:
+            asker.step(num_room(nodes, scaling.most_rings * scaling.cp))
+        time.sleep(LOOK_S)
+
+
+class _Asker:
+    """A driver's requests to the autoscaler, until there is a coordinator."""
+
+    def __init__(self, run: str, scaling: ScalingConfig) -> None:
+        self._autoscaler = autoscaler_of(run, scaling)
+        self._wanted = sizes(scaling.min_dp, scaling.most_rings, scaling.cp, scaling.spares)
+        self._ask, self._sent_at = Ask(), 0.0
+
+    def refused(self, num_workers: int) -> bool:
+        """Whether so many are known to be too many."""
+        return self._ask.refused is not None and self._ask.refused <= num_workers
+
+    def step(self, num_here: int) -> None:
+        """One look; an autoscaler that does not answer is asked again at the next."""
+        try:
+            self._step(num_here)
+        except Exception as error:
+            log.warning("the autoscaler could not be asked, it is asked again: %s", error)
+            self._ask, self._sent_at = Ask(), 0.0
+
+    def _step(self, num_here: int) -> None:
+        now, asked = time.monotonic(), self._ask.num_workers
+        is_refused = asked > 0 and self._autoscaler.is_refused(asked)
+        self._ask = next_ask(self._ask, self._wanted, num_here, is_refused, now)
+        if self._ask.num_workers != asked or now >= self._sent_at + RENEW_S:
+            if self._ask.num_workers != asked:
+                log.info("room for %d worker(s): the autoscaler is asked for %d", num_here, self._ask.num_workers)
+            self._autoscaler.ask(self._ask.num_workers)
+            self._sent_at = now
+
+    def withdraw(self) -> None:
+        """A request that cannot be withdrawn expires."""
+        try:
+            self._autoscaler.ask(0)
+        except Exception as error:
+            log.warning("the request to the autoscaler could not be withdrawn, it expires: %s", error)
+
+
+def autoscaler_of(run: str, scaling: ScalingConfig) -> Autoscaler:
+    """Requests for the workers of a run. Members on GPUs need one each, although Ray gives it to no actor."""
+    num_with_gpu = scaling.most_rings * scaling.cp if scaling.device == "cuda" else 0
+    return Autoscaler(run, scaling.resources_per_worker, num_with_gpu)
+
+
+def num_room(nodes: Iterable[NodeInfo], num_members: int) -> int:
+    """For how many workers the nodes that stay have room, standbys among them once `num_members` have GPUs."""
+    staying = [node for node in nodes if not node.draining]
+    slots, able = sum(node.num_slots for node in staying), sum(node.num_members for node in staying)
+    return slots if able >= num_members else min(slots, able)
 
 
 def without_gpus(scaling: ScalingConfig, nodes: Sequence[NodeInfo], here: str, num_here: int) -> str:

@@ -5,6 +5,7 @@ For what runs before a machine goes, such as a pod's preStop hook. The runs deci
 
 from __future__ import annotations
 
+import logging
 import time
 
 import ray
@@ -15,7 +16,10 @@ from ray.core.generated import autoscaler_pb2
 from elastic_ring.errors import RunFailed
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
 
+log = logging.getLogger(__name__)
+
 LOOK_S = 0.2
+STATUS_S = 10.0
 KEPT = ("coordinator", "agent:")
 """Actors of a run that a node may keep: they hold no state of the training."""
 
@@ -27,20 +31,49 @@ def drain(node: str | None, deadline_s: float) -> list[str]:
     """
     ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     try:
-        context = ray.get_runtime_context()
-        node = node or context.get_node_id()
+        node = node or ray.get_runtime_context().get_node_id()
         deadline = time.monotonic() + deadline_s
-        accepted, why_not = GcsClient(address=context.gcs_address).drain_node(
-            node, autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "elastic-ring drain",
-            int((time.time() + deadline_s) * 1000),
-        )  # fmt: skip
-        if not accepted:
-            raise RunFailed(f"Ray does not drain node {node}: {why_not}", node=node)
+        give_notice(node, deadline_s)
         while (left := workers_on(node)) and time.monotonic() < deadline:
             time.sleep(LOOK_S)
         return left
     finally:
         ray.shutdown()
+
+
+def give_notice(node: str, deadline_s: float, why: str = "elastic-ring drain") -> None:
+    """Tell Ray that a node goes `deadline_s` from now. Raises: RunFailed when Ray refuses."""
+    accepted, why_not = _gcs().drain_node(
+        node, autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), why,
+        int((time.time() + deadline_s) * 1000),
+    )  # fmt: skip
+    if not accepted:
+        raise RunFailed(f"Ray does not drain node {node}: {why_not}", node=node)
+
+
+def leave_node(node: str) -> None:
+    """Let an autoscaler remove a node that the run has left, once it is idle: it might choose another one otherwise.
+
+    A node that no autoscaler has brought stays as it is: nobody would bring it back.
+    """
+    if node not in brought_nodes():
+        log.info("node %s: left, and kept, as no autoscaler has brought it", node)
+        return
+    accepted, why_not = _gcs().drain_node(
+        node, autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "left by an elastic_ring run", 0
+    )
+    log.info("node %s: left%s", node, "" if accepted else f", and Ray does not drain it: {why_not}")
+
+
+def brought_nodes() -> set[str]:
+    """Ids of the nodes that an autoscaler has brought."""
+    reply = autoscaler_pb2.GetClusterStatusReply()
+    reply.ParseFromString(_gcs().get_cluster_status(timeout_s=STATUS_S))
+    return {node.node_id.hex() for node in reply.cluster_resource_state.node_states if node.instance_id}
+
+
+def _gcs() -> GcsClient:
+    return GcsClient(address=ray.get_runtime_context().gcs_address)
 
 
 def workers_on(node: str) -> list[str]:

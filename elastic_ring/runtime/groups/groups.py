@@ -157,6 +157,11 @@ class Connector:
                 self.raise_if_aborted()  # an abort ends the exchange and raises nothing
             return link
 
+    def host_link(self, name: str, workers: Sequence[str], worker: str) -> Any:
+        """A group of `workers`, by worker id, for host memory alone, connected; they need no rank."""
+        with translated(self):
+            return self._link_host_group(name, workers, worker)
+
     def abort(self) -> None:
         """Fail every operation of this generation, blocked or to come; the peers see it once `close` is called."""
         self._give_up()

@@ -161,6 +161,9 @@ class Worker:
             case Stop(mode="boundary"):
                 assert self._member is not None
                 self._member.boundary_requested = True
+            case Stop(mode="save"):
+                assert self._member is not None
+                self._member.save_soon()
             case Stop():
                 self._abort_and_report(extra)
             case Build():

@@ -34,6 +34,8 @@ from elastic_ring.runtime.groups.heal import heal_over_link, links_ahead
 from elastic_ring.runtime.groups.registry import forget_groups
 from elastic_ring.runtime.groups.store import LOOPBACK
 from elastic_ring.runtime.groups.transport import translated
+from elastic_ring.runtime.worker.copies import Copies
+from elastic_ring.runtime.worker.copy_heal import heal_from_copies, takes_part
 from elastic_ring.runtime.worker.env_fingerprint import NondeterminismLog, gpu_environment
 from elastic_ring.runtime.worker.faults import Injector
 from elastic_ring.runtime.worker.saver import Place, Saver, open_checkpoint
@@ -78,7 +80,9 @@ class Member:
         self._num_data_waits = 0
         self.device_failed = False  # said so itself: a probe may still pass
         self._saver = Saver(spec.run, saved)
+        self._copies = Copies(spec.run, spec.worker, self._publish_copies)
         self._place: Place | None = None
+        self._is_saver_prepared = False  # for the shard of this generation
         self._told: dict[str, Any] = {}  # by the coordinator with the build under way
         self._connector: Connector | None = None
         self._groups: Groups | None = None
@@ -107,6 +111,7 @@ class Member:
         order = order_of(training, step.seed, step.global_batch)
         cache = KERNEL_CACHE if self._spec.scaling.device == "cuda" else None
         self._transaction = Transaction(task, Loader(training, self._while_data_comes), order, self._watch, cache)
+        self._transaction.before_apply = self._before_apply
         self._transaction.warm_up(self._spec.scaling.cp, self._spec.scaling.device)
         warm_up(task)
         self._num_parameters = num_parameters(task)
@@ -173,7 +178,7 @@ class Member:
         self._close_connector()
         self._connector = Connector(where, self._device_lease.device)
         self.records.mark_published(int(extra.get("published", -1)))
-        if command.restore is not None:
+        if command.restore is not None or command.step_back is not None:
             self.records.go_back(command.step)
         return self._connector
 
@@ -205,6 +210,8 @@ class Member:
             healthy=not self.device_failed and self._device_lease.healthy(),
             last_vote=state.last,
             gradient_membership_id=state.gradient_membership_id,
+            copies=self._copies.held(),
+            state_id=state.state_id,
         )  # fmt: skip
 
     def unsent(self) -> list[dict[str, Any]]:
@@ -230,12 +237,16 @@ class Member:
         self._stamps.generation = command.generation
         self._stamps.stamp(command.step, Phase.REBUILD)
         state.leave()
+        self._copies.leave()
+        self._saver.leave()
+        self._copies.keep(command.keep, command.step_back)  # the first may be older, if more hold it
         forget_groups()
         self._timings["free_s"] = time.monotonic() - begun
         if self.in_mesh:
             self._take_device(connector)
             self._timings["device_s"] = time.monotonic() - begun - self._timings["free_s"]
-            self._groups = connector.open(command.mesh, command.members.index(worker), links_ahead(command, worker))
+            ahead = links_ahead(command, worker) if command.step_back is None else []
+            self._groups = connector.open(command.mesh, command.members.index(worker), ahead)
         opened = time.monotonic()
         receives = [heal for heal in command.heals if worker in heal.newcomers]
         if self._groups is not None:
@@ -247,7 +258,7 @@ class Member:
         if command.roll_forward is not None and not receives and state.valid:
             state.roll_forward(command.roll_forward)
         rolled = time.monotonic()
-        mine = [heal for heal in command.heals if worker in (heal.donor, *heal.newcomers)]
+        mine = [heal for heal in command.heals if takes_part(heal, worker)]
         num_bytes = sum(self._heal(heal, connector) for heal in mine)
         healed = time.monotonic()
         empty_cache(self._device_lease.device)
@@ -256,11 +267,15 @@ class Member:
         if self._groups is not None and starts and self._spec.task.step.check_model:
             with translated(connector):
                 check_model(state.task, self._groups, state)
+        if self._groups is not None and (command.copy_holders or command.parity_groups):
+            group = connector.host_link("copies", command.members, worker)
+            self._copies.begin(command, self._groups.global_rank, group, self.device)
         self._stamps.stamp(command.step, Phase.IDLE)
         if self._groups is not None and self._told.get("checkpoint"):
             told = self._told["checkpoint"]
             self._place = Place.of(command, self._groups.global_rank, told)
             self._saver.schedule.mean_time_between_failures_s = float(told["mean_time_between_failures_s"])
+            self._is_saver_prepared = False
         timings = {
             "connect_s": opened - begun + joined - entered, "roll_s": entered - opened + rolled - joined,
             "heal_s": healed - rolled,
@@ -291,7 +306,8 @@ class Member:
             state.task = self._kernels.settle(state.task, groups.world, holds)
         self._entering = True  # a GPU whose last process is just ending may keep this thread waiting
         try:
-            state.enter(groups, (command.term, command.generation), keep=holds)
+            back = command.step_back
+            state.enter(groups, (command.term, command.generation), keep=holds and back is None)
             if command.restore is not None:
                 begun = time.monotonic()
                 reader = open_checkpoint(self._spec.run, command.restore)
@@ -300,6 +316,12 @@ class Member:
                 self._timings["restore_s"] = time.monotonic() - begun
             elif command.fresh:
                 state.initialise()
+            elif back is not None and holds:
+                begun = time.monotonic()
+                assert state.shard is not None
+                with state.filling():
+                    self._copies.load(back, groups.global_rank % command.mesh.cp, state.shard)
+                self._timings["restore_s"] = time.monotonic() - begun
         finally:
             self._entering = False
 
@@ -312,13 +334,22 @@ class Member:
         def inject(role: str) -> None:
             self._injector.check(phase="heal", step=step, rank=rank, role=role)
 
-        return heal_over_link(heal, self._spec.worker, self._transaction, connector, inject, self._timings)
+        worker, state, back = self._spec.worker, self._transaction, self._command.step_back
+        if back is not None:
+            return heal_from_copies(heal, back, worker, self._copies, state, connector, inject, self._timings)
+        return heal_over_link(heal, worker, state, connector, inject, self._timings)
+
+    def save_soon(self) -> None:
+        """The next checkpoint is due at once. Called by the control thread."""
+        self._saver.schedule.ask()
 
     def become_spare(self) -> None:
         """Drop all state and release the GPU and its memory."""
         connector = self._connector
         self._command, self._groups = None, None
         self._context_releaser.left_mesh()
+        self._copies.clear()
+        self._saver.clear()
         self._transaction.drop()
         forget_groups()
         self._close_connector()
@@ -344,13 +375,19 @@ class Member:
         if not self._trained:
             self._compiled.news()  # the warm-up and the build
         with translated(self._connector):
+            assert state.shard is not None
+            self._copies.first(state.shard)
             while state.applied < step_config.steps:
                 step, begun = state.applied, time.monotonic()
                 self._watch("idle", step)
                 self._validate_if_due(step)
                 # A step's result is published once the next one is under way.
                 self._send(through=step - 1)
-                outcome, local = state.run(step, boundary=self.boundary_requested, checkpoint=self._ballot(step))
+                outcome, local = state.run(
+                    step, boundary=self.boundary_requested, checkpoint=self._ballot(step),
+                    copies=self._copies.ballot(step + 1),
+                )  # fmt: skip
+                self._copies.after_step(state.shard, outcome)
                 self._record(outcome, local, time.monotonic() - begun)
                 self._save(outcome)
                 self._publish_nondeterminism(step)
@@ -364,6 +401,10 @@ class Member:
             log.warning("the last checkpoint's part is not written yet; the run ends without it")
         return "finished"
 
+    def _before_apply(self) -> None:
+        self._copies.before_apply()
+        self._saver.before_apply()
+
     def _ballot(self, step: int) -> float:
         assert self._groups is not None
         if self._place is None:
@@ -373,6 +414,10 @@ class Member:
     def _save(self, outcome: Outcome) -> None:
         """Save after a step whose vote asked for it; training waits for the copy only."""
         state = self._transaction
+        if self._place is not None and not self._is_saver_prepared:
+            assert state.shard is not None
+            self._is_saver_prepared = True  # not before the first step: the optimizer's moments begin there
+            self._saver.prepare(state.shard, state.shapes, self._place)
         if outcome.checkpoint_missed:
             log.warning("the checkpoint of step %d is left out: the last one is still being written", state.applied)
         if not outcome.checkpoint or self._place is None:
@@ -401,6 +446,11 @@ class Member:
         found = self._transaction.validate(self._val_loader, config.num_val_sequences)
         if self._groups is not None and self._groups.global_rank == 0:
             self._publish([{"step": step - 1, **found}])
+
+    def _publish_copies(self, figures: dict[str, Any]) -> None:
+        """Called in the thread of an exchange; global rank 0 speaks for all."""
+        if self._groups is not None and self._groups.global_rank == 0:
+            self._publish([{"step": figures["step"], "copied": figures}])
 
     def _publish_nondeterminism(self, step: int) -> None:
         """Publish nondeterministic operators of this step; on GPUs also `deterministic=False`."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from elastic_ring.config import CheckpointConfig, RunConfig
 from elastic_ring.control.messages import Build, Checkpoint
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
@@ -21,6 +23,7 @@ from elastic_ring.state.checkpoint import (
     Reader,
     Snapshot,
     attempt_folder,
+    buffers_for,
     describe,
     interval_s,
     located,
@@ -62,12 +65,19 @@ class SaveSchedule:
         self._cost_s = 0.0
         self.mean_time_between_failures_s = 86_400.0
         self._told_s = 0.0
+        self._is_asked = False
+
+    def ask(self) -> None:
+        """The next one is due at once: a node that leaves takes the state with it. Called by the control thread."""
+        self._is_asked = True
 
     def is_due(self, applied: int, total_steps: int) -> bool:
         """Whether the state after the step that makes `applied` is to be saved."""
         config = self._config
         if not config.is_on:
             return False
+        if self._is_asked:
+            return True
         if config.every_steps:
             return applied % config.every_steps == 0
         return applied < total_steps and time.monotonic() - self._last_s >= self.interval_s
@@ -84,7 +94,7 @@ class SaveSchedule:
 
     def saved(self, blocked_s: float) -> None:
         """One was taken, for which training waited `blocked_s`."""
-        self._last_s, self._cost_s = time.monotonic(), blocked_s
+        self._last_s, self._cost_s, self._is_asked = time.monotonic(), blocked_s, False
         if self._config.every_steps is None and self._config.every_s is None and self.interval_s != self._told_s:
             self._told_s = self.interval_s
             log.info("a checkpoint blocks for %.3f s and a loss is expected every %.0f s: the next in %.0f s",
@@ -120,11 +130,58 @@ class Saver:
         self.schedule = SaveSchedule(run.checkpoint_config)
         self._storage: Storage | None = None
         self._last: Snapshot | None = None
+        self._stream: Any = None  # on which copies from a GPU run beside the next step
+        self._preparing: threading.Thread | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    def prepare(self, shard: Shard, shapes: Mapping[str, tuple[int, ...]], place: Place) -> None:
+        """Pin host memory for this rank's part, in a thread: the first checkpoint need not wait for it."""
+        device = next(iter(shard.params.values())).device
+        if device.type != "cuda" or not self._run.checkpoint_config.is_on:
+            return
+        self._prepared()
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)
+        part = place.mesh.coordinate(place.global_rank).dp_rank
+        described = describe(shard, shapes, place.mesh.dp)
+
+        def pin() -> None:
+            torch.cuda.set_device(device)
+            found = Snapshot(shard.cp_rank, part)
+            try:
+                for name, _, buffer in buffers_for(shard, described, part, self._last):
+                    found.tensors[name] = buffer
+            except RuntimeError as error:  # the first checkpoint tries again, and says so
+                log.warning("no pinned memory for checkpoints yet: %s", error)
+            self._last = found
+
+        self._preparing = threading.Thread(target=pin, name="pinning", daemon=True)
+        self._preparing.start()
+
+    def _prepared(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+        self._preparing = None
+
+    def before_apply(self) -> None:
+        """The shard is about to change: on its device behind the copy that is under way."""
+        if self._last is not None and self._last.copied is not None:
+            self._last.copied.wait()
+
+    def leave(self) -> None:
+        """The generation ends: the shard may be changed or freed."""
+        self._prepared()
+        if self._last is not None:
+            self._last.wait()
+
+    def clear(self) -> None:
+        """Give the buffers up, as for a spare."""
+        self.leave()
+        self._last = None
 
     def ballot(self, applied: int, total_steps: int, global_rank: int) -> float:
         """What this rank says in the vote of the step that makes `applied`."""
@@ -133,21 +190,31 @@ class Saver:
         return DUE if global_rank == 0 and self.schedule.is_due(applied, total_steps) else 0.0
 
     def save(self, shard: Shard, shapes: Mapping[str, tuple[int, ...]], place: Place) -> None:
-        """Copy this rank's part, for which training waits, and begin to write it."""
+        """Copy this rank's part, for which training waits, and begin to write it.
+
+        A copy that fails costs this checkpoint and nothing else; an error of the device shows again in the next step.
+        """
         begun = time.monotonic()
         assert not self.is_busy, "the vote has asked"
         self.wait(0.0)
         step, coordinate = shard.counters.applied, place.mesh.coordinate(place.global_rank)
-        described = describe(shard, shapes, place.mesh.dp)
-        snapshot = take(shard, described, coordinate.dp_rank, self._last)
-        self._last = snapshot
-        blocked_s = time.monotonic() - begun
-        self.schedule.saved(blocked_s)
         part: dict[str, Any] = {
             "step": step, "term": place.term, "generation": place.generation, "lineage": place.lineage,
             "folder": place.folder(step), "cp_rank": coordinate.cp_rank, "part": coordinate.dp_rank,
-            "cp": place.mesh.cp, "dp": place.mesh.dp, "blocked_s": blocked_s,
+            "cp": place.mesh.cp, "dp": place.mesh.dp,
         }  # fmt: skip
+        try:
+            self._prepared()
+            described = describe(shard, shapes, place.mesh.dp)
+            snapshot = take(shard, described, coordinate.dp_rank, self._last, self._stream)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            self._last = None
+            self.schedule.saved(time.monotonic() - begun)
+            self._failed(part, error)
+            return
+        self._last = snapshot
+        part["blocked_s"] = time.monotonic() - begun
+        self.schedule.saved(part["blocked_s"])
         if place.global_rank == 0:
             part["tensors"] = {name: asdict(one) for name, one in described.items()}
             part["meta"] = snapshot.meta
@@ -162,11 +229,15 @@ class Saver:
 
     def _write(self, snapshot: Snapshot, part: dict[str, Any], begun: float) -> None:
         try:
+            snapshot.wait()
             if self._storage is None:
                 self._storage = Storage(self._run.storage_uri, timeout_s=self._run.timeouts.storage_s).open(write=False)
             file = write_part(self._storage, part["folder"], snapshot)
         except Exception as error:  # training goes on without this checkpoint; the coordinator counts it
-            log.exception("this rank's part of the checkpoint of step %d could not be written", part["step"])
-            self._send({**part, "error": f"{type(error).__name__}: {error}"})
+            self._failed(part, error)
             return
         self._send({**part, "file": asdict(file), "total_s": time.monotonic() - begun})
+
+    def _failed(self, part: dict[str, Any], error: Exception) -> None:
+        log.error("this rank's part of the checkpoint of step %d is missing", part["step"], exc_info=error)
+        self._send({**part, "error": f"{type(error).__name__}: {error}"})

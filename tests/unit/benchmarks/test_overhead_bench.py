@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,20 @@ def test_one_after_the_other_tells_no_bound_and_holds_the_losses_alone() -> None
     assert missed == []
     _, missed = bench.report({**FIGURES, "upper_bound": None, "worst_loss_error": 0.1}, 0.05)
     assert len(missed) == 1
+
+
+def test_what_copies_cost_is_the_ratio_of_both_overheads_and_its_bound_is_held() -> None:
+    def figures(product_s: float) -> dict[str, Any]:
+        return {"product_s": [[1.0, product_s], [product_s, 1.0]], "plain_s": [[0.5, 0.5], [0.5, 0.5]]}
+
+    cost = bench.cost_of_copies(figures(1.0), figures(1.04))
+    assert [cost[name] for name in ("overhead_without", "overhead_with", "cost")] == pytest.approx([2.0, 2.04, 1.02])
+    assert cost["cost_upper_bound"] == pytest.approx(1.02)
+    asked = Namespace(model="small", copies="1", copy_every=2, blocks=3, block_steps=2)
+    assert bench.report_copies(cost, 0.05, asked)[1] == []
+    text, missed = bench.report_copies(cost, 0.01, asked)
+    assert "copies cost +2.00 %" in text
+    assert missed == ["the upper bound is +2.00 %, more than 1 %"]
 
 
 @pytest.mark.parametrize("options", [["--dp", "2"], ["--model", "small", "--cp", "2"], ["--apart", "--block-steps=2"]])

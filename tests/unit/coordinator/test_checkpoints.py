@@ -195,6 +195,19 @@ def test_a_part_that_cannot_be_written_is_told_and_the_next_checkpoint_counts(tm
     assert run.keeper.failing_s == 0.0
 
 
+def test_a_copy_that_fails_costs_that_checkpoint_and_not_the_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, CheckpointConfig(every_steps=1))
+    shard = shard_of(0, CP, steps=1)
+    next(iter(shard.optimizer.state.values()))["kept"] = object()  # no checkpoint can hold it
+    shapes = {name: whole for name, whole in full_shapes().items() if name in shard.params}
+    run.savers[0].save(shard, shapes, Place(1, 1, Mesh(DP, CP), 0, "0123456789abcdef", 0))
+    part = run.parts.get(timeout=60.0)
+    assert "which a checkpoint cannot hold" in part["error"]
+    run.keeper.written(part)
+    assert run.next("checkpoint-failed")["step"] == 1
+    assert run.commit(2) == [2]
+
+
 def test_a_submission_finds_where_to_begin_and_other_settings_are_named(tmp_path: Path) -> None:
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
     for step in (1, 2):

@@ -46,6 +46,7 @@ def record(step: int, **more: Any) -> dict[str, Any]:
     return {
         "step": step, "loss": 2.5, "grad_norm": 1.5, "lr": 0.1, "num_tokens": 80, "samples": [1.0, 0.0, 2.0, 0.0],
         "skipped": False, "step_s": 4.0, "generation": 1, "dp": 2, "cp": 1, "hop_bytes": 64, "hop_wait_s": 0.25,
+        "data_wait_s": 0.125,
         "hop_latency_mean_s": 0.125, "hop_latency_p99_s": 0.5, "committed_monotonic_s": 1.0, "vote": [1.0],
         "membership_id": [1, 1], **more,
     }  # fmt: skip
@@ -61,7 +62,12 @@ def recorder(tmp_path: Path) -> RunRecorder:
     made.recoveries.begin(change(2), 2)
     made.recoveries.committed(2, 12.5)
     made.checkpoint({"step": 2, "path": "somewhere", "bytes": 1024, "blocked_s": 0.25, "total_s": 3.5})
+    made.publish([COPIED])
     return made
+
+
+COPIED = {"step": 20, "copied": {"step": 20, "bytes": 512, "num_holders": 1, "blocked_s": 0.125, "total_s": 0.5,
+                                 "skipped": 3}}  # fmt: skip
 
 
 def exported(recorder: RunRecorder, state: State = STATE) -> dict[tuple[str, str], float | None]:
@@ -98,6 +104,8 @@ def test_the_values_are_those_of_the_run(recorder: RunRecorder) -> None:
         ("elastic_ring_recovery_sum_seconds", "total"): 2.5, ("elastic_ring_rerun_steps", ""): 1,
         ("elastic_ring_checkpoints", ""): 1, ("elastic_ring_checkpoint_step", ""): 2,
         ("elastic_ring_checkpoint_seconds", "blocked"): 0.25, ("elastic_ring_checkpoint_size_bytes", ""): 1024,
+        ("elastic_ring_copy_step", ""): 20, ("elastic_ring_copy_seconds", "total"): 0.5,
+        ("elastic_ring_copy_size_bytes", ""): 512, ("elastic_ring_copies_skipped", ""): 3,
         ("elastic_ring_time_seconds", "steps"): 8.0, ("elastic_ring_time_seconds", "recovery"): 1.0,
         ("elastic_ring_time_seconds", "other"): 11.0, ("elastic_ring_goodput_ratio", ""): 0.4,
     }  # fmt: skip
@@ -109,6 +117,7 @@ def test_a_coordinator_that_starts_anew_exports_the_same(recorder: RunRecorder, 
     again = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 12.5)
     again.open(0.0)
     again.recall({"note": "recovery", "recovery": recorder.recoveries.records[0], "closes": True})
+    again.publish([COPIED])
     again.recall({"note": "checkpoint", "checkpoint": recorder.checkpoints[0], "unix_s": recorder.checkpoint_unix_s})
     assert again.checkpoint_unix_s == recorder.checkpoint_unix_s is not None
     before, after = exported(recorder), exported(again)

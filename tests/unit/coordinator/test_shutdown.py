@@ -61,6 +61,7 @@ class Nobody:
     """Whoever else the coordinator speaks to, and hears nothing from."""
 
     weights_sha256 = ""
+    nodes: dict[str, Any]
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **options: None
@@ -86,7 +87,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.journal = Journal(run.folder / "journal.jsonl", durable=True).open()
     made.recorder = RunRecorder(run, made._note, made.clock)
     made.recorder.open(0.0)
-    made.node_monitor, made.dispatch = Nobody(), Nobody()
+    made.node_monitor, made.dispatch, made.demand = Nobody(), Nobody(), Nobody()
     made.checkpoints = CheckpointKeeper(run, Resume(), 1, {}, made._put)
     made.mirror = Mirror(run, 1)
     made.metrics_exporter = MetricsExporter(run, made.recorder, lambda: 0.0)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elastic_ring.control.cause_ids import CauseIds
-from elastic_ring.control.messages import NodeJoined, NodeLost
+from elastic_ring.control.messages import NodeDraining, NodeJoined, NodeLost
 from elastic_ring.runtime.agent.rpc import AgentServer
 from elastic_ring.runtime.coordinator import node_monitor
 from elastic_ring.runtime.coordinator.driver_feed import KEPT_STEPS, DriverFeed
@@ -151,3 +151,36 @@ def test_nodes_that_join_and_go_in_several_threads_leave_whole_tables(
     at_once(poll, poll, lose, lose)
     joined, lost = (sum(isinstance(event, kind) for event in events) for kind in (NodeJoined, NodeLost))
     assert joined - lost == len(monitor.nodes)
+
+
+def test_an_agent_goes_from_a_node_where_nobody_is_wanted_and_comes_back_with_the_wish(
+    monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, killed, started = list[Any](), list[Any](), list[str]()
+    monitor._put = lambda kind, event: events.append(event)
+    nodes = [NodeInfo("me", "127.0.0.1", 0, False), NodeInfo("n", "127.0.0.2", 2, False)]
+
+    def start_agent(node: NodeInfo) -> None:
+        started.append(node.node)
+        monitor._agents[node.node] = f"agent of {node.node}"
+
+    monkeypatch.setattr(monitor, "_start_agent", start_agent)
+    monkeypatch.setattr(AgentServer, "nodes", property(lambda self: tuple(monitor._agents)))
+    monkeypatch.setattr(node_monitor, "live_nodes", lambda _: nodes)
+    monkeypatch.setattr(node_monitor.ray, "kill", lambda agent, no_restart: killed.append(agent))
+    monkeypatch.setattr(node_monitor, "VACANT_S", 0.0)
+    monitor._poll()
+    monitor._poll()
+    assert started == ["me", "n"]
+    monitor.vacate(frozenset({"me", "n"}))
+    for _ in range(3):
+        monitor._poll()
+        time.sleep(0.01)
+    assert (started, killed) == (["me", "n"], ["agent of n"]), "the coordinator's own is kept"
+    nodes[1] = NodeInfo("n", "127.0.0.2", 2, True, None, 5.0)
+    monitor._poll()
+    assert [event.leaves_at for event in events if isinstance(event, NodeDraining)] == [5.0], "still heard of"
+    monitor.vacate(frozenset())
+    monitor._poll()
+    assert started == ["me", "n", "n"]
+    assert not any(isinstance(event, NodeLost) for event in events)

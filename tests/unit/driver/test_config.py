@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from elastic_ring.config import (
     ScalingConfig,
     StepConfig,
     Timeouts,
+    check_copies,
     check_lasting,
     check_together,
     digest,
@@ -66,6 +68,11 @@ REFUSED = [
     (RunConfig, "run_dir", 5, "must be text"),
     (RunConfig, "storage_path", "gs://bucket", "give s3://bucket/prefix"),
     (RunConfig, "faults", 7, "a schedule as text"),
+    (RunConfig, "copies", "3", "0, 1, 2 or parity:G"),
+    (RunConfig, "copies", "parity:1", "G of at least 2"),
+    (RunConfig, "copies", "parity", "parity:G"),
+    (RunConfig, "copies", True, "0, 1, 2 or parity:G"),
+    (RunConfig, "copy_every_steps", 0, "at least 1"),
     (RunConfig, "env", [("A", "B")], "a mapping of text to text"),
     (RunConfig, "env", {"A": 1}, "a mapping of text to text"),
     (RunConfig, "timeouts", {}, "must be an instance of Timeouts"),
@@ -107,6 +114,26 @@ def test_a_setting_that_does_not_exist_is_refused_with_what_to_use(config: type,
         config(**{setting: 1})
     assert setting in str(caught.value)
     assert not isinstance(caught.value, ValidationError)
+
+
+@pytest.mark.parametrize(
+    ("dp", "cp", "copies", "told"),
+    [
+        (1, 1, "1", "copies='1': each goes to another rank, and the mesh dp=1 x cp=1 has 0 other"),
+        (2, 1, "2", "take copies='1', or a larger mesh"),
+        (1, 4, "parity:4", "a group of 4 ranks and the rank outside of it that holds their parity make 5"),
+    ],
+)
+def test_copies_for_which_the_mesh_has_too_few_ranks_are_refused(dp: int, cp: int, copies: str, told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        check_copies(Mesh(dp, cp), copies)
+
+
+@pytest.mark.parametrize(("dp", "cp", "copies"), [(1, 2, 1), (1, 3, "2"), (1, 4, "parity:3"), (1, 1, "0")])
+def test_copies_that_fit_are_taken_as_numbers_too(dp: int, cp: int, copies: Any) -> None:
+    run = RunConfig(copies=copies)
+    check_copies(Mesh(dp, cp), run.copies)
+    assert run.copies == str(copies)
 
 
 def test_settings_read_from_a_file_are_checked_as_those_of_the_constructor() -> None:

@@ -26,6 +26,26 @@ from elastic_ring.runtime.driver.cluster import (
 ON_GPUS = ScalingConfig(dp=2, cp=4, device="cuda")
 
 
+class Granting:
+    """What a driver asks an autoscaler that grants up to `most` workers; the real one is in `tests/ray`."""
+
+    def __init__(self, most: int = 1000) -> None:
+        self.most, self.asked = most, list[int]()
+
+    def ask(self, num_workers: int) -> None:
+        self.asked.append(num_workers)
+
+    def is_refused(self, num_workers: int) -> bool:
+        return num_workers > self.most
+
+
+@pytest.fixture(autouse=True)
+def autoscaler(monkeypatch: pytest.MonkeyPatch) -> Granting:
+    granting = Granting()
+    monkeypatch.setattr(cluster, "autoscaler_of", lambda run, scaling: granting)
+    return granting
+
+
 def _node(num_slots: int, num_gpus: int | None, draining: bool = False) -> NodeInfo:
     return NodeInfo("n", "10.0.0.1", num_slots, draining, num_gpus)
 
@@ -89,6 +109,53 @@ def test_room_waits_for_gpus_and_refuses_when_they_do_not_come(monkeypatch: pyte
     looks[:] = [[_node(64, 4)]]
     with pytest.raises(ValueError, match=r"needs 8 GPUs, .* 4 missing\. Lower dp or cp, add nodes, or set wait_for_"):
         room(ON_GPUS)
+
+
+def test_an_empty_cluster_is_waited_for_and_asked_for_all_that_the_run_may_use(
+    monkeypatch: pytest.MonkeyPatch, autoscaler: Granting
+) -> None:
+    looks = [[_node(0, None)], [_node(0, None)], [_node(0, None), _node(4, None)]]
+    monkeypatch.setattr(cluster, "live_nodes", lambda scaling: looks.pop(0) if len(looks) > 1 else looks[0])
+    monkeypatch.setattr(cluster.ray, "cluster_resources", dict)
+    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
+    assert room(ScalingConfig(dp=2, cp=2, spares=1, max_dp=3, wait_for_resources_s=600.0)) == 2
+    assert autoscaler.asked == [7], "asked once, not at each look"
+
+
+def test_where_more_is_refused_the_run_begins_with_min_dp_rings_at_once(
+    monkeypatch: pytest.MonkeyPatch, autoscaler: Granting
+) -> None:
+    autoscaler.most = 4
+    monkeypatch.setattr(cluster, "live_nodes", lambda scaling: [_node(4 if 4 in autoscaler.asked else 0, None)])
+    monkeypatch.setattr(cluster.ray, "cluster_resources", dict)
+    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
+    assert room(ScalingConfig(dp=3, cp=2, spares=0, min_dp=2, wait_for_resources_s=600.0)) == 2
+    assert autoscaler.asked == [6, 4]
+
+
+def test_an_autoscaler_that_does_not_answer_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, autoscaler: Granting
+) -> None:
+    def ask(num_workers: int) -> None:
+        autoscaler.asked.append(num_workers)
+        if len(autoscaler.asked) < 3:
+            raise TimeoutError("the head is busy")
+
+    monkeypatch.setattr(autoscaler, "ask", ask)
+    monkeypatch.setattr(cluster, "live_nodes", lambda scaling: [_node(4 if len(autoscaler.asked) > 2 else 0, None)])
+    monkeypatch.setattr(cluster.ray, "cluster_resources", dict)
+    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
+    assert room(ScalingConfig(dp=2, cp=2, spares=0, wait_for_resources_s=600.0)) == 2
+    assert autoscaler.asked == [4, 4, 4]
+
+
+def test_a_driver_that_gives_up_withdraws_its_request(monkeypatch: pytest.MonkeyPatch, autoscaler: Granting) -> None:
+    monkeypatch.setattr(cluster, "live_nodes", lambda scaling: [_node(0, None)])
+    monkeypatch.setattr(cluster.ray, "cluster_resources", dict)
+    monkeypatch.setattr(cluster, "LOOK_S", 0.01)
+    with pytest.raises(ValueError, match=r"4 missing\..* add nodes, or set wait_for_resources_s"):
+        room(ScalingConfig(dp=2, cp=2, spares=0, wait_for_resources_s=0.1))
+    assert autoscaler.asked == [4, 0]
 
 
 # ------------------------------------------------------------ the environment of workers

@@ -21,6 +21,7 @@ from elastic_ring.runtime.gpu import device
 from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser, CudaContexts, loaded_runtime, release_other_contexts
 from elastic_ring.runtime.worker import member
 from elastic_ring.runtime.worker.actor import Worker
+from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.member import Member
 
 OWN = torch.device("cuda", 1)
@@ -203,7 +204,7 @@ def test_only_members_on_gpus_that_are_asked_to_let_go_do(
     made: list[bool] = []
     monkeypatch.setattr(member, "ContextReleaser", made.append)
     scaling, run = ScalingConfig(device=device, release_contexts=asked), RunConfig(name="run")
-    spec: Any = SimpleNamespace(scaling=scaling, run=run, task=None)
+    spec: Any = SimpleNamespace(scaling=scaling, run=run, task=None, worker="a")
     nothing: Any = None
     Member(spec, nothing, nothing, lambda records: None)
     assert made == [asked and device == "cuda"]
@@ -212,9 +213,9 @@ def test_only_members_on_gpus_that_are_asked_to_let_go_do(
 def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the loop itself: behind the commit and its record, not where it stops for a boundary."""
     order: list[str] = []
-    state = SimpleNamespace(applied=0)
+    state = SimpleNamespace(applied=0, shard=SimpleNamespace(counters=SimpleNamespace(applied=0)))
 
-    def run(step: int, *, boundary: bool, checkpoint: float) -> tuple[Any, Any]:
+    def run(step: int, *, boundary: bool, checkpoint: float, copies: float) -> tuple[Any, Any]:
         state.applied = step + 1
         order.append(f"run {step}")
         return SimpleNamespace(boundary=step == 2, checkpoint=False, checkpoint_missed=False), None
@@ -224,6 +225,7 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     training._command = Build("c", "a", 1, 5, Mesh(1, 2), ("a", "b"), 0, None, (), True)
     training._groups, training._connector = SimpleNamespace(global_rank=1), SimpleNamespace(aborted=False)
     training._transaction, training.boundary_requested, training._place = state, False, None
+    training._copies = Copies(RunConfig(name="run"), "a")
     training._spec = SimpleNamespace(task=SimpleNamespace(step=SimpleNamespace(steps=9, val_every_steps=0)))
     training._device_lease, training._trained = SimpleNamespace(device=OWN), True
     for name in ("_watch", "_validate_if_due", "_send", "_publish_nondeterminism", "_report_compiled"):

@@ -15,8 +15,10 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from google.protobuf.message import DecodeError
 
 from elastic_ring.integrations.trackers import MLflow, TensorBoard, Tracker, WandB, _points_of
 from elastic_ring.mesh import Mesh
@@ -140,6 +142,24 @@ def records_of(path: Path) -> Iterator[bytes]:
             whole = b""
 
 
+def wait_for_end(folder: Path, proto: Any, num_runs: int) -> None:
+    """wandb's own process may write on for a moment after `finish` has returned on a busy machine."""
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline:
+        files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+        if len(files) == num_runs and all(has_ended(path, proto) for path in files):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"these have no end: {files}")
+
+
+def has_ended(path: Path, proto: Any) -> bool:
+    try:
+        return any(proto.Record.FromString(data).WhichOneof("record_type") == "exit" for data in records_of(path))
+    except DecodeError:  # a record that is just being written
+        return False
+
+
 def test_weights_and_biases_offline_has_each_step_once_over_drivers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +172,7 @@ def test_weights_and_biases_offline_has_each_step_once_over_drivers(
     records.steps(3, 4, 5)
     records.others()
     tell(tmp_path, WandB("test", mode="offline"))
+    wait_for_end(tmp_path, proto, num_runs=2)
     rows, ids = [], set()
     for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
         for data in records_of(path):

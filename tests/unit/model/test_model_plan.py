@@ -40,6 +40,19 @@ def test_the_plan_of_a_run_on_cpus_has_no_word_of_gpus() -> None:
     assert not any("GPU" in line for line in plan_of(preset["model"], preset["scaling"], preset["step"]).lines())
 
 
+@pytest.mark.parametrize(
+    ("copies", "held"),
+    [("1", "keeps 2 snapshots in host memory, 11.1 GiB, and 11.1 GiB of its peers'"),
+     ("2", "keeps 2 snapshots in host memory, 11.1 GiB, and 22.3 GiB of its peers'"),
+     ("parity:4", "holds the parity of a group of 4 ranks as much again"), ("0", "")],
+)  # fmt: skip
+def test_the_plan_says_what_host_memory_copies_take(copies: str, held: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--preset", "1b", "--dp", "4", "--global-batch", "4", "--copies", copies, "--plan"]) == 0
+    printed = capsys.readouterr().out
+    assert (f"copies={copies}" in printed) == bool(held)
+    assert held in printed
+
+
 def test_flops_are_six_for_each_parameter_and_token_plus_the_causal_triangle() -> None:
     model = PRESETS["8b"]()["model"]
     table = model.vocab_size * model.width

@@ -24,7 +24,8 @@ from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_schedule import plan_sparse
 from elastic_ring.attention.sparse_tiles import tiles
 from elastic_ring.attention.timed_cases import Hops, TimingBudget
-from elastic_ring.cli.calibrate import main, report
+from elastic_ring.cli.calibrate import main
+from elastic_ring.tuning.calibrate_host import report
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
 
 CPU = torch.device("cpu")

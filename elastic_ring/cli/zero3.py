@@ -1,0 +1,118 @@
+"""Train with DeepSpeed ZeRO-3 in Ray Train: for who needs offloading, or already runs Ray Train or DeepSpeed.
+
+    python jobs/train_zero3.py --preset laptop --workers 2 --cp 2
+    python jobs/train_zero3.py --preset laptop --workers 2:4 --cp 2 --offload-optimizer cpu
+
+Model, data, step and optimizer have the flags and files of `elastic-ring train`. Exits as that does.
+torch and Ray are imported once the settings are known to be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic_ring.cli.settings import TrainSettings, parse
+from elastic_ring.errors import ElasticRingError
+
+if TYPE_CHECKING:
+    from elastic_ring.integrations.ray_train import Zero3Trainer
+
+PLACES = ("none", "cpu", "nvme")
+# Flags of the elastic ring that mean nothing here, and what to use.
+ELSEWHERE = {
+    "dp": "it follows from --workers and --cp", "spares": "Ray Train starts lost workers again",
+    "min-dp": "give --workers MIN:MAX", "max-dp": "give --workers MIN:MAX",
+    "faults": "kill a process; this door plans no faults", "resume": "Ray Train resumes by the run's name",
+    "run-dir": "Ray Train's folder is --storage-path/--run-name", "val-every": "this door does not validate",
+}  # fmt: skip
+
+
+def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]:
+    """This door's own flags, and the settings that it shares. Raises ValueError for what cannot be meant."""
+    own = argparse.ArgumentParser(
+        prog="train_zero3", add_help=False, allow_abbrev=False, description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Beside these the settings of `elastic-ring train`, --preset, --steps, --data, --pattern, "
+        "--model-folder, --run-name, --storage-path and all that have a dot: see its --help.",
+    )  # fmt: skip
+    own.add_argument("--help", "-h", action="help", help="show this and exit")
+    own.add_argument("--workers", default="2", metavar="N|MIN:MAX", help="Ray Train's workers (2)")
+    own.add_argument("--cp", type=int, default=2, help="workers of a ring, over which a sequence is split (2)")
+    own.add_argument("--offload-optimizer", choices=PLACES, default="none", help="moments and fp32 masters (none)")
+    own.add_argument("--offload-param", choices=PLACES, default="none", help="parameters (none)")
+    own.add_argument("--nvme-path", default="", help="a folder on a local disk of every node, for nvme")
+    own.add_argument("--deepspeed-config", type=Path, help="a JSON file with more of DeepSpeed's configuration")
+    own.add_argument("--checkpoint-every-steps", type=int, default=10, help="0 for one at the end only (10)")
+    own.add_argument("--max-failures", type=int, default=3, help="restarts by Ray Train (3)")
+    found, rest = own.parse_known_args(argv)
+    for flag, instead in ELSEWHERE.items():
+        if any(word.partition("=")[0] == f"--{flag}" for word in rest):
+            raise ValueError(f"--{flag}: is the elastic ring's; here {instead}")
+    return found, parse(rest)
+
+
+def workers_of(text: str) -> tuple[int, int]:
+    """(fewest, most) of N or MIN:MAX. Raises ValueError for another text."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if found is None:
+        raise ValueError(f"workers={text!r}: must be a number, or MIN:MAX")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def build(own: argparse.Namespace, asked: TrainSettings) -> Zero3Trainer:
+    """The trainer that the settings describe. Raises ValueError for what cannot work."""
+    from elastic_ring.cli.train import build as build_elastic
+    from elastic_ring.integrations.ray_train import Zero3Config, Zero3Trainer
+    from elastic_ring.integrations.ray_train.settings import read_deepspeed
+    from elastic_ring.integrations.ray_train.trainer import run_config, scaling_config
+
+    base = build_elastic(asked)
+    use_gpu = asked.scaling.device == "cuda"
+    zero = Zero3Config(
+        offload_optimizer=own.offload_optimizer, offload_param=own.offload_param, nvme_path=own.nvme_path,
+        checkpoint_every_steps=own.checkpoint_every_steps,
+        deepspeed={} if own.deepspeed_config is None else read_deepspeed(own.deepspeed_config),
+    )  # fmt: skip
+    trainer = Zero3Trainer(
+        base.task.model, base.task.data, cp=own.cp, zero=zero, step_config=asked.step, optim_config=asked.optim,
+        initial=base.task.initial, pattern=base.task.pattern, loss=base.task.loss, cost_model=base.task.cost_model,
+        scaling_config=scaling_config(workers_of(own.workers), asked.scaling.resources_per_worker, use_gpu=use_gpu),
+        run_config=run_config(asked.run.name, asked.run.storage_path, own.max_failures),
+    )  # fmt: skip
+    trainer.config_files.update(base.config_files)
+    return trainer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        own, asked = parse_zero3(sys.argv[1:] if argv is None else argv)
+        result = build(own, asked).fit()
+    except ValueError as error:
+        print(f"train_zero3: {error}", file=sys.stderr)
+        return 2
+    except ElasticRingError as error:
+        print(f"train_zero3: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("train_zero3: stopped", file=sys.stderr)
+        return 130
+    summary = result.summary
+    first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))
+    print(
+        f"{summary['steps']} steps, loss {first:.3f} -> {last:.3f}, {len(summary['generations'])} worker group(s), "
+        f"goodput {summary['goodput']:.0%}\n"
+        f"weights {summary['weights_sha256'][:16]}, samples {summary['samples_sha256'][:16]}; all of it in "
+        f"{asked.run.storage_uri}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+"""How many workers a run asks the cluster's autoscaler for. Pure; `runtime.autoscaler` does the asking.
+
+Ray's autoscaler (v2) takes a request as a whole: of one that is larger than the cluster may become, it brings nothing.
+So a refused request is followed by smaller ones, and the full one is tried again later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRY_AGAIN_S = 20.0
+"""How often a little more than the cluster holds is tried, once more was refused: limits are raised, machines come
+free."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked for: room for `num_workers` in the whole cluster, 0 for nothing.
+
+    `refused`: the smallest number that was refused lately; None if none was. `refused_at`: when, in seconds on the
+    clock of `now`. `is_trial`: a try whether a little more is granted now.
+    """
+
+    num_workers: int = 0
+    refused: int | None = None
+    refused_at: float = 0.0
+    is_trial: bool = False
+
+
+def sizes(min_dp: int, max_dp: int, cp: int, spares: int) -> tuple[int, ...]:
+    """The numbers of workers that are of use, rising: whole rings, with and without the spares."""
+    rings = range(min_dp, max_dp + 1)
+    return tuple(sorted({dp * cp for dp in rings} | {dp * cp + spares for dp in rings}))
+
+
+def next_ask(ask: Ask, wanted: tuple[int, ...], num_here: int, is_refused: bool, now: float) -> Ask:
+    """What to ask for now.
+
+    `wanted`: the useful numbers of workers, rising; none if nothing is wanted. `num_here`: for how many there is room.
+    `is_refused`: the autoscaler says that it cannot bring what is asked for. The largest number is asked for first;
+    after a refusal the middle one of those between what is here and what was refused; when there is none left, what is
+    here, and every TRY_AGAIN_S the next larger one. Where that comes, the largest is asked for again.
+    """
+    if not wanted:
+        return Ask()
+    if is_refused and ask.num_workers:
+        ask = Ask(ask.num_workers, ask.num_workers, now)
+    if ask.is_trial and num_here < ask.num_workers:
+        return ask  # granted: its nodes are on their way
+    if ask.refused is None:
+        return Ask(wanted[-1])
+    left = [number for number in wanted if num_here < number < ask.refused]
+    if ask.num_workers in left:
+        return ask
+    if left:
+        return Ask(left[len(left) // 2], ask.refused, ask.refused_at)
+    more = [number for number in wanted if number > num_here]
+    if not more:
+        return Ask(wanted[-1])
+    if now >= ask.refused_at + TRY_AGAIN_S:
+        return Ask(more[0], is_trial=True)
+    here = max((number for number in wanted if number <= num_here), default=0)
+    return Ask(here, ask.refused, ask.refused_at)

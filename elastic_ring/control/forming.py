@@ -1,0 +1,116 @@
+"""Forming a mesh without live state: from the newest checkpoint, or from the seed. Pure, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic_ring.control import policy
+from elastic_ring.control.messages import Build, Checkpoint, CheckpointsKnown, MemberFailed, Standby
+from elastic_ring.control.ordering import Beginning, order_build
+from elastic_ring.control.state import (
+    Building,
+    Forming,
+    Incident,
+    Membership,
+    able_to_form,
+    domains_of,
+    gpus_on,
+    node_of,
+    reserved,
+    spares,
+    visibly_starting,
+)
+from elastic_ring.control.transition import Transition
+from elastic_ring.mesh import Mesh
+
+
+def begin_again(ctx: Transition, membership: Membership, incident: Incident | None, why: str) -> None:
+    """No live state is left: every member becomes a spare, and the next mesh begins from storage or from the seed."""
+    for worker in ctx.ready_among(membership.everyone):
+        ctx.send(Standby(ctx.cause, worker, ctx.state.term, ctx.state.generation))
+    ctx.enter(Forming(ctx.now, incident=incident))
+    ctx.explain(why)
+
+
+def try_form(ctx: Transition) -> None:
+    """Begin from the newest checkpoint, or from the seed, as soon as `dp` rings and the spares are ready.
+
+    After `start_s`, `min_dp` rings suffice if no worker shows progress in starting; after an incident as soon as nobody
+    is starting.
+    """
+    phase, options = ctx.phase, ctx.options
+    assert isinstance(phase, Forming)
+    ready = spares(ctx.state)
+    dp = min(options.dp, len(able_to_form(ctx.state)) // options.cp)
+    if dp == options.dp and phase.full_since is None:
+        ctx.edit_phase(full_since=ctx.now)
+    elif dp < options.dp and phase.full_since is not None:
+        ctx.edit_phase(full_since=None)
+    phase = ctx.phase
+    assert isinstance(phase, Forming)
+    if phase.full_since is not None:
+        starting = any(worker.status == "starting" for worker in ctx.state.workers.values())
+        complete = len(ready) >= options.dp * options.cp + options.spares or not starting
+        if not complete and ctx.now < phase.full_since + options.spare_grace_s:
+            return
+    elif dp < options.min_dp or not _nobody_comes(ctx, phase):
+        return
+    situation = policy.Situation(
+        mesh=Mesh(dp, options.cp),
+        members=(),
+        holders={},
+        empty=(),
+        spares=ready,
+        node_of=node_of(ctx.state),
+        target_dp=dp,
+        min_dp=options.min_dp,
+        fresh=True,
+        gpus_on=gpus_on(ctx.state),
+        domains_of=domains_of(ctx.state),
+        reserved=reserved(ctx.state),
+    )
+    plan = policy.plan(situation)
+    assert isinstance(plan, policy.Plan), plan
+    ctx.set(generation=ctx.state.generation + 1)
+    restore = ctx.state.checkpoints[-1] if ctx.state.checkpoints else None
+    if restore is not None:
+        plan = _restoring(plan, restore)
+    cause = "start" if ctx.state.last_change is None else "fresh start"
+    incident = phase.incident or Incident(cause, ctx.now, None, counted=True)
+    step = restore.step if restore is not None else 0
+    order_build(ctx, plan, incident, Beginning(step, fresh=True, restore=restore), situation)
+
+
+def _nobody_comes(ctx: Transition, phase: Forming) -> bool:
+    """Whether waiting for more workers has no point."""
+    if phase.incident is not None and not any(w.status == "starting" for w in ctx.state.workers.values()):
+        return ctx.now >= phase.since + ctx.options.spare_grace_s
+    return ctx.now >= phase.since + ctx.options.start_s and not visibly_starting(ctx.state)
+
+
+def _restoring(plan: policy.Plan, restore: Checkpoint) -> policy.Plan:
+    """Bits are equal on the mesh that wrote the checkpoint only: another one sums in another order."""
+    action = f"restored from the checkpoint of step {restore.step}"
+    promise = "bit-exact" if plan.mesh == restore.mesh else "sample-exact"
+    return replace(plan, action=action, promise=promise, reason=f"{action}: {plan.mesh}")
+
+
+def checkpoints_known(ctx: Transition, event: CheckpointsKnown) -> None:
+    """Take over the list. While a build goes back, later ones are of steps that it gave up."""
+    found = tuple(checkpoint for checkpoint in event.checkpoints if checkpoint.folder not in ctx.state.damaged)
+    order = ctx.phase.order if isinstance(ctx.phase, Building) else None
+    if order is not None and order.goes_back:
+        found = tuple(checkpoint for checkpoint in found if checkpoint.step <= order.step)
+    ctx.set(checkpoints=found)
+    ctx.explain(f"{len(found)} checkpoint(s)" + (f", the newest of step {found[-1].step}" if found else ""))
+
+
+def drop_checkpoint(ctx: Transition, order: Build, event: MemberFailed) -> None:
+    """The checkpoint of this build did not verify: the one before it is the newest now."""
+    assert order.restore is not None
+    folder = order.restore.folder
+    ctx.set(
+        checkpoints=tuple(known for known in ctx.state.checkpoints if known.folder != folder),
+        damaged=tuple(dict.fromkeys([*ctx.state.damaged, folder])),
+    )
+    ctx.explain(f"{folder} cannot be used: {event.detail}")

@@ -1,0 +1,45 @@
+"""Whether and when a mesh that could have more rings grows. Pure, no I/O.
+
+A growth stops every member once, and the first step after it is slow: near the end of a run that costs more than it
+saves, and a cluster whose nodes come and go would have it pay again and again.
+"""
+
+from __future__ import annotations
+
+from elastic_ring.control.state import State
+
+PACE_STEPS = 3
+"""Fewer steps say nothing about how long one takes."""
+
+
+def cost_s(state: State) -> float:
+    """What a growth costs: the setting, else what the last rebuild of the running mesh took."""
+    if state.options.grow_cost_s is not None:
+        return state.options.grow_cost_s
+    change = state.last_change
+    if change is None or change.previous_mesh is None or change.resumed_at is None:
+        return 0.0
+    return change.resumed_at - change.noticed_at
+
+
+def saved_s(state: State, dp: int) -> float | None:
+    """What `dp` rings save until the end of the run, if a ring more is worth as much as each before; None: not known.
+
+    By the pace since the last change: `committed` steps at `committed_at`.
+    """
+    change = state.last_change
+    if change is None or change.resumed_at is None or state.committed < change.step + PACE_STEPS:
+        return None
+    step_s = (state.committed_at - change.resumed_at) / (state.committed - change.step)
+    return (state.options.total_steps - state.committed) * step_s * (1 - change.mesh.dp / dp)
+
+
+def is_worth_it(state: State, dp: int) -> bool:
+    saved = saved_s(state, dp)
+    return saved is None or saved >= cost_s(state)
+
+
+def earliest(state: State) -> float:
+    """From when on the mesh may grow: new capacity has lasted, and the last change of its size is long enough ago."""
+    lasted_at = state.pool_changed_at + state.options.grow_delay_s
+    return lasted_at if state.resized_at is None else max(lasted_at, state.resized_at + state.options.grow_interval_s)

@@ -1,0 +1,252 @@
+"""A DeepSpeed engine over all ranks of a worker group: first values, one update, checkpoints, the whole weights.
+
+DeepSpeed holds torch's default group, so an engine lives as long as its worker group: another number of workers is a
+checkpoint in DeepSpeed's universal format and a new engine. No ring, no data and no Ray in here.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import secrets
+import shutil
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elastic_ring.config import environment
+from elastic_ring.train.optim import make_optimizer, make_own_optimizer
+from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.wrap import largest_list
+
+log = logging.getLogger(__name__)
+
+TAG = "zero3"
+MASTER = "fp32"
+FRAGMENTS = "fragments-{rank:05d}.pt"
+
+
+class Zero3Engine:
+    """The module of a task, sharded over the default group, with its optimizer."""
+
+    def __init__(self, task: TrainingTask, config: dict[str, Any], *, fill: bool) -> None:
+        """Collective. `fill` gives parameters their first values, one whole tensor at a time."""
+        import deepspeed
+
+        self._task, self._zero = task, config["zero_optimization"]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(task.step.seed)  # where the task has no initial values, the module's own are used
+            # The type comes from the configuration: where a device has no fp16, DeepSpeed 0.19 ignores `dtype=`.
+            with deepspeed.zero.Init(config_dict_or_path=config):
+                model = task.model()
+        for unit in (task.units or largest_list)(model):
+            # Its layers may read each other's parameters, as under FSDP2: gathered and released as one.
+            deepspeed.utils.set_z3_leaf_module(unit, True)
+        if fill and task.initial is not None:
+            _fill(model, task.initial)
+        own: dict[str, Any] = {"model_parameters": _groups(task, model)} if "optimizer" in config else {}
+        if not own:
+            own = {"optimizer": _optimizer(task, model)}
+        self._engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False, **own)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._engine  # its forward calls the module's between DeepSpeed's hooks
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss`; DeepSpeed averages over the ranks."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self, rate: float) -> None:
+        """After each `backward`; updates after the last of a batch, with this learning rate."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        self._engine.step()
+
+    @property
+    def grad_norm(self) -> float:
+        """Of the last update, before clipping."""
+        found = self._engine.get_global_grad_norm()
+        return float("nan") if found is None else float(found)
+
+    # ------------------------------------------------------------ checkpoints
+
+    def save(self, folder: Path) -> None:
+        """This rank's part of a checkpoint. Collective; the ranks' files are to lie in one folder when it is read."""
+        if self._swaps_optimizer:
+            torch.save(self._fragments(), folder / FRAGMENTS.format(rank=dist.get_rank()))
+        else:
+            self._engine.save_checkpoint(str(folder), tag=TAG)
+
+    def load(self, folder: Path, num_saved: int) -> None:
+        """Collective. `num_saved`: the number of ranks that saved. An engine for another number than its own must have
+        been made with `checkpoint.load_universal`."""
+        if self._swaps_optimizer != (folder / FRAGMENTS.format(rank=0)).exists():
+            raise ValueError(
+                f"{folder}: was saved {'without' if self._swaps_optimizer else 'with'} offload_optimizer='nvme', whose "
+                "checkpoints are in another format: resume with the setting that it was saved with"
+            )
+        if self._swaps_optimizer:
+            self._restore_fragments(folder, num_saved)
+        elif num_saved == dist.get_world_size():
+            self._engine.load_checkpoint(str(folder), tag=TAG)
+        else:
+            groups = [{k: v for k, v in group.items() if k != "params"}
+                      for group in self._engine.optimizer.optimizer.param_groups]  # fmt: skip
+            with _universal(folder) as converted:
+                self._engine.load_checkpoint(str(converted), tag=TAG)
+                dist.barrier()  # before anybody removes it
+            self._mend_universal(groups)
+
+    def _mend_universal(self, groups: list[dict[str, Any]]) -> None:
+        """What DeepSpeed's load of a universal checkpoint leaves wrong: every group gets the first one's settings (its
+        weight decay), and all shards share one tensor as their count of steps, which each of them would advance."""
+        optimizer = self._engine.optimizer.optimizer
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.update(before)
+        for state in optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].clone()
+
+    @property
+    def _swaps_optimizer(self) -> bool:
+        return bool((self._zero.get("offload_optimizer") or {}).get("device") == "nvme")
+
+    def _fragments(self) -> dict[str, Any]:
+        """This rank's slices of masters and optimizer state of each parameter, and what is the same for all (steps).
+
+        DeepSpeed's own checkpoints copy swap files, which fit the same number of ranks, and leave out what is too small
+        to be swapped.
+        """
+        zero, slices, plain = self._engine.optimizer, dict[str, dict[str, Tensor]](), dict[str, Any]()
+        for index, group in enumerate(zero.fp16_groups):
+            with self._swapped_in(index, changed=False) as flat:
+                state = zero.optimizer.state.get(flat, {})
+                sharded = {key: value for key, value in state.items() if _is_like(value, flat)}
+                plain |= {key: value for key, value in state.items() if key not in sharded}
+                offset = 0
+                for param in group:
+                    size = param.partition_numel()
+                    slices[self._engine.param_names[param]] = {
+                        key: value.detach()[offset : offset + size].cpu().clone()
+                        for key, value in {MASTER: flat, **sharded}.items()
+                    }
+                    offset += size
+        return {"slices": slices, "plain": plain}
+
+    def _restore_fragments(self, folder: Path, num_saved: int) -> None:
+        saved = [torch.load(folder / FRAGMENTS.format(rank=rank), mmap=True) for rank in range(num_saved)]
+        zero, rank = self._engine.optimizer, dist.get_rank()
+        for index, group in enumerate(zero.fp16_groups):
+            names = [self._engine.param_names[param] for param in group]
+            values: dict[str, Tensor] = {}
+            for key in saved[0]["slices"][names[0]]:
+                mine = []
+                for name, param in zip(names, group, strict=True):
+                    size = param.partition_numel()
+                    whole = torch.cat([part["slices"][name][key] for part in saved])[: param.ds_numel]
+                    piece = whole[rank * size : (rank + 1) * size]
+                    mine.append(torch.cat([piece, piece.new_zeros(size - len(piece))]))  # the last rank's is padded
+                values[key] = torch.cat(mine)
+            with self._swapped_in(index, changed=True) as flat:
+                flat.data.copy_(values.pop(MASTER))
+                plain = {key: copy.deepcopy(value) for key, value in saved[0]["plain"].items()}
+                zero.optimizer.state[flat] = {**plain, **values}
+                zero._reassign_or_swap_out_partitioned_parameters(index)
+
+    @contextmanager
+    def _swapped_in(self, index: int, *, changed: bool) -> Iterator[Tensor]:
+        """The masters of one of DeepSpeed's sub-groups, with their optimizer state, in memory meanwhile."""
+        zero = self._engine.optimizer
+        swaps = zero._swappable_optimizer_subgroup(index)
+        if swaps:
+            zero._optimizer_states_and_gradient_swap_in(index)
+        yield zero.fp32_partitioned_groups_flat[index]
+        if swaps and changed:
+            zero._optimizer_states_and_gradient_swap_out(index)
+        elif swaps:
+            zero._release_swap_buffers(index)
+
+    # ------------------------------------------------------------ weights
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, fp32 tensor on the CPU) of every parameter in name order, one at a time. Collective."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for name, param in self._named():
+            yield name, safe_get_full_fp32_param(param).detach().reshape(param.ds_shape).float().cpu()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The unsharded shape of every parameter, in name order."""
+        return {name: tuple(param.ds_shape) for name, param in self._named()}
+
+    def _named(self) -> list[tuple[str, Any]]:
+        return sorted(self._engine.module.named_parameters())
+
+
+def largest_parameter(task: TrainingTask) -> int:
+    """Elements of the model's largest parameter, counted on the meta device."""
+    with torch.device("meta"):
+        return max(param.numel() for param in task.model().parameters())
+
+
+def _is_like(value: Any, flat: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.numel() == flat.numel() > 1
+
+
+def _fill(model: nn.Module, initial: Any) -> None:
+    """First values as the elastic ring has them; rank 0 draws each tensor, DeepSpeed deals it out."""
+    import deepspeed
+
+    for name, param in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
+            if dist.get_rank() == 0:
+                param.copy_(initial.tensor(name, tuple(param.shape)))
+
+
+def _optimizer(task: TrainingTask, model: nn.Module) -> torch.optim.Optimizer:
+    """The one that the elastic ring has: torch's AdamW in two groups, or the task's own."""
+    named: list[Any] = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    if task.optimizer is not None:
+        return make_own_optimizer(task.optimizer, named)
+    ndims = {name: len(param.ds_shape) for name, param in named}
+    return make_optimizer(named, task.optim, ndims)
+
+
+def _groups(task: TrainingTask, model: nn.Module) -> list[dict[str, Any]]:
+    """The same two groups for an optimizer that DeepSpeed's configuration names."""
+    params: list[Any] = [param for param in model.parameters() if param.requires_grad]
+    decayed = [param for param in params if len(param.ds_shape) >= 2]
+    others = [param for param in params if len(param.ds_shape) < 2]
+    return [{"params": part, "weight_decay": decay}
+            for part, decay in ((decayed, task.optim.weight_decay), (others, 0.0)) if part]  # fmt: skip
+
+
+@contextmanager
+def _universal(folder: Path) -> Iterator[Path]:
+    """A checkpoint in DeepSpeed's universal format, converted once on each node in its temporary folder. Collective."""
+    from deepspeed.checkpoint.ds_to_universal import main as convert
+
+    names = [secrets.token_hex(8)]
+    dist.broadcast_object_list(names)
+    converted = Path(tempfile.gettempdir(), f"elastic-ring-universal-{names[0]}")
+    converts = environment().get("LOCAL_RANK", "0") == "0"
+    if converts:
+        convert(Namespace(
+            input_folder=str(folder / TAG), output_folder=str(converted / TAG), num_extract_workers=1,
+            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=False,
+        ))  # fmt: skip
+    dist.barrier()
+    try:
+        yield converted
+    finally:
+        if converts:
+            shutil.rmtree(converted, ignore_errors=True)

@@ -1,0 +1,107 @@
+"""DeepSpeed and the operators that it compiles: is it there, are they built, has a killed build left a lock?
+
+torch builds each operator in a folder of its own and holds `lock` there meanwhile. A build that is killed leaves the
+file, and everybody who needs the operator then waits for it without a word and without end.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from pathlib import Path
+
+import psutil
+
+from elastic_ring.config import environment
+
+log = logging.getLogger(__name__)
+
+FOLDER = "TORCH_EXTENSIONS_DIR"
+LOCK = "lock"
+SHARED_MEMORY = "deepspeed_shm_comm"
+ASYNC_IO = ("pin_memory", "async_io")
+
+
+def check_installed() -> None:
+    """Raises ValueError with the way out."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ValueError(
+            "deepspeed is not installed, and ZeRO-3 in Ray Train is DeepSpeed's: pip install setuptools wheel ninja, "
+            "then pip install --no-build-isolation 'elastic-ring[deepspeed]' (it is built against the installed torch)"
+        )
+
+
+def extensions_folder() -> Path:
+    """Where operators are built and kept: TORCH_EXTENSIONS_DIR, or the user's cache, which outlives a reboot.
+
+    DeepSpeed's own default is in /tmp, where each reboot costs the build again.
+    """
+    found = environment().get(FOLDER)
+    return Path(found) if found else Path.home() / ".cache" / "elastic_ring" / "torch_extensions"
+
+
+def check_locks(folder: Path) -> None:
+    """Raises ValueError for a build's lock that no process of this host holds any more."""
+    for lock in sorted(folder.glob(f"*/{LOCK}")):
+        if not _is_held(lock):
+            age_s = max(0.0, time.time() - lock.stat().st_mtime)
+            raise ValueError(
+                f"{lock}: left {age_s:.0f} s ago by a build of DeepSpeed's operator {lock.parent.name} that was "
+                f"killed, and every later run would wait for it without end: remove the folder {lock.parent}"
+            )
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process has the file open: torch's builder does so as long as it builds."""
+    for process in psutil.process_iter():
+        try:
+            if any(opened.path == str(lock) for opened in process.open_files()):
+                return True
+        except psutil.Error:  # it ended meanwhile, or belongs to somebody else
+            continue
+    return False
+
+
+def is_built(folder: Path) -> bool:
+    """Whether the operators of NVMe offload are there."""
+    return all(any((folder / name).glob("*.so")) for name in ASYNC_IO)
+
+
+def load_async_io(folder: Path) -> None:
+    """Build the operators of NVMe offload, or load them where they are built. Raises ValueError with the way out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    check_locks(folder)
+    environment()[FOLDER] = str(folder)
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    builder = AsyncIOBuilder()
+    if not builder.is_compatible():
+        raise ValueError(
+            "offload to nvme needs libaio and its header, which are not found: apt-get install libaio-dev, or offload "
+            "to cpu"
+        )
+    built = is_built(folder)
+    if not built:
+        log.info("DeepSpeed's operators for NVMe are built into %s, once; this takes minutes", folder)
+    begun_s = time.monotonic()
+    try:
+        builder.load(verbose=False)
+    except Exception as error:
+        raise ValueError(f"DeepSpeed's operator {builder.name} cannot be built in {folder}: {error}") from error
+    if not built:
+        log.info("built in %.0f s", time.monotonic() - begun_s)
+
+
+def without_shared_memory() -> None:
+    """Keep DeepSpeed from compiling its shared-memory all-reduce, which takes minutes and which ZeRO does not call."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False
+
+
+def main() -> None:
+    """Build the operators of NVMe offload before they are needed."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    check_installed()
+    load_async_io(extensions_folder())

@@ -1,0 +1,117 @@
+"""The records of a run in Ray Train: an actor beside the driver writes them, as the elastic ring's coordinator does.
+
+`metrics.jsonl` has a line a step, `attempts.jsonl` one for each worker group with its PIDs. Worker groups come and go;
+what one has done since the last checkpoint is done again by the next, and both are on record.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic_ring.monitor.goodput import Goodput
+from elastic_ring.monitor.journal import Journal, read
+from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, build_summary, read_metrics, write_summary
+from elastic_ring.runtime.coordinator.recorder import samples_digest
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS_NAME = "attempts.jsonl"
+TERM = 1
+
+
+class Records:
+    """Runs as an actor. All times are of its own clock, between the calls that reach it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lines = list(read(folder / ATTEMPTS_NAME)) if (folder / ATTEMPTS_NAME).exists() else []
+        self._attempts = Journal(folder / ATTEMPTS_NAME)
+        self._attempts.open()
+        self._metrics = MetricsLog(folder).open()
+        self._goodput = Goodput(time.monotonic(), self._metrics.step_times_s())
+        self._last_s: float | None = None  # of the last step that was told
+        self._noticed: tuple[float, str] | None = None
+        self._recovery: dict[str, Any] | None = None
+        self._begun = False  # a worker group of this submission
+
+    def begin(self, attempt: Mapping[str, Any]) -> int:
+        """A worker group is about to compute its first step; returns its generation. `attempt` has step, mesh, pids,
+        resumed_from."""
+        now, generation = time.monotonic(), 1 + len(self._of("attempt"))
+        step = int(attempt["step"])
+        undone = self._metrics.go_back(step, (TERM, generation))
+        self._metrics.begin_at(step)
+        self._goodput.undone(step)
+        if self._begun:  # else the run is submitted again, which is no recovery
+            noticed_s, cause = self._noticed or (now, "Ray Train changed the number of workers")
+            last_s = self._last_s if self._last_s is not None else noticed_s
+            self._recovery = {
+                "step": step, "faults": [], "cause": cause, "action": "Ray Train started a new worker group",
+                "detect_s": max(0.0, noticed_s - last_s), "close_s": now - max(noticed_s, last_s), "heal_s": 0.0,
+                "steps_undone": undone, "steps_rerun": undone, "source": "checkpoint", "survivor_pids_kept": False,
+                "exact": False, "_begun_s": now, "_last_s": last_s,
+            }  # fmt: skip
+        self._note({"note": "attempt", "generation": generation, **attempt})
+        mesh = attempt["mesh"]
+        log.info("generation %d: dp=%d x cp=%d from step %d", generation, mesh["dp"], mesh["cp"], step)
+        self._noticed, self._begun = None, True
+        return generation
+
+    def step(self, line: StepMetrics) -> None:
+        """A step that every rank has applied."""
+        now = time.monotonic()
+        self._metrics.record(line)
+        self._goodput.committed(line.step, line.step_s)
+        self._last_s = now
+        if self._recovery is not None:
+            known = {key: value for key, value in self._recovery.items() if not key.startswith("_")}
+            known |= {"rerun_s": now - self._recovery["_begun_s"], "total_s": now - self._recovery["_last_s"]}
+            self._recovery = None
+            self._note({"note": "recovery", **known})
+
+    def failed(self, cause: str) -> None:
+        """Ray Train noticed that a worker failed."""
+        if self._noticed is None:
+            self._noticed = (time.monotonic(), cause)
+            self._note({"note": "failed", "cause": cause})
+
+    def checkpoint(self, step: int, path: str) -> None:
+        """A checkpoint is in the storage."""
+        self._note({"note": "checkpoint", "step": step, "path": path})
+
+    def finish(self, weights_sha256: str) -> dict[str, Any]:
+        """Write the summary and return it."""
+        attempts = self._of("attempt")
+        keys = ("note", "unix_s")
+        recoveries = [{k: v for k, v in line.items() if k not in keys} for line in self._of("recovery")]
+        num_failures = len(self._of("failed"))
+        summary = build_summary(
+            losses_hex=self._metrics.losses_hex(), weights_sha256=weights_sha256,
+            samples_sha256=samples_digest(self._folder), goodput=self._goodput.ratio(time.monotonic()),
+            exact=not recoveries and all(line["mesh"] == attempts[0]["mesh"] for line in attempts),
+            generations=[{"term": TERM, "generation": line["generation"], "mesh": line["mesh"],
+                          "reason": line["reason"]} for line in attempts],
+            recoveries=recoveries,
+            skipped_steps=sum(bool(line["skipped"]) for line in read_metrics(self._folder)),
+            lost_workers={"worker group failed": num_failures} if num_failures else {},
+            resumed_from=[{"path": line["resumed_from"], "step": line["step"]}
+                          for line in attempts if line["resumed_from"]],
+            checkpoints=[{"path": line["path"], "step": line["step"]} for line in self._of("checkpoint")],
+        )  # fmt: skip
+        write_summary(self._folder, summary)
+        self._metrics.close()
+        self._attempts.close()
+        return summary
+
+    def _of(self, note: str) -> list[dict[str, Any]]:
+        return [line for line in self._lines if line["note"] == note]
+
+    def _note(self, line: dict[str, Any]) -> None:
+        line = {**line, "unix_s": round(time.time(), 3)}
+        self._lines.append(line)
+        self._attempts.append(line)

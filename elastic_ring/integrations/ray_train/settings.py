@@ -1,0 +1,188 @@
+"""What a user may set of ZeRO-3 in Ray Train, and the DeepSpeed configuration that it gives. Neither DeepSpeed, Ray nor
+torch is imported here; what only DeepSpeed knows is checked in `checks`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator
+
+from elastic_ring.config import OptimConfig, StepConfig
+from elastic_ring.mesh import Mesh
+from elastic_ring.validation import Must, NonNegativeInt, settings
+
+Place = Literal["none", "cpu", "nvme"]
+STAGE = 3
+NEVER = 1 << 30
+BUFFER_COUNT = 5  # DeepSpeed's own number of buffers for parameters on their way from NVMe
+
+# Keys of a DeepSpeed configuration that other settings decide here, and these.
+DECIDED = {
+    "train_batch_size": "step_config.global_batch (--global-batch)",
+    "train_micro_batch_size_per_gpu": "a rank computes one sequence at a time",
+    "gradient_accumulation_steps": "it follows from global_batch and the mesh",
+    "gradient_clipping": "optim_config.clip_norm (--optim.clip-norm)",
+    "scheduler": "optim_config.schedule (--optim.schedule)",
+    "bf16": "step_config.param_dtype (--step.param-dtype)",
+    "bfloat16": "step_config.param_dtype (--step.param-dtype)",
+    "fp16": "step_config.param_dtype (--step.param-dtype), which is float32 or bfloat16",
+    "amp": "step_config.param_dtype (--step.param-dtype)",
+    "checkpoint": "checkpoints go through Ray Train",
+    "elasticity": "the number of workers is Ray Train's (--workers MIN:MAX)",
+    "zero_allow_untested_optimizer": "it is always on",
+    "zero_force_ds_cpu_optimizer": "it is always off, so that offloading does not change the optimizer",
+    "tensor_parallel": "the mesh is data x context parallel; leave it out",
+    "autotp_size": "the mesh is data x context parallel; leave it out",
+    "pipeline": "the mesh is data x context parallel; leave it out",
+    "sequence_parallel_size": "cp (--cp), whose ring replaces DeepSpeed's sequence parallelism",
+}  # fmt: skip
+# Settings of ZeRO that keep more than one copy of a shard, for groups of so many ranks.
+GROUPS = {"zero_hpz_partition_size": 1, "mics_shard_size": -1}
+OFFLOADS = {"offload_optimizer": "--offload-optimizer", "offload_param": "--offload-param"}
+
+
+def _as_text(given: object) -> object:
+    return str(given) if isinstance(given, Path) else given
+
+
+@settings
+class Zero3Config:
+    """ZeRO-3 over all dp x cp ranks: what is kept outside of the devices, and how often a checkpoint is reported."""
+
+    _prefix: ClassVar[str] = "Zero3Config "
+
+    offload_optimizer: Place = "none"
+    """Where moments and fp32 masters are kept between steps; the optimizer computes on the CPU if not none."""
+    offload_param: Place = "none"
+    """Where parameters are kept while no layer computes with them."""
+    nvme_path: Annotated[str, BeforeValidator(_as_text), Must("a folder on a local disk")] = ""
+    """For "nvme": a folder of each node; elastic_ring/nvme in the system's temporary folder if left out."""
+    checkpoint_every_steps: NonNegativeInt = 10
+    """Steps between checkpoints; 0 for one at the end only."""
+    deepspeed: Annotated[Mapping[str, Any], Must("a mapping, DeepSpeed's configuration")] = field(default_factory=dict)
+    """More of DeepSpeed's own configuration; what is set here or by other settings must not be in it."""
+
+    def __post_init__(self) -> None:
+        if self.offload_param != "none" and self.offload_optimizer == "none":
+            raise ValueError(
+                f"offload_param={self.offload_param!r} with offload_optimizer='none': the masters would stay on the "
+                "device and be larger than what leaves it; set offload_optimizer='cpu' or 'nvme' too"
+            )
+        check_deepspeed(self.deepspeed, self)
+
+    @property
+    def swap_folder(self) -> Path:
+        return Path(self.nvme_path or Path(tempfile.gettempdir(), "elastic_ring", "nvme"))
+
+    @property
+    def uses_nvme(self) -> bool:
+        return "nvme" in (self.offload_optimizer, self.offload_param)
+
+
+def read_deepspeed(path: Path) -> dict[str, Any]:
+    """DeepSpeed's configuration of a file. Raises ValueError for one that is no JSON object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--deepspeed-config {path}: cannot be read as JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"--deepspeed-config {path}: must be an object, as DeepSpeed's own configuration is")
+    return found
+
+
+def check_deepspeed(given: Mapping[str, Any], own: Zero3Config) -> None:
+    """Raises ValueError for keys that other settings decide, and for values that contradict them."""
+    for key, decided_by in DECIDED.items():
+        if key in given and given[key] != "auto":
+            raise ValueError(f"deepspeed configuration {key}={given[key]!r}: elastic_ring sets it ({decided_by}); "
+                             "leave it out")  # fmt: skip
+    zero = given.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise ValueError(f"deepspeed configuration zero_optimization={zero!r}: must be an object")
+    if zero.get("stage", STAGE) not in (STAGE, "auto"):
+        raise ValueError(f"deepspeed configuration zero_optimization.stage={zero['stage']!r}: this is the door for "
+                         "stage 3; leave it out")  # fmt: skip
+    for key, flag in OFFLOADS.items():
+        part = zero.get(key) or {}
+        wanted = getattr(own, key)
+        if part.get("device", wanted) != wanted:
+            raise ValueError(f"deepspeed configuration zero_optimization.{key}.device={part['device']!r} with {key}="
+                             f"{wanted!r}: set {flag} {part['device']}, and leave it out there")  # fmt: skip
+        if "nvme_path" in part:
+            raise ValueError(f"deepspeed configuration zero_optimization.{key}.nvme_path={part['nvme_path']!r}: set "
+                             "nvme_path (--nvme-path), and leave it out there")  # fmt: skip
+
+
+def check_mesh(num_workers: tuple[int, int], cp: int, step: StepConfig, own: Zero3Config) -> None:
+    """Raises ValueError where no mesh of these workers fits: `num_workers` is (fewest, most)."""
+    fewest, most = num_workers
+    if not 1 <= fewest <= most:
+        raise ValueError(f"workers={fewest}:{most}: must be MIN:MAX with 1 <= MIN <= MAX")
+    if cp < 1:
+        raise ValueError(f"cp={cp}: must be at least 1")
+    if fewest < cp:
+        raise ValueError(f"workers={fewest} is less than cp={cp}: a ring needs cp workers; raise --workers or lower "
+                         "--cp")  # fmt: skip
+    if step.context_tokens < cp:
+        raise ValueError(f"context_tokens={step.context_tokens} is less than cp={cp}: every rank of a ring needs at "
+                         "least one token; raise context_tokens or lower cp")  # fmt: skip
+    if fewest == most:
+        if most % cp:
+            raise ValueError(f"workers={most} is no multiple of cp={cp}: the mesh is dp rings of cp workers; give "
+                             f"--workers {most - most % cp} or {most - most % cp + cp}")  # fmt: skip
+        if step.global_batch % (most // cp):
+            raise ValueError(f"global_batch={step.global_batch} is no multiple of dp={most // cp} (workers={most}, "
+                             f"cp={cp}): ZeRO-3 needs equally many sequences on every ring; change --global-batch or "
+                             "--workers")  # fmt: skip
+    zero = own.deepspeed.get("zero_optimization", {})
+    for key, off in GROUPS.items():
+        size = zero.get(key, off)
+        for number in range(fewest, most + 1):
+            if size != off and number % size:
+                raise ValueError(f"deepspeed configuration zero_optimization.{key}={size!r} does not divide workers="
+                                 f"{number}: ZeRO-3 shards over all dp x cp workers; leave it out or let it divide "
+                                 "them")  # fmt: skip
+
+
+def mesh_of(num_workers: int, cp: int, global_batch: int) -> Mesh:
+    """The mesh of so many workers: the asked `cp`, or the next larger one with which rings and sequences come out even.
+
+    Ray Train may start any number between its bounds. A ring of all workers always fits.
+    """
+    for size in range(cp, num_workers + 1):
+        if num_workers % size == 0 and global_batch % (num_workers // size) == 0:
+            return Mesh(num_workers // size, size)
+    raise ValueError(f"workers={num_workers} is less than cp={cp}: a ring needs cp workers")
+
+
+def deepspeed_config(
+    own: Zero3Config, step: StepConfig, optim: OptimConfig, mesh: Mesh, *, swap_folder: Path, universal: bool,
+    largest_elements: int, pin_memory: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """DeepSpeed's configuration for one worker group. `largest_elements`: of one parameter, for buffers of NVMe."""
+    made = {key: value for key, value in copy.deepcopy(dict(own.deepspeed)).items() if key not in DECIDED}
+    # DeepSpeed's own linear layer would round differently from the elastic ring's.
+    zero = {"memory_efficient_linear": False, **made.get("zero_optimization", {}), "stage": STAGE}
+    for key in OFFLOADS:
+        place = getattr(own, key)
+        if place == "none":
+            continue
+        part = {"pin_memory": pin_memory, **(zero.get(key) or {}), "device": place}
+        if place == "nvme":
+            part["nvme_path"] = str(swap_folder)
+        if place == "nvme" and key == "offload_param":
+            part = {"buffer_count": BUFFER_COUNT, "buffer_size": largest_elements, "max_in_cpu": 0, **part}
+        zero[key] = part
+    return {
+        "steps_per_print": NEVER, **made,
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": step.global_batch // mesh.dp,
+        "gradient_clipping": optim.clip_norm or 0.0, "bf16": {"enabled": step.param_dtype == "bfloat16"},
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "checkpoint": {"load_universal": universal}, "zero_optimization": zero,
+    }  # fmt: skip

@@ -1,0 +1,263 @@
+"""`Zero3Trainer(...).fit() -> Result`: Ray Train's TorchTrainer over DeepSpeed ZeRO-3, with ring attention inside.
+
+It checks every setting, starts an actor for the records and hands the run to Ray Train, whose controller starts,
+watches and replaces the worker group. Nothing here recovers anything.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import ray
+import ray.train
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch import nn
+
+from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig, check_lasting
+from elastic_ring.data.source import SourceConfig, StdlibText, open_source
+from elastic_ring.errors import RunFailed
+from elastic_ring.integrations.ray_train import checks, ops
+from elastic_ring.integrations.ray_train.run_records import Records
+from elastic_ring.integrations.ray_train.settings import Zero3Config, check_mesh
+from elastic_ring.integrations.ray_train.worker import DATASET, Job, Zero3Worker, train_worker
+from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME, write_json
+from elastic_ring.monitor.result import Result
+from elastic_ring.runtime.driver.cluster import WORKER_ENVIRONMENT
+from elastic_ring.runtime.driver.session import cluster
+from elastic_ring.train.layouts import check_layers
+from elastic_ring.train.wrap import check_buildable, check_own_optimizer
+from elastic_ring.trainer import ElasticRingTrainer, check_portable, check_writable, described, training_order
+
+log = logging.getLogger(__name__)
+
+NUM_TOLD = 3
+NUM_KEPT = 2
+DATA_CPUS = 2
+NUM_CHARACTERS = 200  # of an error, in the records
+
+
+class Zero3Trainer:
+    """Trains `model()` with DeepSpeed ZeRO-3 over all workers, in rings of `cp` of them.
+
+    Args:
+        model, data, step_config, optim_config, settings: as of `ElasticRingTrainer`, whose samples, loss, optimizer and
+            patterns these are; without validation.
+        cp: ranks of a ring, over which a sequence is split.
+        scaling_config: Ray Train's; `num_workers=(min, max)` lets Ray Train change their number between checkpoints.
+        run_config: Ray Train's; name, storage_path and failure_config are used as they are.
+        zero: offloading, checkpoints and DeepSpeed's own configuration.
+        dataset: a `ray.data.Dataset` with documents as lists of tokens in column `tokens`, in place of `data`.
+        vocab_size, end_of_document: of its tokens; needed with `dataset`.
+        train_loop: a loop of one's own in place of `ray_train.train`.
+
+    Raises: ValueError for settings that cannot work, before anything is started.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module],
+        data: SourceConfig | None = None,
+        *,
+        cp: int = 1,
+        scaling_config: ray.train.ScalingConfig | None = None,
+        run_config: ray.train.RunConfig | None = None,
+        zero: Zero3Config | None = None,
+        step_config: StepConfig | None = None,
+        optim_config: OptimConfig | None = None,
+        dataset: Any = None,
+        vocab_size: int | None = None,
+        end_of_document: int | None = None,
+        train_loop: Callable[[Zero3Worker], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        step = step_config or StepConfig()
+        self.zero = zero or Zero3Config()
+        self.scaling_config = scaling_config or ray.train.ScalingConfig(num_workers=cp)
+        self.run_config = run_config or ray.train.RunConfig()
+        asked = self.scaling_config.num_workers
+        self.num_workers = (asked, asked) if isinstance(asked, int) else tuple(asked)
+        self.cp, self.dataset, self.train_loop = cp, dataset, train_loop
+        self.vocab_size, self.end_of_document = vocab_size, end_of_document
+        check_mesh(self.num_workers, cp, step, self.zero)
+        if step.val_every_steps:
+            raise ValueError(f"val_every_steps={step.val_every_steps}: ZeRO-3 in Ray Train does not validate; set it "
+                             "to 0, or validate the weights afterwards")  # fmt: skip
+        self._check_dataset(data)
+        self.device: Literal["cpu", "cuda"] = "cuda" if self.scaling_config.use_gpu else "cpu"
+        base = ElasticRingTrainer(
+            model, StdlibText(step.context_tokens) if data is None else data, step_config=step,
+            optim_config=optim_config, scaling_config=ScalingConfig(dp=1, cp=cp, spares=0, device=self.device),
+            **settings,
+        )  # fmt: skip
+        self.task = base.task
+        self.config_files = base.config_files
+        # The name and folder have the elastic ring's rules.
+        self._run = RunConfig(name=self.run_config.name, storage_path=self.run_config.storage_path)
+
+    def fit(self) -> Result:
+        """Train to the last step; Ray Train starts lost workers again. Blocks.
+
+        Raises: ValueError for what cannot work; RunFailed once Ray Train has given up.
+        """
+        ops.check_installed()
+        check_lasting(self._run.driver_folder)
+        done = self._finished()
+        if done is not None:
+            return done
+        self._check()
+        write_json(self._run.driver_folder / CONFIG_NAME, {"run": self._run.name, "identity": self._identity()})
+        for name, text in self.config_files.items():
+            (self._run.driver_folder / name).write_text(text, encoding="utf-8")
+        with cluster(self._num_cpus(), self._run.timeouts.lease_s):
+            return self._fit()
+
+    # ------------------------------------------------------------ before workers start
+
+    def _check(self) -> None:
+        folder = self._run.driver_folder
+        if not (folder / CONFIG_NAME).exists():
+            check_writable(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        check_buildable(self.task)
+        check_own_optimizer(self.task)
+        check_layers(self.task)
+        check_portable(self.task)
+        if self.dataset is None:
+            log.info("data %s", open_source(self.task.data).fingerprint[:16])
+            training_order(self.task)
+        if "optimizer" in self.zero.deepspeed:  # which may be one that DeepSpeed compiles
+            ops.check_locks(ops.extensions_folder())
+        checks.check_zero_settings(self.zero)
+        if self.zero.uses_nvme:
+            checks.check_swap_folder(self.zero.swap_folder)
+            ops.load_async_io(ops.extensions_folder())
+
+    def _check_dataset(self, data: SourceConfig | None) -> None:
+        if (data is None) == (self.dataset is None):
+            raise ValueError("give data (a corpus in the run's own order) or dataset (a Ray dataset), one of them")
+        if self.dataset is not None and (self.vocab_size is None or self.end_of_document is None):
+            raise ValueError(f"dataset with vocab_size={self.vocab_size}, end_of_document={self.end_of_document}: give "
+                             "both, as of its tokenizer")  # fmt: skip
+
+    def _identity(self) -> dict[str, str]:
+        """What a submission shares with the run that it goes on with."""
+        task = self.task
+        found: dict[str, Any] = {f"step.{name}": getattr(task.step, name)
+                                 for name in ("seed", "global_batch", "context_tokens", "param_dtype")}  # fmt: skip
+        found |= {f"optim.{name}": value for name, value in vars(task.optim).items()}
+        found |= {"model": described(task.model), "loss": described(task.loss), "initial": described(task.initial),
+                  "data": described(task.data) if self.dataset is None else "a Ray dataset",
+                  "pattern": "" if task.pattern is None else task.pattern.identity}  # fmt: skip
+        return {name: str(value) for name, value in found.items()}
+
+    def _finished(self) -> Result | None:
+        """The result of an earlier submission that has all steps. Raises ValueError if its settings differ."""
+        folder = self._run.driver_folder
+        if not (folder / CONFIG_NAME).exists():
+            return None
+        known, own = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8")), self._identity()
+        there = known.get("identity", {})
+        told = [f"{name}: {there.get(name)} there, {own.get(name)} here"
+                for name in sorted({*there, *own}) if there.get(name) != own.get(name)]  # fmt: skip
+        if told:
+            raise ValueError(f"run name {self._run.name!r} is taken by a run with other settings ({folder}; "
+                             f"{'; '.join(told[:NUM_TOLD])}): choose another name, or submit the same settings to go "
+                             "on with it")  # fmt: skip
+        path = folder / SUMMARY_NAME
+        if not path.exists():
+            return None
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        if int(summary["steps"]) < self.task.step.steps:
+            return None
+        log.info("run %s is finished already; its summary is in %s", self._run.name, folder)
+        return self._result(summary)
+
+    # ------------------------------------------------------------ the run
+
+    def _fit(self) -> Result:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        keeper: Any = ray.remote(num_cpus=0)(Records).options(scheduling_strategy=here)
+        records = keeper.remote(self._run.driver_folder)
+        job = Job(
+            task=self.task, zero=self.zero, cp=self.cp, device=self.device, name=self._run.name,
+            storage_uri=self._run.storage_uri, records=records, loop=self.train_loop,
+            vocab_size=self.vocab_size if self.dataset is not None else None,
+            end_of_document=self.end_of_document or 0,
+        )  # fmt: skip
+        trainer = TorchTrainer(
+            train_worker, train_loop_config={"job": job}, scaling_config=self.scaling_config,
+            torch_config=TorchConfig(backend="gloo" if self.device == "cpu" else None),
+            run_config=self._ray_run_config(records),
+            datasets=None if self.dataset is None else {DATASET: self.dataset},
+        )  # fmt: skip
+        try:
+            found = trainer.fit()
+        except ray.train.TrainingFailedError as error:
+            raise RunFailed(f"Ray Train gave up: {_last_line(error)}") from error
+        log.info("Ray Train's folder is %s", found.path)
+        summary = self._run.driver_folder / SUMMARY_NAME
+        return self._result(json.loads(summary.read_text(encoding="utf-8")))
+
+    def _ray_run_config(self, records: Any) -> ray.train.RunConfig:
+        given = self.run_config
+        env = dict(given.worker_runtime_env or {})
+        env["env_vars"] = {
+            "DS_ACCELERATOR": self.device, ops.FOLDER: str(ops.extensions_folder()),
+            **(WORKER_ENVIRONMENT if self.device == "cuda" else {}), **env.get("env_vars", {}),
+        }  # fmt: skip
+        return ray.train.RunConfig(
+            name=self._run.name, storage_path=self._run.storage_path, storage_filesystem=given.storage_filesystem,
+            failure_config=given.failure_config, checkpoint_config=given.checkpoint_config,
+            callbacks=[*(given.callbacks or []), _TellRecords(records)], worker_runtime_env=env,
+            logging_config=given.logging_config,
+        )  # fmt: skip
+
+    def _num_cpus(self) -> int:
+        """For a cluster of one's own, where none is there yet; Ray Data needs some beside the workers."""
+        each = (self.scaling_config.resources_per_worker or {}).get("CPU", 1.0)
+        return max(1, math.ceil(each * self.num_workers[1])) + (0 if self.dataset is None else DATA_CPUS)
+
+    def _result(self, summary: dict[str, Any]) -> Result:
+        uri = self._run.storage_uri if self._run.is_remote else ""
+        return Result(summary, self._run.driver_folder, storage_uri=uri)
+
+
+def scaling_config(
+    num_workers: tuple[int, int], resources_per_worker: Mapping[str, float], *, use_gpu: bool
+) -> ray.train.ScalingConfig:
+    """Ray Train's, for (fewest, most) workers."""
+    fewest, most = num_workers
+    return ray.train.ScalingConfig(
+        num_workers=most if fewest == most else num_workers, use_gpu=use_gpu,
+        resources_per_worker={**resources_per_worker, **({"GPU": 1} if use_gpu else {})},
+    )  # fmt: skip
+
+
+def run_config(name: str, storage_path: str, max_failures: int) -> ray.train.RunConfig:
+    """Ray Train's, which keeps the newest checkpoints."""
+    return ray.train.RunConfig(
+        name=name, storage_path=storage_path, failure_config=ray.train.FailureConfig(max_failures=max_failures),
+        checkpoint_config=ray.train.CheckpointConfig(num_to_keep=NUM_KEPT),
+    )  # fmt: skip
+
+
+class _TellRecords(ray.train.UserCallback):
+    """In Ray Train's controller: tells the records when it notices a failure, and of what."""
+
+    def __init__(self, records: Any) -> None:
+        self._records = records
+
+    def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
+        told = "; ".join(f"rank {rank}: {_last_line(error)}" for rank, error in sorted(worker_exceptions.items()))
+        self._records.failed.remote(told)
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return textwrap.shorten(lines[-1], NUM_CHARACTERS) if lines else type(error).__name__

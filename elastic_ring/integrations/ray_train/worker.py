@@ -1,0 +1,240 @@
+"""What one Ray Train worker does: meet the others, make rings and engine, begin at the last checkpoint, train.
+
+`Zero3Worker` is what a training loop of one's own gets; `train` is the loop that runs without one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+import torch.distributed as dist
+
+from elastic_ring.data.loader import consumed_digest
+from elastic_ring.data.source import hold_out, open_source, order_of
+from elastic_ring.errors import RunFailed
+from elastic_ring.integrations.ray_train import ops
+from elastic_ring.integrations.ray_train.engine import Zero3Engine, largest_parameter
+from elastic_ring.integrations.ray_train.feed import DatasetFeed, Feed, OrderedFeed
+from elastic_ring.integrations.ray_train.rings import Rings
+from elastic_ring.integrations.ray_train.settings import Zero3Config, deepspeed_config, mesh_of
+from elastic_ring.integrations.ray_train.weights import write_weights
+from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.metrics import StepMetrics
+from elastic_ring.runtime.coordinator.recorder import samples_text
+from elastic_ring.state.storage import Storage
+from elastic_ring.train.optim import learning_rate
+from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.transaction import sequence_seed
+
+log = logging.getLogger(__name__)
+
+STATE = "elastic_ring.json"
+DATASET = "train"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker is sent. `records`: the handle of the `Records` actor."""
+
+    task: TrainingTask
+    zero: Zero3Config
+    cp: int
+    device: str
+    name: str
+    storage_uri: str
+    records: Any
+    loop: Callable[[Zero3Worker], None] | None = None
+    vocab_size: int | None = None
+    end_of_document: int = 0
+    num_threads: int = 1
+
+
+def train_worker(config: Mapping[str, Any]) -> None:
+    """The function that Ray Train runs in each worker."""
+    worker = Zero3Worker(config["job"])
+    (worker.job.loop or train)(worker)
+    worker.finish()
+
+
+def train(worker: Zero3Worker) -> None:
+    """The usual loop."""
+    for step in worker.steps():
+        worker.train_step(step)
+
+
+class Zero3Worker:
+    """One rank of a worker group: its rings, its engine and its place in the run."""
+
+    def __init__(self, job: Job) -> None:
+        """Collective; begins at Ray Train's last checkpoint if there is one."""
+        self.job, self.task = job, job.task
+        context = ray.train.get_context()
+        self.rank, self.size = context.get_world_rank(), context.get_world_size()
+        self._local_rank = context.get_local_rank()
+        torch.set_num_threads(job.num_threads)
+        self.mesh: Mesh = mesh_of(self.size, job.cp, self.task.step.global_batch)
+        self.device = torch.device("cpu") if job.device == "cpu" else ray.train.torch.get_device()
+        ops.without_shared_memory()
+        if job.zero.uses_nvme:
+            ops.load_async_io(ops.extensions_folder())
+        self.rings = Rings(self.task, self.mesh, self.device)
+        self.task = self.rings.task
+        checkpoint = ray.train.get_checkpoint()
+        self.step, self._reason, self._resumed_from = 0, "first", ""
+        if checkpoint is None:
+            self.engine = self._make_engine(universal=False, fill=True)
+        else:
+            with checkpoint.as_directory() as folder:
+                self._resume(Path(folder), checkpoint.path)
+        self._generation: int | None = None
+        self._rate, self._saved_step = 0.0, self.step if checkpoint is not None else -1
+
+    # ------------------------------------------------------------ the loop
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left. Reports a checkpoint after each that is due, and after the last."""
+        self._generation = self._begin()
+        for step in range(self.step, self.task.step.steps):
+            yield step
+            assert self.step == step + 1, f"the loop must train step {step} once"
+            every = self.job.zero.checkpoint_every_steps
+            if self.step == self.task.step.steps or (every and self.step % every == 0):
+                self.save()
+
+    def train_step(self, step: int) -> float:
+        """Train one step over all ranks; its loss, the mean over the tokens. Collective."""
+        begun_s = time.monotonic()
+        slices = self.feed.slices(step)
+        targets = sum(piece.num_targets for piece in slices)
+        num_tokens, *samples = self.rings.total(targets, *consumed_digest(step, slices))
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        rate = learning_rate(step, self.task.optim, self.task.lr_schedule)
+        for piece in slices:
+            torch.manual_seed(sequence_seed(self.task.step.seed, step, piece.sample_id, self.rings.coordinate.cp_rank))
+            loss, _ = self.task.loss(self.engine.module, self.rings.batch(piece))
+            loss_sum += loss.detach()
+            # DeepSpeed averages over the ranks: the mean over all tokens is this sum's share of them, times the ranks.
+            self.engine.backward(loss * (self.size / max(1.0, num_tokens)))
+            self.engine.step(rate)
+        mean = float(self.rings.add(loss_sum)) / max(1.0, num_tokens)
+        if not math.isfinite(mean):
+            raise RunFailed(f"step {step}: the loss is {mean}: lower the learning rate, or look at the data", step=step)
+        self.step = step + 1
+        self._tell(step, mean, rate, num_tokens, samples, time.monotonic() - begun_s)
+        return mean
+
+    def save(self) -> None:
+        """Report a checkpoint of the state after `self.step` steps to Ray Train. Collective; takes about 2 s."""
+        if self._saved_step == self.step:
+            return
+        with tempfile.TemporaryDirectory(prefix="elastic-ring-zero3-") as folder:
+            self.engine.save(Path(folder))
+            if self.rank == 0:
+                state = {"step": self.step, "num_workers": self.size}
+                Path(folder, STATE).write_text(json.dumps(state), encoding="utf-8")
+            name = f"checkpoint-{self.step:09d}-{self._generation}"
+            ray.train.report(
+                {"step": self.step, "num_workers": self.size},
+                checkpoint=ray.train.Checkpoint.from_directory(folder), checkpoint_dir_name=name,
+            )  # fmt: skip
+        self._saved_step = self.step
+        if self.rank == 0:
+            ray.get(self.job.records.checkpoint.remote(self.step, f"{self.job.storage_uri}/{name}"))
+
+    def finish(self) -> None:
+        """Write the weights and the summary. Collective."""
+        if self.step < self.task.step.steps:
+            raise RunFailed(f"the training loop returned after step {self.step} of {self.task.step.steps}")
+        sha256 = write_weights(self.engine, Storage(self.job.storage_uri) if self.rank == 0 else None)
+        if self.rank == 0:
+            ray.get(self.job.records.finish.remote(sha256))
+        self.feed.close()
+        dist.barrier()
+        if self.job.zero.uses_nvme and self._local_rank == 0:
+            shutil.rmtree(self.swap_folder, ignore_errors=True)
+
+    # ------------------------------------------------------------ parts
+
+    @cached_property
+    def feed(self) -> Feed:
+        """The Ray dataset's shard where the trainer has one, else the corpus in the run's order."""
+        step, rings = self.task.step, self.rings
+        if self.job.vocab_size is not None:
+            return DatasetFeed(
+                ray.train.get_dataset_shard(DATASET), rings.layout, self.mesh, rings.coordinate, rings.ring,
+                global_batch=step.global_batch, vocab_size=self.job.vocab_size,
+                end_of_document=self.job.end_of_document,
+            )  # fmt: skip
+        training, _ = hold_out(open_source(self.task.data), num_sequences=0)
+        order = order_of(training, step.seed, step.global_batch)
+        return OrderedFeed(training, order, rings.layout, self.mesh, rings.coordinate)
+
+    @property
+    def swap_folder(self) -> Path:
+        """Where DeepSpeed keeps what is offloaded to NVMe on this node, while the run goes on."""
+        return self.job.zero.swap_folder / self.job.name
+
+    def _make_engine(self, *, universal: bool, fill: bool) -> Zero3Engine:
+        if self.job.zero.uses_nvme and self._local_rank == 0:
+            shutil.rmtree(self.swap_folder, ignore_errors=True)  # what a killed worker group left
+            self.swap_folder.mkdir(parents=True)
+        dist.barrier()
+        config = deepspeed_config(
+            self.job.zero, self.task.step, self.task.optim, self.mesh, swap_folder=self.swap_folder,
+            universal=universal, largest_elements=largest_parameter(self.task),
+            pin_memory=self.device.type == "cuda",
+        )  # fmt: skip
+        return Zero3Engine(self.task, config, fill=fill)
+
+    def _resume(self, folder: Path, path: str) -> None:
+        begun_s = time.monotonic()
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        num_saved = int(state["num_workers"])
+        self.engine = self._make_engine(universal=num_saved != self.size, fill=False)
+        self.engine.load(folder, num_saved)
+        self.step, self._resumed_from = int(state["step"]), path
+        self._reason = f"from the checkpoint of {self.step} steps on {num_saved} workers"
+        log.info("rank %d: step %d, %s, restored in %.1f s", self.rank, self.step, path, time.monotonic() - begun_s)
+
+    def _begin(self) -> int:
+        """Tell the records that this group begins; its generation."""
+        facts: list[Any] = [None] * self.size
+        dist.all_gather_object(facts, {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname()})
+        generation = [0]
+        if self.rank == 0:
+            generation[0] = ray.get(self.job.records.begin.remote({
+                "step": self.step, "mesh": {"dp": self.mesh.dp, "cp": self.mesh.cp}, "workers": facts,
+                "reason": self._reason, "resumed_from": self._resumed_from,
+            }))  # fmt: skip
+        dist.broadcast_object_list(generation)
+        return generation[0]
+
+    def _tell(
+        self, step: int, loss: float, rate: float, num_tokens: float, samples: list[float], step_s: float
+    ) -> None:
+        if self.rank != 0:
+            return
+        assert self._generation is not None
+        self.job.records.step.remote(
+            StepMetrics(
+                step=step, loss=loss, grad_norm=self.engine.grad_norm, lr=rate, num_tokens=int(num_tokens),
+                tokens_per_s=num_tokens / max(step_s, 1e-9), step_s=step_s, skipped=False,
+                generation=self._generation, mesh=self.mesh, num_members=self.size, samples=samples_text(samples),
+                committed_monotonic_s=time.monotonic(),
+            )
+        )  # fmt: skip

@@ -1,0 +1,186 @@
+"""The live page of a run: one HTML file and its data as JSON, served over HTTP from the run's records.
+
+Reads files and answers GET requests. Nothing is fetched from elsewhere, so the page works on a cluster without a way
+out. Calls to a coordinator must not enter this module: the page must work without one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from elastic_ring.errors import ElasticRingError
+from elastic_ring.monitor.metrics import SUMMARY_NAME, read_metrics, read_status
+from elastic_ring.monitor.report import human_rate, recovery_line
+
+log = logging.getLogger(__name__)
+
+LOCAL = "127.0.0.1"
+MAX_POINTS = 800
+FRESH_S = 0.5
+"""Browsers that ask more often than this get the last answer: reading a long run's records takes its time."""
+
+
+class Page:
+    """Serves the page on `host`:`port`. `look` returns the folder of the run's records as they are now.
+
+    The constructor binds nothing; entering the context does. Raises ValueError for a port that cannot be had.
+    """
+
+    def __init__(self, look: Callable[[], Path], host: str = LOCAL, port: int = 0) -> None:
+        self._look, self._host, self._port = look, host, port
+        self._server: ThreadingHTTPServer | None = None
+        self._lock = threading.Lock()
+        self._last: tuple[float, bytes] | None = None
+
+    def __enter__(self) -> Page:
+        try:
+            self._server = ThreadingHTTPServer((self._host, self._port), _handler(self))
+        except OSError as error:
+            why = error.strerror or error
+            raise ValueError(f"--serve {self._port} on {self._host}: {why}; give another port, or 0") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.server_close()
+
+    @property
+    def url(self) -> str:
+        assert self._server is not None
+        host, port = str(self._server.server_address[0]), self._server.server_address[1]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+    def serve(self) -> None:
+        """Answer requests until another thread calls `stop`, or Ctrl-C."""
+        assert self._server is not None
+        self._server.serve_forever(poll_interval=0.2)
+
+    def stop(self) -> None:
+        assert self._server is not None
+        self._server.shutdown()
+
+    def data(self) -> bytes:
+        """What the page shows, as JSON; at most `FRESH_S` old."""
+        with self._lock:
+            if self._last is None or time.monotonic() - self._last[0] > FRESH_S:
+                found = json.dumps(page_data(self._look()), allow_nan=False).encode()
+                self._last = (time.monotonic(), found)
+            return self._last[1]
+
+
+def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 30.0  # of a connection that says nothing
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            if path == "/":
+                html = resources.files("elastic_ring.monitor").joinpath("page.html").read_bytes()
+                self._answer(HTTPStatus.OK, "text/html; charset=utf-8", html)
+            elif path == "/data.json":
+                self._answer_data()
+            else:
+                self._answer(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"there are / and /data.json\n")
+
+        def _answer_data(self) -> None:
+            try:
+                self._answer(HTTPStatus.OK, "application/json", page.data())
+            except (ElasticRingError, ValueError, OSError) as error:  # the page shows it, and asks again
+                log.warning("the run's records cannot be read: %s", error)
+                told = json.dumps({"trouble": f"{type(error).__name__}: {error}"}).encode()
+                self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "application/json", told)
+
+        def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            log.debug(format, *args)
+
+    return Handler
+
+
+# ---------------------------------------------------------------- what it shows
+
+
+def page_data(folder: Path, now_unix_s: float | None = None) -> dict[str, Any]:
+    """The state, the curves and the ranks of a run, from the records in its folder."""
+    now = time.time() if now_unix_s is None else now_unix_s
+    status, steps = read_status(folder) or {}, read_metrics(folder)
+    summary = _summary(folder)
+    recoveries = list(summary.get("recoveries") or status.get("recoveries") or [])
+    return {
+        "run": status.get("run") or folder.resolve().name,
+        "phase": _phase(status, summary),
+        "error": status.get("error", ""),
+        "news_s": None if status.get("ended") or not status else max(0.0, now - status["updated_unix_s"]),
+        "step": status.get("step", len(steps)), "total_steps": status.get("total_steps", len(steps)),
+        "term": status.get("term"), "generation": status.get("generation"), "mesh": status.get("mesh"),
+        "tokens_per_s": _rate(steps[-5:]),
+        "goodput": summary.get("goodput"), "exact": summary.get("exact"),
+        "loss": thinned([(line["step"], line["loss"]) for line in steps if line["loss"] is not None]),
+        "validation": thinned([(line["step"], line["val_loss"]) for line in steps if line.get("val_loss") is not None]),
+        "step_s": thinned([(line["step"], line["step_s"]) for line in steps]),
+        "generations": _generations(steps),
+        "recoveries": [{"step": one["step"], "line": recovery_line(one)} for one in recoveries],
+        "ranks": sorted(status.get("members") or [], key=lambda member: int(member["global_rank"])),
+        "spares": status.get("spares") or [],
+        "story": status.get("story") or [],
+    }  # fmt: skip
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    path = folder / SUMMARY_NAME
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def _phase(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    if status.get("error"):
+        return "failed"
+    if status.get("ended") or (summary and not status):
+        return "ended"
+    return str(status.get("phase", "unknown"))
+
+
+def _rate(recent: Sequence[Mapping[str, Any]]) -> str | None:
+    """Tokens per second over the last steps, for people."""
+    rates = [line["tokens_per_s"] for line in recent if line.get("tokens_per_s") is not None]
+    return human_rate(math.fsum(rates) / len(rates)) if rates else None
+
+
+def thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:
+    """At most `most` points, which keep each stretch's lowest and highest: a spike must not go."""
+    if len(points) <= most:
+        return list(points)
+    kept: dict[int, float] = {}
+    size = 2 * len(points) / most
+    for index in range(most // 2):
+        stretch = points[round(index * size) : round((index + 1) * size)]
+        for point in (min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])):
+            kept[point[0]] = point[1]
+    return sorted(kept.items())
+
+
+def _generations(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The mesh over the steps: where each generation began and ended."""
+    found = []
+    for generation, lines in groupby(steps, key=lambda line: line["generation"]):
+        band = list(lines)
+        found.append({"generation": generation, "first": band[0]["step"], "last": band[-1]["step"], **band[0]["mesh"]})
+    return found

@@ -1,0 +1,111 @@
+"""Asks the provider, on each node, whether this machine is about to be taken away.
+
+A function without arguments answers None, or in how many seconds the machine goes. It is named in `RunConfig.notices`:
+`aws`, `gcp` and `azure` are here, any other is MODULE:FUNCTION. The answer becomes Ray's drain notice. No decisions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+log = logging.getLogger(__name__)
+
+Ask = Callable[[], float | None]
+
+ASK_EVERY_S = 2.0
+ANSWER_S = 2.0
+METADATA = "http://169.254.169.254"
+GCP_METADATA = "http://metadata.google.internal"
+GCP_NOTICE_S = 30.0
+"""What Google Cloud grants after it has said so (compute/docs/instances/preemptible)."""
+
+
+def find(name: str) -> Ask:
+    """The function of this name. Raises: ValueError for one that is not there."""
+    if name in PROVIDERS:
+        return PROVIDERS[name]
+    module, _, function = name.partition(":")
+    try:
+        found: Ask = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"notices={name!r}: give one of {', '.join(PROVIDERS)}, or MODULE:FUNCTION that can be imported on each "
+            f"node ({error})"
+        ) from error
+    return found
+
+
+class Notices:
+    """Asks in a thread of its own, as a provider may take long to answer; `tell(in_s)` once for each new notice."""
+
+    def __init__(self, name: str, tell: Callable[[float], None]) -> None:
+        self._name, self._tell = name, tell
+
+    def open(self) -> None:
+        """Raises: ValueError as `find`."""
+        threading.Thread(target=self._watch, args=(find(self._name),), name="notices", daemon=True).start()
+
+    def _watch(self, ask: Ask) -> None:
+        told_failure, pause = "", threading.Event()
+        while True:
+            try:
+                in_s = ask()
+                if in_s is not None:
+                    log.warning("the provider takes this machine away in %.0f s", in_s)
+                    self._tell(in_s)
+                    return
+            except Exception as error:
+                if f"{error}" != told_failure:  # told once: off that provider there is never an answer
+                    told_failure = f"{error}"
+                    log.warning("%s does not say whether this machine is taken away: %s", self._name, error)
+            pause.wait(ASK_EVERY_S)
+
+
+def aws(base: str = METADATA) -> float | None:
+    """EC2's instance-action of a spot instance, by IMDSv2: two minutes' notice."""
+    token = _get(f"{base}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "300"}, method="PUT")
+    found = _get(f"{base}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token or ""})
+    return None if found is None else _until(datetime.fromisoformat(json.loads(found)["time"]))
+
+
+def gcp(base: str = GCP_METADATA) -> float | None:
+    """Compute Engine's `preempted`; the machine goes half a minute later."""
+    found = _get(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
+    return GCP_NOTICE_S if found is not None and found.strip() == "TRUE" else None
+
+
+def azure(base: str = METADATA) -> float | None:
+    """Azure's scheduled events of the kinds that end this machine."""
+    found = _get(f"{base}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
+    events = json.loads(found)["Events"] if found is not None else []
+    ends = [event["NotBefore"] for event in events if event["EventType"] in ("Preempt", "Terminate")]
+    return min((_until(parsedate_to_datetime(at)) if at else 0.0 for at in ends), default=None)
+
+
+PROVIDERS: Mapping[str, Ask] = {"aws": aws, "gcp": gcp, "azure": azure}
+
+
+def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
+    """The answer; None for 404, by which EC2 says that there is no notice."""
+    request = urllib.request.Request(url, headers=dict(headers), method=method)
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=ANSWER_S) as answer:
+            text: str = answer.read().decode()
+            return text
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            return None
+        raise
+
+
+def _until(at: datetime) -> float:
+    """Seconds from now, at least 0."""
+    return max(0.0, (at - datetime.now(UTC)).total_seconds())

@@ -1,0 +1,165 @@
+"""One exchange of copies: a snapshot on its way to its holders, and what this rank receives of others meanwhile.
+
+It runs in a thread of its own beside the next steps, over a group of its own in host memory. The end of its generation
+ends it; what is not complete and verified by then does not count.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from elastic_ring.control.copies import SnapshotId
+from elastic_ring.control.messages import Build
+from elastic_ring.errors import DigestMismatch
+from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.groups.transport import is_transport_error
+from elastic_ring.state import sealed
+from elastic_ring.state.snapshot import Buffers, Snapshot, named
+
+log = logging.getLogger(__name__)
+
+RUNNING, DONE, FAILED = "running", "done", "failed"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who holds whose copy in a generation, as seen from one rank: it sends to `receivers`, holds the copies of
+    `owners` and the XOR of each of `parities`."""
+
+    membership_id: tuple[int, int]
+    mesh: Mesh
+    members: tuple[str, ...]
+    receivers: tuple[int, ...]
+    owners: tuple[int, ...]
+    parities: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, command: Build, rank: int) -> Placement:
+        holders = command.copy_holders or ((),) * command.mesh.size
+        receivers = (*holders[rank], *(group.holder for group in command.parity_groups if rank in group.ranks))
+        groups = [group.ranks for group in command.parity_groups if group.holder == rank]
+        owners = [owner for owner, of_owner in enumerate(holders) if rank in of_owner]
+        owners += [ranks[0] for ranks in groups if len(ranks) == 1]  # the XOR of one is a copy
+        parities = tuple(ranks for ranks in groups if len(ranks) > 1)
+        identity = (command.term, command.generation)
+        return cls(identity, command.mesh, command.members, receivers, tuple(owners), parities)
+
+    def cp_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        return tuple(rank % self.mesh.cp for rank in ranks)
+
+    def workers(self, ranks: Iterable[int]) -> tuple[str, ...]:
+        return tuple(self.members[rank] for rank in ranks)
+
+
+@dataclass(eq=False)
+class Held:
+    """A verified copy of one worker's snapshot, or the parity of several workers'. `data` is sealed."""
+
+    id: SnapshotId
+    workers: tuple[str, ...]
+    cp_ranks: tuple[int, ...]
+    data: Tensor
+
+    @property
+    def is_parity(self) -> bool:
+        return len(self.workers) > 1
+
+    def __str__(self) -> str:
+        what = "parity" if self.is_parity else "copy"
+        ranks = ", ".join(map(str, self.cp_ranks))
+        return f"the {what} of cp_rank {ranks} of {named(self.id)}, made by {', '.join(self.workers)}"
+
+
+@dataclass(eq=False)
+class Exchange:
+    """`keep_own` is called once the snapshot is sealed, `hold` with each copy or parity that is complete; both check
+    `is_over`, which whoever ends the generation sets."""
+
+    snapshot: Snapshot
+    placement: Placement
+    group: Any
+    buffers: Buffers
+    keep_own: Callable[[Exchange], None]
+    hold: Callable[[Exchange, Held], None]
+    state: str = RUNNING
+    is_over: bool = False
+    thread: threading.Thread | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread may still read the snapshot."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def start(self, done: Callable[[], None]) -> None:
+        """Begin, in a thread; `done` is called there once all of it is complete on this rank."""
+        self.thread = threading.Thread(target=self._run, args=(done,), name="copies", daemon=True)
+        self.thread.start()
+
+    def _run(self, done: Callable[[], None]) -> None:
+        try:
+            is_whole = self._transfer()
+        except Exception as error:  # training goes on; the vote says that there are no copies
+            if self.is_over or is_transport_error(error):
+                log.info("the copies of %s came to nothing: %s", named(self.snapshot.id), error)
+            else:
+                log.exception("the copies of %s came to nothing", named(self.snapshot.id))
+            self.state = FAILED
+            return
+        self.state = DONE if is_whole else FAILED
+        if is_whole:
+            done()
+
+    def _transfer(self) -> bool:
+        """Send and receive everything; False if something arrived damaged. What is awaited is taken from its sender
+        in any case, so that the next exchange finds nothing of this one."""
+        self.snapshot.finish()
+        self.keep_own(self)
+        sent = [work for rank in self.placement.receivers for work in sealed.send(self.group, self.snapshot.data, rank)]
+        results = [self._hold_copy(owner) for owner in self.placement.owners]
+        results += [self._hold_parity(ranks) for ranks in self.placement.parities]
+        for work in sent:
+            work.wait()
+        return all(results)
+
+    def _hold_copy(self, owner: int) -> bool:
+        data = self._received(owner)
+        if data is not None:
+            self._hold((owner,), data)
+        return data is not None
+
+    def _hold_parity(self, ranks: tuple[int, ...]) -> bool:
+        """Receive the snapshots of `ranks` one after another and keep their XOR only."""
+        total: Tensor | None = None
+        is_whole = True
+        for rank in ranks:
+            piece = self._received(rank)
+            if piece is None or total is None:
+                total, is_whole = piece if total is None else total, is_whole and piece is not None
+                continue
+            total, spent = sorted([total, piece], key=Tensor.numel, reverse=True)
+            sealed.xor(total, spent)
+            self.buffers.give_back(spent)
+        if is_whole and total is not None:
+            self._hold(ranks, sealed.parity_of([total], self.buffers.take))
+        if total is not None:
+            self.buffers.give_back(total)
+        return is_whole
+
+    def _received(self, rank: int) -> Tensor | None:
+        worker = self.placement.members[rank]
+        try:
+            what = f"the copy of rank {rank} ({worker}) of {named(self.snapshot.id)}"
+            return sealed.receive(self.group, rank, self.buffers.take, what)
+        except DigestMismatch as error:
+            log.error("%s: it arrived damaged and is not kept", error)
+            return None
+
+    def _hold(self, ranks: tuple[int, ...], data: Tensor) -> None:
+        at = self.placement
+        self.hold(self, Held(self.snapshot.id, at.workers(ranks), at.cp_ranks(ranks), data))

@@ -1,0 +1,167 @@
+"""A rank's whole shard in host memory, taken after a step: sealed bytes that any process can load or send on.
+
+Behind the seal (`state.sealed`) come the step, the (term, generation) whose members took it, the length of the header,
+the header (`state.header`) and the tensors, each at a multiple of ALIGN_BYTES. Host memory is kept and used again; for
+a shard on a GPU it is pinned and filled on a stream of its own: the copy runs beside the next step, which changes
+nothing of the shard before its apply. Nothing here sends anything, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_ring.control.copies import SnapshotId
+from elastic_ring.errors import DigestMismatch
+from elastic_ring.state.header import Header
+from elastic_ring.state.sealed import SEAL_BYTES, seal, verify
+from elastic_ring.state.shard import Shard
+
+ALIGN_BYTES = 64
+_HEAD = struct.Struct("<QQQQ")  # step, term, generation, bytes of the header
+_KEPT = 4
+
+
+def named(snapshot_id: SnapshotId) -> str:
+    """In a log line or an error."""
+    return f"step {snapshot_id.step} (generation {snapshot_id.membership_id[1]})"
+
+
+class Buffers:
+    """Host memory that is used again. May be called from any thread."""
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> Tensor:
+        """At least so many bytes (uint8), with any content."""
+        with self._lock:
+            fitting = [one for one in self._free if num_bytes <= one.numel() <= 2 * num_bytes]
+            if fitting:
+                found = min(fitting, key=Tensor.numel)
+                self._free = [one for one in self._free if one is not found]
+                return found
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def give_back(self, data: Tensor) -> None:
+        """`data`, all of it or its begin, is not used any more, by nobody."""
+        whole = torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage())
+        with self._lock:
+            self._free = [*self._free[-(_KEPT - 1) :], whole]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._free = []
+
+
+@dataclass
+class Snapshot:
+    """`data` is sealed once `finish` has returned."""
+
+    id: SnapshotId
+    cp_rank: int
+    data: Tensor
+    copied: Any = None  # the event behind a copy from a GPU
+    is_taken: bool = False  # by this worker itself, in memory of that kind
+
+    def wait_on_device(self) -> None:
+        """Before the shard changes: what changes it is queued behind the copy. The host does not wait."""
+        if self.copied is not None:
+            self.copied.wait()
+
+    def wait(self) -> None:
+        """Until the shard may be changed or freed by anybody."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+    def finish(self) -> None:
+        """Seal it. In another thread than the one that trains."""
+        self.wait()
+        seal(self.data)
+
+
+def take(shard: Shard, membership_id: tuple[int, int], buffers: Buffers, stream: Any = None) -> Snapshot:
+    """Copy a shard into host memory; for one on a GPU the copy is only queued, on `stream`."""
+    header, tensors = shard.describe()
+    text = header.to_bytes()
+    step = shard.counters.applied
+    offsets, size = _places(len(text), header)
+    data = buffers.take(size)[:size]
+    head = _HEAD.pack(step, *membership_id, len(text)) + text
+    data[SEAL_BYTES : SEAL_BYTES + len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    snapshot = Snapshot(SnapshotId(step, membership_id), shard.cp_rank, data, is_taken=True)
+    on_device = [tensor for tensor in tensors if tensor.is_cuda]
+    if on_device:
+        stream.wait_stream(torch.cuda.current_stream(on_device[0].device))
+    for offset, tensor in zip(offsets, tensors, strict=True):
+        if tensor.is_cuda:
+            with torch.cuda.stream(stream):
+                _copy(data, offset, tensor)
+        else:
+            _copy(data, offset, tensor)
+    if on_device:
+        snapshot.copied = stream.record_event()
+    return snapshot
+
+
+def opened(data: Tensor, what: str) -> tuple[SnapshotId, Header, list[Tensor]]:
+    """(id, header, views of the tensors) of a snapshot's bytes, verified. Raises DigestMismatch."""
+    verify(data, what)
+    try:
+        step, term, generation, length = _HEAD.unpack(bytes(data[SEAL_BYTES : SEAL_BYTES + _HEAD.size].numpy()))
+        begin = SEAL_BYTES + _HEAD.size
+        header = Header.from_bytes(bytes(data[begin : begin + length].numpy()))
+        offsets, size = _places(length, header)
+        if size != data.numel():
+            raise ValueError(f"{data.numel()} bytes instead of {size}")
+        tensors = [
+            data[offset : offset + _size(spec)].view(spec.dtype).view(spec.shape)
+            for offset, spec in zip(offsets, header.layout, strict=True)
+        ]
+    except (ValueError, struct.error, RuntimeError) as error:
+        raise DigestMismatch(f"{what} is no snapshot: {error}") from error
+    return SnapshotId(step, (term, generation)), header, tensors
+
+
+def load(data: Tensor, wanted: SnapshotId, cp_rank: int, shard: Shard, what: str) -> None:
+    """Make `shard` what a snapshot's bytes say. Raises DigestMismatch unless they are those of `wanted`."""
+    found, header, tensors = opened(data, what)
+    if found != wanted or header.cp_rank != cp_rank or header.counters.applied != wanted.step:
+        raise DigestMismatch(
+            f"{what} is of {named(found)} and cp_rank {header.cp_rank}, not of {named(wanted)} and {cp_rank}"
+        )
+    shard.check_header(header)
+    device = next(iter(shard.params.values())).device
+    own = [
+        tensor.to(device) if spec.is_cuda else tensor.clone()
+        for spec, tensor in zip(header.layout, tensors, strict=True)
+    ]
+    shard.load(header, own)
+
+
+def _copy(data: Tensor, offset: int, tensor: Tensor) -> None:
+    if tensor.numel():
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        data[offset : offset + raw.numel()].copy_(raw, non_blocking=True)
+
+
+def _places(header_bytes: int, header: Header) -> tuple[list[int], int]:
+    """Where each tensor begins, and the bytes of all."""
+    at, offsets = SEAL_BYTES + _HEAD.size + header_bytes, []
+    for spec in header.layout:
+        at += -at % ALIGN_BYTES
+        offsets.append(at)
+        at += _size(spec)
+    return offsets, at
+
+
+def _size(spec: Any) -> int:
+    return int(math.prod(spec.shape)) * int(spec.dtype.itemsize)

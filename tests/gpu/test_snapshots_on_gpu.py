@@ -1,0 +1,69 @@
+"""Snapshots of a shard on a GPU: copied beside what follows, and loaded back onto the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from elastic_ring.control.copies import SnapshotId
+from elastic_ring.errors import DigestMismatch
+from elastic_ring.state.shard import Shard
+from elastic_ring.state.snapshot import Buffers, load, take
+
+AT = (1, 4)
+ROWS, NUM_LAYERS = 2048, 8
+
+
+def make_shard(seed: int) -> Shard:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    params = {f"layer{i}": torch.randn(ROWS, ROWS, device="cuda", generator=generator) for i in range(NUM_LAYERS)}
+    return Shard(0, params, AdamW(params.values(), fused=True))
+
+
+def step(shard: Shard) -> None:
+    shard.apply({name: torch.full_like(param, 0.25) for name, param in shard.params.items()}, 0.01)
+    shard.advance(skipped=False)
+
+
+def test_a_snapshot_is_the_state_before_the_step_that_is_queued_right_after_it() -> None:
+    shard, buffers, stream = make_shard(0), Buffers(pinned=True), torch.cuda.Stream()
+    step(shard)
+    before = shard.digest()
+    for _ in range(3):
+        taken = take(shard, AT, buffers, stream)
+        assert taken.data.is_pinned()
+        taken.wait_on_device()
+        step(shard)
+        taken.finish()
+        other = make_shard(1)
+        load(taken.data, SnapshotId(taken.id.step, AT), 0, other, "it")
+        assert other.digest() == before
+        step(other)
+        assert other.digest() == shard.digest() != before
+        before = shard.digest()
+        buffers.give_back(taken.data)
+
+
+def test_without_that_wait_the_step_could_be_in_the_copy() -> None:
+    """The copy is long enough that the test above would see it."""
+    shard, buffers, stream = make_shard(0), Buffers(pinned=True), torch.cuda.Stream()
+    step(shard)
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    take(shard, AT, buffers, stream).finish()
+    begun.record(stream)
+    taken = take(shard, AT, buffers, stream)
+    ended.record(stream)
+    assert not taken.copied.query(), "the host waited for the copy"
+    taken.finish()
+    assert begun.elapsed_time(ended) > 1.0
+
+
+def test_a_flipped_byte_is_found_before_anything_is_on_the_device() -> None:
+    shard, stream = make_shard(0), torch.cuda.Stream()
+    taken, before = take(shard, AT, Buffers(pinned=True), stream), shard.digest()
+    taken.finish()
+    taken.data[-5] ^= 1
+    with pytest.raises(DigestMismatch, match="it has digest"):
+        load(taken.data, taken.id, 0, shard, "it")
+    assert shard.digest() == before

@@ -1,0 +1,146 @@
+"""Simulated runs whose members hold copies: which losses they survive, and how many steps these undo."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from elastic_ring.control.coordination import Decision
+from elastic_ring.control.messages import Event
+from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.state import Change
+from elastic_ring.forecast.faults import HELD, Schedule, random_schedule
+from elastic_ring.forecast.simulate import Outcome, World
+
+EVERY = 3
+ONE_RING = replace(
+    random_schedule(0), nodes=(2, 2, 2), gpus=(), faults=(), lost=0.0, doubled=0.0, faults_end_s=60.0, save_every=0,
+    options=ControlOptions(
+        run="simulated", dp=1, cp=4, total_steps=20, spares=2, start_s=5.0, copies="1", copy_every_steps=EVERY
+    ),
+)  # fmt: skip
+
+
+class Run:
+    """A run that a test stops at a moment, to lose members or damage what they hold."""
+
+    def __init__(self, schedule: Schedule, seed: int = 0) -> None:
+        self.changes: list[Change] = []
+        self.world = World(seed, schedule, self._listen)
+        self.world.begin()
+
+    def _listen(self, now: float, term: int, event: Event, decision: Decision) -> None:
+        change = decision.state.last_change
+        if change is not None and change.resumed_at == now:
+            self.changes.append(change)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self.world.groups[max(self.world.groups)].order.members
+
+    def until(self, rank: int, step: int, doing: str) -> None:
+        """Run until this rank does this in `step`."""
+        for _ in range(40_000):
+            self.world.run_for(0.002)
+            if self.world.groups:
+                worker = self.world.workers[self.members[rank]]
+                if (worker.applied, worker.doing) == (step, doing):
+                    return
+        raise AssertionError(f"rank {rank} never was in {doing} of step {step}")
+
+    def lose(self, *ranks: int) -> None:
+        for name in [self.members[rank] for rank in ranks]:
+            assert self.world.workers[name].alive
+            self.world.die(self.world.workers[name], "died")
+
+    def finish(self) -> Outcome:
+        outcome = self.world.finish(120.0)
+        assert outcome.end.message == "all steps committed", outcome
+        return outcome
+
+
+@pytest.mark.parametrize("doing", ["compute", "reduce", "vote", "apply"])
+@pytest.mark.parametrize("rank", range(4))
+def test_one_ring_survives_any_one_loss_in_any_phase_and_undoes_at_most_two_rounds(rank: int, doing: str) -> None:
+    for step in (7, 8, 9):
+        run = Run(ONE_RING, seed=step)
+        run.until(rank, step, doing)
+        run.lose(rank)
+        run.finish()
+        (change,) = [change for change in run.changes if change.lost]
+        assert (change.source, change.promise) == ("copy", "bit-exact")
+        assert change.steps_undone <= 2 * EVERY
+        assert change.step >= step - 2 * EVERY
+
+
+@pytest.mark.parametrize("ranks", list(itertools.combinations(range(4), 2)))
+def test_with_two_copies_any_two_at_once(ranks: tuple[int, int]) -> None:
+    run = Run(replace(ONE_RING, options=replace(ONE_RING.options, copies="2")))
+    run.until(0, 8, "compute")
+    run.lose(*ranks)
+    run.finish()
+    assert [change.source for change in run.changes if change.lost] == ["copy"]
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("copies", ["parity:2", "parity:3"])
+def test_with_parity_any_one(rank: int, copies: str) -> None:
+    run = Run(replace(ONE_RING, options=replace(ONE_RING.options, copies=copies)))
+    run.until(0, 8, "compute")
+    run.lose(rank)
+    run.finish()
+    assert [change.source for change in run.changes if change.lost] == ["copy"]
+
+
+@pytest.mark.parametrize("spares", [0, 2])
+@pytest.mark.parametrize("cp_rank", [0, 1])
+def test_both_holders_of_one_shard_at_two_rings(cp_rank: int, spares: int) -> None:
+    options = replace(ONE_RING.options, dp=2, cp=2, spares=spares)
+    run = Run(replace(ONE_RING, options=options, nodes=(2, 2, 2) if spares else (2, 2)))
+    run.until(0, 8, "compute")
+    run.lose(cp_rank, 2 + cp_rank)
+    run.finish()
+    change = next(change for change in run.changes if change.lost)
+    assert (change.source, change.mesh.dp) == ("copy", 2 if spares else 1)
+
+
+def test_losses_one_after_another_each_come_back_once_new_copies_have_arrived() -> None:
+    run = Run(ONE_RING)
+    for rank, step in ((1, 5), (2, 9), (3, 13)):
+        run.until(rank, step, "compute")
+        run.lose(rank)
+        run.world.run_for(1.0)
+    run.finish()
+    assert [change.source for change in run.changes if change.lost] == ["copy"] * 3
+
+
+def test_a_damaged_copy_is_found_and_the_one_before_it_is_used() -> None:
+    run = Run(ONE_RING)
+    run.until(2, 8, "compute")
+    run.world.run_for(0.01)
+    (holder,) = run.world.groups[max(run.world.groups)].order.copy_holders[2]
+    held = run.world.workers[run.members[holder]].copies.of_peers
+    newest, before = sorted((key for key in held if key[1] == run.members[2]), reverse=True)
+    held[newest] = held[newest].flipped()
+    run.world.memory_faults += 1
+    run.lose(2)
+    outcome = run.finish()
+    (change,) = [change for change in run.changes if change.lost]
+    assert (change.source, change.step) == ("copy", before[0].step)
+    assert outcome.facts["damaged copy found"] == 1
+
+
+@pytest.mark.slow
+def test_random_schedules_go_back_to_copies_and_find_damaged_ones() -> None:
+    sources: list[str] = []
+    facts: set[str] = set()
+    seeds = [seed for seed in range(400) if random_schedule(seed).options.copies != "0"]
+    assert {random_schedule(seed).options.copies for seed in seeds} >= {"1", "2", "parity:2", "parity:3"}
+    for seed in seeds[:150]:
+        run = Run(random_schedule(seed), seed)
+        facts |= run.world.finish(600.0).facts.keys()
+        sources += [change.source for change in run.changes if change.lost]
+    assert sources.count("copy") >= 15
+    assert {*HELD, "damaged copy found"} <= facts

@@ -1,0 +1,158 @@
+"""Settings of ZeRO-3 in Ray Train: what contradicts the mesh, DeepSpeed's file or the disk is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elastic_ring.cli.zero3 import parse_zero3, workers_of
+from elastic_ring.config import OptimConfig, StepConfig
+from elastic_ring.data.source import TextFiles, open_source
+from elastic_ring.integrations.ray_train import checks, ops
+from elastic_ring.integrations.ray_train.feed import packed
+from elastic_ring.integrations.ray_train.settings import (
+    Zero3Config,
+    check_mesh,
+    deepspeed_config,
+    mesh_of,
+    read_deepspeed,
+)
+from elastic_ring.mesh import Mesh
+from tests.lock_process import lock_process
+
+STEP = StepConfig(global_batch=4, context_tokens=128)
+
+
+@pytest.mark.parametrize(
+    ("workers", "cp", "given", "said"),
+    [
+        ((3, 3), 2, {}, r"workers=3 is no multiple of cp=2: .* --workers 2 or 4"),
+        ((1, 1), 2, {}, r"workers=1 is less than cp=2"),
+        ((1, 4), 2, {}, r"workers=1 is less than cp=2"),
+        ((4, 2), 1, {}, r"workers=4:2: must be MIN:MAX"),
+        ((6, 6), 2, {}, r"global_batch=4 is no multiple of dp=3"),
+        ((512, 512), 256, {}, r"context_tokens=128 is less than cp=256"),
+        ((4, 4), 2, {"zero_hpz_partition_size": 3}, r"zero_hpz_partition_size=3 does not divide workers=4"),
+        ((2, 4), 2, {"mics_shard_size": 2}, r"mics_shard_size=2 does not divide workers=3"),
+    ],
+)  # fmt: skip
+def test_a_mesh_that_does_not_come_out_is_refused(
+    workers: tuple[int, int], cp: int, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_mesh(workers, cp, STEP, Zero3Config(deepspeed={"zero_optimization": given}))
+
+
+@pytest.mark.parametrize(
+    ("workers", "cp", "mesh"),
+    [(2, 2, Mesh(1, 2)), (3, 2, Mesh(1, 3)), (4, 2, Mesh(2, 2)), (5, 2, Mesh(1, 5)), (6, 2, Mesh(2, 3)),
+     (8, 2, Mesh(4, 2)), (4, 1, Mesh(4, 1))],
+)  # fmt: skip
+def test_any_number_of_workers_between_the_bounds_has_a_mesh(workers: int, cp: int, mesh: Mesh) -> None:
+    assert mesh_of(workers, cp, STEP.global_batch) == mesh
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"train_batch_size": 8}, r"train_batch_size=8: elastic_ring sets it \(step_config.global_batch"),
+        ({"fp16": {"enabled": True}}, "param_dtype"),
+        ({"scheduler": {"type": "WarmupLR"}}, "optim_config.schedule"),
+        ({"sequence_parallel_size": 2}, "cp"),
+        ({"zero_optimization": {"stage": 2}}, r"stage=2: this is the door for stage 3"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, r"set --offload-param cpu"),
+        ({"zero_optimization": {"offload_optimizer": {"nvme_path": "/disk"}}}, r"set nvme_path \(--nvme-path\)"),
+    ],
+)
+def test_keys_of_deepspeeds_configuration_that_are_decided_elsewhere_are_refused(
+    given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        Zero3Config(deepspeed=given)
+
+
+def test_parameters_without_the_optimizer_are_not_offloaded() -> None:
+    with pytest.raises(ValueError, match=r"offload_param='cpu' with offload_optimizer='none'.*offload_optimizer='cpu'"):
+        Zero3Config(offload_param="cpu")
+
+
+def test_the_configuration_keeps_what_the_user_gives_and_adds_what_follows(tmp_path: Path) -> None:
+    file = tmp_path / "deepspeed.json"
+    file.write_text(
+        json.dumps({"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}, "aio": {"thread_count": 2}})
+    )
+    own = Zero3Config(offload_optimizer="nvme", offload_param="cpu", deepspeed=read_deepspeed(file))
+    made = deepspeed_config(own, STEP, OptimConfig(), Mesh(2, 2), swap_folder=tmp_path, universal=True,
+                            largest_elements=10, pin_memory=False)  # fmt: skip
+    assert made["gradient_accumulation_steps"] == 2
+    assert made["gradient_clipping"] == 1.0
+    assert made["checkpoint"] == {"load_universal": True}
+    assert made["aio"] == {"thread_count": 2}
+    zero = made["zero_optimization"]
+    assert zero["reduce_bucket_size"] == 1000
+    assert zero["offload_optimizer"] == {"pin_memory": False, "device": "nvme", "nvme_path": str(tmp_path)}
+    assert zero["offload_param"] == {"pin_memory": False, "device": "cpu"}
+
+
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "text.json").write_text("stage: 3")
+    for name, said in (("list", "must be an object"), ("text", "cannot be read as JSON"), ("none", "No such file")):
+        with pytest.raises(ValueError, match=said):
+            read_deepspeed(tmp_path / f"{name}.json")
+
+
+@pytest.mark.parametrize("flag", ["--dp", "--spares", "--faults", "--max-dp", "--resume"])
+def test_flags_of_the_elastic_ring_name_what_to_use_here(flag: str) -> None:
+    with pytest.raises(ValueError, match=rf"{flag}: is the elastic ring's; here "):
+        parse_zero3([f"{flag}=1"])
+
+
+def test_the_doors_flags_stand_beside_those_of_train() -> None:
+    own, asked = parse_zero3(["--workers=2:4", "--cp=2", "--steps=7", "--offload-optimizer=cpu", "--model.width=64"])
+    assert (workers_of(own.workers), own.cp, own.offload_optimizer) == ((2, 4), 2, "cpu")
+    assert (asked.step.steps, asked.model.width) == (7, 64)
+    with pytest.raises(ValueError, match=r"workers='two': must be a number, or MIN:MAX"):
+        workers_of("two")
+
+
+def test_a_folder_without_room_for_swap_files_is_refused(tmp_path: Path) -> None:
+    checks.check_swap_folder(tmp_path / "new")
+    assert os.listdir(tmp_path / "new") == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"nvme_path='.*file/swap' cannot be used .*\(Not a directory\)"):
+        checks.check_swap_folder(tmp_path / "file" / "swap")
+
+
+def test_a_lock_that_nobody_holds_is_told_and_one_that_is_held_is_not(tmp_path: Path) -> None:
+    lock = tmp_path / "async_io" / "lock"
+    lock.parent.mkdir()
+    holder = (
+        "import sys, time; from torch.utils.file_baton import FileBaton; assert FileBaton(sys.argv[1]).try_acquire(); "
+        "print('locked', flush=True); time.sleep(60)"
+    )
+    with lock_process([sys.executable, "-c", holder, str(lock)]):
+        ops.check_locks(tmp_path)
+    assert lock.exists(), "the killed build has left it"
+    with pytest.raises(ValueError, match=rf"{lock}: left \d+ s ago .* async_io .* remove the folder {lock.parent}"):
+        ops.check_locks(tmp_path)
+
+
+def test_documents_of_a_dataset_are_packed_as_a_corpus_is(tmp_path: Path) -> None:
+    texts = [f"document {number} ".encode() * (1 + number % 9) for number in range(60)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number:03d}.txt").write_bytes(text)
+    source = open_source(TextFiles(64, (str(tmp_path),)))
+    found = list(packed((np.frombuffer(text, dtype=np.uint8) for text in texts), 64, 256))
+    assert len(found) == source.num_sequences > 40
+    for index, mine in enumerate(found):
+        theirs = source.read(index)
+        np.testing.assert_array_equal(mine.tokens, theirs.tokens)
+        assert mine.document_starts == theirs.document_starts
+        assert mine.ends_document == theirs.ends_document

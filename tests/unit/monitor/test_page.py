@@ -1,0 +1,115 @@
+"""The live page: its data from a run's records, and the page itself in a real browser without a display."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_ring.cli import status
+from elastic_ring.monitor.metrics import METRICS_NAME, MetricsLog, write_json
+from elastic_ring.monitor.page import Page, page_data, thinned
+from tests.unit.deploy.tools import program
+from tests.unit.monitor.test_monitor_report import SENTENCE, live_status, metrics
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The records of a run in step 40 that lost a rank in step 21."""
+    with MetricsLog(tmp_path) as log:
+        for step in range(40):
+            log.record(metrics(step))
+        log.validated(20, {"val_loss": 3.5})
+    doing = {"at_step": 40, "phase": "backward", "in_phase_s": 0.25}
+    stuck = {"at_step": 40, "phase": "forward", "in_phase_s": 99.0}
+    members = [
+        {"global_rank": rank, "worker": f"w-{rank}", "node": "node-a", "pid": 100 + rank, **does}
+        for rank, does in enumerate([doing, doing, doing, stuck])
+    ]
+    told = live_status(step=40, total_steps=60, updated_unix_s=time.time(), members=members)
+    write_json(tmp_path / "status.json", told)
+    return tmp_path
+
+
+@pytest.fixture
+def page(run: Path) -> Iterator[Page]:
+    with Page(lambda: run) as served:
+        thread = threading.Thread(target=served.serve)
+        thread.start()
+        yield served
+        served.stop()
+        thread.join(10.0)
+
+
+def test_the_data_are_those_of_the_records(run: Path) -> None:
+    found = page_data(run)
+    assert (found["run"], found["phase"], found["step"], found["total_steps"]) == ("laptop", "running", 40, 60)
+    assert found["loss"] == [(step, 5.0 - step / 10) for step in range(40)]
+    assert found["validation"] == [(20, 3.5)]
+    assert found["generations"] == [
+        {"generation": 1, "first": 0, "last": 20, "dp": 2, "cp": 2},
+        {"generation": 2, "first": 21, "last": 39, "dp": 2, "cp": 2},
+    ]
+    assert found["recoveries"] == [{"step": 21, "line": SENTENCE}]
+    assert [(rank["global_rank"], rank["phase"]) for rank in found["ranks"]][3] == (3, "forward")
+
+
+def test_a_long_run_is_thinned_and_keeps_its_spikes() -> None:
+    points = [(step, 1.0) for step in range(100_000)]
+    points[54_321] = (54_321, 99.0)
+    found = thinned(points)
+    assert len(found) <= 800
+    assert max(found, key=lambda point: point[1]) == (54_321, 99.0)
+    assert found == sorted(found)
+
+
+def test_what_cannot_be_read_is_told_and_other_paths_are_not_there(page: Page, run: Path) -> None:
+    with urllib.request.urlopen(f"{page.url}data.json", timeout=10) as answer:
+        assert json.loads(answer.read())["step"] == 40
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{page.url}../status.json", timeout=10)
+    (run / METRICS_NAME).write_text('{"step": 0}\n{broken\n{"step": 1}\n')
+    time.sleep(0.6)  # longer than an answer is kept
+    with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+        urllib.request.urlopen(f"{page.url}data.json", timeout=10)
+    assert METRICS_NAME in json.loads(refused.value.read())["trouble"]
+
+
+def test_a_port_that_is_taken_and_a_folder_without_a_run_are_refused(
+    page: Page, run: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = page.url.rstrip("/").rpartition(":")[2]
+    assert status.main([str(run), "--serve", port]) == 2
+    assert f"--serve {port} on 127.0.0.1" in capsys.readouterr().err
+    assert status.main([str(tmp_path_factory.mktemp("empty")), "--serve", "0"]) == 2
+    assert "give the --run-dir of a run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_browser_shows_curve_mesh_recovery_and_the_rank_that_stands_still(page: Page, tmp_path: Path) -> None:
+    browser = program("chromium-headless-shell", "Debian: chromium-headless-shell")
+    command = [browser, "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+               "--window-size=1240,1100", "--virtual-time-budget=4000"]  # fmt: skip
+    done = subprocess.run([*command, "--dump-dom", page.url], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    dom = done.stdout
+    assert 'data-step="40"' in dom, done.stderr
+    assert re.search(r'aria-label="loss" data-points="40"', dom)
+    assert len(re.search(r'<polyline[^>]* points="([^"]*)"', dom)[1].split()) == 40  # type: ignore[index]
+    assert (dom.count('class="generation"'), dom.count('class="recovery"'), dom.count("data-rank=")) == (2, 1, 4)
+    assert SENTENCE in dom
+    stuck = re.findall(r'data-rank="(\d)" data-phase="(\w+)" style="background: var\(--red\)', dom)
+    assert stuck == [("3", "forward")]
+    picture = tmp_path / "page.png"
+    subprocess.run([*command, f"--screenshot={picture}", page.url], capture_output=True, check=True, timeout=120)
+    assert picture.stat().st_size > 20_000
+    shutil.rmtree(tmp_path / "profile", ignore_errors=True)
