@@ -32,6 +32,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "local_ray" not in getattr(item, "fixturenames", ()))  # the shared Ray starts once
+    thin(items)
+
+
+def thin(items: list[pytest.Item]) -> None:
+    """Give the mark `slow` to what `thinned` leaves out."""
     thinned = defaultdict(list)
     for item in items:
         if mark := item.get_closest_marker("thinned"):

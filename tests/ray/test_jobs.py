@@ -89,7 +89,7 @@ def driver_of(name: str) -> psutil.Process:
     raise AssertionError(f"no driver of {name}")
 
 
-def test_a_job_ends_well_says_so_when_submitted_again_and_refuses_other_settings(head: None, tmp_path: Path) -> None:
+def test_a_job_ends_well_and_says_so_when_submitted_again(head: None, tmp_path: Path) -> None:
     alone = ("--dp", "1", "--cp", "1", "--spares", "0")
     first = submit("plain", tmp_path, *alone)
     assert first.startswith("exit 0"), first[-2000:]
@@ -98,12 +98,10 @@ def test_a_job_ends_well_says_so_when_submitted_again_and_refuses_other_settings
     again = submit("plain", tmp_path, *alone)
     assert again.startswith("exit 0"), again[-2000:]
     assert "finished already" in again
-    other = submit("plain", tmp_path, *alone, "--seed", "5")
-    assert other.startswith("exit 1"), other[-2000:]
-    assert "taken by a run with other settings" in other
     assert left_behind("plain") == []
 
 
+@pytest.mark.slow
 def test_a_relative_run_dir_in_a_job_is_refused_before_anything_starts(head: None) -> None:
     said = submit("astray", Path("runs"))
     assert said.startswith("exit 1"), said[-2000:]
@@ -144,8 +142,8 @@ def test_stopping_a_job_leaves_nothing_behind(head: None, tmp_path: Path) -> Non
 @pytest.mark.parametrize("whole_group", [False, True], ids=["to the driver", "to its group, as a terminal does"])
 def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path, whole_group: bool) -> None:
     folder = tmp_path / "interrupted"
-    command = [sys.executable, "jobs/train_1t.py", "--context", "256", "--steps", "500", "--faults", "none",
-               "--run-name", "interrupted", "--run-dir", str(folder)]  # fmt: skip
+    command = [sys.executable, "jobs/train_1t.py", "--context", "256", "--steps", "500", "--faults", "none", "--dp",
+               "1", "--cp", "2", "--spares", "0", "--run-name", "interrupted", "--run-dir", str(folder)]  # fmt: skip
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts,

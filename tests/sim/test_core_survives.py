@@ -127,6 +127,7 @@ def test_random_schedules_have_devices_that_err_in_steps_and_in_builds() -> None
     assert {"running", "building"} <= struck
 
 
+@pytest.mark.slow
 def test_random_schedules_have_processes_that_end_when_they_would_stand_by_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

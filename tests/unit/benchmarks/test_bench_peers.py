@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -119,6 +120,7 @@ def rank_main(rank: int, folder: str) -> None:
     del library
 
 
+@pytest.mark.slow
 def test_peers_through_autograd_are_dense_attention_and_prepare_nothing_in_a_timed_pass(tmp_path: Path) -> None:
     mp.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed.tensor", __name__])
     mp.start_processes(rank_main, args=(str(tmp_path),), nprocs=CP, start_method="forkserver")

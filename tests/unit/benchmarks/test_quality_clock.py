@@ -102,6 +102,7 @@ def test_what_skips_gives_the_loss_and_gradients_of_the_masks(name: str, texts: 
         assert not torch.allclose(found[0], dense[0], atol=1e-6), "a pattern that hides nothing shows nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=2)
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "float32") for name in NAMES[1:]), ("one dense layer", "bfloat16")]
@@ -305,6 +306,7 @@ def test_a_run_leaves_no_cycle_behind_for_the_collector(texts: Corpus, monkeypat
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.slow
 @compiling
 def test_a_graph_that_is_made_while_the_clock_runs_is_an_error(texts: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock_module, "_warm_up", lambda *arguments: None)

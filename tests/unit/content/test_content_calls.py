@@ -94,6 +94,7 @@ def test_backward_under_checkpointing_neither_chooses_nor_sends_again_and_no_bit
 CACHES: Any = (plan_sparse, tiles, block_kinds, row_pairs, check_whole_blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(("kernel", "unit", "num_calls"), [(None, 2, 1000), ("reference-sparse", 128, 30)])
 def test_calls_fill_no_cache_and_leave_nothing_behind(kernel: str | None, unit: int, num_calls: int) -> None:

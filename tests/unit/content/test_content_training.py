@@ -105,6 +105,7 @@ def masked_batch(task: TrainingTask) -> Any:
     return batch
 
 
+@pytest.mark.slow
 def test_training_is_masked_training_and_every_ring_gives_its_losses(
     six: Membership, monkeypatch: pytest.MonkeyPatch
 ) -> None:

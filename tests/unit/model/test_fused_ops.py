@@ -118,6 +118,7 @@ def digest_of(tensors: list[Tensor]) -> str:
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_eager_loss_and_gradients_and_recomputing_them_changes_no_bit() -> None:
     eager, kept = (pass_of(compile_blocks=compiled, checkpoint_activations=False) for compiled in (False, True))
     assert len(eager) == len(kept)

@@ -333,6 +333,7 @@ def test_the_hugging_face_example_has_15_lines() -> None:
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
 
 
+@pytest.mark.slow
 def test_ring_attention_alone_runs_on_two_ranks_and_agrees_with_one_process() -> None:
     """The example compares itself with torch's own attention and fails where they differ."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -80,7 +80,7 @@ def test_documents_that_begin_with_a_block_are_attended_each_for_itself(
     check_bytes(case, ledgers)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_every_layout_serves_every_grouping_of_heads(

@@ -47,7 +47,7 @@ def most_of_a_hop(case: BlockCase) -> int:
     return max(case.schedule.num_head_tokens(rank, hop) for rank in ranks for hop in ranks)
 
 
-@pytest.mark.thinned(num=2)
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(
     ("family", "layout", "halved"),
     [

@@ -121,7 +121,7 @@ def sizes_fetched(case: BlockCase, cp_rank: int, hops: tuple[int, ...]) -> set[i
     }
 
 
-@pytest.mark.thinned(num=3)
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("stage_bytes", [ONE_STAGE, EVERY_HOP], ids=["one stage", "a stage a hop"])
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_stage_is_one_call_for_each_size_of_its_head_groups(
@@ -151,7 +151,7 @@ def test_a_stage_is_one_call_for_each_size_of_its_head_groups(
     assert len(sizes) == 1 + ("groups" in name)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("name", ["longnet and a window, 8 heads", "two rules for a key", "groups of 2, 1, 1, 1 and 2"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_equal_calls_give_equal_bits_whether_keys_are_kept_and_whoever_writes_gradients(

@@ -390,6 +390,7 @@ def test_training_on_the_chosen_layout_gives_the_losses_of_zigzag_on_every_ring(
             assert losses_on(six, mesh, patterned(text, step=AUTO)) == pytest.approx(wanted, abs=1e-5), (text, mesh)
 
 
+@pytest.mark.slow
 def test_a_step_on_the_chosen_layout_that_breaks_off_and_runs_again_gives_the_same_bits(six: Membership) -> None:
     square, ranks = Mesh(2, 2), range(4)
     task = patterned("window:5", step=AUTO)

@@ -222,6 +222,7 @@ def test_a_gradient_divided_by_the_wrong_count_shows_in_the_weights(four: Member
     assert wrong_weights != weights
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("newcomer", [0, 3])
 def test_a_stale_optimizer_state_that_is_healed_shows_in_the_weights(
