@@ -10,12 +10,13 @@ export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train lint test test-all nvme docs clean
+.PHONY: help venv train lint test test-all soak nvme docs clean
 
 help:
 	@echo "make train   train the laptop preset on this machine, through a killed worker"
 	@echo "make test    style, types, and one test at least of each promise: ten minutes on two cores"
 	@echo "make test-all  the tests that 'make test' leaves out; .ci/run does both"
+	@echo "make soak    further values of what 'make test-all' runs on Ray, an hour; no part of .ci/run"
 	@echo "make lint    style, imports and types only"
 	@echo "make docs    the documentation as a site in build/site; warnings are errors"
 	@echo "make nvme    build DeepSpeed's operators for offloading to NVMe, minutes; 'make test-all' then tests it"
@@ -50,13 +51,16 @@ lint: venv
 # Types are checked beside the tests; each one's failure fails the target.
 test: venv
 	@begun=$$(date +%s); log=$$(mktemp); $(MAKE) --no-print-directory lint > $$log 2>&1 & lint=$$!; \
-	$(PYTEST) -m "not slow"; tests=$$?; \
+	$(PYTEST) -m "not slow and not soak"; tests=$$?; \
 	wait $$lint; lint=$$?; cat $$log; rm $$log; echo "make test: $$(( $$(date +%s) - begun )) s"; \
 	exit $$(( tests ? tests : lint ))
 
 test-all: venv
-	@begun=$$(date +%s); $(PYTEST) -m slow; tests=$$?; \
+	@begun=$$(date +%s); $(PYTEST) -m "slow and not soak"; tests=$$?; \
 	echo "make test-all: $$(( $$(date +%s) - begun )) s"; exit $$tests
+
+soak: venv
+	$(PYTEST) -m soak
 
 nvme: venv
 	$(BIN)/python -c 'from elastic_ring.integrations.ray_train.ops import main; main()'

@@ -89,7 +89,11 @@ def test_a_run_goes_on_where_its_cluster_ended_past_a_damaged_checkpoint_and_its
 
 @pytest.mark.parametrize(
     ("dp", "cp"),
-    [(1, 3), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((1, 2), (3, 2), (2, 1), (2, 4), (1, 1)))],
+    [
+        (1, 3),
+        *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((3, 2), (2, 1))),
+        *(pytest.param(*mesh, marks=pytest.mark.soak) for mesh in ((1, 2), (2, 4), (1, 1))),
+    ],
 )
 def test_a_checkpoint_goes_on_on_another_mesh_with_the_same_samples(
     local_ray: None, source: Result, tmp_path: Path, dp: int, cp: int
@@ -144,7 +148,7 @@ def test_at_dp_1_the_loss_of_a_rank_costs_the_steps_since_the_checkpoint_and_no_
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("where", ["a folder", "an object store"])
+@pytest.mark.parametrize("where", [pytest.param("a folder", marks=pytest.mark.soak), "an object store"])
 def test_power_cuts_on_the_laptop_preset_cost_no_bit(
     where: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

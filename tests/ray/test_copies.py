@@ -29,15 +29,22 @@ def keeping(copies: str, **others: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("copies", ["1", "parity:2"])
+@pytest.mark.parametrize(
+    ("copies", "shift"),
+    [
+        pytest.param(copies, shift, marks=() if (copies, shift) in (("1", 0), ("parity:2", 3)) else pytest.mark.soak)
+        for copies in ("1", "parity:2") for shift in range(len(PHASES))
+    ],
+)  # fmt: skip
 def test_one_ring_that_loses_any_rank_in_any_phase_goes_back_to_the_copies_and_loses_no_bit(
-    local_ray: None, undisturbed: Known, tmp_path: Path, copies: str, phase: str
+    local_ray: None, undisturbed: Known, tmp_path: Path, copies: str, shift: int
 ) -> None:
+    """Each rank dies once, in another phase; over all shifts each rank dies in each phase."""
     reference = fault_free(undisturbed, tmp_path, dp=1, cp=4)
-    faults = "; ".join(f"kill@step={3 + 2 * rank},phase={phase},rank={rank}" for rank in range(4))
+    phases = [PHASES[(rank + shift) % len(PHASES)] for rank in range(4)]
+    faults = "; ".join(f"kill@step={3 + 2 * rank},phase={phase},rank={rank}" for rank, phase in enumerate(phases))
     heard = Heard()
-    summary = run(tmp_path, f"one-ring-{phase}-{copies[0]}", dp=1, cp=4, spares=4, faults=faults, run=keeping(copies),
+    summary = run(tmp_path, f"one-ring-{shift}-{copies[0]}", dp=1, cp=4, spares=4, faults=faults, run=keeping(copies),
                   callbacks=(heard,)).summary  # fmt: skip
     assert [recovery["source"] for recovery in summary["recoveries"]] == ["copy"] * 4
     assert all(recovery["steps_undone"] <= 4 for recovery in summary["recoveries"]), "twice the steps between copies"
@@ -48,7 +55,9 @@ def test_one_ring_that_loses_any_rank_in_any_phase_goes_back_to_the_copies_and_l
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("pairs", [((0, 1), (1, 3), (2, 3)), ((0, 2), (1, 2), (0, 3))])
+@pytest.mark.parametrize("pairs", [
+    ((0, 1), (1, 3), (2, 3)), pytest.param(((0, 2), (1, 2), (0, 3)), marks=pytest.mark.soak),
+])  # fmt: skip
 def test_one_ring_with_two_copies_may_lose_any_two_ranks_at_once(
     local_ray: None, undisturbed: Known, tmp_path: Path, pairs: tuple[tuple[int, int], ...]
 ) -> None:
@@ -64,7 +73,9 @@ def test_one_ring_with_two_copies_may_lose_any_two_ranks_at_once(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("copies", "role"), [("1", "spare"), ("parity:2", "spare"), ("2", "donor")])
+@pytest.mark.parametrize(("copies", "role"), [
+    ("1", "spare"), pytest.param("parity:2", "spare", marks=pytest.mark.soak), ("2", "donor"),
+])  # fmt: skip
 def test_who_dies_while_a_copy_heals_a_newcomer_and_one_more_rank_cost_no_bit(
     local_ray: None, undisturbed: Known, tmp_path: Path, copies: str, role: str
 ) -> None:

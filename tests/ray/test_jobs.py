@@ -138,8 +138,13 @@ def test_stopping_a_job_leaves_nothing_behind(head: None, tmp_path: Path) -> Non
     assert (status["phase"], status["members"], status["error"]) == ("ended", [], "stopped by the user")
 
 
-@pytest.mark.thinned(num=1)
-@pytest.mark.parametrize("whole_group", [False, True], ids=["to the driver", "to its group, as a terminal does"])
+@pytest.mark.parametrize(
+    "whole_group",
+    [
+        pytest.param(False, id="to the driver"),
+        pytest.param(True, id="to its group, as a terminal does", marks=pytest.mark.soak),
+    ],
+)
 def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path, whole_group: bool) -> None:
     folder = tmp_path / "interrupted"
     command = [sys.executable, "jobs/train_1t.py", "--context", "256", "--steps", "500", "--faults", "none", "--dp",

@@ -120,7 +120,7 @@ def test_a_node_that_falls_silent_is_lost_once_and_nothing_is_started_there(clus
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_node_that_dies_at_a_random_moment_is_replaced_by_one_that_joins(
     cluster: Cluster, tmp_path: Path, seed: int, undisturbed: Known
 ) -> None:
