@@ -369,6 +369,8 @@ class RunConfig:
     """A step that kills members this often ends the run."""
     user_error_limit: PositiveInt = 2
     """A step on which the user's code raises this often ends the run."""
+    memory_relax_steps: NonNegativeInt = 200
+    """Steps without a shortage after which the memory ladder goes one rung down; 0 for never."""
     grow_delay_s: Seconds = 2.0
     """How long new capacity must last before the mesh grows."""
     grow_interval_s: Seconds = 0.0

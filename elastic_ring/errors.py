@@ -69,6 +69,10 @@ class UserCodeFailed(ElasticRingError):
     """The user's model, loss or data raised on the same step again. The message begins with their traceback."""
 
 
+class OutOfMemory(ElasticRingError):
+    """A step ran out of memory with every rung of the memory ladder in force. Says what was tried, what to change."""
+
+
 class TooManySkipped(ElasticRingError):
     """More than `max_skipped` steps in a row had a non-finite gradient."""
 

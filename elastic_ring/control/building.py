@@ -109,6 +109,7 @@ def trouble(ctx: Transition, event: MemberFailed) -> None:
         forward = phase.order.roll_forward
         if forward is not None:  # this build applies it, which may be what raised
             ctx.edit_phase(incident=replace(phase.incident, raised_step=forward.step))
+    if event.kind in ("user", "memory"):  # both have limits of their own
         give_up(ctx, why)
     else:
         _again(ctx, why)

@@ -48,10 +48,12 @@ def order_build(
     if mode := ctx.options.copy_mode:
         holders = copies.place(plan.mesh, [situation.node_of[worker] for worker in plan.members], mode)
 
+    rungs = ctx.options.memory_rungs[: state.memory.rung]
+
     def order(worker: str) -> Build:  # thousands are made: `dataclasses.replace` looks at every field of each
         return Build(ctx.cause, worker, state.term, state.generation, plan.mesh, plan.members, step,
                      beginning.roll_forward, plan.heals, beginning.fresh, beginning.restore, beginning.step_back,
-                     beginning.keep, holders.copy_holders, holders.parity_groups)  # fmt: skip
+                     beginning.keep, holders.copy_holders, holders.parity_groups, rungs)  # fmt: skip
 
     _free_gpus(ctx, plan, situation)
     leaving_senders = {sender for heal in plan.heals for sender in heal.senders} & set(plan.leaving)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_ring.control import growth, notices, recovery
+from elastic_ring.control import growth, memory_ladder, notices, recovery
 from elastic_ring.control.messages import Finalize, Finalized, MemberFailed, Published, Report
 from elastic_ring.control.state import (
     Closing,
@@ -18,6 +18,8 @@ from elastic_ring.control.state import (
     spares,
 )
 from elastic_ring.control.transition import Transition
+
+RELAX = "a rung of the memory ladder less"
 
 # ---------------------------------------------------------------- running
 
@@ -59,7 +61,8 @@ def kill_broken(ctx: Transition, event: MemberFailed) -> tuple[LostWorker, ...]:
 
 
 def is_fatal(ctx: Transition, event: MemberFailed) -> bool:
-    """End the run and return True if the failure would repeat; count an error of the user's code."""
+    """End the run and return True if the failure would repeat; count an error of the user's code, or climb the memory
+    ladder."""
     if event.kind == "skipped":
         ctx.end(
             "TooManySkipped",
@@ -71,6 +74,8 @@ def is_fatal(ctx: Transition, event: MemberFailed) -> bool:
     if event.kind == "check":
         ctx.end("RunFailed", event.detail, step=event.step, worker=event.worker, check="ValueError")
         return True
+    if event.kind == "memory":
+        return memory_ladder.climb(ctx, event)
     if event.kind == "user":
         membership = membership_of(ctx.state)
         assert membership is not None
@@ -142,6 +147,8 @@ def _at_boundary(ctx: Transition, phase: Running) -> None:
     incident = replace(incident, counted=True)
     ctx.set(generation=ctx.state.generation + 1)
     reports = {worker: phase.paused[worker] for worker in phase.membership.members}
+    if RELAX in phase.boundary:
+        memory_ladder.relax(ctx)
     target_dp = min(max(phase.membership.mesh.dp, possible_dp(ctx.state)), ctx.options.dp_limit)
     recovery.rebuild(ctx, phase.membership, incident, reports, target_dp)
 
@@ -167,6 +174,8 @@ def boundary_reasons(state: State) -> tuple[tuple[str, ...], float | None]:
         reasons.append("drain")
     if phase.membership.mesh.dp > options.dp_limit:
         reasons.append("shrink")
+    if memory_ladder.may_relax(state, state.committed):
+        reasons.append(RELAX)
     dp = possible_dp(state) if phase.membership.mesh.dp < options.dp_limit else 0
     if dp > phase.membership.mesh.dp and growth.is_worth_it(state, dp):
         return tuple(reasons), growth.earliest(state)

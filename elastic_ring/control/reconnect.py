@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_ring.control import phases, recovery, worker_pool
+from elastic_ring.control import memory_ladder, phases, recovery, worker_pool
 from elastic_ring.control.messages import CoordinatorStarted, Hello, MemberFailed, Report, Status
 from elastic_ring.control.state import (
     Building,
@@ -112,6 +112,8 @@ def disturbed(ctx: Transition, event: MemberFailed | Report) -> None:
     ctx.explain(f"{event.worker} does not train any more")
     if isinstance(event, MemberFailed) and event.kind == "device":
         lost(ctx, phases.kill_broken(ctx, event))
+    if isinstance(event, MemberFailed) and event.kind == "memory":
+        memory_ladder.climb(ctx, event)
 
 
 def settle(ctx: Transition) -> None:

@@ -267,6 +267,23 @@ class Counted:
 
 
 @dataclass(frozen=True)
+class MemoryLadder:
+    """Where the run stands on `control.memory_ladder`: the first `rung` rungs are in force.
+
+    `generation`: the last that lacked memory. `since`: the committed steps when the rung last changed. `num_shortages`:
+    attempts at a step that ran out of memory so far. `num_relaxed`: how often a rung was taken back. `why`: the last
+    shortage.
+    """
+
+    rung: int = 0
+    generation: int = -1
+    since: int = 0
+    num_shortages: int = 0
+    num_relaxed: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class State:
     """The whole state of the control core.
 
@@ -304,6 +321,7 @@ class State:
     checkpoints: tuple[Checkpoint, ...] = ()
     damaged: tuple[str, ...] = ()
     given_up: SnapshotId | None = None
+    memory: MemoryLadder = field(default_factory=MemoryLadder)
     story: tuple[tuple[str, str], ...] = ()
 
 

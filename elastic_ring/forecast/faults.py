@@ -32,6 +32,8 @@ FAULTS = {
 """Fault → weight in the random schedule. `OWN` are those that a worker finds in itself, in a step or in a build."""
 
 OWN = ("device", "raise")
+SHORT = ("memory",)
+"""A worker whose steps need some rungs of the memory ladder, or more than there are."""
 STORED = ("damage",)
 """What happens to checkpoints."""
 HELD = ("flip", "lose-copies", "flip-in-transfer")
@@ -116,6 +118,8 @@ def random_schedule(seed: int) -> Schedule:
     zones = random.Random(f"zones of {seed}")
     if zones.random() < 0.3:
         schedule = replace(schedule, num_zones=zones.randint(1, 3), spot=zones.choice([0.0, 0.5, 1.0]))
+    short = random.Random(f"memory of {seed}")
+    schedule = _with_shortages(schedule, short) if short.random() < 0.25 else schedule
     held = random.Random(f"copies of {seed}")
     return _with_copies(schedule, held) if held.random() < 0.5 else schedule
 
@@ -137,6 +141,13 @@ def _with_own_failures(schedule: Schedule, rng: random.Random) -> Schedule:
     """The same with some workers whose GPU errs, or whose code raises."""
     more = [(rng.uniform(0.3, schedule.faults_end_s), rng.choice(OWN)) for _ in range(rng.randint(1, 5))]
     return replace(schedule, faults=tuple(sorted([*schedule.faults, *more])))
+
+
+def _with_shortages(schedule: Schedule, rng: random.Random) -> Schedule:
+    """The same with some workers that run out of memory, and rungs that are taken back after a few steps."""
+    more = [(rng.uniform(0.3, schedule.faults_end_s), rng.choice(SHORT)) for _ in range(rng.randint(1, 3))]
+    options = replace(schedule.options, memory_relax_steps=rng.choice([0, 1, 3, 10]))
+    return replace(schedule, options=options, faults=tuple(sorted([*schedule.faults, *more])))
 
 
 def _with_checkpoints(schedule: Schedule, rng: random.Random) -> Schedule:

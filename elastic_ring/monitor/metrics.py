@@ -38,7 +38,9 @@ this step are missing."""
 SUMMARY_KEYS = (
     "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact", "generations", "recoveries",
     "compilations_after_step_0", "skipped_steps", "lost_workers", "resumed_from", "checkpoints",
+    "memory",
 )  # fmt: skip
+MEMORY_KEYS = ("step", "generation", "shortages", "rungs", "why")
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
 RECOVERY_KEYS = (
     "step", "faults", "cause", "action", "detect_s", "close_s", "heal_s", "rerun_s", "total_s",
@@ -313,6 +315,7 @@ def build_summary(
     lost_workers: Mapping[str, int] | None = None,
     resumed_from: Iterable[Mapping[str, Any]] = (),
     checkpoints: Iterable[Mapping[str, Any]] = (),
+    memory: Iterable[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The content of summary.json, with exactly the documented keys in the documented order.
 
@@ -332,6 +335,7 @@ def build_summary(
         "lost_workers": dict(lost_workers or {}),
         "resumed_from": [dict(one) for one in resumed_from],
         "checkpoints": [dict(one) for one in checkpoints],
+        "memory": [dict(one) for one in memory],
     }
 
 

@@ -20,10 +20,11 @@ PREFIX = "ray_"
 PHASES = ("idle", "forming", "building", "running", "closing", "waiting", "finishing", "reconnecting", "ended")
 CAUSES = (
     "died", "hung", "exited", "node lost", "unreachable", "start-failed", "device error", "poisoned device", "drained",
-    "peer", "user", "coordinator",
+    "peer", "user", "memory", "coordinator",
 )  # fmt: skip
 """Why a recovery began: the reason of its first loss; `drained` after a notice; without a loss `peer` for a broken
-exchange and `user` for an error of the user's code; `coordinator` when only that was replaced."""
+exchange, `user` for an error of the user's code and `memory` for a step that ran out of memory; `coordinator` when only
+that was replaced."""
 LOSSES = CAUSES[:8]
 """Why a worker was lost."""
 RECOVERY_PARTS = ("detect", "close", "heal", "rerun", "total")
@@ -101,6 +102,8 @@ TABLE: tuple[Metric, ...] = (
            "durations of the recoveries that this coordinator saw; Ray makes its sum of bucket midpoints, so take "
            "sums from elastic_ring_recovery_sum_seconds", "part", RECOVERY_PARTS, "after the first recovery",
            "histogram"),
+    Metric("elastic_ring_memory_shortages", "attempts", "attempts at a step so far that ran out of memory"),
+    Metric("elastic_ring_memory_rungs", "rungs", "rungs of the memory ladder in force; 0 while memory suffices"),
     Metric("elastic_ring_undone_steps", "steps", "committed steps so far that a recovery undid"),
     Metric("elastic_ring_rerun_steps", "steps", "steps so far that ran again because nobody held their result"),
     # checkpoints

@@ -36,10 +36,11 @@ from elastic_ring.state.shard import Counters, Shard
 from elastic_ring.train.abortable_collectives import make_abortable
 from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.layouts import Layouts
+from elastic_ring.train.memory_relief import MemoryRelief
 from elastic_ring.train.optim import learning_rate, make_optimizer, make_own_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.vote import Ballot, Outcome, count, start_vote
-from elastic_ring.train.wrap import ModuleMaker, full_shapes, local_params
+from elastic_ring.train.wrap import ModuleMaker, full_shapes, largest_list, local_params
 
 BUCKET_ELEMENTS = 16 << 20
 READ_AHEAD = 16  # sequences of this step and the next, while one is computed
@@ -130,6 +131,8 @@ class Transaction:
         self.kernel_cache = kernel_cache
         self.before_apply: Callable[[], None] = lambda: None
         """Called before the shard changes: a copy of it may be under way on its device."""
+        self.relief = MemoryRelief()
+        """The rungs of the memory ladder; a new one counts from the next `enter` on."""
         self.model: nn.Module | None = None
 
     # ------------------------------------------------------------ what a report says
@@ -180,6 +183,7 @@ class Transaction:
         self._groups, self._membership_id = groups, membership_id
         coordinate = self._coordinate
         model = self._maker.wrap(groups.device_mesh)
+        self.relief.change(model, (self.task.units or largest_list)(model))
         make_abortable(model, groups.launching)
         params = local_params(model)
         if keep:
@@ -250,6 +254,7 @@ class Transaction:
         """Forward and backward of each sequence of this ring's share; leaves sums in the parameters' gradients."""
         assert self.model is not None
         self._clear_gradients()
+        self.relief.before_step(self.device)
         mine, following = (
             share(self._order.sample_ids(of), self._coordinate.dp_rank, self._mesh.dp) for of in (step, step + 1)
         )
@@ -259,7 +264,7 @@ class Transaction:
         arrived = ArrivedCopies(hops.is_watched)
         waited_s = self.loader.waited_s
         for i, (index, sample_id) in enumerate(mine):
-            upcoming = [later for _, later in (*mine[i + 1 :], *following)][:READ_AHEAD]
+            upcoming = [later for _, later in (*mine[i + 1 :], *following)][: self.relief.read_ahead or READ_AHEAD]
             piece = self.loader.load(sample_id, index, layout, self._coordinate.cp_rank, upcoming=upcoming)
             slices.append(piece)
             torch.manual_seed(sequence_seed(self.task.step.seed, step, sample_id, self._coordinate.cp_rank))
@@ -267,7 +272,8 @@ class Transaction:
             hops.watch(attention.ledger)
             batch = self._batch(piece, attention)
             arrived.keep(piece, batch)
-            loss, num_targets = self.task.loss(self.model, batch)
+            with self.relief.offloading(self.device):
+                loss, num_targets = self.task.loss(self.model, batch)
             self._watch("backward", step)
             loss.backward()
             loss_sum += loss.detach()

@@ -25,6 +25,7 @@ import ray
 from elastic_ring.config import environment
 from elastic_ring.control.cause_ids import CauseIds
 from elastic_ring.control.coordination import Decision, advance, initial, next_deadline
+from elastic_ring.control.memory_ladder import may_relax
 from elastic_ring.control.messages import (
     Build,
     CheckpointsKnown,
@@ -41,6 +42,7 @@ from elastic_ring.control.messages import (
     Resumed,
     ScaleRequested,
     Tick,
+    Vote,
     WorkerLost,
     WorkerReady,
     WorkerStarting,
@@ -394,14 +396,20 @@ class Coordinator:
         if self._ended is not None:
             return
         newest = self.recorder.last_vote
-        if newest is not None and newest != self.state.newest_vote and (starts_closing(event) or self._may_grow()):
+        if (
+            newest is not None
+            and newest != self.state.newest_vote
+            and (starts_closing(event) or self._may_change(newest))
+        ):
             self._one(Published(self._cause(), newest))
         self._one(event)
 
-    def _may_grow(self) -> bool:
-        """Whether a growth is due, which the pace of the steps decides on."""
+    def _may_change(self, newest: Vote) -> bool:
+        """Whether a planned change is due that the steps decide on: a growth, or a rung of the memory ladder less."""
         if not isinstance(self.state.phase, Running) or self.state.phase.boundary:
             return False
+        if may_relax(self.state, newest.step + 1):
+            return True
         _, grow_at = boundary_reasons(self.state)
         return grow_at is not None and self.clock() >= grow_at
 

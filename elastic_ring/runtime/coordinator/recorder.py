@@ -16,10 +16,11 @@ from typing import Any
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.messages import Checkpoint, Vote
-from elastic_ring.control.state import State, describe, members, mesh_of, phase_name, spares
+from elastic_ring.control.state import Change, State, describe, members, mesh_of, phase_name, spares
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.goodput import Goodput
 from elastic_ring.monitor.metrics import (
+    MEMORY_KEYS,
     STATUS_NAME,
     SUMMARY_NAME,
     MetricsLog,
@@ -62,6 +63,7 @@ class RunRecorder:
         self.num_compiled_late = 0  # after step 0, by all workers
         self.checkpoints: list[Mapping[str, Any]] = []
         self.checkpoint_unix_s: float | None = None
+        self.memory: list[Mapping[str, Any]] = []  # each change of the memory ladder
         self.copied: Mapping[str, Any] | None = None  # the newest copies in peers' memory that are complete
         self.resumed_from: Sequence[Mapping[str, Any]] = ()
         self.started_s = 0.0
@@ -175,12 +177,26 @@ class RunRecorder:
         }  # fmt: skip
         self.generations.append(generation)
         self._note({"note": "generation", **generation})
+        self._look_at_memory(state, change)
         if change.restored is not None and change.previous_mesh is None:
             self._resumed(change.restored)
         self.recoveries.compare_environments(change.members)
         self.recoveries.compare_places(change.mesh, change.members)
         if change.previous_mesh is not None and (not change.planned or change.drained):
             self.recoveries.begin(change, self.metrics.last_step + 1)
+
+    def _look_at_memory(self, state: State, change: Change) -> None:
+        """Record a rung of the memory ladder more or less than in the last generation."""
+        ladder, before = state.memory, len(self.memory[-1]["rungs"]) if self.memory else 0
+        if ladder.rung == before:
+            return
+        self.memory.append({
+            "step": change.step, "generation": change.generation, "shortages": ladder.num_shortages,
+            "rungs": list(state.options.memory_rungs[: ladder.rung]), "why": ladder.why if ladder.rung > before else "",
+        })  # fmt: skip
+        self._note({"note": "memory", **self.memory[-1]})
+        rungs = ", ".join(self.memory[-1]["rungs"]) or "none"
+        self.recoveries.say(f"memory ladder in force from step {change.step}: {rungs}")
 
     def _resumed(self, restored: Checkpoint) -> None:
         """This attempt began at a checkpoint: the newest that verified, which may be older than the one first tried."""
@@ -252,6 +268,7 @@ class RunRecorder:
             lost_workers=self.recoveries.num_lost(),
             resumed_from=self.resumed_from,
             checkpoints=self.checkpoints,
+            memory=self.memory,
         )
         write_summary(self.folder, summary)
         draw_run(self.folder, self.recoveries.records)
@@ -277,6 +294,8 @@ class RunRecorder:
         if line.get("note") == "generation":
             self.generations.append({k: line[k] for k in ("term", "generation", "mesh", "reason")})
             self._seen_change = (line["term"], line["generation"], True)
+        if line.get("note") == "memory":
+            self.memory.append({k: line[k] for k in MEMORY_KEYS})
         if line.get("note") == "compiled":
             self._count_compilations(line)
         self.recoveries.recall(line)

@@ -73,7 +73,7 @@ class RecoveryLog:
     def trouble(self, worker: str, kind: str, step: int, detail: str) -> None:
         """A member's step broke off: what to say of it if nobody turns out to be dead."""
         what = (detail.strip().splitlines() or [""])[-1]
-        did = {"user": "raised", "device": "had a device error"}.get(kind, "lost a peer")
+        did = {"user": "raised", "device": "had a device error", "memory": "ran out of memory"}.get(kind, "lost a peer")
         self._own_failures[worker] = f"{did} in step {step} ({what})"
         self._own_failure_kinds.append(kind)
 
@@ -258,11 +258,13 @@ class RecoveryLog:
         return "; ".join(parts) or change.reason
 
     def _kind(self, change: Change) -> str:
-        """The cause in a word of `metrics_table.CAUSES`. An error of the user's code breaks the exchanges of its peers,
-        which may be told first."""
+        """The cause in a word of `metrics_table.CAUSES`. An error of the user's code, or a lack of memory, breaks the
+        exchanges of its peers, which may be told first."""
         if change.lost:
             return change.lost[0].reason
-        return "drained" if change.drained else "user" if "user" in self._own_failure_kinds else "peer"
+        if change.drained:
+            return "drained"
+        return next((kind for kind in ("user", "memory") if kind in self._own_failure_kinds), "peer")
 
     def _take_faults(self) -> list[int]:
         taken, self._open_faults = self._open_faults, []

@@ -45,6 +45,7 @@ from elastic_ring.runtime.worker.stall_watchdog import StallDetected, StallWatch
 from elastic_ring.runtime.worker.start_reports import start_reports
 from elastic_ring.runtime.worker.training_thread import TrainingThread
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
+from elastic_ring.train.memory import drop_frames
 
 log = logging.getLogger(__name__)
 
@@ -306,14 +307,17 @@ class Worker:
         assert self._member is not None
         member = self._member
         kind = trouble_kind(error, lambda: has_failed(member.device), healing=healing)
-        if kind in ("device", "user", "check") and member.aborted:
+        if kind in ("device", "user", "check", "memory") and member.aborted:
             return "peer"  # an abort leaves garbage in the buffers; the device is probed before the report
         if kind == "device":
             member.fail_device(error)  # reports must say so even if this message is lost
         return kind
 
     def _report_failure(self, kind: str, error: BaseException, identity: tuple[str, int, int], step: int) -> None:
-        self._client.answer(MemberFailed(self._client.cause(), *identity, kind, step, trouble_text(error, kind)))
+        text = trouble_text(error, kind)
+        if kind == "memory":
+            drop_frames(error)
+        self._client.answer(MemberFailed(self._client.cause(), *identity, kind, step, text))
 
     def _pause(self) -> None:
         """Pause before the report is sent, so that the next order never waits for this thread."""

@@ -14,7 +14,7 @@ from elastic_ring.errors import CheckpointDamaged, DigestMismatch, ElasticRingEr
 from elastic_ring.runtime.groups.transport import is_transport_error
 from elastic_ring.train.check import ModelRefused
 from elastic_ring.train.kernels import KernelMismatch
-from elastic_ring.train.memory import chain, is_out_of_memory
+from elastic_ring.train.memory import chain, describe_shortage, is_out_of_host_memory, is_out_of_memory
 from elastic_ring.train.vote import ReplicasDiverged
 
 
@@ -24,8 +24,9 @@ def trouble_kind(
     """Which kind of `MemberFailed` an exception is.
 
     `device_failed` probes the device; it is called only before the user's code is blamed. `healing`: in a build for a
-    run that has state already. There the model fits and its kernel runs on other devices, so out of memory and a kernel
-    mismatch are this device's failures. In a step, or at the start, out of memory is the user's.
+    run that has state already. There the model fits and its kernel runs on other devices, so a device without memory
+    and a kernel mismatch are this device's failures. Elsewhere a lack of memory is neither the device's failure nor the
+    user's; that of a host never is, because a replacement would share the same host.
     """
     if isinstance(error, TooManySkipped):
         return "skipped"
@@ -42,14 +43,18 @@ def trouble_kind(
     if is_transport_error(error):
         return "peer"
     if is_out_of_memory(error):
-        return "device" if healing or device_failed() else "user"
+        return "device" if healing or device_failed() else "memory"
+    if is_out_of_host_memory(error):
+        return "memory"
     if is_device_error(error) or device_failed():
         return "device"
     return "user"
 
 
 def trouble_text(error: BaseException, kind: str = "user") -> str:
-    """The user's traceback, or what an error of ours says, or the first line of a device's."""
+    """The user's traceback, what an error of ours says, the first line of a device's, or who asked for how much."""
+    if kind == "memory":
+        return describe_shortage(error)
     if isinstance(error, ElasticRingError):
         return str(error)
     if kind == "device":

@@ -47,6 +47,7 @@ from elastic_ring.train.check import check_model
 from elastic_ring.train.compile_events import EVENTS
 from elastic_ring.train.compiling import CompileWatch, compiled_by, report_compiled, warm_up_model
 from elastic_ring.train.kernels import KernelAgreement
+from elastic_ring.train.memory_relief import MemoryRelief, free_caches
 from elastic_ring.train.optim import learning_rate
 from elastic_ring.train.transaction import Local, Transaction
 from elastic_ring.train.vote import Outcome
@@ -241,6 +242,9 @@ class Member:
         self._saver.leave()
         self._copies.keep(command.keep, command.step_back)  # the first may be older, if more hold it
         forget_groups()
+        state.relief = MemoryRelief(command.memory_rungs)
+        if command.memory_rungs:
+            free_caches(self.device)
         self._timings["free_s"] = time.monotonic() - begun
         if self.in_mesh:
             self._take_device(connector)

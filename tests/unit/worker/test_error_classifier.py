@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from elastic_ring.runtime.groups.nccl import has_failed
 from elastic_ring.runtime.worker.error_classifier import trouble_kind, trouble_text
 from elastic_ring.train.check import ModelRefused
 from elastic_ring.train.kernels import KernelMismatch
+from elastic_ring.train.memory import drop_frames
 from elastic_ring.train.vote import ReplicasDiverged
 
 CUDA_ERROR = "CUDA error: an illegal memory access was encountered\nFor debugging consider CUDA_LAUNCH_BLOCKING=1"
@@ -53,10 +57,52 @@ def test_an_error_of_the_device_is_not_the_users_wherever_it_is_wrapped() -> Non
     assert trouble_kind(raised(RuntimeError("whatever"), None), failed) == "device"
 
 
-def test_no_room_for_a_newcomer_is_its_devices_trouble_and_no_room_for_a_step_the_users() -> None:
+def test_no_room_for_a_newcomer_is_its_devices_trouble_and_no_room_for_a_step_nobodys() -> None:
     error = raised(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB."))
     assert trouble_kind(error, healing=True) == "device"
-    assert trouble_kind(error) == "user"
+    assert trouble_kind(error, failed) == "device"  # a poisoned device says so, too
+    assert trouble_kind(error) == "memory"
+    assert "Tried to allocate 4.00 GiB" in trouble_text(error, "memory")
+
+
+def test_a_host_without_memory_is_told_by_what_its_allocators_raise_and_by_nothing_else() -> None:
+    def too_much() -> None:
+        torch.empty(1 << 50)
+
+    with pytest.raises(RuntimeError) as of_torch:
+        too_much()
+    with pytest.raises(MemoryError) as of_python:
+        bytearray(1 << 60)
+    with pytest.raises(MemoryError) as of_numpy:
+        np.empty(1 << 50, dtype=np.float64)
+    for caught in (of_torch, of_python, of_numpy):
+        assert trouble_kind(caught.value, untouched) == trouble_kind(caught.value, untouched, healing=True) == "memory"
+        assert trouble_kind(raised(ValueError("in the model"), caught.value), untouched) == "memory"
+    text = trouble_text(raised(ValueError("in the model"), of_torch.value), "memory")
+    assert "you tried to allocate 4503599627370496 bytes" in text
+    assert "in too_much" in text
+    assert text.count("\n") == 0
+    words = "can't allocate memory: you tried to allocate 5 bytes"
+    assert trouble_kind(raised(RuntimeError(words))) == "user"  # words of somebody else
+    assert trouble_kind(raised(ValueError(f"DefaultCPUAllocator: {words}"))) == "user"
+
+
+def test_the_frames_of_a_step_that_ran_out_of_memory_hold_nothing_any_more() -> None:
+    class Activation:
+        pass
+
+    seen: list[weakref.ref[Activation]] = []
+
+    def step() -> None:
+        held = Activation()
+        seen.append(weakref.ref(held))
+        raise MemoryError
+
+    with pytest.raises(MemoryError) as caught:
+        step()
+    assert seen[0]() is not None
+    drop_frames(caught.value)
+    assert seen[0]() is None
 
 
 def test_a_kernel_that_the_others_run_and_this_device_does_not_costs_a_newcomer_or_refuses_a_start() -> None:

@@ -100,9 +100,9 @@ def test_user_code_that_raises_in_a_newcomers_build_raises_in_the_runs_step(tmp_
     assert (trouble.kind, trouble.step, part.device_failed) == ("user", 80_000, False)
 
 
-def test_a_model_that_fits_nowhere_is_the_users_at_the_start(tmp_path: Path) -> None:
+def test_a_model_that_fits_nowhere_takes_the_memory_ladder_at_the_start(tmp_path: Path) -> None:
     trouble, part = told(tmp_path, NO_ROOM, "build", fresh=True)
-    assert (trouble.kind, part.device_failed) == ("user", False)
+    assert (trouble.kind, part.device_failed) == ("memory", False)
 
 
 @pytest.mark.parametrize("at", ["train", "finalize"])

@@ -1,0 +1,84 @@
+"""The rungs of the memory ladder on one worker: what each of them does to free memory. Each keeps the bits.
+
+`control.memory_ladder` decides which are in force; all members have the same ones. No process groups in here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class MemoryRelief:
+    """The rungs in force."""
+
+    def __init__(self, rungs: Iterable[str] = ()) -> None:
+        self.rungs = frozenset(rungs)
+
+    @property
+    def read_ahead(self) -> int | None:
+        """How many sequences may be read ahead; None: as many as usual."""
+        return 1 if "caches" in self.rungs else None
+
+    def before_step(self, device: torch.device) -> None:
+        """Called before each forward pass of a step begins."""
+        if "caches" in self.rungs:
+            free_caches(device)
+
+    def change(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
+        """Change a module that has just been wrapped. `units`: those that FSDP2 gathers one at a time."""
+        if "recompute" in self.rungs:
+            for unit in units:
+                recompute(unit)
+        if "offload" in self.rungs:
+            for module in model.modules():
+                if getattr(module, "checkpoint_activations", False) and hasattr(module, "offload_activations"):
+                    module.offload_activations = True  # type: ignore[assignment]
+
+    def offloading(self, device: torch.device) -> AbstractContextManager[Any]:
+        """A context for the forward pass. What it saves for backward waits in host memory, if that is a rung."""
+        if "offload" not in self.rungs or device.type == "cpu":
+            return nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=True)
+
+
+def recompute(unit: nn.Module) -> None:
+    """Have a module keep its input only and compute the rest again in backward. One that can is told to; one that does
+    so already, or whose `forward` its maker has replaced, stays as it is.
+
+    Wraps `forward`, within which FSDP2's hooks on the module see one call.
+    """
+    if hasattr(unit, "checkpoint_activations"):
+        unit.checkpoint_activations = True  # type: ignore[assignment]
+    elif not getattr(unit, "gradient_checkpointing", False) and "forward" not in vars(unit):
+        unit.forward = _recomputing(unit.forward)
+
+
+def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def call(*args: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **options)
+        # The random numbers come again, so dropout keeps its bits.
+        return checkpoint(partial(forward, **options), *args, use_reentrant=False, preserve_rng_state=True)
+
+    return call
+
+
+def free_caches(device: torch.device) -> None:
+    """Collect garbage and give the allocators' free blocks back."""
+    gc.collect()
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)

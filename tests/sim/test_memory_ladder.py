@@ -1,0 +1,144 @@
+"""The memory ladder in the control core: all members climb together, one rung a generation, and come down again."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ring.control.messages import Build, CoordinatorStarted, KillWorker, MemberFailed, Status
+from elastic_ring.control.state import members
+from elastic_ring.forecast.faults import random_schedule
+from elastic_ring.forecast.simulate import simulate
+from tests.sim.bench import Bench, build_in, end_in, only
+
+NODES = {"a": 3, "b": 3}
+DETAIL = "RuntimeError: DefaultCPUAllocator: you tried to allocate 4096 bytes, in loss (job.py:7)"
+
+
+def short(run: Bench, rank: int, step: int, generation: int | None = None) -> None:
+    of = run.state.generation if generation is None else generation
+    run.handle(MemberFailed("w", members(run.state)[rank], run.state.term, of, "memory", step, DETAIL))
+
+
+def again(run: Bench, applied: int) -> Build:
+    """Everyone reports, and the ring closes again."""
+    build = build_in(run.report_all(applied))
+    run.resume_all()
+    assert run.phase == "running"
+    return build
+
+
+def test_a_shortage_runs_the_same_step_again_with_one_rung_more_on_all_members() -> None:
+    run = Bench(NODES).form()
+    before = members(run.state)
+    run.commit(0)
+    short(run, 2, 1)
+    assert "rung 1 of 2, caches" in run.reason
+    short(run, 1, 1, generation=1)  # the same step on a second member comes late: its generation is over
+    sent = run.report_all(1)
+    builds = only(Build, sent)
+    assert {build.memory_rungs for build in builds} == {("caches",)}
+    assert [build.worker for build in builds] == list(members(run.state)) == list(before)
+    assert (builds[0].step, builds[0].heals) == (1, ())
+    assert not only(KillWorker, sent)
+    run.resume_all()
+    assert run.change.action == "rebuilt in place"
+    assert (run.change.step_rerun, run.change.promise) == (1, "bit-exact")
+    assert not run.state.crashes
+    assert run.state.user_errors.count == 0
+    assert run.state.memory.num_shortages == 1
+
+
+def test_the_rungs_stay_through_other_recoveries_and_newcomers_get_them_too() -> None:
+    run = Bench(NODES).form()
+    short(run, 0, 0)
+    again(run, 0)
+    run.lose(3)
+    build = again(run, 0)
+    assert build.memory_rungs == ("caches",)
+    assert build.heals
+
+
+def test_after_the_last_rung_the_run_ends_and_says_what_was_tried_who_asked_and_what_to_change() -> None:
+    run = Bench(NODES).form()
+    for rungs in (("caches",), ("caches", "recompute")):
+        short(run, 0, 0)
+        assert again(run, 0).memory_rungs == rungs
+    last = members(run.state)[3]
+    short(run, 3, 0)
+    end = end_in(run.sent)
+    assert end.error == "OutOfMemory"
+    for part in (last, "4096 bytes, in loss", "caches are freed", "recompute: ", "loss_chunk_tokens", "(cp)"):
+        assert part in end.message, part
+
+
+def test_a_shortage_while_the_ring_is_built_climbs_too_and_counts_once() -> None:
+    run = Bench(NODES).form()
+    short(run, 0, 0)
+    build_in(run.report_all(0))
+    short(run, 1, 0)
+    assert run.phase == "closing"
+    assert again(run, 0).memory_rungs == ("caches", "recompute")
+    assert run.state.fruitless_builds == 0
+
+
+def test_a_new_coordinator_that_hears_of_a_shortage_twice_takes_one_rung() -> None:
+    run = Bench(NODES).form()
+    workers, generation = members(run.state), run.state.generation
+    run.handle(CoordinatorStarted("c", 2))
+    for _ in range(2):
+        run.handle(MemberFailed("w", workers[0], 2, generation, "memory", 0, DETAIL))
+    for worker in run.state.workers:
+        run.handle(Status("w", worker, 2, generation, "paused" if worker == workers[0] else "running"))
+    assert run.phase == "closing"
+    assert again(run, 0).memory_rungs == ("caches",)
+
+
+def test_after_enough_steps_without_a_shortage_a_rung_goes_at_a_boundary_and_the_next_time_later() -> None:
+    run = Bench(NODES, memory_relax_steps=3).form()
+    short(run, 0, 0)
+    again(run, 0)
+
+    def steps_until_relaxed(step: int) -> int:
+        for done in range(1, 20):
+            run.commit(step + done - 1)
+            if run.state.phase.boundary:  # type: ignore[union-attr]
+                build = build_in(run.report_all(step + done, kind="boundary"))
+                run.resume_all()
+                assert build.memory_rungs == ()
+                assert run.change.planned
+                return done
+        raise AssertionError("never")
+
+    assert steps_until_relaxed(0) == 3
+    short(run, 0, 3)
+    assert again(run, 3).memory_rungs == ("caches",)
+    assert steps_until_relaxed(3) == 6
+
+
+def test_rungs_stay_where_nothing_is_to_be_taken_back() -> None:
+    run = Bench(NODES, memory_relax_steps=0).form()
+    short(run, 0, 0)
+    again(run, 0)
+    for step in range(50):
+        run.commit(step)
+    assert run.phase == "running"
+    assert not run.state.phase.boundary  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("first", range(0, 240, 60))
+def test_simulated_runs_with_shortages_keep_every_invariant(first: int) -> None:
+    ends: dict[str, int] = {}
+    climbed = 0
+    for seed in range(first, first + 60):
+        if not any(kind == "memory" for _, kind in random_schedule(seed).faults):
+            continue
+        rungs: set[tuple[str, ...]] = set()
+
+        def listen(now: float, term: int, event: object, decision: object, rungs: set[tuple[str, ...]] = rungs) -> None:
+            rungs.update(build.memory_rungs for build in only(Build, decision.commands))  # type: ignore[attr-defined]
+
+        end = simulate(seed, listen=listen).end.error
+        ends[end] = ends.get(end, 0) + 1
+        climbed += len(rungs - {()})
+    assert climbed > 0
+    assert ends.get("", 0) > 0

@@ -1,0 +1,112 @@
+"""The rungs of the memory ladder on real processes and groups: each keeps the bits, and saves what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_ring.mesh import Mesh
+from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.transformer import Block, Transformer
+from elastic_ring.train.memory_relief import MemoryRelief
+from elastic_ring.train.task import TrainingTask
+from tests.unit.groups.processes import Membership, membership
+from tests.unit.train.tiny_task import MODEL, begin, facts, make_task, rebuild, run_steps
+
+RING = Mesh(1, 2)
+
+
+class OwnLayer(nn.Module):
+    """A layer of somebody's own, with random numbers in it and without a setting for recomputation."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block, self.dropout = block, nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, rotation: Any, attention: Any) -> Tensor:
+        out: Tensor = self.dropout(self.block(x, rotation, attention))
+        return out
+
+
+class KeepingAll(Transformer):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(replace(config, checkpoint_activations=False))
+
+
+class OwnModel(KeepingAll):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.blocks = nn.ModuleList(OwnLayer(block) for block in self.blocks)  # type: ignore[arg-type]
+
+
+def relieve(me: Any, rungs: tuple[str, ...]) -> None:
+    me.state.relief = MemoryRelief(rungs)
+
+
+def kept_bytes(me: Any) -> int:
+    """What autograd keeps between the forward and the backward passes of a step, which is not applied."""
+    sizes = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        me.state.compute(me.state.applied)
+    return sum(sizes)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Membership]:
+    with membership(2) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "task", [make_task(KeepingAll), make_task(OwnModel, initial=None)],
+    ids=["with a setting", "without"],
+)  # fmt: skip
+def test_a_rung_that_is_taken_between_two_steps_saves_memory_and_changes_no_bit(
+    two: Membership, task: TrainingTask
+) -> None:
+    two.all(begin, two.meeting(), RING, task)
+    undisturbed = two.all(run_steps, 3)
+    reference = [known["digest"] for known in two.all(facts)]
+
+    two.all(begin, two.meeting(), RING, task)
+    losses = two.all(run_steps, 1)
+    (before, _) = two.all(kept_bytes)
+    two.all(relieve, ("caches", "recompute"))
+    two.all(rebuild, two.meeting(), RING)
+    (after, _) = two.all(kept_bytes)
+    assert after < 0.5 * before
+    two.all(rebuild, two.meeting(), RING)
+    losses = [first + later for first, later in zip(losses, two.all(run_steps, 1), strict=True)]
+    two.all(relieve, ())  # and down again
+    two.all(rebuild, two.meeting(), RING)
+    losses = [first + later for first, later in zip(losses, two.all(run_steps, 1), strict=True)]
+    assert losses == undisturbed
+    assert [known["digest"] for known in two.all(facts)] == reference
+
+
+def test_one_sequence_is_read_ahead_under_pressure_and_caches_are_freed_before_each_step() -> None:
+    assert MemoryRelief().read_ahead is None
+    assert MemoryRelief(("caches",)).read_ahead == 1
+    kept: list[Any] = []
+    kept.append(kept)
+    torch.manual_seed(0)
+    MemoryRelief(("caches",)).before_step(torch.device("cpu"))  # malloc_trim is found on this platform or left out
+
+
+def test_offload_tells_the_layers_that_can_and_is_no_rung_of_a_cpu() -> None:
+    model = Transformer(MODEL)
+    MemoryRelief(("caches", "recompute", "offload")).change(model, model.blocks)
+    assert all(block.offload_activations for block in model.blocks)
+    keeps_all = KeepingAll(MODEL)
+    MemoryRelief(("offload",)).change(keeps_all, keeps_all.blocks)
+    assert not any(block.offload_activations for block in keeps_all.blocks)  # they keep nothing that could leave
