@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_ring.mesh import Mesh
@@ -107,6 +107,19 @@ def place(mesh: Mesh, nodes: Sequence[str], mode: CopyMode) -> CopyPlacement:
     if mode.group_size:
         return CopyPlacement(parity_groups=_parity_groups(mesh, nodes, min(mode.group_size, mesh.size - 1)))
     return CopyPlacement(copy_holders=_holders(mesh, nodes, min(mode.num_copies, mesh.size - 1)))
+
+
+def failure_places(nodes: Sequence[str], domains_of: Mapping[str, tuple[str, ...]], mode: CopyMode) -> list[str]:
+    """What `place` keeps a rank's state and its copies apart by, for each rank: its failure domain, or its node.
+
+    `domains_of`: node → what it may fail together with, the widest first. The widest level counts on which no domain
+    has so many ranks that some copy must stay inside; the node where there is none.
+    """
+    for level in range(max((len(domains_of.get(node, ())) for node in nodes), default=0)):
+        inside = ["/".join(domains_of.get(node, ())[: level + 1]) for node in nodes]
+        if max(Counter(inside).values()) * mode.num_ranks_needed <= len(nodes):
+            return inside
+    return list(nodes)
 
 
 class _Costs:

@@ -46,7 +46,8 @@ def order_build(
     membership = Membership(state.term, state.generation, plan.mesh, plan.members, step, plan.leaving, donors)
     holders = copies.CopyPlacement()
     if mode := ctx.options.copy_mode:
-        holders = copies.place(plan.mesh, [situation.node_of[worker] for worker in plan.members], mode)
+        nodes = [situation.node_of[worker] for worker in plan.members]
+        holders = copies.place(plan.mesh, copies.failure_places(nodes, situation.domains_of, mode), mode)
 
     rungs = ctx.options.memory_rungs[: state.memory.rung]
 

@@ -15,6 +15,7 @@ from elastic_ring.control.copies import (
     HeldCopy,
     ParityGroup,
     SnapshotId,
+    failure_places,
     parse_copies,
     place,
 )
@@ -72,6 +73,23 @@ def test_rings_that_each_fill_a_node_have_copies_where_no_replica_is() -> None:
     for rank, (holder,) in enumerate(place(mesh, nodes, CopyMode(1)).copy_holders):
         homes = {nodes[replica] for replica in mesh.replicas(rank % 4)}
         assert nodes[holder] not in homes
+
+
+def test_copies_lie_in_another_zone_where_zones_are_even_else_on_another_rack_or_node() -> None:
+    nodes = ["a", "a", "b", "b", "c", "c", "d", "d"]
+    racks = {"a": ("east", "1"), "b": ("east", "2"), "c": ("west", "1"), "d": ("west", "2")}
+    zones = failure_places(nodes, racks, CopyMode(1))
+    assert zones == ["east"] * 4 + ["west"] * 4
+    for rank, (holder,) in enumerate(place(Mesh(1, 8), zones, CopyMode(1)).copy_holders):
+        assert zones[holder] != zones[rank]
+    assert (
+        failure_places(nodes, racks, CopyMode(2)) == ["east/1"] * 2 + ["east/2"] * 2 + ["west/1"] * 2 + ["west/2"] * 2
+    )
+    assert failure_places(nodes, racks | {"c": ("east", "1")}, CopyMode(1)) == [
+        "east/1", "east/1", "east/2", "east/2", "east/1", "east/1", "west/2", "west/2",
+    ]  # fmt: skip
+    assert failure_places(nodes, {}, CopyMode(1)) == nodes
+    assert failure_places(["a", "a"], racks, CopyMode(1)) == ["a", "a"]
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 4])
