@@ -120,7 +120,7 @@ def _start(
         "--run-name", watched.run.name, "--storage-path", options.storage_path,
         "--checkpoint-every-steps", str(every),
     ]  # fmt: skip
-    given = {**environment(), MARK: token}
+    given = {**environment(), MARK: token, "RAY_ADDRESS": "local"}  # a cluster that others use is not for cutting
     with watched.log_path.open("ab") as told:
         return subprocess.Popen(command, env=given, stdout=told, stderr=told)
 
