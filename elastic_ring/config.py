@@ -369,6 +369,9 @@ class RunConfig:
     """A step that kills members this often ends the run."""
     user_error_limit: PositiveInt = 2
     """A step on which the user's code raises this often ends the run."""
+    memory_limit: Annotated[float, Field(ge=0, lt=1), Must("a share of the node's memory from 0 to below 1")] = 0.93
+    """The share of a node's memory, or of its container's, at which the node's agent kills the worker that grew; 0 for
+    never."""
     memory_relax_steps: NonNegativeInt = 200
     """Steps without a shortage after which the memory ladder goes one rung down; 0 for never."""
     grow_delay_s: Seconds = 2.0

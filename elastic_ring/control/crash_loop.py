@@ -2,14 +2,15 @@
 
 Preemptible machines may lose any number of workers in one step. Only deaths during the step's own work count: not
 while idle or rebuilding, not after a drain notice, not with the node, not by a failed GPU. Signals from outside
-(SIGKILL, also that of the OOM killer, and SIGTERM) say little about the step. Such deaths count together only if the
-same ring, which has the same sequences, died in the same phase.
+(SIGKILL and SIGTERM) say little about the step, unless the node's agent says that memory was the cause. Such deaths
+count together only if the same ring, which has the same sequences, died in the same phase.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from elastic_ring.control.memory_ladder import OUT_OF_MEMORY
 from elastic_ring.control.state import Crash, Incident, LostWorker
 from elastic_ring.mesh import Mesh
 
@@ -51,7 +52,8 @@ def told(crashes: Iterable[Crash]) -> str:
 
 
 def _death(lost: LostWorker) -> str:
-    how = lost.signal or ("hung" if lost.reason == "hung" else lost.reason)
+    told = lost.reason if lost.reason == OUT_OF_MEMORY else lost.signal
+    how = told or ("hung" if lost.reason == "hung" else lost.reason)
     return f"{lost.worker} (rank {lost.global_rank} on {lost.node}) in {lost.phase}: {how}"
 
 
@@ -67,7 +69,7 @@ def _in_own_work(lost: LostWorker, step: int, total_steps: int) -> bool:
 
 def _is_own(crash: Crash) -> bool:
     """Whether the step itself likely caused all deaths. A peer of a killed process may crash when its links break."""
-    return all(lost.signal in OWN_SIGNALS or lost.reason == "exited" for lost in crash.deaths)
+    return all(lost.signal in OWN_SIGNALS or lost.reason in ("exited", OUT_OF_MEMORY) for lost in crash.deaths)
 
 
 def _keys(crash: Crash) -> set[tuple[Mesh, int, str]]:

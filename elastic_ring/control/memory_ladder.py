@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_ring.control.messages import MemberFailed
-from elastic_ring.control.state import MemoryLadder, State
+from elastic_ring.control.state import Incident, MemoryLadder, State
 from elastic_ring.control.transition import Transition
 
 RUNGS_ON = {"cpu": ("caches", "recompute"), "cuda": ("caches", "recompute", "offload")}
@@ -25,6 +25,8 @@ ADVICE = (
     "copies, or give each worker more memory"
 )
 MAX_DOUBLINGS = 6
+OUT_OF_MEMORY = "out of memory"
+"""Why a worker was lost that the node's agent, or the kernel, killed for the node's memory."""
 
 
 def climb(ctx: Transition, event: MemberFailed) -> bool:
@@ -49,6 +51,23 @@ def climb(ctx: Transition, event: MemberFailed) -> bool:
     name = rungs[ladder.rung]
     ctx.explain(f"{told}; rung {climbed.rung} of {len(rungs)}, {name}: {MEANING.get(name, name)}")
     return False
+
+
+def climb_after_deaths(ctx: Transition, incident: Incident) -> None:
+    """The same after members died because their node ran out of memory. A rung that takes more of it is left out, and
+    after the last one the crash loop's limit decides."""
+    short = [lost for lost in incident.lost if lost.reason == OUT_OF_MEMORY and lost.global_rank is not None]
+    generation = incident.base.generation if incident.base is not None else -1
+    ladder, rungs = ctx.state.memory, ctx.options.memory_rungs
+    if not short or generation <= ladder.generation:
+        return
+    helps = ladder.rung < len(rungs) and rungs[ladder.rung] != "offload"
+    climbed = replace(
+        ladder, rung=ladder.rung + helps, generation=generation, since=ctx.state.committed,
+        num_shortages=ladder.num_shortages + 1, why=f"{short[0].worker} was killed: {short[0].detail}".splitlines()[0],
+    )  # fmt: skip
+    ctx.set(memory=climbed)
+    ctx.explain(f"{short[0].worker} died of its node's memory: rung {climbed.rung} of {len(rungs)}")
 
 
 def may_relax(state: State, committed: int) -> bool:

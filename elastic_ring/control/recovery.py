@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elastic_ring.control import crash_loop, forming, policy, quorum, step_back
+from elastic_ring.control import crash_loop, forming, memory_ladder, policy, quorum, step_back
 from elastic_ring.control.messages import Report, Vote, WorkerLost
 from elastic_ring.control.ordering import Beginning, order_build
 from elastic_ring.control.state import (
@@ -123,6 +123,7 @@ def rebuild(
         incident = replace(incident, counted=True)
         if _is_crash_loop(ctx, incident, (incident.base or membership).mesh, decided.step):
             return
+        memory_ladder.climb_after_deaths(ctx, incident)
     base = incident.base or membership
     situation = policy.Situation(
         mesh=base.mesh,

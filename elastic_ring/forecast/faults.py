@@ -32,8 +32,8 @@ FAULTS = {
 """Fault → weight in the random schedule. `OWN` are those that a worker finds in itself, in a step or in a build."""
 
 OWN = ("device", "raise")
-SHORT = ("memory",)
-"""A worker whose steps need some rungs of the memory ladder, or more than there are."""
+SHORT = ("memory", "memory-kill")
+"""A worker whose steps need some rungs of the memory ladder, or more than there are; one that its agent kills."""
 STORED = ("damage",)
 """What happens to checkpoints."""
 HELD = ("flip", "lose-copies", "flip-in-transfer")

@@ -393,6 +393,8 @@ class World:
             victim.raises = True
         elif kind == "device":
             victim.errs = True
+        elif kind == "memory-kill":
+            self.die(victim, "out of memory")
         elif kind == "memory":
             victim.needs_rungs = self.random.choice([1, 1, 1, 2, 2, 3])
             self.most_rungs_needed = max(self.most_rungs_needed, victim.needs_rungs)

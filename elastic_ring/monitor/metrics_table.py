@@ -19,13 +19,13 @@ PREFIX = "ray_"
 
 PHASES = ("idle", "forming", "building", "running", "closing", "waiting", "finishing", "reconnecting", "ended")
 CAUSES = (
-    "died", "hung", "exited", "node lost", "unreachable", "start-failed", "device error", "poisoned device", "drained",
-    "peer", "user", "memory", "coordinator",
+    "died", "hung", "exited", "node lost", "unreachable", "start-failed", "device error", "poisoned device",
+    "out of memory", "drained", "peer", "user", "memory", "coordinator",
 )  # fmt: skip
 """Why a recovery began: the reason of its first loss; `drained` after a notice; without a loss `peer` for a broken
 exchange, `user` for an error of the user's code and `memory` for a step that ran out of memory; `coordinator` when only
 that was replaced."""
-LOSSES = CAUSES[:8]
+LOSSES = CAUSES[:9]
 """Why a worker was lost."""
 RECOVERY_PARTS = ("detect", "close", "heal", "rerun", "total")
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 300.0)

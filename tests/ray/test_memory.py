@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import ray
+from ray.cluster_utils import Cluster
 
 from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.data.source import StdlibText
@@ -17,7 +26,8 @@ from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
-from tests.ray.conftest import check_records
+from elastic_ring.runtime.driver.cluster import NAMESPACE
+from tests.ray.conftest import TINY, check_records
 
 # Each of two ranks keeps about 12 MiB a layer where it recomputes nothing.
 WIDE = ModelConfig(257, 12, 64, 4, 2, 16, 2048, checkpoint_activations=False)
@@ -83,3 +93,146 @@ def test_a_step_that_runs_out_of_memory_runs_again_with_less_and_changes_no_bit(
     assert all(recovery["survivor_pids_kept"] and recovery["steps_undone"] == 0 for recovery in recoveries)
     assert summary["lost_workers"] == {}
     assert summary["exact"]
+
+
+# ------------------------------------------------------------ the memory of a node
+
+LIMIT_BYTES = 3 << 30
+CHUNK_BYTES = 48 << 20
+ACTORS = ("Coordinator", "NodeAgent")
+
+
+@dataclass
+class GrowingLoss:
+    """The usual loss. In the fourth step the first process that makes the file `claim` grows until it is killed,
+    by some 500 MB a second."""
+
+    claim: str = ""
+    num_calls: int = 0
+
+    def __call__(self, model: Any, batch: Any) -> tuple[Any, int]:
+        self.num_calls += 1
+        if self.claim and self.num_calls == 4 * 3:  # three sequences a step and ring
+            self._grow()
+        return language_model_loss(model, batch)
+
+    def _grow(self) -> None:
+        try:
+            Path(self.claim).touch(exist_ok=False)
+        except FileExistsError:
+            return
+        kept = []
+        for _ in range(2 * LIMIT_BYTES // CHUNK_BYTES):
+            kept.append(bytearray(b"x") * CHUNK_BYTES)
+            time.sleep(0.1)
+        raise AssertionError("nobody stopped it")
+
+
+@pytest.fixture
+def small_node(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster of one node whose processes share a memory cgroup of LIMIT_BYTES. Ray's own monitor is off: it looks at
+    the whole machine."""
+    folder = memory_cgroup()
+    if folder is None:
+        pytest.skip("no memory cgroup can be made here: that needs root and a writable /sys/fs/cgroup")
+    ray.shutdown()  # the other modules' Ray
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    for process in raylet_and_children(cluster):
+        (folder / "cgroup.procs").write_text(str(process.pid))
+    ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+    for _ in range(100):  # until its last process is gone
+        with suppress(OSError):
+            folder.rmdir()
+            return
+        time.sleep(0.1)
+    folder.rmdir()
+
+
+def memory_cgroup() -> Path | None:
+    """A new cgroup of LIMIT_BYTES; None where that is not allowed."""
+    roots = [(Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")]
+    for root, limit in roots:
+        folder = root / f"elastic-ring-test-{os.getpid()}"
+        with suppress(OSError):
+            folder.mkdir()
+            try:
+                assert (folder / limit).exists()
+                (folder / limit).write_text(str(LIMIT_BYTES))
+                return folder
+            except (OSError, AssertionError):
+                folder.rmdir()
+    return None
+
+
+def raylet_and_children(cluster: Cluster) -> list[psutil.Process]:
+    raylet = psutil.Process(cluster.head_node.all_processes["raylet"][0].process.pid)
+    return [raylet, *raylet.children(recursive=True)]
+
+
+class Pids:
+    """Collects the PIDs of the coordinator and of the agent while a run goes on."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.seen: dict[str, set[int]] = defaultdict(set)
+        self._cluster, self._over = cluster, threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Pids:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.2):
+            for process in raylet_and_children(self._cluster):
+                with suppress(psutil.NoSuchProcess, IndexError):
+                    title = process.cmdline()[0]
+                    for name in (name for name in ACTORS if title.startswith(f"ray::{name}")):
+                        self.seen[name].add(process.pid)
+
+
+def on_two_rings(folder: Path, name: str, loss: GrowingLoss, memory_limit: float, spares: int = 1) -> dict[str, Any]:
+    trainer = ElasticRingTrainer(
+        partial(Transformer, TINY), StdlibText(96), loss=loss, initial=Initialiser(0, TINY.num_layers),
+        step_config=StepConfig(steps=8, global_batch=6, context_tokens=96),
+        optim_config=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=8),
+        scaling_config=ScalingConfig(dp=2, cp=1, spares=spares),
+        run_config=RunConfig(name=name, run_dir=str(folder / name), progress=False, memory_limit=memory_limit),
+    )  # fmt: skip
+    result = trainer.fit()
+    check_records(trainer, result)
+    return result.summary
+
+
+@pytest.mark.slow
+def test_a_member_that_fills_its_node_dies_alone_and_its_death_is_told_by_its_cause(
+    small_node: Cluster, tmp_path: Path
+) -> None:
+    calm = on_two_rings(tmp_path, "calm", GrowingLoss(), 0.9, spares=0)
+    assert calm["recoveries"] == []
+    for name, memory_limit, by in (
+        ("guarded", 0.9, "it grew by"),
+        ("unguarded", 0.0, "the kernel's OOM killer struck"),
+    ):
+        claim = tmp_path / f"claim-{name}"
+        with Pids(small_node) as pids:
+            summary = on_two_rings(tmp_path, name, GrowingLoss(str(claim)), memory_limit)
+        assert claim.exists()
+        assert (summary["losses"], summary["weights_sha256"]) == (calm["losses"], calm["weights_sha256"])
+        assert summary["lost_workers"] == {"out of memory": 1}
+        (recovery,) = summary["recoveries"]
+        assert " of step 3 (" in recovery["cause"]
+        assert " out of memory in " in recovery["cause"]
+        assert by in recovery["cause"]
+        assert recovery["survivor_pids_kept"]
+        assert {name: len(pids.seen[name]) for name in ACTORS} == dict.fromkeys(ACTORS, 1)
+        assert [change["rungs"] for change in summary["memory"]] == [["caches"]]
+        assert summary["exact"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ring.control.messages import Build, CoordinatorStarted, KillWorker, MemberFailed, Status
-from elastic_ring.control.state import members
+from elastic_ring.control.messages import Build, CoordinatorStarted, KillWorker, MemberFailed, Status, WorkerLost
+from elastic_ring.control.state import members, spares
 from elastic_ring.forecast.faults import random_schedule
 from elastic_ring.forecast.simulate import simulate
 from tests.sim.bench import Bench, build_in, end_in, only
@@ -113,6 +113,41 @@ def test_after_enough_steps_without_a_shortage_a_rung_goes_at_a_boundary_and_the
     short(run, 0, 3)
     assert again(run, 3).memory_rungs == ("caches",)
     assert steps_until_relaxed(3) == 6
+
+
+def test_members_that_are_killed_for_their_nodes_memory_climb_too_and_the_third_time_end_the_run() -> None:
+    run = Bench({"a": 5, "b": 5}, spares=3).form()
+    first = members(run.state)[1]
+    run.lose(1, reason="out of memory", step=0, phase="forward")
+    assert again(run, 0).memory_rungs == ("caches",)
+    assert first in run.state.memory.why
+    run.all_ready()
+    run.lose(2, reason="out of memory", step=0, phase="backward")
+    assert again(run, 0).memory_rungs == ("caches", "recompute")
+    run.all_ready()
+    run.lose(0, reason="out of memory", step=0, phase="forward")
+    run.report_all(0)
+    end = end_in(run.sent)
+    assert end.error == "CrashLoop"
+    assert "in forward: out of memory" in end.message
+    assert "memory it needs" in end.message
+
+
+def test_a_rung_that_takes_host_memory_is_no_answer_to_a_node_without_any() -> None:
+    run = Bench({"a": 5, "b": 5}, spares=3, memory_rungs=("caches", "offload")).form()
+    for rungs in (("caches",), ("caches",)):
+        run.lose(1, reason="out of memory", step=-1, phase="idle")
+        assert again(run, 0).memory_rungs == rungs
+        run.all_ready()
+    assert run.state.memory.num_shortages == 2
+
+
+def test_a_spare_that_is_killed_for_its_nodes_memory_says_nothing_of_the_step() -> None:
+    run = Bench({"a": 5, "b": 5}).form()
+    spare = next(iter(spares(run.state)))
+    run.handle(WorkerLost("a", spare, "out of memory", "it grew", 0, "forward", "SIGKILL"))
+    assert run.phase == "running"
+    assert run.state.memory.num_shortages == 0
 
 
 def test_rungs_stay_where_nothing_is_to_be_taken_back() -> None:

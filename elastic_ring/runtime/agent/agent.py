@@ -20,6 +20,7 @@ from elastic_ring.config import Timeouts, environment
 from elastic_ring.monitor.detect import HangDetector, HangSettings, Observation, ProcReader
 from elastic_ring.monitor.exits import ExitNotice, ExitWatch, describe_exit, signal_name, tail
 from elastic_ring.monitor.stamps import Phase, Stamp, StampReader, phase_name
+from elastic_ring.runtime.agent.memory_guard import MemoryGuard, guard_limit, ray_threshold, warning
 from elastic_ring.runtime.agent.notices import Notices
 from elastic_ring.runtime.agent.resolver import lookup_s
 from elastic_ring.runtime.agent.rpc import JsonConnection, dial
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 PERIOD_S = 0.1
 EARLY_PERIOD_S = 0.01
 COORDINATOR = "coordinator"
+OUT_OF_MEMORY = "out of memory"
 NUM_LOG_LINES = 12
 KEPT_NOTICES = 1000
 PROGRESS_S = 1.0
@@ -47,6 +49,8 @@ class Watched:
     stamps: StampReader
     log_path: str
     hang: str = ""
+    memory: str = ""
+    killed: bool = False
     ending: bool = False
     last: Stamp | None = field(default=None)
 
@@ -54,12 +58,17 @@ class Watched:
 class NodeAgent:
     """The actor class. Constructing it starts nothing."""
 
-    def __init__(self, node: str, timeouts: Timeouts, early: bool = False, notices: str = "") -> None:
-        """`notices`: whom to ask whether this machine is taken away, as `agent.notices` says; empty for nobody.
+    def __init__(
+        self, node: str, timeouts: Timeouts, early: bool = False, notices: str = "", memory_limit: float = 0.0
+    ) -> None:
+        """`memory_limit`: the share of the node's memory at which the worker that grew is killed; 0 for never.
+
+        `notices`: whom to ask whether this machine is taken away, as `agent.notices` says; empty for nobody.
 
         `early`: report a death when the exit begins; freeing a GPU's memory takes the kernel tenths of a second."""
         self._node, self._timeouts, self._early = node, timeouts, early
         self._notices_of, self._leaves_at = notices, 0.0
+        self._memory_limit, self._guard = memory_limit, MemoryGuard(0.0)
         self._exits = ExitWatch()
         self._detector = HangDetector(hang_settings(timeouts))
         self._proc = ProcReader()
@@ -97,6 +106,8 @@ class NodeAgent:
                 connection.send(notice)
             self._bad_reported = None
             self._tell_notice()
+            if told := warning(self._node, self._memory_limit, ray_threshold(os.getppid())):
+                connection.send({"kind": "told", "text": told})
 
     def ping(self) -> str:
         """Answer Ray's liveness check with the node's id."""
@@ -111,6 +122,7 @@ class NodeAgent:
         with suppress(OSError):  # what cannot be read stays for the next run
             remove_stale()
         self._exits.open()
+        self._guard = MemoryGuard(guard_limit(self._memory_limit, ray_threshold(os.getppid())))
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         if self._notices_of:
             Notices(self._notices_of, self._on_notice).open()
@@ -160,6 +172,7 @@ class NodeAgent:
                 return
             self._looked_at = now
             self._look_for_hangs()
+            self._look_at_memory(now)
             self._report_bad_gpus()
             self._beat()
             self._check_coordinator()
@@ -244,6 +257,7 @@ class NodeAgent:
     def _kill(self, worker: str, reason: str) -> None:
         log.warning("killing %s: %s", worker, reason)
         if worker in self._watched:
+            self._watched[worker].killed = True
             self._exits.kill(worker)
         elif self._connection is not None:  # the coordinator waits for a death notice
             known = [notice for notice in self._notices if notice["worker"] == worker]
@@ -277,26 +291,42 @@ class NodeAgent:
             self._watched[hang.worker].hang = hang.describe()
             self._kill(hang.worker, hang.describe())
 
+    def _look_at_memory(self, now: float) -> None:
+        """Kill the worker that grew, before Ray or the kernel chooses somebody else."""
+        verdict = self._guard.look(now, {worker: watched.pid for worker, watched in self._watched.items()})
+        if verdict is None:
+            return
+        if not verdict.worker:
+            log.warning("memory: %s", verdict.text)
+            return
+        self._watched[verdict.worker].memory = verdict.text
+        self._kill(verdict.worker, f"{OUT_OF_MEMORY}: {verdict.text}")
+
     def _report_exit_begun(self, key: str) -> None:
         """Report that a process has begun to exit; its cause is reported when it is known."""
         if key in self._watched:
             watched = self._watched[key]
             watched.ending = True
-            self._report(watched, "hung" if watched.hang else "died", "its process is ending", time.monotonic())
+            reason = "hung" if watched.hang else OUT_OF_MEMORY if watched.memory else "died"
+            self._report(watched, reason, "its process is ending", time.monotonic())
 
     def _report_death(self, notice: ExitNotice) -> None:
         watched = self._watched.pop(notice.key, None)
         if watched is None:
             return
-        reason = "hung" if watched.hang else "exited" if notice.exit_code is not None else "died"
+        if signal_name(notice.signal) == "SIGKILL" and not watched.killed:
+            watched.memory = self._guard.kernel_killed(notice.key)
+        reason = "hung" if watched.hang else OUT_OF_MEMORY if watched.memory else "died"
+        reason = "exited" if notice.exit_code is not None and reason == "died" else reason
         self._report(watched, reason, describe_exit(notice), notice.monotonic_s, signal_name(notice.signal))
         self._drop_stamps(watched)
 
     def _report(self, watched: Watched, reason: str, how: str, monotonic_s: float, signal: str = "") -> None:
         stamp = watched.stamps.read() or watched.last
+        why = watched.hang or watched.memory
         message = {
             "kind": "death", "worker": watched.worker, "pid": watched.pid, "reason": reason,
-            "how": f"{watched.hang}; {how}" if watched.hang else how, "signal": signal,
+            "how": f"{why}; {how}" if why else how, "signal": signal,
             "step": stamp.step if stamp else -1,
             "phase": phase_name(stamp.phase) if stamp else "unknown",
             "log_lines": tail(watched.log_path, NUM_LOG_LINES) if watched.log_path else [],

@@ -151,6 +151,8 @@ class NodeMonitor:
             case "resolver":
                 if told := warning(node, message["address"], message["took_s"]):
                     self._put("told", told)
+            case "told":
+                self._put("told", message["text"])
             case "leaves":
                 threading.Thread(target=self._pass_notice, args=(node, message["in_s"]), daemon=True).start()
             case "hung-up":

@@ -173,7 +173,10 @@ class Cluster:
                 get_if_exists=True, max_restarts=0, max_concurrency=4, num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.node, soft=False),
             )
-            .remote(node.node, self._run.timeouts, self._scaling.device == "cuda", self._run.notices)
+            .remote(
+                node.node, self._run.timeouts, self._scaling.device == "cuda", self._run.notices,
+                self._run.memory_limit,
+            )
         )  # fmt: skip
 
     def find_worker(self, worker: str) -> Any | None:

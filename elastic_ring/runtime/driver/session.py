@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from elastic_ring.config import RunConfig, ScalingConfig, environment
+from elastic_ring.runtime.agent.memory_guard import RAY_THRESHOLD_VARIABLE
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.cluster import NAMESPACE
 from elastic_ring.runtime.head import RECONNECT, RECONNECT_S
@@ -53,6 +54,8 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
         except ConnectionError as error:
             raise ValueError(f"RAY_ADDRESS={address!r}: no Ray cluster answers there ({error})") from error
     else:
+        # Its monitor takes the coordinator first: it is the last resort behind the guard of the node's agent.
+        environment().setdefault(RAY_THRESHOLD_VARIABLE, "0.98")
         ray.init(
             address="local", num_cpus=num_cpus, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False,
             logging_level=logging.WARNING,
