@@ -314,9 +314,9 @@ class Worker:
         return kind
 
     def _report_failure(self, kind: str, error: BaseException, identity: tuple[str, int, int], step: int) -> None:
-        text = trouble_text(error, kind)
         if kind == "memory":
-            drop_frames(error)
+            drop_frames(error)  # first: the text needs memory, too
+        text = trouble_text(error, kind)
         self._client.answer(MemberFailed(self._client.cause(), *identity, kind, step, text))
 
     def _pause(self) -> None:

@@ -103,6 +103,7 @@ def test_the_frames_of_a_step_that_ran_out_of_memory_hold_nothing_any_more() -> 
     assert seen[0]() is not None
     drop_frames(caught.value)
     assert seen[0]() is None
+    assert "in step (" in trouble_text(caught.value, "memory")  # the place is known all the same
 
 
 def test_a_kernel_that_the_others_run_and_this_device_does_not_costs_a_newcomer_or_refuses_a_start() -> None:
