@@ -380,6 +380,8 @@ class RunConfig:
     """The mesh grows no sooner than this after its size has changed; 0 for no limit."""
     grow_cost_s: Seconds | None = None
     """What a growth must save until the end of the run, at the pace so far; what the last rebuild took if left out."""
+    corpus_look_s: Seconds = 5.0
+    """Seconds between looks for a longer manifest, while `data prepare` goes on; 0: the corpus stays as it is."""
     notices: str = ""
     """Whom each node asks whether its machine is about to be taken away: aws, gcp, azure, or MODULE:FUNCTION, which
     answers None or in how many seconds; nobody if left out."""

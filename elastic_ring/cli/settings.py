@@ -72,6 +72,7 @@ SHORT = {
     "dp": "scaling.dp", "cp": "scaling.cp", "spares": "scaling.spares", "max_dp": "scaling.max_dp",
     "min_dp": "scaling.min_dp", "wait_for_resources_s": "scaling.wait_for_resources_s",
     "grow_delay_s": "run.grow_delay_s", "grow_interval_s": "run.grow_interval_s", "grow_cost_s": "run.grow_cost_s",
+    "corpus_look_s": "run.corpus_look_s",
     "steps": "step.steps", "seed": "step.seed", "global_batch": "step.global_batch",
     "context": "step.context_tokens", "val_every": "step.val_every_steps", "layout": "step.layout",
     "kernel": "step.kernel", "faults": "run.faults", "align_tokens": "data.align_tokens", "run_name": "run.name",
@@ -104,6 +105,7 @@ class ShortFlags:
     grow_delay_s: float | None = None
     """How long new capacity must last before the mesh grows."""
     grow_interval_s: float | None = None
+    corpus_look_s: float | None = None
     """The mesh grows no sooner than this after its size has changed."""
     grow_cost_s: float | None = None
     """What a growth must save; what the last rebuild took if left out."""

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic_ring.control import building, forming, phases, reconnect, recovery, scaling, worker_pool
+from elastic_ring.control import building, corpus, forming, phases, reconnect, recovery, scaling, worker_pool
 from elastic_ring.control.messages import (
     BuildFailed,
     CheckpointsKnown,
     Command,
     CoordinatorStarted,
+    CorpusGrew,
+    CorpusRecalled,
     DrainRequested,
     Event,
     Finalized,
@@ -175,6 +177,8 @@ _EVERYWHERE: dict[type, Handler] = {
     ScaleRequested: scaling.requested,
     Status: reconnect.late_ready,
     CheckpointsKnown: forming.checkpoints_known,
+    CorpusRecalled: corpus.recalled,
+    CorpusGrew: corpus.grew,
     Tick: _tick,
 }
 

@@ -40,6 +40,15 @@ class Checkpoint:
     mesh: Mesh
 
 
+@dataclass(frozen=True)
+class CorpusVersion:
+    """From `first_step` on the corpus is that of the manifest `uri`, which has this `digest`."""
+
+    first_step: int
+    uri: str
+    digest: str
+
+
 # ---------------------------------------------------------------- events
 
 
@@ -256,6 +265,23 @@ class CheckpointsKnown:
 
 
 @dataclass(frozen=True)
+class CorpusRecalled:
+    """The checkpoint at which this submission begins has these versions of the corpus after the first."""
+
+    cause: str
+    versions: tuple[CorpusVersion, ...]
+
+
+@dataclass(frozen=True)
+class CorpusGrew:
+    """The preparation of the corpus has written a longer manifest, which begins with the shards in use."""
+
+    cause: str
+    uri: str
+    digest: str
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed: check the deadlines."""
 
@@ -280,6 +306,8 @@ Event = (
     | Finalized
     | Status
     | CheckpointsKnown
+    | CorpusRecalled
+    | CorpusGrew
     | Tick
 )
 
@@ -373,6 +401,7 @@ class Build:
     build is complete.
     `copy_holders[global_rank]`: the ranks that hold copies of that rank's snapshots from here on. `parity_groups`: who
     keeps the parity of whom. Both empty: no copies. `memory_rungs`: the rungs of `control.memory_ladder` in force.
+    `corpus`: the later manifests of a corpus that grows, by step.
     """
 
     cause: str
@@ -391,6 +420,7 @@ class Build:
     copy_holders: tuple[tuple[int, ...], ...] = ()
     parity_groups: tuple[ParityGroup, ...] = ()
     memory_rungs: tuple[str, ...] = ()
+    corpus: tuple[CorpusVersion, ...] = ()
 
     @property
     def goes_back(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elastic_ring.control import copies, policy
+from elastic_ring.control import copies, corpus, policy
 from elastic_ring.control.copies import SnapshotId
 from elastic_ring.control.messages import Build, Checkpoint, Standby, Vote
 from elastic_ring.control.state import Building, Change, Incident, Membership
@@ -41,6 +41,7 @@ def order_build(
     if rounds.count > ctx.options.round_limit:
         ctx.end("RunFailed", _why_no_commit(incident, rounds.count, step), step=step)
         return
+    corpus.begin(ctx, step)
     state = ctx.state
     donors = tuple((sender, newcomer) for heal in plan.heals for newcomer in heal.newcomers for sender in heal.senders)
     membership = Membership(state.term, state.generation, plan.mesh, plan.members, step, plan.leaving, donors)
@@ -54,7 +55,7 @@ def order_build(
     def order(worker: str) -> Build:  # thousands are made: `dataclasses.replace` looks at every field of each
         return Build(ctx.cause, worker, state.term, state.generation, plan.mesh, plan.members, step,
                      beginning.roll_forward, plan.heals, beginning.fresh, beginning.restore, beginning.step_back,
-                     beginning.keep, holders.copy_holders, holders.parity_groups, rungs)  # fmt: skip
+                     beginning.keep, holders.copy_holders, holders.parity_groups, rungs, state.corpus)  # fmt: skip
 
     _free_gpus(ctx, plan, situation)
     leaving_senders = {sender for heal in plan.heals for sender in heal.senders} & set(plan.leaving)

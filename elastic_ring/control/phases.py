@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_ring.control import growth, memory_ladder, notices, recovery
+from elastic_ring.control import corpus, growth, memory_ladder, notices, recovery
 from elastic_ring.control.messages import Finalize, Finalized, MemberFailed, Published, Report
 from elastic_ring.control.state import (
     Closing,
@@ -20,6 +20,7 @@ from elastic_ring.control.state import (
 from elastic_ring.control.transition import Transition
 
 RELAX = "a rung of the memory ladder less"
+GREW = "more of the corpus"
 
 # ---------------------------------------------------------------- running
 
@@ -176,6 +177,8 @@ def boundary_reasons(state: State) -> tuple[tuple[str, ...], float | None]:
         reasons.append("shrink")
     if memory_ladder.may_relax(state, state.committed):
         reasons.append(RELAX)
+    if corpus.may_switch(state, state.committed):
+        reasons.append(GREW)
     dp = possible_dp(state) if phase.membership.mesh.dp < options.dp_limit else 0
     if dp > phase.membership.mesh.dp and growth.is_worth_it(state, dp):
         return tuple(reasons), growth.earliest(state)

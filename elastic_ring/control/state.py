@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_ring.control.copies import SnapshotId
 from elastic_ring.control.gpu_capacity import placeable
-from elastic_ring.control.messages import Build, Checkpoint, EndRun, Report, Status, Vote
+from elastic_ring.control.messages import Build, Checkpoint, CorpusGrew, CorpusVersion, EndRun, Report, Status, Vote
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.mesh import Mesh
 
@@ -294,6 +294,7 @@ class State:
     of all changes so far. `gives_up`: fewer workers were asked for, and some are still to go. `checkpoints`: those
     that count, by step; `damaged`: folders of those that did not verify. `given_up`: step and (term, generation) of the
     newest `Build` that went back; live state older than that, and older snapshots of later steps, count no more.
+    `corpus`: the later manifests of the corpus, by step; `grown`: one that waits for the next build.
     `story`: the last (event, reason) pairs that changed the state.
     """
 
@@ -322,6 +323,8 @@ class State:
     damaged: tuple[str, ...] = ()
     given_up: SnapshotId | None = None
     memory: MemoryLadder = field(default_factory=MemoryLadder)
+    corpus: tuple[CorpusVersion, ...] = ()
+    grown: CorpusGrew | None = None
     story: tuple[tuple[str, str], ...] = ()
 
 

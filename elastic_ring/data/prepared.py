@@ -67,8 +67,9 @@ class PreparedTokens:
     def open(self) -> PreparedCorpus:
         """Read the manifests, and no shard. Raises ValueError for one that is not what it was."""
         manifests = [_pinned(self.uri, self.digest), *(_pinned(later.uri, later.digest) for later in self.later)]
-        for before, after in pairwise(manifests):
-            _check_grown(before, after, self.uri)
+        uris = [later.uri for later in self.later]
+        for (before, after), uri in zip(pairwise(manifests), uris, strict=True):
+            check_grown(before, after, uri)
         streams = [self._stream(index, manifests[-1]) for index in range(len(manifests[0].sources))]
         firsts = [0, *(later.first_step for later in self.later)]
         sizes = [[self._num_sequences(source) for source in manifest.sources] for manifest in manifests]
@@ -203,12 +204,18 @@ def _pinned(uri: str, digest: str) -> Manifest:
     return found
 
 
-def _check_grown(before: Manifest, after: Manifest, uri: str) -> None:
-    """Raises ValueError where the later manifest does not begin with the shards of the earlier one."""
+def check_grown(before: Manifest, after: Manifest, uri: str) -> None:
+    """Raises ValueError where the later manifest, at `uri`, does not begin with the shards of the earlier one."""
+    pairs = list(zip(before.sources, after.sources, strict=False))
+    shorter = [one.name for one, two in pairs if one.shards[: len(two.shards)] == two.shards != one.shards]
+    if shorter:
+        raise ValueError(
+            f"{uri}: source {shorter[0]} has fewer shards than the run has used: a corpus only grows under a run; "
+            "restore the manifest, or start a run of another name"
+        )
     alike = (before.vocab_size, before.end_of_document, before.row_group_tokens, before.align_tokens,
              before.tokenizer_sha256) == (after.vocab_size, after.end_of_document, after.row_group_tokens,
              after.align_tokens, after.tokenizer_sha256)  # fmt: skip
-    pairs = zip(before.sources, after.sources, strict=False)
     grown = all(one.weight == two.weight and two.shards[: len(one.shards)] == one.shards for one, two in pairs)
     if not (alike and grown and len(before.sources) == len(after.sources)):
         raise ValueError(f"{uri}: a later manifest is of another preparation: it must begin with the same shards")

@@ -173,6 +173,11 @@ class Transaction:
         self._maker.keep_buffers()
         self._layouts.choice(cp, device_type)
 
+    def read_from(self, loader: Loader, order: SampleOrder) -> None:
+        """Take the sequences of the next steps from here; only between two generations."""
+        self.loader.close()
+        self.loader, self._order = loader, order
+
     # ------------------------------------------------------------ a generation begins
 
     def enter(self, groups: ProcessGroups, membership_id: tuple[int, int], *, keep: bool) -> None:

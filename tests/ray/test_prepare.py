@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -9,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +20,18 @@ import pytest
 import ray
 import ray.data
 
+from elastic_ring import Callback, CheckpointConfig
 from elastic_ring.data import pipeline
 from elastic_ring.data.inputs import Piece
 from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.piece import PieceRecord, PieceWorker
-from elastic_ring.data.source import PreparedTokens
+from elastic_ring.data.prepared import Later
+from elastic_ring.data.source import PreparedTokens, order_of
 from elastic_ring.errors import RunFailed
+from elastic_ring.monitor.journal import read
+from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.runtime.driver.cluster import left_behind
-from tests.ray.conftest import tiny_trainer
+from tests.ray.conftest import tiny_trainer, wait_for
 from tests.unit.data.corpora import prepared, texts, texts_of, write_jsonl, write_table
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +151,63 @@ def test_a_run_on_a_manifest_uses_the_same_samples_through_a_kill_and_on_another
     assert killed.summary["samples_sha256"] == calm.summary["samples_sha256"]
     config = json.loads((killed.path / "config.json").read_text())
     assert config["data"]["digest"] == read_manifest(uris[1]).digest
+
+
+class Growth(Callback):
+    """Lets the preparation go on once the run trains, and the run hurry once it has the whole corpus."""
+
+    def __init__(self, more: threading.Event, journal: Path, gate: Path) -> None:
+        self.more, self.journal, self.gate = more, journal, gate
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        if metrics.step >= 2:
+            self.more.set()
+        if any(version["uri"].endswith("manifest.json") for version in versions_of(self.journal)):
+            self.gate.touch()
+
+
+def versions_of(journal: Path) -> list[dict[str, Any]]:
+    return [line for line in read(journal) if line.get("note") == "corpus"]
+
+
+@pytest.mark.slow
+def test_training_begins_while_preparation_goes_on_and_a_run_that_replays_it_has_equal_bits(
+    tmp_path: Path, train: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more, whole = threading.Event(), PieceWorker.prepare
+
+    def held(worker: PieceWorker, piece: Piece) -> PieceRecord:
+        assert piece.number < 4 or more.wait(120)
+        return whole(worker, piece)
+
+    monkeypatch.setattr(PieceWorker, "prepare", held)
+    out, gate, folder = tmp_path / "out", tmp_path / "gate", tmp_path / "run"
+    source = write_jsonl(tmp_path / "a.jsonl", texts(300))
+    preparing = threading.Thread(target=prepared, args=(out, source))
+    preparing.start()
+    beginning = str(out / "manifest-000004.json")
+    wait_for(Path(beginning).exists)
+    data = PreparedTokens.of(beginning, 96)
+    mesh = {"cp": 1, "steps": 32, "gate": gate}
+    killed = train(
+        "growing", data=data, faults="kill@step=26,phase=backward,rank=1", **mesh,
+        callbacks=(Growth(more, folder / "journal.jsonl", gate),),
+        run={"run_dir": str(folder), "corpus_look_s": 0.2, "checkpoint_config": CheckpointConfig(every_steps=24)},
+    )  # fmt: skip
+    preparing.join(60)
+    assert sum(killed["lost_workers"].values()) == 1
+    found = versions_of(folder / "journal.jsonl")
+    later = tuple(Later(one["first_step"], one["uri"], one["digest"]) for one in found)
+    assert later[-1].uri == str(out / "manifest.json")
+    grown = dataclasses.replace(data, later=later)
+    assert max(order_of(grown.open(), 0, 6).sample_ids(26)) >= data.open().num_sequences
+    calm = train("replayed", data=grown, spares=0, **mesh)
+    resumed = train("resumed", data=data, spares=0, **mesh, run={"resume": str(folder)})
+    for other in (calm, resumed):
+        assert other["losses"] == killed["losses"]
+        assert other["samples_sha256"] == killed["samples_sha256"]
+        assert other["weights_sha256"] == killed["weights_sha256"]
+    assert resumed["resumed_from"][-1]["step"] == 24
 
 
 def test_a_run_whose_manifest_changed_is_refused_when_it_goes_on(tmp_path: Path, local_ray: None) -> None:

@@ -7,6 +7,7 @@ the journal and asks all workers for their status. No decisions here.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import math
@@ -25,12 +26,15 @@ import ray
 from elastic_ring.config import environment
 from elastic_ring.control.cause_ids import CauseIds
 from elastic_ring.control.coordination import Decision, advance, initial, next_deadline
+from elastic_ring.control.corpus import may_switch
 from elastic_ring.control.memory_ladder import may_relax
 from elastic_ring.control.messages import (
     Build,
     CheckpointsKnown,
     Command,
     CoordinatorStarted,
+    CorpusGrew,
+    CorpusRecalled,
     Event,
     Finalized,
     MemberFailed,
@@ -57,6 +61,7 @@ from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_trouble
 from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
 from elastic_ring.runtime.coordinator.checkpoints import PRIOR_FAILURE_S, CheckpointKeeper
+from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
 from elastic_ring.runtime.coordinator.demand import DemandKeeper
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
@@ -165,6 +170,9 @@ class Coordinator:
             self._decide(CoordinatorStarted(self._cause(), self._term))
             if self.run_spec.resume.checkpoints and not self._is_restart:
                 self._decide(CheckpointsKnown(self._cause(), self.run_spec.resume.checkpoints))
+            if self.run_spec.resume.corpus and not self._is_restart:
+                self._decide(CorpusRecalled(self._cause(), self.run_spec.resume.corpus))
+            self.corpus.open(self.state)
             while self._ended is None:
                 self._take()
         except StaleMessage as error:
@@ -229,7 +237,12 @@ class Coordinator:
         facts = {"identity": identity_digest(run_spec.identity), "run": checkpoint_facts(run_spec)}
         self.checkpoints = CheckpointKeeper(
             run_spec.run, run_spec.resume, self._term, facts, self._put, lambda: self.recorder.resumed_from,
-            self.mirror.flush,
+            self.mirror.flush, lambda: [dataclasses.asdict(version) for version in self.state.corpus],
+        )  # fmt: skip
+        self.corpus = CorpusWatcher(
+            run_spec.task.data, run_spec.run.corpus_look_s,
+            grew=lambda uri, digest: self._put("grew", (uri, digest)),
+            refused=partial(self._put, "told"),
         )  # fmt: skip
         if run_spec.run.checkpoint_config.is_on or run_spec.resume.checkpoints:
             self.checkpoints.open()
@@ -307,6 +320,8 @@ class Coordinator:
                 self._on_checkpoint_failed(body)
             case "told":
                 self.recorder.recoveries.say(body)
+            case "grew":
+                self._decide(CorpusGrew(self._cause(), *body))
             case "demand":
                 self._note({"note": "demand", "now": self.clock(), **body})
                 self.recorder.recoveries.say(body["text"])
@@ -405,10 +420,11 @@ class Coordinator:
         self._one(event)
 
     def _may_change(self, newest: Vote) -> bool:
-        """Whether a planned change is due that the steps decide on: a growth, or a rung of the memory ladder less."""
+        """Whether a planned change is due that the steps decide on: a growth, a rung of the memory ladder less, or more
+        of the corpus."""
         if not isinstance(self.state.phase, Running) or self.state.phase.boundary:
             return False
-        if may_relax(self.state, newest.step + 1):
+        if may_relax(self.state, newest.step + 1) or may_switch(self.state, newest.step + 1):
             return True
         _, grow_at = boundary_reasons(self.state)
         return grow_at is not None and self.clock() >= grow_at
@@ -497,6 +513,7 @@ class Coordinator:
             if self._ready.is_set():
                 self.node_monitor.close()
                 self.dispatch.kill_everyone()
+                self.corpus.close(TICK_S)
                 self.demand.close(self.run_spec.run.timeouts.clear_s)
                 self.dispatch.close()  # nothing that was queued may start after the clearing
             return self._clear()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.messages import Checkpoint
+from elastic_ring.control.messages import Checkpoint, CorpusVersion
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.state.checkpoint import (
@@ -52,6 +52,8 @@ class Resume:
     checkpoints: tuple[Checkpoint, ...] = ()
     resumed_from: tuple[Mapping[str, Any], ...] = ()
     """The resumes so far, this one last: {"step", "path"}."""
+    corpus: tuple[CorpusVersion, ...] = ()
+    """The later manifests of the corpus by then."""
 
     @property
     def step(self) -> int:
@@ -85,10 +87,12 @@ class CheckpointKeeper:
     def __init__(
         self, run: RunConfig, resume: Resume, term: int, facts: Mapping[str, Any], post: Post,
         resumed_from: Callable[[], Sequence[Mapping[str, Any]]] = tuple, recorded: Callable[[], None] = lambda: None,
+        corpus: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
     ) -> None:  # fmt: skip
         """`facts` go into each manifest: `identity`, and under `run` what a reader may want to know. `resumed_from`
-        tells of the checkpoints that this run began at so far. `recorded` returns once the records are in storage."""
-        self._resumed_from, self._recorded = resumed_from, recorded
+        tells of the checkpoints that this run began at so far. `recorded` returns once the records are in storage.
+        `corpus` tells of the later manifests of a corpus that grows, and from which step each holds."""
+        self._resumed_from, self._recorded, self._corpus = resumed_from, recorded, corpus
         self._run, self._resume, self._term, self._facts, self._post = run, resume, term, facts, post
         self._storage = Storage(run.storage_uri, timeout_s=run.timeouts.storage_s)
         self._pending: dict[tuple[int, int, int], _Pending] = {}
@@ -186,7 +190,8 @@ class CheckpointKeeper:
             folder=head["folder"], cp=head["cp"], num_parts=head["dp"],
             files=tuple(StoredFile(**part["file"]) for part in parts),
             tensors={name: Described(**{**one, "shape": tuple(one["shape"])}) for name, one in head["tensors"].items()},
-            meta=head["meta"], run={**self._facts["run"], "resumed_from": list(self._resumed_from())},
+            meta=head["meta"], run={**self._facts["run"], "resumed_from": list(self._resumed_from()),
+                 **({"corpus": corpus} if (corpus := list(self._corpus())) else {})},
         )  # fmt: skip
         begun = time.monotonic()
         self._recorded()  # what comes before a checkpoint must outlive the cluster too
@@ -358,7 +363,8 @@ def _resume(
             "run name, or give resume='never' in a new storage_path"
         )
     before = tuple(manifest.run.get("resumed_from", ()))
-    return Resume(lineage, tuple(usable), (*before, {"step": newest.step, "path": _uri(storage, folder)}))
+    corpus = tuple(CorpusVersion(**version) for version in manifest.run.get("corpus", ()))
+    return Resume(lineage, tuple(usable), (*before, {"step": newest.step, "path": _uri(storage, folder)}), corpus)
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

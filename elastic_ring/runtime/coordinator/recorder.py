@@ -64,6 +64,7 @@ class RunRecorder:
         self.checkpoints: list[Mapping[str, Any]] = []
         self.checkpoint_unix_s: float | None = None
         self.memory: list[Mapping[str, Any]] = []  # each change of the memory ladder
+        self._num_versions = 0  # later manifests of the corpus that are on record
         self.copied: Mapping[str, Any] | None = None  # the newest copies in peers' memory that are complete
         self.resumed_from: Sequence[Mapping[str, Any]] = ()
         self.started_s = 0.0
@@ -178,6 +179,7 @@ class RunRecorder:
         self.generations.append(generation)
         self._note({"note": "generation", **generation})
         self._look_at_memory(state, change)
+        self._look_at_corpus(state)
         if change.restored is not None and change.previous_mesh is None:
             self._resumed(change.restored)
         self.recoveries.compare_environments(change.members)
@@ -197,6 +199,13 @@ class RunRecorder:
         self._note({"note": "memory", **self.memory[-1]})
         rungs = ", ".join(self.memory[-1]["rungs"]) or "none"
         self.recoveries.say(f"memory ladder in force from step {change.step}: {rungs}")
+
+    def _look_at_corpus(self, state: State) -> None:
+        """Record from which step a longer manifest holds."""
+        for version in state.corpus[self._num_versions :]:
+            self._note({"note": "corpus", **vars(version)})
+            self.recoveries.say(f"from step {version.first_step} on the corpus is {version.uri}")
+        self._num_versions = len(state.corpus)
 
     def _resumed(self, restored: Checkpoint) -> None:
         """This attempt began at a checkpoint: the newest that verified, which may be older than the one first tried."""
@@ -294,6 +303,8 @@ class RunRecorder:
         if line.get("note") == "generation":
             self.generations.append({k: line[k] for k in ("term", "generation", "mesh", "reason")})
             self._seen_change = (line["term"], line["generation"], True)
+        if line.get("note") == "corpus":
+            self._num_versions += 1
         if line.get("note") == "memory":
             self.memory.append({k: line[k] for k in MEMORY_KEYS})
         if line.get("note") == "compiled":

@@ -11,12 +11,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from elastic_ring.control.messages import Build, Finalized, Heal, Report, Resumed
+from elastic_ring.control.messages import Build, CorpusVersion, Finalized, Heal, Report, Resumed
 from elastic_ring.data.loader import Loader
+from elastic_ring.data.prepared import Later, PreparedTokens
 from elastic_ring.data.source import hold_out, open_source, order_of
 from elastic_ring.errors import GroupAborted
 from elastic_ring.monitor.stamps import Phase, StampWriter
@@ -99,6 +101,7 @@ class Member:
         self._entering = False
         self._compiled = CompileWatch()
         self._trained = False  # a step of this process has been committed
+        self._corpus: tuple[CorpusVersion, ...] = ()  # the later manifests that are open
         self._kernels = KernelAgreement(spec.task, spec.scaling.device, KERNEL_CACHE)
 
     def warm_up(self) -> None:
@@ -107,7 +110,7 @@ class Member:
         task, step = self._spec.task, self._spec.task.step
         source = open_source(task.data)
         self.fingerprint = source.fingerprint
-        training, validation = hold_out(source, num_sequences=step.num_val_sequences if step.val_every_steps else 0)
+        training, validation = hold_out(source, num_sequences=self._num_held_out)
         self._val_loader = Loader(validation, self._while_data_comes)
         order = order_of(training, step.seed, step.global_batch)
         cache = KERNEL_CACHE if self._spec.scaling.device == "cuda" else None
@@ -130,6 +133,11 @@ class Member:
         # Freeze long-lived objects, so that the collection in `forget_groups` takes milliseconds.
         gc.collect()
         gc.freeze()
+
+    @property
+    def _num_held_out(self) -> int:
+        step = self._spec.task.step
+        return step.num_val_sequences if step.val_every_steps else 0
 
     # ------------------------------------------------------------ control thread
 
@@ -251,6 +259,7 @@ class Member:
             self._timings["device_s"] = time.monotonic() - begun - self._timings["free_s"]
             ahead = links_ahead(command, worker) if command.step_back is None else []
             self._groups = connector.open(command.mesh, command.members.index(worker), ahead)
+            self._read_corpus(command.corpus)
         opened = time.monotonic()
         receives = [heal for heal in command.heals if worker in heal.newcomers]
         if self._groups is not None:
@@ -288,6 +297,21 @@ class Member:
         }  # fmt: skip
         log.info("generation %d: step %d, %s", command.generation, command.step, timings)
         return Resumed(cause, worker, command.term, command.generation, command.step), timings
+
+    def _read_corpus(self, versions: tuple[CorpusVersion, ...]) -> None:
+        """Read from a corpus that has grown since this process's last build. What is held out stays the same.
+
+        Raises ValueError for a manifest that is not what it was.
+        """
+        if versions == self._corpus:
+            return
+        data, step = self._spec.task.data, self._spec.task.step
+        assert isinstance(data, PreparedTokens), "no other data grow"
+        later = tuple(Later(one.first_step, one.uri, one.digest) for one in versions)
+        training, _ = hold_out(open_source(replace(data, later=later)), num_sequences=self._num_held_out)
+        order = order_of(training, step.seed, step.global_batch)
+        self._transaction.read_from(Loader(training, self._while_data_comes), order)
+        self._corpus = versions
 
     def _take_device(self, connector: Connector) -> None:
         """Take the GPU this worker owns, or a free one, and select it in this thread."""

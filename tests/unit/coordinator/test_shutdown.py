@@ -87,7 +87,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.journal = Journal(run.folder / "journal.jsonl", durable=True).open()
     made.recorder = RunRecorder(run, made._note, made.clock)
     made.recorder.open(0.0)
-    made.node_monitor, made.dispatch, made.demand = Nobody(), Nobody(), Nobody()
+    made.node_monitor, made.dispatch, made.demand, made.corpus = Nobody(), Nobody(), Nobody(), Nobody()
     made.checkpoints = CheckpointKeeper(run, Resume(), 1, {}, made._put)
     made.mirror = Mirror(run, 1)
     made.metrics_exporter = MetricsExporter(run, made.recorder, lambda: 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import queue
 import shutil
 import threading
 from collections import Counter
@@ -17,14 +18,18 @@ import pytest
 from elastic_ring.attention.layout import make_layout
 from elastic_ring.cli import train
 from elastic_ring.cli.settings import parse
+from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.state import State
 from elastic_ring.data import row_groups
 from elastic_ring.data.chunks import ChunkCache
+from elastic_ring.data.growth import longer_manifest
 from elastic_ring.data.loader import consumed_digest, digest_value, slice_sample
 from elastic_ring.data.manifest import Manifest, read_manifest
 from elastic_ring.data.order import share
 from elastic_ring.data.packing import END_OF_DOCUMENT
 from elastic_ring.data.prepared import Later, PreparedCorpus, PreparedTokens, apportioned
 from elastic_ring.data.source import hold_out, open_source, order_of
+from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
 CONTEXT = 40
@@ -227,6 +232,45 @@ def test_a_later_manifest_of_another_preparation_is_refused(tmp_path: Path) -> N
         dataclasses.replace(config, later=(foreign,)).open()
     with pytest.raises(ValueError, match="the first steps must rise"):
         dataclasses.replace(config, later=(*config.later, *config.later))
+
+
+def test_the_longest_manifest_is_found_and_one_that_lost_or_changed_shards_is_refused_by_name(tmp_path: Path) -> None:
+    whole = prepared(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts(200)))
+    uris = sorted(map(str, (tmp_path / "out").glob("manifest-*.json")))
+    last = tmp_path / "out" / "manifest.json"
+    first, second = read_manifest(uris[0]), read_manifest(uris[1])
+    assert longer_manifest(uris[0], first) == (str(last), whole)
+    assert longer_manifest(str(last), whole) is None
+    last.unlink()
+    for uri in uris[2:]:
+        Path(uri).unlink()
+    assert longer_manifest(uris[0], first) == (uris[1], second)
+    assert longer_manifest(uris[1], second) is None
+    (source,) = second.sources
+    for shards, reason in (
+        (source.shards[:1], r"source all has fewer shards"), (source.shards[1:], r"is of another preparation"),
+    ):  # fmt: skip
+        other = dataclasses.replace(whole, sources=(dataclasses.replace(source, shards=shards),)).sealed()
+        last.write_bytes(other.to_json())
+        with pytest.raises(ValueError, match=rf"manifest\.json: .*{reason}"):
+            longer_manifest(uris[0 if "another" in reason else 1], first if "another" in reason else second)
+
+
+def test_a_watcher_tells_of_each_longer_manifest_once_and_names_what_it_refuses(tmp_path: Path) -> None:
+    prepared(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts(200)))
+    uris = sorted(map(str, (tmp_path / "out").glob("manifest-*.json")))
+    last, found, refused = tmp_path / "out" / "manifest.json", queue.Queue(), queue.Queue()  # type: ignore[var-annotated]
+    kept = last.read_bytes()
+    last.write_bytes(kept[:-20])
+    data = PreparedTokens.of(uris[1], CONTEXT)
+    watcher = CorpusWatcher(data, 0.01, lambda uri, digest: found.put((uri, digest)), refused.put)
+    watcher.open(State(ControlOptions("run", 1, 1, 10)))
+    assert str(last) in refused.get(timeout=10)
+    last.write_bytes(kept)
+    assert found.get(timeout=10) == (str(last), read_manifest(str(last)).digest)
+    watcher.close(10)
+    assert found.empty()
+    assert refused.empty()
 
 
 # ------------------------------------------------------------ the command line

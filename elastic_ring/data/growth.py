@@ -1,0 +1,47 @@
+"""Finds the longer manifests that a preparation writes beside the one with which a run began."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pyarrow import fs
+
+from elastic_ring.data.filesystem import located
+from elastic_ring.data.manifest import MANIFEST, Manifest, read_manifest
+from elastic_ring.data.prepared import check_grown
+
+_NUMBERED = re.compile(r"^manifest-(\d+)\.json$")
+
+
+def longer_manifest(uri: str, now: Manifest) -> tuple[str, Manifest] | None:
+    """(URI, manifest) of the longest manifest in the folder of `uri`, if it is longer than `now`, which `uri` names.
+
+    None where there is none, and for a manifest that is complete. Raises ValueError that names a manifest which lacks
+    shards of `now`, has others in their place, or cannot be read; and for a folder that cannot be listed.
+    """
+    if now.is_complete:
+        return None
+    folder, _, name = uri.rpartition("/")
+    newest = max(_names(folder), key=_length, default=name)
+    if _length(newest) <= _length(name):
+        return None
+    found = f"{folder}/{newest}"
+    manifest = read_manifest(found)
+    check_grown(now, manifest, found)
+    return found, manifest
+
+
+def _names(folder: str) -> list[str]:
+    filesystem, path = located(folder)
+    try:
+        files: list[Any] = filesystem.get_file_info(fs.FileSelector(path, recursive=False))
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be listed: {error}") from error
+    return [file.base_name for file in files if file.base_name == MANIFEST or _NUMBERED.match(file.base_name)]
+
+
+def _length(name: str) -> float:
+    """How many pieces a manifest has by its name; the complete one has all."""
+    numbered = _NUMBERED.match(name)
+    return int(numbered[1]) if numbered else float("inf")
