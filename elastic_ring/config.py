@@ -367,6 +367,14 @@ class RunConfig:
     """Planned faults: kill@step=21,phase=backward,rank=3; freeze@step=30"""
     crash_loop_limit: PositiveInt = 3
     """A step that kills members this often ends the run."""
+    loss_spike: Literal["off", "log", "act"] = "log"
+    """What follows a loss far above those before: nothing, a line in the log, or loss_spike_actions."""
+    loss_spike_actions: Annotated[
+        tuple[Literal["clip", "skip", "stop"], ...], BeforeValidator(_list_as_tuple), Field(min_length=1),
+        Must("one or more of clip, skip, stop"),
+    ] = ("clip", "skip", "skip", "stop")  # fmt: skip
+    """What the first, second, ... spike within 64 steps leads to, the last for all later ones: clip (ten steps at a
+    tenth of clip_norm), skip (the step changes nothing), stop (the run ends)."""
     user_error_limit: PositiveInt = 2
     """A step on which the user's code raises this often ends the run."""
     memory_limit: Annotated[float, Field(ge=0, lt=1), Must("a share of the node's memory from 0 to below 1")] = 0.93
@@ -473,6 +481,15 @@ def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault
                 f"fault {fault}: hop={fault.hop} never comes on rings of cp={scaling.cp}; "
                 f"name one of 0 to {scaling.cp - 1}"
             )
+
+
+def check_loss_spikes(run: RunConfig, optim: OptimConfig) -> None:
+    """Refuse an action that the optimizer's settings leave nothing to do. Raises ValueError before anything starts."""
+    if run.loss_spike == "act" and "clip" in run.loss_spike_actions and optim.clip_norm is None:
+        raise ValueError(
+            f"loss_spike_actions={run.loss_spike_actions}: clip lowers clip_norm, and clip_norm=None: leave clip out, "
+            "or set clip_norm"
+        )
 
 
 def check_copies(mesh: Mesh, copies: str) -> None:

@@ -74,7 +74,11 @@ class OutOfMemory(ElasticRingError):
 
 
 class TooManySkipped(ElasticRingError):
-    """More than `max_skipped` steps in a row had a non-finite gradient."""
+    """More than `max_skipped` steps in a row were skipped: for a non-finite gradient or loss, or a loss spike."""
+
+
+class LossSpike(ElasticRingError):
+    """The loss rose far above that of the steps before, and the escalation of `loss_spike_actions` came to its stop."""
 
 
 class FaultNeverFired(ElasticRingError):

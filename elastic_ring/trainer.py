@@ -35,6 +35,7 @@ from elastic_ring.config import (
     StepConfig,
     check_copies,
     check_lasting,
+    check_loss_spikes,
     check_together,
     digest,
     environment,
@@ -164,6 +165,7 @@ class ElasticRingTrainer:
             )
         check_together(self.scaling_config, step, self.run_config.faults)
         check_copies(self.scaling_config.mesh, self.run_config.copies)
+        check_loss_spikes(self.run_config, self.task.optim)
         check_kernel(step.kernel, self.scaling_config.device)
         if data.context_tokens != step.context_tokens:
             raise ValueError(

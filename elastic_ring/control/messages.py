@@ -156,8 +156,9 @@ class MemberFailed:
     `kind`: `peer` (an exchange failed: all abort, but it does not show which peer died), `user` (the model, loss or
     data raised; `detail` is the traceback), `device` (this worker's device failed or lacked memory for a newcomer: the
     worker is killed and replaced), `memory` (the step ran out of memory: it runs again with the next rung of
-    `control.memory_ladder`), `skipped` (too many skipped steps), `check` (the start-up check refused the model,
-    or the weights could not be written), `checkpoint` (the checkpoint of this build cannot be used; `detail` says why).
+    `control.memory_ladder`), `skipped` (too many skipped steps), `spike` (the loss rose too often), `check` (the
+    start-up check refused the model, or the weights could not be written), `checkpoint` (the checkpoint of this build
+    cannot be used; `detail` says why).
     `step` is the step that ran or that the ring was built for, not the worker's own count: a newcomer has applied none.
     """
 

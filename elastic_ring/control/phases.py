@@ -64,10 +64,10 @@ def kill_broken(ctx: Transition, event: MemberFailed) -> tuple[LostWorker, ...]:
 def is_fatal(ctx: Transition, event: MemberFailed) -> bool:
     """End the run and return True if the failure would repeat; count an error of the user's code, or climb the memory
     ladder."""
-    if event.kind == "skipped":
+    if event.kind in ("skipped", "spike"):
         ctx.end(
-            "TooManySkipped",
-            event.detail or f"too many steps skipped in a row up to step {event.step}",
+            "TooManySkipped" if event.kind == "skipped" else "LossSpike",
+            event.detail or f"too many steps skipped up to step {event.step}",
             step=event.step,
             worker=event.worker,
         )

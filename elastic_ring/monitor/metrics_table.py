@@ -81,7 +81,10 @@ TABLE: tuple[Metric, ...] = (
            only=STEP_1),
     Metric("elastic_ring_tokens_per_second", "tokens/s", "tokens of the newest committed step by its duration",
            only=STEP_1),
-    Metric("elastic_ring_skipped_steps", "steps", "steps so far that a non-finite gradient made the run skip"),
+    Metric("elastic_ring_skipped_steps", "steps",
+           "steps so far that a non-finite gradient, or a loss spike, made the run skip"),
+    Metric("elastic_ring_loss_spikes", "steps",
+           "steps so far whose loss was far above those before (loss_spike), whatever was done about it"),
     # the mesh
     Metric("elastic_ring_mesh", "ranks", "rings (dp) and ranks of a ring (cp); 0 without a mesh", "part",
            ("dp", "cp")),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,11 @@ from elastic_ring.attention.layout import Layout
 from elastic_ring.attention.ledger import HopTally
 from elastic_ring.attention.plan_cache import LRUCache
 from elastic_ring.attention.ring import NUM_PLANS, RingAttention
+from elastic_ring.control.loss_spikes import WINDOW, SpikeBallot, SpikeWatch
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import ArrivedCopies, Loader, Slice, consumed_digest
 from elastic_ring.data.order import SampleOrder, share
-from elastic_ring.errors import TooManySkipped
+from elastic_ring.errors import LossSpike, TooManySkipped
 from elastic_ring.mesh import Coordinate, Mesh
 from elastic_ring.state.checkpoint import Reader
 from elastic_ring.state.device_squares import squared_norm
@@ -129,6 +130,8 @@ class Transaction:
         self._buffers = HopBuffers()
         self._plans = LRUCache(NUM_PLANS)
         self.kernel_cache = kernel_cache
+        self.spikes: SpikeWatch | None = None
+        """Judges losses; nobody does without it."""
         self.before_apply: Callable[[], None] = lambda: None
         """Called before the shard changes: a copy of it may be under way on its device."""
         self.relief = MemoryRelief()
@@ -318,7 +321,10 @@ class Transaction:
         # An abort ends NCCL's exchanges without an error: the numbers just read may be garbage.
         self._groups.check()
         local.arrived.check(step)
-        ballot = Ballot(norm_sq, num_nonfinite, loss_sum, local.num_tokens, boundary, local.samples, checkpoint, copies)
+        spike = self.spikes.ballot(step) if self.spikes is not None else SpikeBallot()
+        ballot = Ballot(
+            norm_sq, num_nonfinite, loss_sum, local.num_tokens, boundary, local.samples, checkpoint, copies, spike
+        )
         work, rows = start_vote(self._groups.world, ballot)
         self._watch("vote", step)
         work.wait()
@@ -328,7 +334,7 @@ class Transaction:
     def apply(self, outcome: Outcome) -> None:
         """Scale, clip and update the local shard; no exchange, never interrupted.
 
-        Raises TooManySkipped after the skip has been counted.
+        Raises TooManySkipped and LossSpike after the skip has been counted.
         """
         assert self.shard is not None
         assert self._gradient is not None
@@ -344,11 +350,27 @@ class Transaction:
         self._gradient.step = None
         self.shard.advance(skipped=outcome.skip)
         self.last, self.unapplied, self.applying = outcome.vote, None, False
+        if self.spikes is not None:
+            self.spikes.saw(step, outcome.loss, outcome.spike)
+        self._raise_for_skips(outcome)
+
+    def _raise_for_skips(self, outcome: Outcome) -> None:
+        assert self.shard is not None
+        step, optim = outcome.vote.step, self.task.optim
+        if outcome.spike == "stop":
+            shown = ", ".join(map(str, self.sample_ids(step)))
+            raise LossSpike(
+                f"step {step}: the loss is {outcome.loss:.4g}, and more than {outcome.spike_limit:.4g} is far above "
+                f"the last {WINDOW} steps; loss_spike_actions has come to stop. The step was not applied. "
+                f"Look at its sequences ({shown}), lower the learning rate, or go on with loss_spike='log'",
+                step=step,
+            )
         in_a_row = self.shard.counters.skipped_in_a_row
         if in_a_row > optim.max_skipped:
             raise TooManySkipped(
-                f"step {step}: {in_a_row} steps in a row had a non-finite gradient or loss (max_skipped="
-                f"{optim.max_skipped}); lower the learning rate, look at the data of these steps, or raise max_skipped",
+                f"step {step}: {in_a_row} steps in a row were skipped, for a non-finite gradient or loss or a loss "
+                f"spike (max_skipped={optim.max_skipped}); lower the learning rate, look at the data of these steps, "
+                "or raise max_skipped",
                 step=step,
             )
 
@@ -356,6 +378,10 @@ class Transaction:
         """Apply a result that this rank missed and a survivor had. Idempotent."""
         if self.applied == vote.step:
             self.apply(Outcome(vote))
+
+    def sample_ids(self, step: int) -> Sequence[int]:
+        """The sequences of a step, whatever the mesh."""
+        return self._order.sample_ids(step)
 
     # ------------------------------------------------------------ validation
 

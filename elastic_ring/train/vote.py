@@ -7,11 +7,12 @@ completes on one rank only if every rank entered it, which makes the step a tran
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from elastic_ring.control.loss_spikes import CLIP_SHARE, VERDICTS, SpikeBallot
 from elastic_ring.control.messages import Vote
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh
@@ -19,7 +20,11 @@ from elastic_ring.mesh import Mesh
 FIELDS = (
     "grad_norm_sq", "num_nonfinite", "loss_sum", "num_tokens", "boundary", "checkpoint", "copies",
     "samples_0", "samples_1", "samples_2", "samples_3",
+    "spike_num_seen", "spike_limit", "spike_verdict", "spike_clips_harder",
 )  # fmt: skip
+NUM_SAMPLE_LIMBS = 4
+SPIKE_FIELDS = frozenset(name for name in FIELDS if name.startswith("spike_"))
+"""Of these the vote takes what one rank says, and no sum."""
 DUE, BUSY = 1.0, -1048576.0
 """What ranks say of a checkpoint; a single `BUSY` outweighs the one `DUE`."""
 COPYING, COPY_FAILED = 1.0, 1048576.0
@@ -35,7 +40,8 @@ class Ballot:
     """One rank's row. Sums run over the rank's own slices; `samples` are the limbs of the consumed digest.
 
     `checkpoint`: `DUE` from the rank that knows that one is due, `BUSY` from one that still writes the last, else 0.
-    `copies`: `COPYING` or `COPY_FAILED` from a rank whose part of the last copies is not complete, else 0.
+    `copies`: `COPYING` or `COPY_FAILED` from a rank whose part of the last copies is not complete, else 0. `spike`:
+    what it knows of the losses before.
     """
 
     grad_norm_sq: float
@@ -46,10 +52,12 @@ class Ballot:
     samples: tuple[float, ...]
     checkpoint: float = 0.0
     copies: float = 0.0
+    spike: SpikeBallot = field(default_factory=SpikeBallot)
 
     def row(self) -> torch.Tensor:
         values = (self.grad_norm_sq, self.num_nonfinite, self.loss_sum, self.num_tokens, self.boundary, self.checkpoint,
-                  self.copies, *self.samples)  # fmt: skip
+                  self.copies, *self.samples, self.spike.num_seen, self.spike.limit, self.spike.verdict,
+                  self.spike.clips_harder)  # fmt: skip
         return torch.tensor([float(v) for v in values], dtype=torch.float64)
 
 
@@ -74,8 +82,24 @@ class Outcome:
 
     @property
     def skip(self) -> bool:
-        """Whether the gradient or the loss is not finite: the step then changes nothing."""
-        return self._get("num_nonfinite") > 0 or not math.isfinite(self.grad_norm) or not math.isfinite(self.loss)
+        """Whether the step changes nothing: its gradient or loss is not finite, or a loss spike is not trained on."""
+        return not self.is_finite or self.spike in ("skip", "stop")
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether both the gradient and the loss are."""
+        return self._get("num_nonfinite") == 0 and math.isfinite(self.grad_norm) and math.isfinite(self.loss)
+
+    @property
+    def spike(self) -> str:
+        """What follows if the loss is a spike, one of `loss_spikes.VERDICTS`; empty if it is none."""
+        is_one = self.is_finite and 0 < self.spike_limit < self.loss
+        return VERDICTS[int(self._get("spike_verdict"))] if is_one else ""
+
+    @property
+    def spike_limit(self) -> float:
+        """The loss above which this step's is a spike; 0 where that is not known."""
+        return self._get("spike_limit")
 
     @property
     def boundary(self) -> bool:
@@ -103,11 +127,14 @@ class Outcome:
 
     @property
     def samples(self) -> tuple[float, ...]:
-        return self.vote.values[FIELDS.index("samples_0") :]
+        first = FIELDS.index("samples_0")
+        return self.vote.values[first : first + NUM_SAMPLE_LIMBS]
 
     def scale(self, clip_norm: float | None) -> float:
         """The factor for the summed gradient: mean over tokens, times clipping."""
         mean = 1.0 / max(1.0, self.num_tokens)
+        if clip_norm is not None and (self.spike == "clip" or self._get("spike_clips_harder") > 0):
+            clip_norm *= CLIP_SHARE
         if clip_norm is None or self.grad_norm <= clip_norm:
             return mean
         return mean * clip_norm / self.grad_norm
@@ -130,7 +157,12 @@ def count(step: int, rows: list[torch.Tensor], mesh: Mesh, membership_id: tuple[
     table = [row.tolist() for row in rows]
     _check_replicas(step, table, mesh)
     totals = []
+    seen = FIELDS.index("spike_num_seen")
+    longest = max(range(mesh.size), key=lambda rank: (table[rank][seen], -rank))
     for column, name in enumerate(FIELDS):
+        if name in SPIKE_FIELDS:
+            totals.append(table[longest][column])
+            continue
         # Every ring has the same reduced gradient, so its norm is counted in the first ring only.
         ranks = mesh.ring(0) if name == "grad_norm_sq" else range(mesh.size)
         total = 0.0

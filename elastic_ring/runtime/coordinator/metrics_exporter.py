@@ -159,6 +159,7 @@ def _of_mesh(state: State) -> Iterator[Sample]:
 def _of_steps(recorder: RunRecorder) -> Iterator[Sample]:
     newest = recorder.metrics.newest
     yield "elastic_ring_skipped_steps", "", newest.num_skipped
+    yield "elastic_ring_loss_spikes", "", recorder.num_spikes
     yield "elastic_ring_validation_loss", "", newest.val_loss
     if (step := newest.step) is not None:
         yield "elastic_ring_loss", "", step.loss

@@ -61,6 +61,7 @@ class RunRecorder:
         self._status_at = 0.0
         self._end_told = False
         self.num_compiled_late = 0  # after step 0, by all workers
+        self.num_spikes = 0
         self.checkpoints: list[Mapping[str, Any]] = []
         self.checkpoint_unix_s: float | None = None
         self.memory: list[Mapping[str, Any]] = []  # each change of the memory ladder
@@ -156,10 +157,22 @@ class RunRecorder:
                     committed_monotonic_s=record["committed_monotonic_s"], data_wait_s=record["data_wait_s"],
                 )
             )  # fmt: skip
+            if record.get("spike"):
+                self._spiked(record)
             self.goodput.committed(record["step"], record["step_s"])
             self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["membership_id"]))
             self.recoveries.committed(record["step"], now)
         return new
+
+    def _spiked(self, record: Mapping[str, Any]) -> None:
+        """A loss far above those before."""
+        did = {"clip": "gradients are clipped harder", "skip": "the step changes nothing"}.get(record["spike"])
+        shown = ", ".join(map(str, record.get("sample_ids", ())))
+        told = (f"loss spike in step {record['step']}: {record['loss']:.4g}, above {record['spike_limit']:.4g}; "
+                f"{did or 'nothing is done (loss_spike=log)'}; its sequences are {shown}")  # fmt: skip
+        self.num_spikes += 1
+        self._note({"note": "spike", "step": record["step"], "verdict": record["spike"], "told": told})
+        self.recoveries.say(told)
 
     def _count_compilations(self, note: Mapping[str, Any]) -> None:
         self.num_compiled_late += len(note["compiled"])
@@ -307,6 +320,7 @@ class RunRecorder:
             self._num_versions += 1
         if line.get("note") == "memory":
             self.memory.append({k: line[k] for k in MEMORY_KEYS})
+        self.num_spikes += line.get("note") == "spike"
         if line.get("note") == "compiled":
             self._count_compilations(line)
         self.recoveries.recall(line)

@@ -10,7 +10,14 @@ from collections.abc import Callable
 
 import torch
 
-from elastic_ring.errors import CheckpointDamaged, DigestMismatch, ElasticRingError, StorageFailed, TooManySkipped
+from elastic_ring.errors import (
+    CheckpointDamaged,
+    DigestMismatch,
+    ElasticRingError,
+    LossSpike,
+    StorageFailed,
+    TooManySkipped,
+)
 from elastic_ring.runtime.groups.transport import is_transport_error
 from elastic_ring.train.check import ModelRefused
 from elastic_ring.train.kernels import KernelMismatch
@@ -30,6 +37,8 @@ def trouble_kind(
     """
     if isinstance(error, TooManySkipped):
         return "skipped"
+    if isinstance(error, LossSpike):
+        return "spike"
     if isinstance(error, DigestMismatch):
         return "peer"  # what arrived is not used; the next build sends it again
     if isinstance(error, CheckpointDamaged):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from elastic_ring.control.loss_spikes import SpikeWatch
 from elastic_ring.control.messages import Build, CorpusVersion, Finalized, Heal, Report, Resumed
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.prepared import Later, PreparedTokens
@@ -116,6 +117,9 @@ class Member:
         cache = KERNEL_CACHE if self._spec.scaling.device == "cuda" else None
         self._transaction = Transaction(task, Loader(training, self._while_data_comes), order, self._watch, cache)
         self._transaction.before_apply = self._before_apply
+        run = self._spec.run
+        if run.loss_spike != "off":
+            self._transaction.spikes = SpikeWatch(run.loss_spike_actions if run.loss_spike == "act" else ())
         self._transaction.warm_up(self._spec.scaling.cp, self._spec.scaling.device)
         warm_up(task)
         self._num_parameters = num_parameters(task)
@@ -513,7 +517,10 @@ class Member:
         assert self._groups is not None
         assert self._command is not None
         lr = learning_rate(outcome.vote.step, self._spec.task.optim, self._spec.task.lr_schedule)
-        self.records.add(record_of(outcome, local, self._groups.mesh, self._command.generation, lr, step_s))
+        record = record_of(outcome, local, self._groups.mesh, self._command.generation, lr, step_s)
+        if outcome.spike:
+            record["sample_ids"] = [int(sample_id) for sample_id in self._transaction.sample_ids(outcome.vote.step)]
+        self.records.add(record)
 
     def _send(self, through: int) -> None:
         if self._groups is not None and self._groups.global_rank == 0:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from elastic_ring.control.loss_spikes import Action, SpikeWatch
 from elastic_ring.data.loader import digest_value
-from elastic_ring.errors import TooManySkipped
+from elastic_ring.errors import LossSpike, TooManySkipped
 from elastic_ring.mesh import Mesh
 from elastic_ring.state import device_squares
 from elastic_ring.state.device_squares import squared_norm
@@ -255,3 +256,41 @@ def test_the_norm_is_summed_piece_by_piece_in_fp64(monkeypatch: pytest.MonkeyPat
     assert float(squared_norm(flat[:0])) == 0.0
     flat[50] = float("nan")
     assert not torch.isfinite(squared_norm(flat))
+
+
+# ------------------------------------------------------------ loss spikes
+
+
+def expect_losses_below(me: Any, loss: float, action: Action) -> None:
+    """As if 40 steps before the first had had this loss."""
+    me.state.spikes = SpikeWatch((action,))
+    for step in range(-40, 0):
+        me.state.spikes.saw(step, loss, "")
+
+
+def test_a_loss_spike_is_skipped_on_every_rank_also_by_one_that_applies_the_step_later(four: Membership) -> None:
+    four.all(begin, four.meeting(), SQUARE, make_task())
+    four.all(expect_losses_below, 0.5, "skip", ranks=(0, 1, 2))  # rank 3 has seen nothing
+    before = four.all(own_slices)
+    four.call(3, plan_break, "vote", 0)
+    for rank in range(4):
+        four.start(rank, break_off, 1)
+    assert [four.result(rank) for rank in range(4)] == ["completed"] * 3 + ["Broken"]
+    assert all(four.now(rank, abort_until_paused) for rank in range(4))
+    vote = four.call(0, last_vote)
+    four.all(rebuild, four.meeting(), SQUARE)
+    four.all(roll_forward, vote)
+    for old, new in zip(before, four.all(own_slices), strict=True):
+        assert all(torch.equal(old[name], new[name]) for name in old)
+    assert [fact["counters"] for fact in four.all(facts)] == [Counters(1, 1, 1)] * 4
+
+
+def test_a_loss_spike_that_is_to_end_the_run_raises_on_every_rank_and_names_its_sequences(four: Membership) -> None:
+    four.all(begin, four.meeting(), REPLICAS, make_task(), ranks=(0, 1))
+    four.all(expect_losses_below, 0.5, "stop", ranks=(0, 1))
+    for rank in (0, 1):
+        four.start(rank, run_steps, 2)
+    for rank in (0, 1):
+        with pytest.raises(LossSpike, match=r"step 0: the loss is .*, and more than 0\.54 .* sequences \(\d+, "):
+            four.result(rank)
+    assert [fact["counters"] for fact in four.all(facts, ranks=(0, 1))] == [Counters(1, 1, 1)] * 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ring.control.loss_spikes import VERDICTS, SpikeBallot
 from elastic_ring.control.messages import Vote
 from elastic_ring.mesh import Mesh
 from elastic_ring.train.vote import FIELDS, Ballot, Outcome, ReplicasDiverged, count, start_vote
@@ -125,3 +126,28 @@ def test_the_scale_is_the_mean_over_tokens_and_clips_the_norm_of_the_mean() -> N
 def test_a_step_without_any_target_has_no_loss_and_no_infinite_scale() -> None:
     total = outcome(grad_norm_sq=0.0, num_tokens=0.0, loss_sum=0.0)
     assert (total.loss, total.grad_norm, total.scale(1.0)) == (0.0, 0.0, 1.0)
+
+
+def spiked(loss: float, **spike: Any) -> Outcome:
+    """Six ranks of 5 tokens each; ranks that came later know less, and would do something else."""
+    known = SpikeBallot(**{"num_seen": 90, "limit": 3.0, "verdict": VERDICTS.index("skip"), **spike})
+    newcomer = SpikeBallot(num_seen=4, limit=99.0, verdict=VERDICTS.index("stop"), clips_harder=True)
+    return counted([ballot(loss_sum=5 * loss, spike=known if rank in (2, 5) else newcomer) for rank in range(6)])
+
+
+def test_a_loss_is_judged_by_the_rank_that_has_seen_most_steps() -> None:
+    assert (spiked(3.5).spike, spiked(3.5).spike_limit, spiked(3.5).skip) == ("skip", 3.0, True)
+    assert (spiked(2.5).spike, spiked(2.5).skip) == ("", False)
+    assert (spiked(3.5, limit=0.0).spike, spiked(3.5, limit=0.0).skip) == ("", False)
+    assert spiked(math.nan).spike == ""
+    assert spiked(3.5).samples == (6.0, 12.0, 18.0, 24.0)
+
+
+def test_what_follows_a_spike_is_part_of_the_vote() -> None:
+    skips = {verdict: spiked(3.5, verdict=VERDICTS.index(verdict)).skip for verdict in VERDICTS[1:]}
+    assert skips == {"log": False, "clip": False, "skip": True, "stop": True}
+    usual = spiked(2.5).scale(1e-3)
+    assert spiked(3.5, verdict=VERDICTS.index("log")).scale(1e-3) == pytest.approx(usual)
+    assert spiked(3.5, verdict=VERDICTS.index("clip")).scale(1e-3) == pytest.approx(0.1 * usual)
+    assert spiked(2.5, clips_harder=True).scale(1e-3) == pytest.approx(0.1 * usual)
+    assert spiked(2.5, clips_harder=True).scale(None) == spiked(2.5).scale(None)

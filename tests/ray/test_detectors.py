@@ -1,0 +1,81 @@
+"""Detectors that act: planted faults are found, named and answered, in a run of real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elastic_ring.control.loss_spikes import Action
+from elastic_ring.data.order import sample_ids
+from elastic_ring.data.packing import BYTE_VOCAB_SIZE, Sample
+from elastic_ring.errors import LossSpike
+from elastic_ring.monitor.journal import read
+from elastic_ring.monitor.metrics import JOURNAL_NAME, read_metrics
+from elastic_ring.runtime.driver.cluster import left_behind
+from tests.ray.conftest import check_records, tiny_trainer
+
+Train = Callable[..., dict[str, Any]]
+
+STEPS, POISONED, BATCH, NUM_SEQUENCES = 90, 80, 4, 2000
+OF_POISONED = frozenset(sample_ids(0, POISONED, BATCH, NUM_SEQUENCES))
+
+
+@dataclass(frozen=True)
+class CountingText:
+    """Sequences that count upwards, and one batch of noise."""
+
+    context_tokens: int = 96
+    vocab_size: int = BYTE_VOCAB_SIZE
+    num_sequences: int = NUM_SEQUENCES
+    fingerprint: str = "counting"
+
+    def open(self) -> CountingText:
+        return self
+
+    def read(self, sample_id: int) -> Sample:
+        tokens = (np.arange(self.context_tokens + 1) + sample_id) % 16
+        if sample_id in OF_POISONED:
+            tokens = np.random.default_rng(sample_id).integers(0, 256, self.context_tokens + 1)
+        return Sample(tokens=tokens.astype(np.int64), document_starts=(0,), ends_document=True)
+
+
+def train_on_noise(folder: Path, name: str, actions: tuple[Action, ...], **options: Any) -> tuple[Any, Path]:
+    """The summary of a run that acts on loss spikes, and its folder."""
+    options = {"cp": 1, "spares": 0, **options}
+    trainer = tiny_trainer(
+        folder, name, steps=STEPS, global_batch=BATCH, data=CountingText(),
+        run={"loss_spike": "act", "loss_spike_actions": actions}, **options,
+    )  # fmt: skip
+    result = trainer.fit()
+    assert left_behind(name) == []
+    check_records(trainer, result)
+    return result.summary, result.path
+
+
+@pytest.mark.slow
+def test_a_poisoned_batch_is_skipped_alike_on_all_ranks_and_told(local_ray: None, tmp_path: Path) -> None:
+    summary, folder = train_on_noise(tmp_path, "poisoned", ("skip",))
+    assert [line["step"] for line in read_metrics(folder) if line["skipped"]] == [POISONED]
+    assert summary["skipped_steps"] == 1
+    losses = [float.fromhex(loss) for loss in summary["losses"]]
+    assert losses[POISONED] > 3.0 > 10 * losses[POISONED + 1]
+    [note] = [line for line in read(folder / JOURNAL_NAME) if line.get("note") == "spike"]
+    assert (note["step"], note["verdict"]) == (POISONED, "skip")
+    assert f"its sequences are {', '.join(map(str, sample_ids(0, POISONED, BATCH, NUM_SEQUENCES)))}" in note["told"]
+    # The replacement of a rank that dies shortly before has seen few losses, and yet does what the others do.
+    disturbed, _ = train_on_noise(tmp_path, "poisoned-2", ("skip",), spares=1, faults="kill@step=70,rank=1")
+    assert disturbed["recoveries"][0]["exact"]
+    assert (disturbed["losses"], disturbed["weights_sha256"]) == (summary["losses"], summary["weights_sha256"])
+
+
+@pytest.mark.slow
+def test_a_poisoned_batch_may_end_the_run_and_is_named(local_ray: None, tmp_path: Path) -> None:
+    shown = ", ".join(map(str, sample_ids(0, POISONED, BATCH, NUM_SEQUENCES)))
+    with pytest.raises(LossSpike, match=rf"step {POISONED}: the loss is .* Look at its sequences \({shown}\)"):
+        train_on_noise(tmp_path, "stopped", ("stop",))
+    assert left_behind("stopped") == []
