@@ -381,7 +381,7 @@ class RunConfig:
     """The share of a node's memory, or of its container's, at which the node's agent kills the worker that grew; 0 for
     never."""
     memory_relax_steps: NonNegativeInt = 200
-    """Steps without a shortage after which the memory ladder goes one rung down; 0 for never."""
+    """Steps without a shortage after which the memory ladder goes one relief down; 0 for never."""
     grow_delay_s: Seconds = 2.0
     """How long new capacity must last before the mesh grows."""
     grow_interval_s: Seconds = 0.0

@@ -70,7 +70,7 @@ class UserCodeFailed(ElasticRingError):
 
 
 class OutOfMemory(ElasticRingError):
-    """A step ran out of memory with every rung of the memory ladder in force. Says what was tried, what to change."""
+    """A step ran out of memory with every relief of the memory ladder in force. Says what was tried, what to change."""
 
 
 class TooManySkipped(ElasticRingError):

@@ -40,8 +40,8 @@ from elastic_ring.config import (
     digest,
     environment,
 )
-from elastic_ring.data.materialise import DatasetTokens, as_source, materialised
-from elastic_ring.data.order import SampleOrder
+from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, materialised
+from elastic_ring.data.sampling.order import SampleOrder
 from elastic_ring.data.source import SourceConfig, hold_out, open_source, order_of
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_callbacks
@@ -75,12 +75,12 @@ from elastic_ring.runtime.driver.cluster import (
 from elastic_ring.runtime.driver.session import interruptible, lease, ray_session
 from elastic_ring.runtime.head import reconnect_s, warn_if_shorter
 from elastic_ring.runtime.worker.env_fingerprint import versions
-from elastic_ring.state.checkpoint import located
-from elastic_ring.state.storage import open_or_refuse
-from elastic_ring.train.check_pattern import check_pattern
-from elastic_ring.train.compiling import check_compiles
-from elastic_ring.train.layouts import AUTO, Layouts, check_layers
+from elastic_ring.state.checkpoints.checkpoint import located
+from elastic_ring.state.storage.folder import open_or_refuse
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule, check_schedule
+from elastic_ring.train.startup.check_pattern import check_pattern
+from elastic_ring.train.startup.compiling import check_compiles
+from elastic_ring.train.startup.layouts import AUTO, Layouts, check_layers
 from elastic_ring.train.task import Initial, LossFunction, TrainingTask, check_parts, check_vocabulary, parts_of
 from elastic_ring.train.wrap import check_buildable, check_own_optimizer
 

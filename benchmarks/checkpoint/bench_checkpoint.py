@@ -33,10 +33,10 @@ from torch.distributed import checkpoint as dcp
 
 from benchmarks.harness import results
 from benchmarks.harness.arguments import at_least_one, bench_parser
-from elastic_ring.state import checkpoint
-from elastic_ring.state.checkpoint import Manifest, Snapshot
+from elastic_ring.state.checkpoints import checkpoint
+from elastic_ring.state.checkpoints.checkpoint import Manifest, Snapshot
 from elastic_ring.state.shard import Shard
-from elastic_ring.state.storage import Storage
+from elastic_ring.state.storage.folder import Storage
 
 TENSOR_BYTES = 16 << 20
 CHUNK_BYTES = 16 << 20

@@ -96,7 +96,7 @@ def loop(corpus: Path, folder: Path) -> tuple[float, int]:
 
 def ours(corpus: Path, folder: Path, out: Path, workers: int) -> tuple[float, int, str]:
     """(seconds, tokens, manifest's digest)."""
-    from elastic_ring.data.prepare import PrepareConfig, prepare
+    from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
 
     config = PrepareConfig(sources=(str(corpus),), out=str(out), tokenizer=str(folder), workers=workers)
     begun = time.monotonic()

@@ -9,11 +9,11 @@ import torch
 
 from benchmarks.harness.gpu_runs import GpuRun
 from elastic_ring.data.loader import Loader
-from elastic_ring.data.order import Order
+from elastic_ring.data.sampling.order import Order
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu.device import KERNEL_CACHE
 from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous
-from elastic_ring.state.device_digest import device_digest
+from elastic_ring.state.device.digest import device_digest
 from elastic_ring.train.transaction import Transaction
 
 

@@ -49,9 +49,9 @@ from benchmarks.probes.gpu_steps import build, connected, one_step
 from elastic_ring.attention.parse import parse_pattern
 from elastic_ring.runtime.gpu.device import KERNEL_CACHE, be_deterministic, visible_gpus, warm_devices
 from elastic_ring.runtime.groups import nccl
-from elastic_ring.state.device_digest import device_digests
-from elastic_ring.train.compiling import warm_up_model
-from elastic_ring.train.warm import attention_shapes, warm_up_device
+from elastic_ring.state.device.digest import device_digests
+from elastic_ring.train.startup.compiling import warm_up_model
+from elastic_ring.train.startup.warm import attention_shapes, warm_up_device
 
 
 def bits(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:

@@ -20,7 +20,7 @@ ROWS = {
                  "skipped_steps", "loss_spikes", "last_commit_timestamp_seconds"),
     "Mesh": ("phase", "mesh", "wanted_rings", "workers", "wanted_spares", "nodes", "failed_starts", "generation"),
     "Recoveries": ("recoveries", "lost_workers", "recovery_sum_seconds", "recovery_duration_seconds", "undone_steps",
-                   "rerun_steps", "memory_shortages", "memory_rungs"),
+                   "rerun_steps", "memory_shortages", "memory_reliefs"),
     "Checkpoints": ("checkpoints", "last_checkpoint_timestamp_seconds", "checkpoint_step", "checkpoint_size_bytes",
                     "checkpoint_seconds", "checkpoint_failing_seconds"),
     "Copies in peers' memory": ("copy_step", "copy_size_bytes", "copy_seconds", "copies_skipped"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from elastic_ring.errors import ElasticRingError
 
 if TYPE_CHECKING:
-    from elastic_ring.state.storage import Storage
+    from elastic_ring.state.storage.folder import Storage
 
 UNFINISHED_AFTER_S = 3600.0
 VERBS = {
@@ -60,7 +60,7 @@ def _positive(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 1 for a damaged checkpoint or a storage that fails; 2 for a mistake of the user."""
     options = parser().parse_args(arguments)
-    from elastic_ring.state.storage import open_or_refuse
+    from elastic_ring.state.storage.folder import open_or_refuse
 
     verbs = {"list": _list, "verify": _verify, "prune": _prune, "export": _export}
     try:
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _list(storage: Storage, options: argparse.Namespace) -> int:
     from elastic_ring.errors import CheckpointDamaged
-    from elastic_ring.state import checkpoint, retention
+    from elastic_ring.state.checkpoints import checkpoint, retention
 
     rows = [("step", "lineage", "mesh", "size", "files", "saved", "folder")]
     for folder in checkpoint.committed(storage):
@@ -99,7 +99,7 @@ def _list(storage: Storage, options: argparse.Namespace) -> int:
 
 
 def _verify(storage: Storage, options: argparse.Namespace) -> int:
-    from elastic_ring.state import checkpoint
+    from elastic_ring.state.checkpoints import checkpoint
 
     folders = checkpoint.committed(storage)
     if not folders:
@@ -118,7 +118,7 @@ def _verify(storage: Storage, options: argparse.Namespace) -> int:
 
 
 def _prune(storage: Storage, options: argparse.Namespace) -> int:
-    from elastic_ring.state import checkpoint, retention
+    from elastic_ring.state.checkpoints import checkpoint, retention
 
     removed = checkpoint.prune(storage, options.keep_last, options.keep_every, read_bytes=True)
     num_rejected = retention.remove_set_aside(storage) if options.rejected else 0
@@ -131,8 +131,8 @@ def _prune(storage: Storage, options: argparse.Namespace) -> int:
 
 
 def _export(storage: Storage, options: argparse.Namespace) -> int:
-    from elastic_ring.state import checkpoint, export
-    from elastic_ring.state.storage import Storage, open_or_refuse
+    from elastic_ring.state.checkpoints import checkpoint, export
+    from elastic_ring.state.storage.folder import Storage, open_or_refuse
 
     for folder in checkpoint.committed(storage):
         manifest = checkpoint.read_manifest(storage, folder)

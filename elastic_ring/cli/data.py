@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elastic_ring.data.manifest import Manifest
-    from elastic_ring.data.prepare import PrepareConfig
+    from elastic_ring.data.preparation.prepare import PrepareConfig
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare(options: argparse.Namespace) -> Manifest:
-    from elastic_ring.data.prepare import prepare
+    from elastic_ring.data.preparation.prepare import prepare
 
     config = config_of(options)
     session: AbstractContextManager[None] = nullcontext()
@@ -83,7 +83,7 @@ def _prepare(options: argparse.Namespace) -> Manifest:
 
 def config_of(options: argparse.Namespace) -> PrepareConfig:
     """The settings of `data prepare`. Raises ValueError for wrong ones."""
-    from elastic_ring.data.prepare import PrepareConfig
+    from elastic_ring.data.preparation.prepare import PrepareConfig
     from elastic_ring.validation import from_plain
 
     given = {name: value for name, value in vars(options).items() if name not in ("verb", "source", "weights")}

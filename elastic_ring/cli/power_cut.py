@@ -24,8 +24,8 @@ import psutil
 from elastic_ring.config import RunConfig, environment
 from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, read_metrics
 from elastic_ring.runtime import run_storage
-from elastic_ring.state.checkpoint import committed
-from elastic_ring.state.storage import Storage
+from elastic_ring.state.checkpoints.checkpoint import committed
+from elastic_ring.state.storage.folder import Storage
 
 log = logging.getLogger(__name__)
 

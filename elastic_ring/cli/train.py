@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer = build(asked)
         if asked.plan:
             from elastic_ring.cli.plan import plan_of
-            from elastic_ring.train.layouts import Layouts
+            from elastic_ring.train.startup.layouts import Layouts
 
             Layouts(trainer.task).choice(asked.scaling.cp, asked.scaling.device)  # logs what "auto" chooses
             plan = plan_of(sizes_of(trainer, asked), asked.scaling, asked.step, asked.run.copies)

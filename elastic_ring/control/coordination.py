@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic_ring.control import building, corpus, forming, phases, reconnect, recovery, scaling, worker_pool
+from elastic_ring.control import building, corpus, forming, phases, reconnect, recovery, worker_pool
+from elastic_ring.control.capacity import scaling
 from elastic_ring.control.messages import (
     BuildFailed,
     CheckpointsKnown,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_ring.control import policy
 from elastic_ring.control.messages import Build, Checkpoint, CheckpointsKnown, MemberFailed, Standby
 from elastic_ring.control.ordering import Beginning, order_build
+from elastic_ring.control.placement import policy
 from elastic_ring.control.state import (
     Building,
     Forming,

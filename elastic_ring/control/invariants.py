@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from elastic_ring.control.coordination import Decision
-from elastic_ring.control.copies import HeldCopy, SnapshotId
 from elastic_ring.control.messages import (
     Build,
     BuildFailed,
@@ -26,6 +25,7 @@ from elastic_ring.control.messages import (
     StartWorker,
     Stop,
 )
+from elastic_ring.control.placement.copies import HeldCopy, SnapshotId
 from elastic_ring.control.state import Building, Closing, Ended, Forming, Reconnecting, Running, State, spares
 
 _FROM_MEMBERS = (MemberFailed, Report, Resumed, BuildFailed, Finalized)
@@ -35,7 +35,7 @@ class InvariantBroken(AssertionError):
     """An invariant is violated; the message begins with its number.
 
     1: agreement on term, generation and build. 2: stale messages have no effect. 3: committed steps are never lost
-    while each shard has a holder; else no more of them than the best rung that is left undoes. 4: each step and
+    while each shard has a holder; else no more of them than the best source that is left undoes. 4: each step and
     sequence counts once (checked by the simulator). 5: only verified shards are used. 6: holders of a shard are spread
     over nodes. 7: no node gets more members than it has GPUs.
     """

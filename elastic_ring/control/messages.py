@@ -13,7 +13,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ring.control.copies import HeldCopy, ParityGroup, SnapshotId
+from elastic_ring.control.placement.copies import HeldCopy, ParityGroup, SnapshotId
 from elastic_ring.mesh import Mesh
 
 
@@ -155,8 +155,8 @@ class MemberFailed:
 
     `kind`: `peer` (an exchange failed: all abort, but it does not show which peer died), `user` (the model, loss or
     data raised; `detail` is the traceback), `device` (this worker's device failed or lacked memory for a newcomer: the
-    worker is killed and replaced), `memory` (the step ran out of memory: it runs again with the next rung of
-    `control.memory_ladder`), `skipped` (too many skipped steps), `spike` (the loss rose too often), `check` (the
+    worker is killed and replaced), `memory` (the step ran out of memory: it runs again with the next relief of
+    `memory_ladder`), `skipped` (too many skipped steps), `spike` (the loss rose too often), `check` (the
     start-up check refused the model, or the weights could not be written), `checkpoint` (the checkpoint of this build
     cannot be used; `detail` says why).
     `step` is the step that ran or that the ring was built for, not the worker's own count: a newcomer has applied none.
@@ -401,7 +401,7 @@ class Build:
     than `keep` without it, is dropped at once (all, if both are None); older ones stay until the first snapshot in this
     build is complete.
     `copy_holders[global_rank]`: the ranks that hold copies of that rank's snapshots from here on. `parity_groups`: who
-    keeps the parity of whom. Both empty: no copies. `memory_rungs`: the rungs of `control.memory_ladder` in force.
+    keeps the parity of whom. Both empty: no copies. `memory_reliefs`: the reliefs of `memory_ladder` in force.
     `corpus`: the later manifests of a corpus that grows, by step.
     """
 
@@ -420,7 +420,7 @@ class Build:
     keep: SnapshotId | None = None
     copy_holders: tuple[tuple[int, ...], ...] = ()
     parity_groups: tuple[ParityGroup, ...] = ()
-    memory_rungs: tuple[str, ...] = ()
+    memory_reliefs: tuple[str, ...] = ()
     corpus: tuple[CorpusVersion, ...] = ()
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_ring.control.copies import CopyMode, parse_copies
+from elastic_ring.control.placement.copies import CopyMode, parse_copies
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ControlOptions:
     `grow_cost_s` that a growth must save at least, None for what the last rebuild took; `backoff_s` before the next
     start on a node whose workers fail to start, or the next try to write the weights; `restart_delay_s` from the end of
     a recovery to the start of replacements.
-    `memory_rungs`: those of `control.memory_ladder` that the workers' device has. `memory_relax_steps`: steps without a
+    `memory_reliefs`: those of `memory_ladder` that the workers' device has. `memory_relax_steps`: steps without a
     shortage after which one of them goes; 0: never.
 
     Raises: ValueError naming the setting, its value and what is allowed.
@@ -57,7 +57,7 @@ class ControlOptions:
     restore_s: float = 1800.0
     copies: str = "0"
     copy_every_steps: int = 10
-    memory_rungs: tuple[str, ...] = ("caches", "recompute")
+    memory_reliefs: tuple[str, ...] = ("caches", "recompute")
     memory_relax_steps: int = 200
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class ControlOptions:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.memory_relax_steps < 0:
-            raise ValueError(f"memory_relax_steps={self.memory_relax_steps}: must not be negative; 0 keeps the rungs")
+            raise ValueError(f"memory_relax_steps={self.memory_relax_steps}: must not be negative; 0 keeps the reliefs")
         if self.spares < 0:
             raise ValueError(f"spares={self.spares}: must not be negative; 0 means that a loss shrinks the mesh")
         for name in (

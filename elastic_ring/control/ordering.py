@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elastic_ring.control import copies, corpus, policy
-from elastic_ring.control.copies import SnapshotId
+from elastic_ring.control import corpus
 from elastic_ring.control.messages import Build, Checkpoint, Standby, Vote
+from elastic_ring.control.placement import copies, policy
+from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.control.state import Building, Change, Incident, Membership
 from elastic_ring.control.transition import Transition
 
@@ -50,12 +51,12 @@ def order_build(
         nodes = [situation.node_of[worker] for worker in plan.members]
         holders = copies.place(plan.mesh, copies.failure_places(nodes, situation.domains_of, mode), mode)
 
-    rungs = ctx.options.memory_rungs[: state.memory.rung]
+    reliefs = ctx.options.memory_reliefs[: state.memory.num_reliefs]
 
     def order(worker: str) -> Build:  # thousands are made: `dataclasses.replace` looks at every field of each
         return Build(ctx.cause, worker, state.term, state.generation, plan.mesh, plan.members, step,
                      beginning.roll_forward, plan.heals, beginning.fresh, beginning.restore, beginning.step_back,
-                     beginning.keep, holders.copy_holders, holders.parity_groups, rungs, state.corpus)  # fmt: skip
+                     beginning.keep, holders.copy_holders, holders.parity_groups, reliefs, state.corpus)  # fmt: skip
 
     _free_gpus(ctx, plan, situation)
     leaving_senders = {sender for heal in plan.heals for sender in heal.senders} & set(plan.leaving)

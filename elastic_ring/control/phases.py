@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_ring.control import corpus, growth, memory_ladder, notices, recovery
+from elastic_ring.control import corpus, recovery
+from elastic_ring.control.capacity import growth, notices
+from elastic_ring.control.decisions import memory_ladder
 from elastic_ring.control.messages import Finalize, Finalized, MemberFailed, Published, Report
 from elastic_ring.control.state import (
     Closing,
@@ -19,7 +21,7 @@ from elastic_ring.control.state import (
 )
 from elastic_ring.control.transition import Transition
 
-RELAX = "a rung of the memory ladder less"
+RELAX = "a relief of the memory ladder less"
 GREW = "more of the corpus"
 
 # ---------------------------------------------------------------- running

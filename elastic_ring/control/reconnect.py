@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_ring.control import memory_ladder, phases, recovery, worker_pool
+from elastic_ring.control import phases, recovery, worker_pool
+from elastic_ring.control.decisions import memory_ladder
 from elastic_ring.control.messages import CoordinatorStarted, Hello, MemberFailed, Report, Status
 from elastic_ring.control.state import (
     Building,

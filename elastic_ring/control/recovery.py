@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elastic_ring.control import crash_loop, forming, memory_ladder, policy, quorum, step_back
+from elastic_ring.control import forming
+from elastic_ring.control.decisions import crash_loop, memory_ladder, quorum, step_back
 from elastic_ring.control.messages import Report, Vote, WorkerLost
 from elastic_ring.control.ordering import Beginning, order_build
+from elastic_ring.control.placement import policy
 from elastic_ring.control.state import (
     Building,
     Closing,

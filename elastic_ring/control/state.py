@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_ring.control.copies import SnapshotId
-from elastic_ring.control.gpu_capacity import placeable
 from elastic_ring.control.messages import Build, Checkpoint, CorpusGrew, CorpusVersion, EndRun, Report, Status, Vote
 from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.placement.copies import SnapshotId
+from elastic_ring.control.placement.gpu_capacity import placeable
 from elastic_ring.mesh import Mesh
 
 
@@ -268,14 +268,14 @@ class Counted:
 
 @dataclass(frozen=True)
 class MemoryLadder:
-    """Where the run stands on `control.memory_ladder`: the first `rung` rungs are in force.
+    """Where the run stands on `control.decisions.memory_ladder`: the first `num_reliefs` reliefs are in force.
 
-    `generation`: the last that lacked memory. `since`: the committed steps when the rung last changed. `num_shortages`:
-    attempts at a step that ran out of memory so far. `num_relaxed`: how often a rung was taken back. `why`: the last
-    shortage.
+    `generation`: the last that lacked memory. `since`: the committed steps when the reliefs last changed.
+    `num_shortages`: attempts at a step that ran out of memory so far. `num_relaxed`: how often a relief was taken back.
+    `why`: the last shortage.
     """
 
-    rung: int = 0
+    num_reliefs: int = 0
     generation: int = -1
     since: int = 0
     num_shortages: int = 0
@@ -289,7 +289,7 @@ class State:
 
     `committed`: number of steps known as committed, since `committed_at`. `resized_at`: when the mesh last got another
     size, but for its formation. `newest_vote`: the newest vote that the core has. `crashes`: the
-    latest, all of one step (see `control.crash_loop`). `rounds`: consecutive builds without a commit. `user_errors`:
+    latest, all of one step (see `crash_loop`). `rounds`: consecutive builds without a commit. `user_errors`:
     errors of the user's code in one step without a commit; `user_detail`: the last traceback. `promise`: the weakest
     of all changes so far. `gives_up`: fewer workers were asked for, and some are still to go. `checkpoints`: those
     that count, by step; `damaged`: folders of those that did not verify. `given_up`: step and (term, generation) of the

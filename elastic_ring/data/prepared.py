@@ -16,9 +16,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from elastic_ring.data.manifest import Manifest, PreparedSource, read_manifest
-from elastic_ring.data.mixed_order import MixedOrder, Numbering, Version
 from elastic_ring.data.packing import MAX_VOCAB_SIZE, PackedSource, Sample, check_context
 from elastic_ring.data.row_groups import RowGroups
+from elastic_ring.data.sampling.mixed_order import MixedOrder, Numbering, Version
 from elastic_ring.validation import PositiveInt, settings
 
 CACHE_BYTES, LEAST_CACHE_BYTES = 256 << 20, 32 << 20

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from elastic_ring.data.chunks import Starts, Tokens
 from elastic_ring.data.filesystem import located
 from elastic_ring.data.manifest import Manifest, PreparedSource, Shard
-from elastic_ring.data.shard_writer import COLUMN, OFFSET, TOKENS_KEY
+from elastic_ring.data.preparation.shard_writer import COLUMN, OFFSET, TOKENS_KEY
 
 OPEN_SHARDS = 64
 

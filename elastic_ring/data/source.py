@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from elastic_ring.data.order import Order, SampleOrder
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, PackedSource, Sample
 from elastic_ring.data.prepared import PreparedTokens
+from elastic_ring.data.sampling.order import Order, SampleOrder
 from elastic_ring.data.shards import TokenShards
 from elastic_ring.data.text import StdlibText, TextFiles
 

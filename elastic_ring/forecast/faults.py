@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic_ring.control.copies import parse_copies
 from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.placement.copies import parse_copies
 
 FAULTS = {
     "kill": 10,
@@ -33,7 +33,7 @@ FAULTS = {
 
 OWN = ("device", "raise")
 SHORT = ("memory", "memory-kill")
-"""A worker whose steps need some rungs of the memory ladder, or more than there are; one that its agent kills."""
+"""A worker whose steps need some reliefs of the memory ladder, or more than there are; one that its agent kills."""
 STORED = ("damage",)
 """What happens to checkpoints."""
 HELD = ("flip", "lose-copies", "flip-in-transfer")
@@ -144,7 +144,7 @@ def _with_own_failures(schedule: Schedule, rng: random.Random) -> Schedule:
 
 
 def _with_shortages(schedule: Schedule, rng: random.Random) -> Schedule:
-    """The same with some workers that run out of memory, and rungs that are taken back after a few steps."""
+    """The same with some workers that run out of memory, and reliefs that are taken back after a few steps."""
     more = [(rng.uniform(0.3, schedule.faults_end_s), rng.choice(SHORT)) for _ in range(rng.randint(1, 3))]
     options = replace(schedule.options, memory_relax_steps=rng.choice([0, 1, 3, 10]))
     return replace(schedule, options=options, faults=tuple(sorted([*schedule.faults, *more])))

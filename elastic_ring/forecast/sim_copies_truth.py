@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elastic_ring.control.copies import SnapshotId
 from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import Build
+from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.control.state import Closing, Ended, State
 from elastic_ring.forecast.sim_worker import Group, SimWorker
 

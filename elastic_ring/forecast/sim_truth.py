@@ -102,8 +102,8 @@ def check_end(world: World, end: EndRun) -> None:
         told = f"user code raised {world.raised[step]} times in step {step}"
         require(world.raised[step] >= world.options.user_error_limit, 3, told)
     elif end.error == "OutOfMemory":
-        told = f"no worker needed more than {world.most_rungs_needed} rungs of the memory ladder"
-        require(world.most_rungs_needed > len(world.options.memory_rungs), 3, told)
+        told = f"no worker needed more than {world.most_reliefs_needed} reliefs of the memory ladder"
+        require(world.most_reliefs_needed > len(world.options.memory_reliefs), 3, told)
     elif end.error == "RunFailed" and end.message.startswith("no worker starts"):
         _check_nobody_starts(world, state)
     else:

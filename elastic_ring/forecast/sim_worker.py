@@ -79,7 +79,7 @@ class SimWorker:
         self.world, self.name, self.node = world, name, node
         self.alive, self.frozen, self.poisoned, self.breaks_apply, self.raises = True, False, False, False, False
         self.errs = False
-        self.needs_rungs = 0  # of the memory ladder
+        self.needs_reliefs = 0  # of the memory ladder
         self.term, self.generation = 0, 0
         self.doing, self.num_aborts = "spare", 0
         self.shard: Shard | None = None
@@ -235,7 +235,7 @@ class SimWorker:
         elif self.raises:
             self.raises = False
             self.trouble("user")
-        elif self.group is not None and len(self.group.order.memory_rungs) < self.needs_rungs:
+        elif self.group is not None and len(self.group.order.memory_reliefs) < self.needs_reliefs:
             self.trouble("memory")
         return self.doing == "stopped"
 

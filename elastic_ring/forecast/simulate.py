@@ -109,7 +109,7 @@ class World:
         self.start_errors: Counter[str] = Counter()  # by node: how often a start failed with an error of its own
         self.deaths: list[tuple[int, str]] = []  # the steps applied and the phase, of each that was killed
         self.healthy_reports: set[str] = set()
-        self.most_rungs_needed = 0
+        self.most_reliefs_needed = 0
         self.storage = SimStorage(self)
         self.memory_faults = 0  # how often copies in memory were damaged or lost
         self.given_up = (0, 0)  # (term, generation) of the newest build that went back
@@ -396,8 +396,8 @@ class World:
         elif kind == "memory-kill":
             self.die(victim, "out of memory")
         elif kind == "memory":
-            victim.needs_rungs = self.random.choice([1, 1, 1, 2, 2, 3])
-            self.most_rungs_needed = max(self.most_rungs_needed, victim.needs_rungs)
+            victim.needs_reliefs = self.random.choice([1, 1, 1, 2, 2, 3])
+            self.most_reliefs_needed = max(self.most_reliefs_needed, victim.needs_reliefs)
         elif kind == "apply":
             victim.breaks_apply = True
         elif kind == "poison":
@@ -415,7 +415,7 @@ class World:
         """Faults cease; a node comes with room for everything that is wanted."""
         for worker in self.workers.values():
             worker.poisoned = worker.raises = worker.breaks_apply = worker.errs = False
-            worker.needs_rungs = 0
+            worker.needs_reliefs = 0
         self.armed.clear()
         largest = self.options.dp_limit * self.options.cp
         self._join(self.options.num_workers_wanted, largest if self.schedule.gpus else None)

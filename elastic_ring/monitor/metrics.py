@@ -40,7 +40,7 @@ SUMMARY_KEYS = (
     "compilations_after_step_0", "skipped_steps", "lost_workers", "resumed_from", "checkpoints",
     "memory",
 )  # fmt: skip
-MEMORY_KEYS = ("step", "generation", "shortages", "rungs", "why")
+MEMORY_KEYS = ("step", "generation", "shortages", "reliefs", "why")
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
 RECOVERY_KEYS = (
     "step", "faults", "cause", "action", "detect_s", "close_s", "heal_s", "rerun_s", "total_s",

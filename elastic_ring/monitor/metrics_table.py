@@ -106,7 +106,7 @@ TABLE: tuple[Metric, ...] = (
            "sums from elastic_ring_recovery_sum_seconds", "part", RECOVERY_PARTS, "after the first recovery",
            "histogram"),
     Metric("elastic_ring_memory_shortages", "attempts", "attempts at a step so far that ran out of memory"),
-    Metric("elastic_ring_memory_rungs", "rungs", "rungs of the memory ladder in force; 0 while memory suffices"),
+    Metric("elastic_ring_memory_reliefs", "reliefs", "reliefs of the memory ladder in force; 0 while memory suffices"),
     Metric("elastic_ring_undone_steps", "steps", "committed steps so far that a recovery undid"),
     Metric("elastic_ring_rerun_steps", "steps", "steps so far that ran again because nobody held their result"),
     # checkpoints

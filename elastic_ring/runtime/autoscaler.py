@@ -2,7 +2,7 @@
 
 `ray.autoscaler.sdk.request_resources` is one value for the whole cluster: the last caller wins, whoever it is. Ray
 Train and Ray Data therefore ask through one actor, which adds up what each has asked for and forgets what is not
-renewed; so does a run. Without an autoscaler a request has no effect. No decision on how much: see `control.demand`.
+renewed; so does a run. Without an autoscaler a request has no effect. No decision on how much: see `demand`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.errors import StorageFailed
 from elastic_ring.monitor.journal import claim_term, newest_term
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
-from elastic_ring.state.storage import Storage
+from elastic_ring.state.storage.folder import Storage
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_ring.errors import DigestMismatch
-from elastic_ring.state.device_digest import device_digests
+from elastic_ring.state.device.digest import device_digests
 from elastic_ring.state.header import NO_DIGEST, Counters, Header, TensorSpec, put_tensors, take_tensors
 
 __all__ = ["Counters", "Shard", "digest_of", "raw_bytes"]
@@ -117,7 +117,7 @@ class Shard:
 
 def digest_of(counters: Counters, tensors: Sequence[Tensor]) -> str:
     """sha256 over the counters and the tensors in order: the raw bytes of those in host memory, sums over those on
-    a device (`state.device_digest`), which are read there."""
+    a device (`state.device.digest`), which are read there."""
     total = hashlib.sha256(repr(counters).encode())
     on_device = iter(device_digests([tensor for tensor in tensors if tensor.is_cuda]))
     for tensor in tensors:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_ring.control.copies import SnapshotId
+from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state.header import Header
 from elastic_ring.state.sealed import SEAL_BYTES, seal, verify

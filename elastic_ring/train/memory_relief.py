@@ -1,6 +1,6 @@
-"""The rungs of the memory ladder on one worker: what each of them does to free memory. Each keeps the bits.
+"""The reliefs of the memory ladder on one worker: what each of them does to free memory. Each keeps the bits.
 
-`control.memory_ladder` decides which are in force; all members have the same ones. No process groups in here.
+`control.decisions.memory_ladder` decides which are in force; all members have the same ones. No process groups in here.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from torch.utils.checkpoint import checkpoint
 
 
 class MemoryRelief:
-    """The rungs in force."""
+    """The reliefs in force."""
 
-    def __init__(self, rungs: Iterable[str] = ()) -> None:
-        self.rungs = frozenset(rungs)
+    def __init__(self, reliefs: Iterable[str] = ()) -> None:
+        self.reliefs = frozenset(reliefs)
 
     @property
     def read_ahead(self) -> int | None:
         """How many sequences may be read ahead; None: as many as usual."""
-        return 1 if "caches" in self.rungs else None
+        return 1 if "caches" in self.reliefs else None
 
     def before_step(self, device: torch.device) -> None:
         """Called before each forward pass of a step begins."""
-        if "caches" in self.rungs:
+        if "caches" in self.reliefs:
             free_caches(device)
 
     def change(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
         """Change a module that has just been wrapped. `units`: those that FSDP2 gathers one at a time."""
-        if "recompute" in self.rungs:
+        if "recompute" in self.reliefs:
             for unit in units:
                 recompute(unit)
-        if "offload" in self.rungs:
+        if "offload" in self.reliefs:
             for module in model.modules():
                 if getattr(module, "checkpoint_activations", False) and hasattr(module, "offload_activations"):
                     module.offload_activations = True  # type: ignore[assignment]
 
     def offloading(self, device: torch.device) -> AbstractContextManager[Any]:
-        """A context for the forward pass. What it saves for backward waits in host memory, if that is a rung."""
-        if "offload" not in self.rungs or device.type == "cpu":
+        """A context for the forward pass. What it saves for backward waits in host memory, if that is a relief."""
+        if "offload" not in self.reliefs or device.type == "cpu":
             return nullcontext()
         return torch.autograd.graph.save_on_cpu(pin_memory=True)
 

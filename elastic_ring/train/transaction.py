@@ -25,20 +25,20 @@ from elastic_ring.attention.layout import Layout
 from elastic_ring.attention.ledger import HopTally
 from elastic_ring.attention.plan_cache import LRUCache
 from elastic_ring.attention.ring import NUM_PLANS, RingAttention
-from elastic_ring.control.loss_spikes import WINDOW, SpikeBallot, SpikeWatch
+from elastic_ring.control.decisions.loss_spikes import WINDOW, SpikeBallot, SpikeWatch
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import ArrivedCopies, Loader, Slice, consumed_digest
-from elastic_ring.data.order import SampleOrder, share
+from elastic_ring.data.sampling.order import SampleOrder, share
 from elastic_ring.errors import LossSpike, TooManySkipped
 from elastic_ring.mesh import Coordinate, Mesh
-from elastic_ring.state.checkpoint import Reader
-from elastic_ring.state.device_squares import squared_norm
+from elastic_ring.state.checkpoints.checkpoint import Reader
+from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Counters, Shard
 from elastic_ring.train.abortable_collectives import make_abortable
 from elastic_ring.train.attention_context import attention_of, batch_of
-from elastic_ring.train.layouts import Layouts
 from elastic_ring.train.memory_relief import MemoryRelief
 from elastic_ring.train.optim import learning_rate, make_optimizer, make_own_optimizer
+from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.vote import Ballot, Outcome, count, start_vote
 from elastic_ring.train.wrap import ModuleMaker, full_shapes, largest_list, local_params
@@ -135,7 +135,7 @@ class Transaction:
         self.before_apply: Callable[[], None] = lambda: None
         """Called before the shard changes: a copy of it may be under way on its device."""
         self.relief = MemoryRelief()
-        """The rungs of the memory ladder; a new one counts from the next `enter` on."""
+        """The reliefs of the memory ladder; a new one counts from the next `enter` on."""
         self.model: nn.Module | None = None
 
     # ------------------------------------------------------------ what a report says

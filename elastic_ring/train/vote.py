@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elastic_ring.control.loss_spikes import CLIP_SHARE, VERDICTS, SpikeBallot
+from elastic_ring.control.decisions.loss_spikes import CLIP_SHARE, VERDICTS, SpikeBallot
 from elastic_ring.control.messages import Vote
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh

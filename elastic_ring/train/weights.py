@@ -18,12 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ring.errors import StorageFailed
-from elastic_ring.state.checkpoint import safetensors_chunks
-from elastic_ring.state.shard import raw_bytes
-from elastic_ring.state.storage import Storage
-from elastic_ring.state.stored import StoredFile, pieces
-from elastic_ring.state.stored_weights import StoredWeights
-from elastic_ring.state.weight_files import (
+from elastic_ring.state.checkpoints.checkpoint import safetensors_chunks
+from elastic_ring.state.checkpoints.stored_weights import StoredWeights
+from elastic_ring.state.checkpoints.weight_files import (
     MAX_FILE_BYTES,
     WEIGHTS,
     WEIGHTS_FOLDER,
@@ -33,6 +30,9 @@ from elastic_ring.state.weight_files import (
     index_text,
     remove_others,
 )
+from elastic_ring.state.shard import raw_bytes
+from elastic_ring.state.storage.folder import Storage
+from elastic_ring.state.storage.stored import StoredFile, pieces
 from elastic_ring.train.abortable_collectives import AbortableAllGather
 from elastic_ring.train.wrap import full_shapes
 

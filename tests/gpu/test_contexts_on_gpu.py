@@ -19,8 +19,8 @@ from elastic_ring.runtime.gpu.cuda_contexts import CudaContexts, end_contexts, r
 from elastic_ring.runtime.gpu.device import empty_cache, visible_gpus
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks
-from elastic_ring.state.device_squares import eager_squared_norm, squared_norm
-from elastic_ring.train.warm import _one_step
+from elastic_ring.state.device.squares import eager_squared_norm, squared_norm
+from elastic_ring.train.startup.warm import _one_step
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from elastic_ring.control.copies import SnapshotId
+from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.snapshot import Buffers, load, take

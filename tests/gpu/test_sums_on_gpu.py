@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from elastic_ring.attention.merge import eager_merge_all_, eager_own_gradients, merge_all_, own_gradients
-from elastic_ring.state import device_digest
-from elastic_ring.state.device_squares import eager_squared_norm, squared_norm
+from elastic_ring.state.device import digest as device_digest
+from elastic_ring.state.device.squares import eager_squared_norm, squared_norm
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elastic_ring.control.loss_spikes import Action
-from elastic_ring.data.order import sample_ids
+from elastic_ring.control.decisions.loss_spikes import Action
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, Sample
+from elastic_ring.data.sampling.order import sample_ids
 from elastic_ring.errors import LossSpike
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import JOURNAL_NAME, read_metrics

@@ -17,7 +17,7 @@ from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.schedule import plan
 from elastic_ring.cli import main as command
-from elastic_ring.data.prepare import PrepareConfig, prepare
+from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import ring_model
 from elastic_ring.runtime.driver.cluster import left_behind

@@ -85,7 +85,7 @@ def test_a_step_that_runs_out_of_memory_runs_again_with_less_and_changes_no_bit(
     assert claim.exists()
     assert (summary["losses"], summary["weights_sha256"]) == (calm["losses"], calm["weights_sha256"])
     assert (calm["memory"], calm["recoveries"]) == ([], [])
-    assert [change["rungs"] for change in summary["memory"]] == [["caches"], ["caches", "recompute"]]
+    assert [change["reliefs"] for change in summary["memory"]] == [["caches"], ["caches", "recompute"]]
     assert {change["step"] for change in summary["memory"]} == {2}
     assert all("you tried to allocate" in change["why"] for change in summary["memory"])
     recoveries = summary["recoveries"]
@@ -234,5 +234,5 @@ def test_a_member_that_fills_its_node_dies_alone_and_its_death_is_told_by_its_ca
         assert by in recovery["cause"]
         assert recovery["survivor_pids_kept"]
         assert {name: len(pids.seen[name]) for name in ACTORS} == dict.fromkeys(ACTORS, 1)
-        assert [change["rungs"] for change in summary["memory"]] == [["caches"]]
+        assert [change["reliefs"] for change in summary["memory"]] == [["caches"]]
         assert summary["exact"]

@@ -21,10 +21,10 @@ import ray
 import ray.data
 
 from elastic_ring import Callback, CheckpointConfig
-from elastic_ring.data import pipeline
-from elastic_ring.data.inputs import Piece
 from elastic_ring.data.manifest import read_manifest
-from elastic_ring.data.piece import PieceRecord, PieceWorker
+from elastic_ring.data.preparation import pipeline
+from elastic_ring.data.preparation.inputs import Piece
+from elastic_ring.data.preparation.piece import PieceRecord, PieceWorker
 from elastic_ring.data.prepared import Later
 from elastic_ring.data.source import PreparedTokens, order_of
 from elastic_ring.errors import RunFailed

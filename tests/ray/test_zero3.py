@@ -23,8 +23,8 @@ from elastic_ring.data.source import hold_out, open_source
 from elastic_ring.integrations.ray_train import ops
 from elastic_ring.model.init import initialise_module
 from elastic_ring.train.attention_context import attention_of, batch_of
-from elastic_ring.train.layouts import Layouts
 from elastic_ring.train.optim import learning_rate, make_optimizer
+from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.trainer import training_order
 
 ROOT = Path(__file__).parents[2]

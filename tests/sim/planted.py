@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.control import coordination, copies, policy, quorum, recovery, step_back, worker_pool
-from elastic_ring.control.gpu_capacity import placeable
+from elastic_ring.control import coordination, recovery, worker_pool
+from elastic_ring.control.decisions import quorum, step_back
 from elastic_ring.control.messages import Report
+from elastic_ring.control.placement import copies, policy
+from elastic_ring.control.placement.gpu_capacity import placeable
 from elastic_ring.forecast.sim_copies import SimCopies
 from elastic_ring.forecast.sim_shard import Shard
 from elastic_ring.forecast.sim_worker import SimWorker

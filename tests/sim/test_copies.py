@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_ring.control.copies import (
+from elastic_ring.control.messages import Build, Report, from_json, to_json
+from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.placement.copies import (
     CopyMode,
     CopyPlacement,
     HeldCopy,
@@ -19,8 +21,6 @@ from elastic_ring.control.copies import (
     parse_copies,
     place,
 )
-from elastic_ring.control.messages import Build, Report, from_json, to_json
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.mesh import Mesh
 
 MESHES = [Mesh(dp, cp) for dp, cp in itertools.product(range(1, 5), range(1, 5)) if dp * cp > 1]

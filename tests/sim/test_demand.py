@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from elastic_ring.control.demand import TRY_AGAIN_S, Ask, next_ask, sizes
+from elastic_ring.control.capacity.demand import TRY_AGAIN_S, Ask, next_ask, sizes
 
 
 def test_only_whole_rings_with_and_without_spares_are_of_use() -> None:

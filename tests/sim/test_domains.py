@@ -6,8 +6,8 @@ import random
 from collections import defaultdict
 from typing import Any
 
-from elastic_ring.control import policy
 from elastic_ring.control.messages import NodeJoined
+from elastic_ring.control.placement import policy
 from elastic_ring.control.state import domains_of, members, node_of, reserved
 from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench

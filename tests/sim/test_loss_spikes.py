@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic_ring.control.loss_spikes import (
+from elastic_ring.control.decisions.loss_spikes import (
     CLIP_STEPS,
     MIN_LOSSES,
     VERDICTS,

@@ -1,4 +1,4 @@
-"""The memory ladder in the control core: all members climb together, one rung a generation, and come down again."""
+"""The memory ladder in the control core: all members climb together, one relief a generation, and come down again."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def again(run: Bench, applied: int) -> Build:
     return build
 
 
-def test_a_shortage_runs_the_same_step_again_with_one_rung_more_on_all_members() -> None:
+def test_a_shortage_runs_the_same_step_again_with_one_relief_more_on_all_members() -> None:
     run = Bench(NODES).form()
     before = members(run.state)
     run.commit(0)
     short(run, 2, 1)
-    assert "rung 1 of 2, caches" in run.reason
+    assert "relief 1 of 2, caches" in run.reason
     short(run, 1, 1, generation=1)  # the same step on a second member comes late: its generation is over
     sent = run.report_all(1)
     builds = only(Build, sent)
-    assert {build.memory_rungs for build in builds} == {("caches",)}
+    assert {build.memory_reliefs for build in builds} == {("caches",)}
     assert [build.worker for build in builds] == list(members(run.state)) == list(before)
     assert (builds[0].step, builds[0].heals) == (1, ())
     assert not only(KillWorker, sent)
@@ -48,21 +48,21 @@ def test_a_shortage_runs_the_same_step_again_with_one_rung_more_on_all_members()
     assert run.state.memory.num_shortages == 1
 
 
-def test_the_rungs_stay_through_other_recoveries_and_newcomers_get_them_too() -> None:
+def test_the_reliefs_stay_through_other_recoveries_and_newcomers_get_them_too() -> None:
     run = Bench(NODES).form()
     short(run, 0, 0)
     again(run, 0)
     run.lose(3)
     build = again(run, 0)
-    assert build.memory_rungs == ("caches",)
+    assert build.memory_reliefs == ("caches",)
     assert build.heals
 
 
-def test_after_the_last_rung_the_run_ends_and_says_what_was_tried_who_asked_and_what_to_change() -> None:
+def test_after_the_last_relief_the_run_ends_and_says_what_was_tried_who_asked_and_what_to_change() -> None:
     run = Bench(NODES).form()
-    for rungs in (("caches",), ("caches", "recompute")):
+    for reliefs in (("caches",), ("caches", "recompute")):
         short(run, 0, 0)
-        assert again(run, 0).memory_rungs == rungs
+        assert again(run, 0).memory_reliefs == reliefs
     last = members(run.state)[3]
     short(run, 3, 0)
     end = end_in(run.sent)
@@ -77,11 +77,11 @@ def test_a_shortage_while_the_ring_is_built_climbs_too_and_counts_once() -> None
     build_in(run.report_all(0))
     short(run, 1, 0)
     assert run.phase == "closing"
-    assert again(run, 0).memory_rungs == ("caches", "recompute")
+    assert again(run, 0).memory_reliefs == ("caches", "recompute")
     assert run.state.fruitless_builds == 0
 
 
-def test_a_new_coordinator_that_hears_of_a_shortage_twice_takes_one_rung() -> None:
+def test_a_new_coordinator_that_hears_of_a_shortage_twice_takes_one_relief() -> None:
     run = Bench(NODES).form()
     workers, generation = members(run.state), run.state.generation
     run.handle(CoordinatorStarted("c", 2))
@@ -90,10 +90,10 @@ def test_a_new_coordinator_that_hears_of_a_shortage_twice_takes_one_rung() -> No
     for worker in run.state.workers:
         run.handle(Status("w", worker, 2, generation, "paused" if worker == workers[0] else "running"))
     assert run.phase == "closing"
-    assert again(run, 0).memory_rungs == ("caches",)
+    assert again(run, 0).memory_reliefs == ("caches",)
 
 
-def test_after_enough_steps_without_a_shortage_a_rung_goes_at_a_boundary_and_the_next_time_later() -> None:
+def test_after_enough_steps_without_a_shortage_a_relief_goes_at_a_boundary_and_the_next_time_later() -> None:
     run = Bench(NODES, memory_relax_steps=3).form()
     short(run, 0, 0)
     again(run, 0)
@@ -104,14 +104,14 @@ def test_after_enough_steps_without_a_shortage_a_rung_goes_at_a_boundary_and_the
             if run.state.phase.boundary:  # type: ignore[union-attr]
                 build = build_in(run.report_all(step + done, kind="boundary"))
                 run.resume_all()
-                assert build.memory_rungs == ()
+                assert build.memory_reliefs == ()
                 assert run.change.planned
                 return done
         raise AssertionError("never")
 
     assert steps_until_relaxed(0) == 3
     short(run, 0, 3)
-    assert again(run, 3).memory_rungs == ("caches",)
+    assert again(run, 3).memory_reliefs == ("caches",)
     assert steps_until_relaxed(3) == 6
 
 
@@ -119,11 +119,11 @@ def test_members_that_are_killed_for_their_nodes_memory_climb_too_and_the_third_
     run = Bench({"a": 5, "b": 5}, spares=3).form()
     first = members(run.state)[1]
     run.lose(1, reason="out of memory", step=0, phase="forward")
-    assert again(run, 0).memory_rungs == ("caches",)
+    assert again(run, 0).memory_reliefs == ("caches",)
     assert first in run.state.memory.why
     run.all_ready()
     run.lose(2, reason="out of memory", step=0, phase="backward")
-    assert again(run, 0).memory_rungs == ("caches", "recompute")
+    assert again(run, 0).memory_reliefs == ("caches", "recompute")
     run.all_ready()
     run.lose(0, reason="out of memory", step=0, phase="forward")
     run.report_all(0)
@@ -133,11 +133,11 @@ def test_members_that_are_killed_for_their_nodes_memory_climb_too_and_the_third_
     assert "memory it needs" in end.message
 
 
-def test_a_rung_that_takes_host_memory_is_no_answer_to_a_node_without_any() -> None:
-    run = Bench({"a": 5, "b": 5}, spares=3, memory_rungs=("caches", "offload")).form()
-    for rungs in (("caches",), ("caches",)):
+def test_a_relief_that_takes_host_memory_is_no_answer_to_a_node_without_any() -> None:
+    run = Bench({"a": 5, "b": 5}, spares=3, memory_reliefs=("caches", "offload")).form()
+    for reliefs in (("caches",), ("caches",)):
         run.lose(1, reason="out of memory", step=-1, phase="idle")
-        assert again(run, 0).memory_rungs == rungs
+        assert again(run, 0).memory_reliefs == reliefs
         run.all_ready()
     assert run.state.memory.num_shortages == 2
 
@@ -150,7 +150,7 @@ def test_a_spare_that_is_killed_for_its_nodes_memory_says_nothing_of_the_step() 
     assert run.state.memory.num_shortages == 0
 
 
-def test_rungs_stay_where_nothing_is_to_be_taken_back() -> None:
+def test_reliefs_stay_where_nothing_is_to_be_taken_back() -> None:
     run = Bench(NODES, memory_relax_steps=0).form()
     short(run, 0, 0)
     again(run, 0)
@@ -167,13 +167,15 @@ def test_simulated_runs_with_shortages_keep_every_invariant(first: int) -> None:
     for seed in range(first, first + 60):
         if not any(kind == "memory" for _, kind in random_schedule(seed).faults):
             continue
-        rungs: set[tuple[str, ...]] = set()
+        reliefs: set[tuple[str, ...]] = set()
 
-        def listen(now: float, term: int, event: object, decision: object, rungs: set[tuple[str, ...]] = rungs) -> None:
-            rungs.update(build.memory_rungs for build in only(Build, decision.commands))  # type: ignore[attr-defined]
+        def listen(
+            now: float, term: int, event: object, decision: object, reliefs: set[tuple[str, ...]] = reliefs
+        ) -> None:
+            reliefs.update(build.memory_reliefs for build in only(Build, decision.commands))  # type: ignore[attr-defined]
 
         end = simulate(seed, listen=listen).end.error
         ends[end] = ends.get(end, 0) + 1
-        climbed += len(rungs - {()})
+        climbed += len(reliefs - {()})
     assert climbed > 0
     assert ends.get("", 0) > 0

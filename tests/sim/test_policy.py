@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from elastic_ring.control import policy
 from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.placement import policy
 from elastic_ring.mesh import Mesh
 
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from elastic_ring.control import messages
+from elastic_ring.control.decisions.quorum import decide
 from elastic_ring.control.messages import Build, Heal, Published, Report, Vote, from_json, to_json
 from elastic_ring.control.options import ControlOptions
-from elastic_ring.control.quorum import decide
 from elastic_ring.control.replay import replay, standing, term_note
 from elastic_ring.control.state import members
 from elastic_ring.errors import JournalDamaged

@@ -1,4 +1,4 @@
-"""The rung between replicas and checkpoints, as scripted runs: what a loss undoes where peers hold copies."""
+"""The step between replicas and checkpoints, as scripted runs: what a loss undoes where peers hold copies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.control.copies import HeldCopy, SnapshotId
 from elastic_ring.control.messages import (
     BuildFailed,
     Checkpoint,
@@ -19,6 +18,7 @@ from elastic_ring.control.messages import (
     Standby,
     WorkerLost,
 )
+from elastic_ring.control.placement.copies import HeldCopy, SnapshotId
 from elastic_ring.control.replay import replay
 from elastic_ring.control.state import spares
 from elastic_ring.mesh import Mesh

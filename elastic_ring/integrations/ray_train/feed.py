@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from elastic_ring.attention.layout import Layout
 from elastic_ring.data.loader import Loader, Slice, slice_sample
-from elastic_ring.data.order import SampleOrder, share
 from elastic_ring.data.packing import Sample
+from elastic_ring.data.sampling.order import SampleOrder, share
 from elastic_ring.mesh import Coordinate, Mesh
 
 TOKENS = "tokens"

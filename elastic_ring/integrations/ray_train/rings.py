@@ -19,10 +19,10 @@ from elastic_ring.config import Timeouts
 from elastic_ring.data.loader import Slice
 from elastic_ring.mesh import Mesh
 from elastic_ring.train.attention_context import attention_of, batch_of
-from elastic_ring.train.kernels import KernelAgreement
-from elastic_ring.train.layouts import Layouts
+from elastic_ring.train.startup.kernels import KernelAgreement
+from elastic_ring.train.startup.layouts import Layouts
+from elastic_ring.train.startup.warm import attention_shapes
 from elastic_ring.train.task import Batch, TrainingTask
-from elastic_ring.train.warm import attention_shapes
 
 
 class Rings:

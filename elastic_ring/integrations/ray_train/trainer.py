@@ -30,7 +30,7 @@ from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME, write_json
 from elastic_ring.monitor.result import Result
 from elastic_ring.runtime.driver.cluster import WORKER_ENVIRONMENT
 from elastic_ring.runtime.driver.session import cluster
-from elastic_ring.train.layouts import check_layers
+from elastic_ring.train.startup.layouts import check_layers
 from elastic_ring.train.wrap import check_buildable, check_own_optimizer
 from elastic_ring.trainer import ElasticRingTrainer, check_portable, check_writable, described, training_order
 

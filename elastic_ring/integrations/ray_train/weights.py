@@ -9,10 +9,8 @@ import secrets
 from torch import Tensor
 
 from elastic_ring.integrations.ray_train.engine import Zero3Engine
-from elastic_ring.state.checkpoint import safetensors_chunks
-from elastic_ring.state.shard import raw_bytes
-from elastic_ring.state.storage import Storage
-from elastic_ring.state.weight_files import (
+from elastic_ring.state.checkpoints.checkpoint import safetensors_chunks
+from elastic_ring.state.checkpoints.weight_files import (
     MAX_FILE_BYTES,
     WEIGHTS,
     WEIGHTS_INDEX,
@@ -21,6 +19,8 @@ from elastic_ring.state.weight_files import (
     index_text,
     remove_others,
 )
+from elastic_ring.state.shard import raw_bytes
+from elastic_ring.state.storage.folder import Storage
 
 FP32_BYTES = 4
 

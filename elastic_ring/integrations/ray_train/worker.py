@@ -36,7 +36,7 @@ from elastic_ring.integrations.ray_train.weights import write_weights
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.runtime.coordinator.recorder import samples_text
-from elastic_ring.state.storage import Storage
+from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.optim import learning_rate
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.transaction import sequence_seed

@@ -24,7 +24,7 @@ from elastic_ring.integrations.transformers.module import build, class_of
 from elastic_ring.integrations.transformers.weights import INDEX
 from elastic_ring.monitor.metrics import CONFIG_NAME
 from elastic_ring.runtime.run_storage import RunRecords
-from elastic_ring.state.stored_weights import StoredWeights
+from elastic_ring.state.checkpoints.stored_weights import StoredWeights
 
 log = logging.getLogger(__name__)
 

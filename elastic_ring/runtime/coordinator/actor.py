@@ -27,7 +27,7 @@ from elastic_ring.config import environment
 from elastic_ring.control.cause_ids import CauseIds
 from elastic_ring.control.coordination import Decision, advance, initial, next_deadline
 from elastic_ring.control.corpus import may_switch
-from elastic_ring.control.memory_ladder import may_relax
+from elastic_ring.control.decisions.memory_ladder import may_relax
 from elastic_ring.control.messages import (
     Build,
     CheckpointsKnown,
@@ -420,8 +420,8 @@ class Coordinator:
         self._one(event)
 
     def _may_change(self, newest: Vote) -> bool:
-        """Whether a planned change is due that the steps decide on: a growth, a rung of the memory ladder less, or more
-        of the corpus."""
+        """Whether a planned change is due that the steps decide on: a growth, one memory relief less, or more of the
+        corpus."""
         if not isinstance(self.state.phase, Running) or self.state.phase.boundary:
             return False
         if may_relax(self.state, newest.step + 1) or may_switch(self.state, newest.step + 1):

@@ -19,7 +19,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.control.messages import Checkpoint, CorpusVersion
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.mesh import Mesh
-from elastic_ring.state.checkpoint import (
+from elastic_ring.state.checkpoints.checkpoint import (
     COMMIT,
     FOLDER,
     REJECTED,
@@ -33,7 +33,7 @@ from elastic_ring.state.checkpoint import (
     set_aside,
     wrong_with,
 )
-from elastic_ring.state.storage import Storage, StoredFile, open_or_refuse
+from elastic_ring.state.storage.folder import Storage, StoredFile, open_or_refuse
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Keeps the autoscaler told what the run wants, in a thread: Ray's answers may take long, and decisions must not wait.
 
-How much that is comes from `control.demand`. A run asks from the moment when the cluster has too little room for what
+How much that is comes from `demand`. A run asks from the moment when the cluster has too little room for what
 it wants until its end; a static cluster that holds all of it is never asked.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_ring.config import ScalingConfig
-from elastic_ring.control.demand import Ask, next_ask, sizes
+from elastic_ring.control.capacity.demand import Ask, next_ask, sizes
 from elastic_ring.control.state import Ended, Finishing, Idle, State
 from elastic_ring.runtime.autoscaler import RENEW_S
 from elastic_ring.runtime.driver.cluster import NodeInfo, autoscaler_of, num_room

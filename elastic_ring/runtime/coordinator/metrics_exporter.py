@@ -129,7 +129,7 @@ def _standing(state: State, recorder: RunRecorder, started_unix_s: float) -> Ite
     yield "elastic_ring_generation", "", state.generation
     kept = recorder.recoveries.same_environment and all(record["exact"] for record in recorder.recoveries.records)
     yield "elastic_ring_memory_shortages", "", state.memory.num_shortages
-    yield "elastic_ring_memory_rungs", "", state.memory.rung
+    yield "elastic_ring_memory_reliefs", "", state.memory.num_reliefs
     yield "elastic_ring_bit_exact", "", float(kept and state.promise == "bit-exact")
 
 

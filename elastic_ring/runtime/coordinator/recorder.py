@@ -35,7 +35,7 @@ from elastic_ring.monitor.metrics import (
 )
 from elastic_ring.monitor.plot import draw_run
 from elastic_ring.runtime.coordinator.recovery_log import Note, RecoveryLog
-from elastic_ring.state.checkpoint import located
+from elastic_ring.state.checkpoints.checkpoint import located
 
 log = logging.getLogger(__name__)
 
@@ -201,17 +201,18 @@ class RunRecorder:
             self.recoveries.begin(change, self.metrics.last_step + 1)
 
     def _look_at_memory(self, state: State, change: Change) -> None:
-        """Record a rung of the memory ladder more or less than in the last generation."""
-        ladder, before = state.memory, len(self.memory[-1]["rungs"]) if self.memory else 0
-        if ladder.rung == before:
+        """Record a relief of the memory ladder more or less than in the last generation."""
+        ladder, before = state.memory, len(self.memory[-1]["reliefs"]) if self.memory else 0
+        if ladder.num_reliefs == before:
             return
         self.memory.append({
             "step": change.step, "generation": change.generation, "shortages": ladder.num_shortages,
-            "rungs": list(state.options.memory_rungs[: ladder.rung]), "why": ladder.why if ladder.rung > before else "",
+            "reliefs": list(state.options.memory_reliefs[: ladder.num_reliefs]),
+            "why": ladder.why if ladder.num_reliefs > before else "",
         })  # fmt: skip
         self._note({"note": "memory", **self.memory[-1]})
-        rungs = ", ".join(self.memory[-1]["rungs"]) or "none"
-        self.recoveries.say(f"memory ladder in force from step {change.step}: {rungs}")
+        reliefs = ", ".join(self.memory[-1]["reliefs"]) or "none"
+        self.recoveries.say(f"memory ladder in force from step {change.step}: {reliefs}")
 
     def _look_at_corpus(self, state: State) -> None:
         """Record from which step a longer manifest holds."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.crash_loop import OF_ONE_DEVICE
+from elastic_ring.control.decisions.crash_loop import OF_ONE_DEVICE
 from elastic_ring.control.state import Change
 from elastic_ring.faults import Fault
 from elastic_ring.mesh import Mesh
@@ -283,7 +283,7 @@ def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         "heal_s": first["heal_s"] + second["heal_s"],
         "steps_undone": max(first["steps_undone"], second["steps_undone"]),
         "steps_rerun": max(first["steps_rerun"], second["steps_rerun"]),
-        "source": min(first["source"], second["source"]),  # the lower rung
+        "source": min(first["source"], second["source"]),  # the lower relief
         "survivor_pids_kept": first["survivor_pids_kept"] and second["survivor_pids_kept"],
         "phases": second["phases"],
         "exact": first["exact"] and second["exact"],

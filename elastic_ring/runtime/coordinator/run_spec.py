@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.config import RunConfig, ScalingConfig
-from elastic_ring.control.memory_ladder import RUNGS_ON
+from elastic_ring.control.decisions.memory_ladder import RELIEFS_ON
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.monitor.callbacks import CALLBACKS_NAME, STEP, VALIDATION
 from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, write_json
 from elastic_ring.runtime.coordinator.checkpoints import Resume
 from elastic_ring.runtime.worker.env_fingerprint import versions
-from elastic_ring.state.weight_files import WEIGHTS, WEIGHTS_FOLDER, WEIGHTS_INDEX
+from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_FOLDER, WEIGHTS_INDEX
 from elastic_ring.train.task import TrainingTask
 
 
@@ -62,7 +62,7 @@ def control_options(run_spec: RunSpec) -> ControlOptions:
         grow_interval_s=run.grow_interval_s, grow_cost_s=run.grow_cost_s, crash_loop_limit=run.crash_loop_limit,
         user_error_limit=run.user_error_limit,
         copies=run.copies, copy_every_steps=run.copy_every_steps,
-        memory_rungs=RUNGS_ON[scaling.device], memory_relax_steps=run.memory_relax_steps,
+        memory_reliefs=RELIEFS_ON[scaling.device], memory_relax_steps=run.memory_relax_steps,
     )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, lines_before
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, is_finished, set_aside
-from elastic_ring.state.checkpoint import located
-from elastic_ring.state.storage import Storage
+from elastic_ring.state.checkpoints.checkpoint import located
+from elastic_ring.state.storage.folder import Storage
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, get_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from elastic_ring.config import RunConfig, ScalingConfig
-from elastic_ring.control.demand import Ask, next_ask, sizes
+from elastic_ring.control.capacity.demand import Ask, next_ask, sizes
 from elastic_ring.runtime.agent.agent import NodeAgent
 from elastic_ring.runtime.autoscaler import RENEW_S, Autoscaler
 from elastic_ring.runtime.groups import nccl

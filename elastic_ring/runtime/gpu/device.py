@@ -28,10 +28,10 @@ from elastic_ring.runtime.gpu.leases import (
     wait_for_memory,
 )
 from elastic_ring.runtime.groups.nccl import probe
-from elastic_ring.train.kernels import KernelMismatch
 from elastic_ring.train.memory import is_out_of_memory
+from elastic_ring.train.startup.kernels import KernelMismatch
+from elastic_ring.train.startup.warm import attention_shapes, warm_up_device
 from elastic_ring.train.task import TrainingTask
-from elastic_ring.train.warm import attention_shapes, warm_up_device
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ def _free_bytes(index: int) -> int:
 
 @dataclass(frozen=True)
 class Warmed:
-    """`kernels`: what serves attention, as `train.warm.warm_up_device` tells it. `failed`: names of GPUs."""
+    """`kernels`: what serves attention, as `train.startup.warm.warm_up_device` tells it. `failed`: names of GPUs."""
 
     kernels: dict[str, str]
     failed: frozenset[str] = frozenset()

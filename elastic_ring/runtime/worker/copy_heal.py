@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_ring.control.copies import SnapshotId
 from elastic_ring.control.messages import Heal
+from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.runtime.groups.groups import Connector
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.worker.copies import Copies

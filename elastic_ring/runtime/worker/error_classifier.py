@@ -19,9 +19,9 @@ from elastic_ring.errors import (
     TooManySkipped,
 )
 from elastic_ring.runtime.groups.transport import is_transport_error
-from elastic_ring.train.check import ModelRefused
-from elastic_ring.train.kernels import KernelMismatch
 from elastic_ring.train.memory import chain, describe_shortage, is_out_of_host_memory, is_out_of_memory
+from elastic_ring.train.startup.check import ModelRefused
+from elastic_ring.train.startup.kernels import KernelMismatch
 from elastic_ring.train.vote import ReplicasDiverged
 
 

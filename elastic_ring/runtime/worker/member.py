@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from elastic_ring.control.loss_spikes import SpikeWatch
+from elastic_ring.control.decisions.loss_spikes import SpikeWatch
 from elastic_ring.control.messages import Build, CorpusVersion, Finalized, Heal, Report, Resumed
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.prepared import Later, PreparedTokens
@@ -45,16 +45,16 @@ from elastic_ring.runtime.worker.saver import Place, Saver, open_checkpoint
 from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks
 from elastic_ring.runtime.worker.step_records import StepRecords, record_of
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
-from elastic_ring.state.storage import Storage
-from elastic_ring.train.check import check_model
-from elastic_ring.train.compile_events import EVENTS
-from elastic_ring.train.compiling import CompileWatch, compiled_by, report_compiled, warm_up_model
-from elastic_ring.train.kernels import KernelAgreement
+from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.memory_relief import MemoryRelief, free_caches
 from elastic_ring.train.optim import learning_rate
+from elastic_ring.train.startup.check import check_model
+from elastic_ring.train.startup.compile_events import EVENTS
+from elastic_ring.train.startup.compiling import CompileWatch, compiled_by, report_compiled, warm_up_model
+from elastic_ring.train.startup.kernels import KernelAgreement
+from elastic_ring.train.startup.warm import attention_shapes, warm_up
 from elastic_ring.train.transaction import Local, Transaction
 from elastic_ring.train.vote import Outcome
-from elastic_ring.train.warm import attention_shapes, warm_up
 from elastic_ring.train.weights import gather_weights
 from elastic_ring.train.wrap import num_parameters
 
@@ -254,8 +254,8 @@ class Member:
         self._saver.leave()
         self._copies.keep(command.keep, command.step_back)  # the first may be older, if more hold it
         forget_groups()
-        state.relief = MemoryRelief(command.memory_rungs)
-        if command.memory_rungs:
+        state.relief = MemoryRelief(command.memory_reliefs)
+        if command.memory_reliefs:
             free_caches(self.device)
         self._timings["free_s"] = time.monotonic() - begun
         if self.in_mesh:

@@ -19,7 +19,7 @@ from elastic_ring.config import CheckpointConfig, RunConfig
 from elastic_ring.control.messages import Build, Checkpoint
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.mesh import Mesh
-from elastic_ring.state.checkpoint import (
+from elastic_ring.state.checkpoints.checkpoint import (
     Reader,
     Snapshot,
     attempt_folder,
@@ -32,7 +32,7 @@ from elastic_ring.state.checkpoint import (
     write_part,
 )
 from elastic_ring.state.shard import Shard
-from elastic_ring.state.storage import Storage
+from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.vote import BUSY, DUE
 
 log = logging.getLogger(__name__)

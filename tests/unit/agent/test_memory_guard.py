@@ -164,8 +164,8 @@ def test_the_guard_acts_before_rays_monitor_and_says_so_where_that_is_earlier_th
     assert "guard is off" in warning("n", 0.0, 0.95)
 
 
-@pytest.mark.parametrize("strikes", [True, False])
-def test_a_kill_by_the_kernel_is_told_apart_from_another(tmp_path: Path, strikes: bool) -> None:
+@pytest.mark.parametrize("oom_kills", [True, False])
+def test_a_kill_by_the_kernel_is_told_apart_from_another(tmp_path: Path, oom_kills: bool) -> None:
     connection = JsonConnection()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         cgroup, events = f"proc/{process.pid}/cgroup", "sys/fs/cgroup/memory.events"
@@ -175,14 +175,14 @@ def test_a_kill_by_the_kernel_is_told_apart_from_another(tmp_path: Path, strikes
         agent._guard, agent._connection = MemoryGuard(0.0, memory), connection
         agent._watch_worker({"worker": "w", "pid": process.pid, "stamp_path": str(tmp_path / "no"), "log_path": ""})
         agent._look()
-        if strikes:
+        if oom_kills:
             (tmp_path / events).write_text("oom 1\noom_kill 3\n")
         os.kill(process.pid, signal.SIGKILL)
         while not connection.deaths():
             agent._look()
     (death,) = [message for message in connection.said if message["kind"] == "death"]
-    assert death["reason"] == ("out of memory" if strikes else "died")
-    assert ("oom_kill 2 -> 3); killed by SIGKILL" in death["how"]) == strikes
+    assert death["reason"] == ("out of memory" if oom_kills else "died")
+    assert ("oom_kill 2 -> 3); killed by SIGKILL" in death["how"]) == oom_kills
     connection.close()
 
 

@@ -25,12 +25,12 @@ from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.routing_exchange import RoutingExchange
 from elastic_ring.cli.train import build, parse
 from elastic_ring.data.loader import Loader, slice_sample
-from elastic_ring.data.order import Order
+from elastic_ring.data.sampling.order import Order
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.groups.groups import Rendezvous
 from elastic_ring.state.transfer import receive_shard, send_shard
-from elastic_ring.train.check_pattern import check_pattern
+from elastic_ring.train.startup.check_pattern import check_pattern
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import Transaction
 from tests.unit.groups.processes import Membership, connect, membership

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_ring.control import policy
-from elastic_ring.control.gpu_capacity import placeable
 from elastic_ring.control.messages import (
     BuildFailed,
     DrainRequested,
@@ -22,6 +20,8 @@ from elastic_ring.control.messages import (
     from_json,
     to_json,
 )
+from elastic_ring.control.placement import policy
+from elastic_ring.control.placement.gpu_capacity import placeable
 from elastic_ring.control.state import members, mesh_of, spares, waiting_for
 from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench, build_in, only

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from elastic_ring.data.manifest import Manifest, PreparedSource
 from elastic_ring.data.packing import END_OF_DOCUMENT
-from elastic_ring.data.prepare import PrepareConfig, prepare
+from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
 
 
 def texts(number: int, start: int = 0) -> list[str]:

@@ -21,7 +21,7 @@ from elastic_ring.data.loader import (
     digest_value,
     slice_sample,
 )
-from elastic_ring.data.order import Order, share
+from elastic_ring.data.sampling.order import Order, share
 from elastic_ring.data.source import Sample
 from elastic_ring.errors import DigestMismatch
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ring.data.order import Order, sample_ids, share
+from elastic_ring.data.sampling.order import Order, sample_ids, share
 
 
 @settings(max_examples=60, deadline=None)

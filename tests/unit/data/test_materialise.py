@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from elastic_ring.data.materialise import DatasetTokens, as_source, materialised
 from elastic_ring.data.packing import END_OF_DOCUMENT
+from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, materialised
 from elastic_ring.data.source import StdlibText
 from elastic_ring.trainer import ElasticRingTrainer
 from tests.unit.data.corpora import texts

@@ -16,8 +16,8 @@ import pytest
 
 from elastic_ring.cli import data as command
 from elastic_ring.data.manifest import Manifest, digest_of, read_manifest
-from elastic_ring.data.piece import PieceWorker
-from elastic_ring.data.prepare import PrepareConfig, prepare
+from elastic_ring.data.preparation.piece import PieceWorker
+from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
 from tests.unit.data.corpora import prepared, texts, texts_of, tokens_of, write_jsonl, write_table
 
 ROOT = Path(__file__).parents[3]
@@ -64,7 +64,7 @@ def test_how_the_input_is_cut_loses_and_repeats_nothing(corpus: Path, tmp_path: 
 
 
 def test_a_piece_of_many_tokens_becomes_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ring.data.shard_writer.SHARD_ROW_GROUPS", 3)
+    monkeypatch.setattr("elastic_ring.data.preparation.shard_writer.SHARD_ROW_GROUPS", 3)
     source = write_jsonl(tmp_path / "a.jsonl", texts(30))
     manifest = prepared(tmp_path / "out", source, piece_bytes=10**9)
     assert all(shard.num_tokens == 3 * 64 for shard in manifest.sources[0].shards[:-1])
@@ -129,7 +129,7 @@ def test_complete_beginnings_get_manifests_on_the_way(corpus: Path, tmp_path: Pa
 
 KILLED = """
 import os, signal, sys
-from elastic_ring.data import piece
+from elastic_ring.data.preparation import piece
 from pathlib import Path
 from tests.unit.data.corpora import prepared
 whole, left = piece.ShardWriter.close, [4]

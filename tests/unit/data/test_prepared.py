@@ -25,9 +25,9 @@ from elastic_ring.data.chunks import ChunkCache
 from elastic_ring.data.growth import longer_manifest
 from elastic_ring.data.loader import consumed_digest, digest_value, slice_sample
 from elastic_ring.data.manifest import Manifest, read_manifest
-from elastic_ring.data.order import share
 from elastic_ring.data.packing import END_OF_DOCUMENT
 from elastic_ring.data.prepared import Later, PreparedCorpus, PreparedTokens, apportioned
+from elastic_ring.data.sampling.order import share
 from elastic_ring.data.source import hold_out, open_source, order_of
 from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
 from tests.unit.data.corpora import prepared, texts, write_jsonl

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 
 from elastic_ring.cli import main as command_line
 from elastic_ring.cli.checkpoints import age, main, size
-from elastic_ring.state import checkpoint
-from elastic_ring.state.storage import Storage
+from elastic_ring.state.checkpoints import checkpoint
+from elastic_ring.state.storage.folder import Storage
 from tests.object_store.store import ObjectStore
 from tests.unit.state.test_checkpoint import SHAPES, STEP, damage, save, shard_of, whole_values
 

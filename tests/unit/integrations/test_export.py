@@ -20,10 +20,10 @@ from elastic_ring.attention.schedule import plan
 from elastic_ring.cli import main as command
 from elastic_ring.cli import train
 from elastic_ring.cli.settings import parse
-from elastic_ring.data.prepare import PrepareConfig, prepare
+from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import RingModel, export, ring_model
-from elastic_ring.state.weight_files import WEIGHTS, WEIGHTS_INDEX
+from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_INDEX
 
 T = pytest.importorskip("transformers")
 split_torch_state_dict_into_shards = pytest.importorskip("huggingface_hub").split_torch_state_dict_into_shards

@@ -30,8 +30,8 @@ from elastic_ring.model import fused_ops
 from elastic_ring.model.fused_ops import OPTIONS
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Rotation, Transformer
-from elastic_ring.train.check import check_model
-from elastic_ring.train.compiling import (
+from elastic_ring.train.startup.check import check_model
+from elastic_ring.train.startup.compiling import (
     CompileWatch,
     check_compiler,
     check_compiles,

@@ -28,7 +28,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.train.layouts import Layouts, attention_calls, check_layers
+from elastic_ring.train.startup.layouts import Layouts, attention_calls, check_layers
 from elastic_ring.train.task import Batch, TrainingTask
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
 from tests.unit.groups.processes import Membership, membership
@@ -69,7 +69,8 @@ def test_the_same_layout_comes_out_in_every_process_and_for_every_object_of_the_
         assert again.choice(cp, "cpu") == ours[cp]
         assert ours[cp].layout.cp == cp
     program = (
-        "from tests.unit.sparse.test_layout_auto import task_of\nfrom elastic_ring.train.layouts import Layouts\n"
+        "from tests.unit.sparse.test_layout_auto import task_of\n"
+        "from elastic_ring.train.startup.layouts import Layouts\n"
         f"layouts = Layouts(task_of({text!r}))\n"
         "print([layouts.choice(cp, 'cpu').layout.segments for cp in (4, 3, 2)])"
     )
@@ -292,7 +293,7 @@ def test_fit_says_in_one_line_which_layout_and_why(
         raise Reached
 
     monkeypatch.setattr("elastic_ring.trainer.ray_session", stop)  # it would start Ray
-    caplog.set_level("INFO", logger="elastic_ring.train.layouts")
+    caplog.set_level("INFO", logger="elastic_ring.train.startup.layouts")
     for device, num_tokens, text in (("cpu", 509, "window:64"), ("cuda", 768, "bigbird:2,0,1")):
         caplog.clear()
         step = StepConfig(

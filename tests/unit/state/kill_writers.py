@@ -16,9 +16,9 @@ import time
 
 import torch
 
-from elastic_ring.state import checkpoint
-from elastic_ring.state.checkpoint import Described, Manifest, Snapshot
-from elastic_ring.state.storage import Storage
+from elastic_ring.state.checkpoints import checkpoint
+from elastic_ring.state.checkpoints.checkpoint import Described, Manifest, Snapshot
+from elastic_ring.state.storage.folder import Storage
 
 CP = 2
 NUM_FLOATS = 20 * (1 << 20) // 4

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
-from elastic_ring.state import checkpoint
-from elastic_ring.state.checkpoint import Manifest, Reader
-from elastic_ring.state.retention import newest_verified
+from elastic_ring.state.checkpoints import checkpoint
+from elastic_ring.state.checkpoints.checkpoint import Manifest, Reader
+from elastic_ring.state.checkpoints.retention import newest_verified
 from elastic_ring.state.shard import Counters, Shard
-from elastic_ring.state.storage import Storage
+from elastic_ring.state.storage.folder import Storage
 from tests.object_store.store import ObjectStore
 
 SHAPES = {"embed": (10, 4), "norm": (3,), "head": (7, 2, 2)}

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from elastic_ring.config import RunConfig, ScalingConfig
+from elastic_ring.control.decisions.quorum import decide
 from elastic_ring.control.messages import Heal, Report
-from elastic_ring.control.quorum import decide
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups.heal import heal_over_link

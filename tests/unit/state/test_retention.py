@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ring.cli.checkpoints import main
-from elastic_ring.state import checkpoint, retention
-from elastic_ring.state.storage import Storage
+from elastic_ring.state.checkpoints import checkpoint, retention
+from elastic_ring.state.storage.folder import Storage
 from tests.object_store.store import ObjectStore
 from tests.unit.state.test_checkpoint import damage, save
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from elastic_ring.errors import StorageFailed
-from elastic_ring.state import object_store as s3
-from elastic_ring.state.retries import Retries
-from elastic_ring.state.storage import Storage, StoredFile, open_or_refuse
+from elastic_ring.state.storage import object_store as s3
+from elastic_ring.state.storage.folder import Storage, StoredFile, open_or_refuse
+from elastic_ring.state.storage.retries import Retries
 from tests.object_store.proxy import FaultyProxy, faulty_proxy
 from tests.object_store.store import ObjectStore
 

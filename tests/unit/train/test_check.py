@@ -22,7 +22,7 @@ from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.train.check import ModelRefused, check_model
+from elastic_ring.train.startup.check import ModelRefused, check_model
 from elastic_ring.train.task import Batch
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train.tiny_task import MODEL, STEP, RandomText, begin, facts, make_task, run_steps
@@ -150,7 +150,7 @@ def check_in_blocks(me: Any) -> int:
         made.append(PatternedAttention(task.pattern, layout, cp_rank, group, sparse_kernel=REFERENCE.name))
         return made[-1]
 
-    with mock.patch("elastic_ring.train.check.attention_of", in_blocks):
+    with mock.patch("elastic_ring.train.startup.check.attention_of", in_blocks):
         check_model(me.state.task, me.groups, me.state)
     return len(made)
 

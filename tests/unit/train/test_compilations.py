@@ -29,8 +29,8 @@ from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.warmup import NullProcessGroup
 from elastic_ring.monitor.stamps import Phase, StampReader, StampWriter
 from elastic_ring.runtime.worker.member import Member
-from elastic_ring.train.compile_events import EVENTS, CompileEvents
-from elastic_ring.train.compiling import CompileWatch
+from elastic_ring.train.startup.compile_events import EVENTS, CompileEvents
+from elastic_ring.train.startup.compiling import CompileWatch
 
 CONTEXT = 1024
 HEAD_DIM = 8

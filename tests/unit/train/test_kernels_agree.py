@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from elastic_ring.config import StepConfig
-from elastic_ring.train.kernels import KernelMismatch, agree, agreed, gather_rows, kernels_of
 from elastic_ring.train.optim import OptimConfig
+from elastic_ring.train.startup.kernels import KernelMismatch, agree, agreed, gather_rows, kernels_of
 from elastic_ring.train.task import TrainingTask
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
 

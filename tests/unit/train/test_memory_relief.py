@@ -1,4 +1,4 @@
-"""The rungs of the memory ladder on real processes and groups: each keeps the bits, and saves what it says."""
+"""The reliefs of the memory ladder on real processes and groups: each keeps the bits, and saves what it says."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class OwnModel(KeepingAll):
         self.blocks = nn.ModuleList(OwnLayer(block) for block in self.blocks)  # type: ignore[arg-type]
 
 
-def relieve(me: Any, rungs: tuple[str, ...]) -> None:
-    me.state.relief = MemoryRelief(rungs)
+def relieve(me: Any, reliefs: tuple[str, ...]) -> None:
+    me.state.relief = MemoryRelief(reliefs)
 
 
 def kept_bytes(me: Any) -> int:
@@ -71,7 +71,7 @@ def two() -> Iterator[Membership]:
     "task", [make_task(KeepingAll), make_task(OwnModel, initial=None)],
     ids=["with a setting", "without"],
 )  # fmt: skip
-def test_a_rung_that_is_taken_between_two_steps_saves_memory_and_changes_no_bit(
+def test_a_relief_that_is_taken_between_two_steps_saves_memory_and_changes_no_bit(
     two: Membership, task: TrainingTask
 ) -> None:
     two.all(begin, two.meeting(), RING, task)
@@ -103,7 +103,7 @@ def test_one_sequence_is_read_ahead_under_pressure_and_caches_are_freed_before_e
     MemoryRelief(("caches",)).before_step(torch.device("cpu"))  # malloc_trim is found on this platform or left out
 
 
-def test_offload_tells_the_layers_that_can_and_is_no_rung_of_a_cpu() -> None:
+def test_offload_tells_the_layers_that_can_and_is_no_relief_of_a_cpu() -> None:
     model = Transformer(MODEL)
     MemoryRelief(("caches", "recompute", "offload")).change(model, model.blocks)
     assert all(block.offload_activations for block in model.blocks)

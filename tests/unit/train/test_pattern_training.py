@@ -25,7 +25,7 @@ from elastic_ring.data.source import StdlibText
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.train.check_pattern import check_pattern
+from elastic_ring.train.startup.check_pattern import check_pattern
 from elastic_ring.train.task import Batch, TrainingTask
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
 from tests.unit.groups.processes import Membership, membership

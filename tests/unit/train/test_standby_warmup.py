@@ -17,10 +17,10 @@ from elastic_ring.config import StepConfig
 from elastic_ring.data.source import StdlibText
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.train.compiling import CompileWatch
 from elastic_ring.train.optim import OptimConfig
+from elastic_ring.train.startup.compiling import CompileWatch
+from elastic_ring.train.startup.warm import attention_shapes, warm_up_attention
 from elastic_ring.train.task import TrainingTask
-from elastic_ring.train.warm import attention_shapes, warm_up_attention
 
 
 def task_of(model: partial[Transformer]) -> TrainingTask:
@@ -70,7 +70,7 @@ from functools import partial
 from tests.unit.train.test_standby_warmup import task_of
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.train.warm import warm_up
+from elastic_ring.train.startup.warm import warm_up
 warm_up(task_of(partial(Transformer, preset("laptop"))))
 assert not dist.is_initialized()
 """

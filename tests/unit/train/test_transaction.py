@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_ring.control.loss_spikes import Action, SpikeWatch
+from elastic_ring.control.decisions.loss_spikes import Action, SpikeWatch
 from elastic_ring.data.loader import digest_value
 from elastic_ring.errors import LossSpike, TooManySkipped
 from elastic_ring.mesh import Mesh
-from elastic_ring.state import device_squares
-from elastic_ring.state.device_squares import squared_norm
+from elastic_ring.state.device import squares as device_squares
+from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Counters
 from elastic_ring.train.transaction import sequence_seed
 from tests.unit.groups.processes import Membership, membership

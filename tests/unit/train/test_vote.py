@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.control.loss_spikes import VERDICTS, SpikeBallot
+from elastic_ring.control.decisions.loss_spikes import VERDICTS, SpikeBallot
 from elastic_ring.control.messages import Vote
 from elastic_ring.mesh import Mesh
 from elastic_ring.train.vote import FIELDS, Ballot, Outcome, ReplicasDiverged, count, start_vote

@@ -25,7 +25,7 @@ from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.attention.sparse_schedule import plan_sparse
 from elastic_ring.attention.warmup import warm_up_lengths
-from elastic_ring.train.warm import kinds_of_layers
+from elastic_ring.train.startup.warm import kinds_of_layers
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
 from tests.unit.sparse.block_cases import FAMILIES
 

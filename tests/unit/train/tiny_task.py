@@ -17,8 +17,8 @@ from elastic_ring.attention.layout import make_layout
 from elastic_ring.config import StepConfig
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import Loader, slice_sample
-from elastic_ring.data.order import Order
 from elastic_ring.data.packing import Sample
+from elastic_ring.data.sampling.order import Order
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser, initialise_module
@@ -26,8 +26,8 @@ from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.groups.groups import Rendezvous
 from elastic_ring.runtime.groups.transport import translated
-from elastic_ring.state.storage import Storage
-from elastic_ring.state.weight_files import MAX_FILE_BYTES
+from elastic_ring.state.checkpoints.weight_files import MAX_FILE_BYTES
+from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.optim import OptimConfig, learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import Transaction

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.copies import ParityGroup, SnapshotId
 from elastic_ring.control.messages import Build, Heal
+from elastic_ring.control.placement.copies import ParityGroup, SnapshotId
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups.transport import translated

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from elastic_ring.errors import DigestMismatch, GroupAborted, PeerFailed, TooManySkipped
 from elastic_ring.runtime.groups.nccl import has_failed
 from elastic_ring.runtime.worker.error_classifier import trouble_kind, trouble_text
-from elastic_ring.train.check import ModelRefused
-from elastic_ring.train.kernels import KernelMismatch
 from elastic_ring.train.memory import drop_frames
+from elastic_ring.train.startup.check import ModelRefused
+from elastic_ring.train.startup.kernels import KernelMismatch
 from elastic_ring.train.vote import ReplicasDiverged
 
 CUDA_ERROR = "CUDA error: an illegal memory access was encountered\nFor debugging consider CUDA_LAUNCH_BLOCKING=1"

@@ -1,0 +1,1 @@
+"""How many workers a run wants: demand, growth, shrinking, notices."""

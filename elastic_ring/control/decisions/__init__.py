@@ -1,0 +1,1 @@
+"""Single decisions of a recovery, each a pure function."""

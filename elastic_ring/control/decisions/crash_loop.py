@@ -1,0 +1,77 @@
+"""Crash loops: decides whether a step's own work kills its members or unrelated losses hit the same step. Pure.
+
+Preemptible machines may lose any number of workers in one step. Only deaths during the step's own work count: not
+while idle or rebuilding, not after a drain notice, not with the node, not by a failed GPU. Signals from outside
+(SIGKILL and SIGTERM) say little about the step, unless the node's agent says that memory was the cause. Such deaths
+count together only if the same ring, which has the same sequences, died in the same phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from elastic_ring.control.decisions.memory_ladder import OUT_OF_MEMORY
+from elastic_ring.control.state import Crash, Incident, LostWorker
+from elastic_ring.mesh import Mesh
+
+OF_ONE_DEVICE = ("poisoned device", "device error")
+"""Loss reasons that mean a failed GPU; they say nothing about the step."""
+STEP_PHASES = ("forward", "backward", "compile", "apply")
+FINALIZE = "finalize"
+OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP")
+"""Signals that a process causes by its own computation."""
+
+
+def crash_of(incident: Incident, mesh: Mesh, step: int, total_steps: int) -> Crash | None:
+    """The deaths of this incident that a step's own work may have caused; None if there are none.
+
+    `mesh` is the mesh of the dead workers, `step` the step that runs next.
+    """
+    if incident.planned or any(lost.reason == "node lost" for lost in incident.lost):
+        return None
+    deaths = [lost for lost in incident.lost if _in_own_work(lost, step, total_steps)]
+    if not deaths:
+        return None
+    blamed = min(lost.step for lost in deaths)
+    return Crash(blamed, mesh, tuple(lost for lost in deaths if lost.step == blamed))
+
+
+def counted(crashes: Sequence[Crash]) -> list[Crash]:
+    """The largest set of these crashes that one cause can explain, in order. All are of one step."""
+    own = [crash for crash in crashes if _is_own(crash)]
+    causes = {key for crash in crashes if not _is_own(crash) for key in _keys(crash)}
+    agreeing = [[crash for crash in crashes if crash in own or key in _keys(crash)] for key in sorted(causes, key=str)]
+    return max([own, *agreeing], key=len)
+
+
+def told(crashes: Iterable[Crash]) -> str:
+    """The crashes as text: worker, rank, node, phase and signal of each death."""
+    return "; ".join(
+        f"({number}) " + ", ".join(_death(lost) for lost in crash.deaths) for number, crash in enumerate(crashes, 1)
+    )
+
+
+def _death(lost: LostWorker) -> str:
+    told = lost.reason if lost.reason == OUT_OF_MEMORY else lost.signal
+    how = told or ("hung" if lost.reason == "hung" else lost.reason)
+    return f"{lost.worker} (rank {lost.global_rank} on {lost.node}) in {lost.phase}: {how}"
+
+
+def _in_own_work(lost: LostWorker, step: int, total_steps: int) -> bool:
+    if lost.global_rank is None or lost.draining or lost.reason in OF_ONE_DEVICE:
+        return False
+    if step >= total_steps and lost.phase == FINALIZE:
+        return True
+    # If step k kills in apply, its vote may be known already; then the step that runs next is k + 1.
+    of_this = lost.step == step or (lost.phase == "apply" and lost.step == step - 1)
+    return of_this and lost.phase in STEP_PHASES
+
+
+def _is_own(crash: Crash) -> bool:
+    """Whether the step itself likely caused all deaths. A peer of a killed process may crash when its links break."""
+    return all(lost.signal in OWN_SIGNALS or lost.reason in ("exited", OUT_OF_MEMORY) for lost in crash.deaths)
+
+
+def _keys(crash: Crash) -> set[tuple[Mesh, int, str]]:
+    ranked = [(lost, lost.global_rank) for lost in crash.deaths if lost.global_rank is not None]
+    return {(crash.mesh, crash.mesh.coordinate(rank).dp_rank, lost.phase) for lost, rank in ranked}

@@ -1,0 +1,346 @@
+"""Placement: from all losses known so far to the members by rank and the heals of the next mesh.
+
+Pure; no protocol, no messages sent here. Holders of one shard share a node only where the nodes leave no choice
+(invariant 6).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elastic_ring.control.messages import Heal
+from elastic_ring.control.placement.domains import DomainCounts
+from elastic_ring.control.placement.gpu_capacity import placeable
+from elastic_ring.control.placement.heals import heals_of
+from elastic_ring.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Source:
+    """Whoever can supply a shard from a snapshot without being its owner: `donor` from a copy, or from a parity
+    together with the own snapshots of `parity_from`."""
+
+    donor: str
+    parity_from: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Everything known once all reports have arrived.
+
+    `mesh` and `members`: those of the last generation that ran (`members` is empty for a first formation). `hints`:
+    worker → rank in a later attempt, for workers outside `members`. `holders`: worker → `cp_rank` of its verified shard
+    at the next step. `empty`: live members without one. Workers in `draining` may donate, but become members only if
+    `min_dp` rings are impossible without them. `gpus_on`: node → maximum number of members, for nodes with a limit.
+    `domains_of`: node → what it may fail together with, the widest first; `reserved`: nodes that are no spot machines.
+    `sources`: `cp_rank` → who can supply it beside its holders; only where everyone goes back to a snapshot.
+    """
+
+    mesh: Mesh
+    members: tuple[str, ...]
+    holders: Mapping[str, int]
+    empty: tuple[str, ...]
+    spares: tuple[str, ...]
+    node_of: Mapping[str, str]
+    target_dp: int
+    min_dp: int
+    draining: frozenset[str] = frozenset()
+    hints: Mapping[str, int] = field(default_factory=dict)
+    fresh: bool = False
+    gpus_on: Mapping[str, int] = field(default_factory=dict)
+    domains_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    reserved: frozenset[str] = frozenset()
+    sources: Mapping[int, tuple[Source, ...]] = field(default_factory=dict)
+
+    def able(self, workers: Iterable[str]) -> list[str]:
+        """The `workers` that can be members at the same time; `workers` come in the order holders, empty, spares.
+
+        A holder has its GPU. A live member without a shard may have none, so it counts as a newcomer, before spares.
+        """
+        leaving = (worker for worker in self.empty if worker in self.draining)
+        return placeable(workers, (*self.holders, *leaving), self.node_of, self.gpus_on)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The next mesh. `newcomers` get healed; `leaving` took part until now and are not in the mesh.
+
+    `action`: as in `state.Change`. `promise`: "bit-exact" or "sample-exact".
+    """
+
+    mesh: Mesh
+    members: tuple[str, ...]
+    heals: tuple[Heal, ...]
+    newcomers: tuple[str, ...]
+    leaving: tuple[str, ...]
+    action: str
+    promise: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class NotEnoughWorkers:
+    """Every shard has a holder, but there are too few workers for `min_dp` rings: wait.
+
+    `num_workers` could be members at the same time; `num_crowded` more are on nodes without a free GPU.
+    """
+
+    num_workers: int
+    num_missing: int
+    num_crowded: int = 0
+
+
+@dataclass(frozen=True)
+class NoHolder:
+    """These `cp_rank`s have no verified holder."""
+
+    cp_ranks: tuple[int, ...]
+
+
+def plan(situation: Situation) -> Plan | NotEnoughWorkers | NoHolder:
+    """Fill the gaps with spares if there are enough, else form as many whole rings as there are workers for.
+
+    Only workers that can be members at the same time are candidates, so no later choice can exceed a node's limit.
+    """
+    cp = situation.mesh.cp
+    held = {*situation.holders.values(), *situation.sources}
+    no_holder = tuple(cp_rank for cp_rank in range(cp) if cp_rank not in held)
+    if no_holder and not situation.fresh:
+        return NoHolder(no_holder)
+    everyone = (*situation.holders, *situation.empty, *situation.spares)
+    able = situation.able(worker for worker in everyone if worker not in situation.draining)
+    if len(able) // cp < situation.min_dp:
+        able = situation.able(everyone)
+    dp = min(situation.target_dp, len(able) // cp)
+    if dp < max(1, situation.min_dp):
+        return NotEnoughWorkers(len(able), max(1, situation.min_dp) * cp - len(able), len(everyone) - len(able))
+    placement = _Placement(situation, Mesh(dp, cp), able)
+    placement.keep()
+    placement.move_surplus()
+    placement.keep_empty()
+    placement.fill()
+    return _describe(situation, Mesh(dp, cp), placement.members())
+
+
+class _Placement:
+    """A mesh that is being filled: members that stay, then surplus holders of the same shard, then newcomers."""
+
+    def __init__(self, situation: Situation, mesh: Mesh, able: Iterable[str]) -> None:
+        self.situation = situation
+        self.mesh = mesh
+        self.free = dict.fromkeys(able)
+        self.taken: list[str | None] = [None] * mesh.size
+        self.holders_on: Counter[tuple[int, str]] = Counter()
+        self.ring_on: Counter[tuple[int, str]] = Counter()
+        self.new_ring: dict[int, int] = {}
+        self.domains = DomainCounts(mesh.cp, situation.domains_of, situation.reserved)
+
+    def members(self) -> tuple[str, ...]:
+        assert all(worker is not None for worker in self.taken), self.taken
+        return tuple(worker for worker in self.taken if worker is not None)
+
+    def keep(self) -> None:
+        """Holders in kept rings keep their ranks."""
+        old = self.situation.mesh
+        wanted = [
+            (rank, worker)
+            for worker, rank in self._preferred().items()
+            if worker in self.free and self.situation.holders.get(worker) == old.coordinate(rank).cp_rank
+        ]
+        self.new_ring = self._kept_rings(Counter(old.coordinate(rank).dp_rank for rank, _ in wanted))
+        self._place_again(wanted)
+
+    def keep_empty(self) -> None:
+        """A live member that lost its shard keeps its rank, unless a holder took it, and is healed there."""
+        empty = set(self.situation.empty)
+        self._place_again([(rank, w) for w, rank in self._preferred().items() if w in self.free and w in empty])
+
+    def _preferred(self) -> dict[str, int]:
+        """Worker → old global rank; the rank in the last mesh that ran overrides that of a later attempt."""
+        return {**self.situation.hints, **{worker: rank for rank, worker in enumerate(self.situation.members)}}
+
+    def _place_again(self, wanted: Sequence[tuple[int, str]]) -> None:
+        for rank, worker in wanted:
+            coordinate = self.situation.mesh.coordinate(rank)
+            if coordinate.dp_rank in self.new_ring:
+                new_rank = self.new_ring[coordinate.dp_rank] * self.mesh.cp + coordinate.cp_rank
+                if self.taken[new_rank] is None:
+                    self._place(new_rank, worker)
+
+    def _kept_rings(self, num_survivors: Counter[int]) -> dict[int, int]:
+        """Old dp_rank → new dp_rank of the rings with most survivors; unchanged where it still exists."""
+        order = sorted(range(self.situation.mesh.dp), key=lambda ring: (-num_survivors[ring], ring))
+        kept = sorted(order[: self.mesh.dp])
+        gaps = iter(sorted(set(range(self.mesh.dp)) - set(kept)))
+        return {ring: ring if ring < self.mesh.dp else next(gaps) for ring in kept}
+
+    def move_surplus(self) -> None:
+        """Holders without a rank fill gaps of their own shard, which need no heal."""
+        surplus: dict[int, list[str]] = defaultdict(list)
+        for worker in self.free:
+            if worker in self.situation.holders:
+                surplus[self.situation.holders[worker]].append(worker)
+        for rank in self._gaps() if surplus else ():
+            candidates = surplus[rank % self.mesh.cp]
+            if candidates:
+                best = min(candidates, key=lambda worker: self._cost(rank, self.situation.node_of[worker]))
+                candidates.remove(best)
+                self._place(rank, best)
+
+    def fill(self) -> None:
+        """Fill the rest with newcomers: spares, then holders whose shard has enough holders.
+
+        Spreading the holders of a shard over nodes comes before packing a ring on few nodes.
+        """
+        pool: dict[str, list[str]] = defaultdict(list)
+        spare = set(self.situation.spares)
+        for worker in sorted(self.free, key=lambda worker: worker not in spare):
+            pool[self.situation.node_of[worker]].append(worker)
+        gaps = self._gaps()
+        left_in_ring = Counter(rank // self.mesh.cp for rank in gaps)
+        # Consider only nodes with spares while there are any: moving a holder to another shard is the last resort.
+        num_spares = sum(worker in spare for worker in self.free)
+        shelf = {node: workers for node, workers in pool.items() if workers[0] in spare} if num_spares else pool
+        fewest: Counter[int] = Counter()
+        for rank in gaps:
+            ring = rank // self.mesh.cp
+            near = self.domains.narrowed(rank, shelf) if self.domains.matter else shelf
+            node = self._best_node(rank, near, left_in_ring[ring], Counter() if near is not shelf else fewest)
+            workers = shelf.pop(node)
+            self._place(rank, workers.pop(0))
+            left_in_ring[ring] -= 1
+            # Reinsert the node at the end, so that the next search meets less used nodes first.
+            if workers and (shelf is pool or workers[0] in spare):
+                shelf[node] = workers
+            elif not workers:
+                pool.pop(node, None)
+            if not shelf:
+                shelf, fewest = pool, Counter()
+        self._swap_apart(gaps)
+        self._trade_with_idle(gaps, spare)
+
+    def _best_node(self, rank: int, shelf: Mapping[str, list[str]], num_left_in_ring: int, fewest: Counter[int]) -> str:
+        """The node with fewest holders of the shard, then most members of the ring, then room for its other members.
+
+        `fewest` has the minimum number of holders per shard. It only rises while nodes fill, so the search stops at
+        the first node that reaches it and is best by the other criteria.
+        """
+        ring, cp_rank = divmod(rank, self.mesh.cp)
+        holders_on, ring_on = self.holders_on, self.ring_on
+        begun = [node for node in self._nodes_of_ring(ring) if node in shelf]
+        most = max([ring_on[ring, node] for node in begun]) if begun else 0
+        best, best_key = "", (self.mesh.size + 1, 0, 0)
+        for node in (*begun, *shelf) if begun else shelf:
+            num_holders = holders_on.get((cp_rank, node), 0)
+            if num_holders > best_key[0]:
+                continue
+            key = (num_holders, -ring_on.get((ring, node), 0), -min(len(shelf[node]), num_left_in_ring))
+            if key < best_key:
+                best, best_key = node, key
+            if key[:2] == (fewest[cp_rank], -most) and (most > 0 or key[2] == -num_left_in_ring):
+                break
+        fewest[cp_rank] = best_key[0]
+        return best
+
+    def _nodes_of_ring(self, ring: int) -> dict[str, None]:
+        """The nodes of a ring's members, by rank (a dict as an ordered set)."""
+        node_of, first = self.situation.node_of, ring * self.mesh.cp
+        taken = self.taken[first : first + self.mesh.cp]
+        return {node_of[worker]: None for worker in taken if worker is not None}
+
+    def _swap_apart(self, gaps: Sequence[int]) -> None:
+        """Swap two newcomers of a ring where that moves holders of one shard to different nodes."""
+        by_ring: dict[int, list[int]] = defaultdict(list)
+        for rank in gaps:
+            by_ring[rank // self.mesh.cp].append(rank)
+        for rank in gaps:
+            if self.holders_on[self._shard_and_node(rank)] < 2:
+                continue
+            for other in by_ring[rank // self.mesh.cp]:
+                if self._gain(rank, other) > 0:
+                    first, second = self._leave(rank), self._leave(other)
+                    self._place(rank, second)
+                    self._place(other, first)
+                    break
+
+    def _trade_with_idle(self, gaps: Sequence[int], spare: set[str]) -> None:
+        """Replace a newcomer by an unused spare where that moves holders of one shard to different nodes."""
+        for rank in gaps:
+            cp_rank, node = self._shard_and_node(rank)
+            if self.taken[rank] not in spare or self.holders_on[cp_rank, node] < 2:
+                continue
+            least = self.holders_on[cp_rank, node] - 1
+            for idle in [worker for worker in self.free if worker in spare]:
+                if self.holders_on[cp_rank, self.situation.node_of[idle]] < least:
+                    self.free[self._leave(rank)] = None
+                    self._place(rank, idle)
+                    break
+
+    def _gain(self, rank: int, other: int) -> int:
+        """By how many a swap reduces the pairs of holders of one shard on one node."""
+        (one, here), (two, there) = self._shard_and_node(rank), self._shard_and_node(other)
+        if here == there or one == two:
+            return 0
+        on = self.holders_on
+        return on[one, here] - 1 - on[one, there] + on[two, there] - 1 - on[two, here]
+
+    def _shard_and_node(self, rank: int) -> tuple[int, str]:
+        worker = self.taken[rank]
+        assert worker is not None
+        return rank % self.mesh.cp, self.situation.node_of[worker]
+
+    def _cost(self, rank: int, node: str) -> tuple[int, int]:
+        ring, cp_rank = divmod(rank, self.mesh.cp)
+        return self.holders_on.get((cp_rank, node), 0), -self.ring_on.get((ring, node), 0)
+
+    def _gaps(self) -> list[int]:
+        return [rank for rank, worker in enumerate(self.taken) if worker is None]
+
+    def _place(self, rank: int, worker: str) -> None:
+        self.free.pop(worker, None)
+        self.taken[rank] = worker
+        ring, cp_rank = divmod(rank, self.mesh.cp)
+        node = self.situation.node_of[worker]
+        self.holders_on[cp_rank, node] += 1
+        self.ring_on[ring, node] += 1
+        self.domains.count(rank, node, 1)
+
+    def _leave(self, rank: int) -> str:
+        ring, cp_rank = divmod(rank, self.mesh.cp)
+        worker = self.taken[rank]
+        assert worker is not None
+        self.taken[rank] = None
+        node = self.situation.node_of[worker]
+        self.holders_on[cp_rank, node] -= 1
+        self.ring_on[ring, node] -= 1
+        self.domains.count(rank, node, -1)
+        return worker
+
+
+def _describe(situation: Situation, mesh: Mesh, members: tuple[str, ...]) -> Plan:
+    newcomers = tuple(worker for rank, worker in enumerate(members) if situation.holders.get(worker) != rank % mesh.cp)
+    placed = set(members)
+    leaving = tuple(w for w in (*situation.holders, *situation.empty) if w not in placed)
+    heals = () if situation.fresh else heals_of(situation, mesh, members)
+    action = "formed" if situation.fresh else _action(situation, mesh, newcomers, placed)
+    old = situation.members
+    in_place = mesh == situation.mesh and all(
+        new == before or before not in placed for new, before in zip(members, old, strict=False)
+    )
+    promise = "bit-exact" if in_place or situation.fresh else "sample-exact"
+    reason = f"{action}: {mesh}, {len(newcomers)} newcomer(s), {len(leaving)} leaving"
+    return Plan(mesh, members, heals, newcomers, leaving, action, promise, reason)
+
+
+def _action(situation: Situation, mesh: Mesh, newcomers: tuple[str, ...], placed: set[str]) -> str:
+    if mesh.dp != situation.mesh.dp:
+        return "mesh shrank" if mesh.dp < situation.mesh.dp else "grew"
+    if any(worker in situation.draining and worker not in placed for worker in situation.members):
+        return "drained"
+    # A spare that was healed in an attempt that failed later is no newcomer now, but still counts as a spare here.
+    num_spares = len(placed - set(situation.members))
+    if num_spares:
+        return "spare took its place" if num_spares == 1 else "spares took their places"
+    return "healed in place" if newcomers else "rebuilt in place"

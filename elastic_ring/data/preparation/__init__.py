@@ -1,0 +1,1 @@
+"""From documents to token shards and a manifest: `elastic-ring data prepare`."""

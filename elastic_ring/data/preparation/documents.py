@@ -1,0 +1,155 @@
+"""The documents of a piece, one after the other: JSON lines, Parquet, Arrow, or one document a text file.
+
+A document is its UTF-8 bytes. What cannot be read is named and left out, or ends the preparation, as the caller asks.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_ring.data.filesystem import located
+from elastic_ring.data.preparation.inputs import WHOLE, Piece, Span, open_arrow
+
+log = logging.getLogger(__name__)
+
+BUFFER_BYTES = 1 << 20
+NUM_ROWS = 256  # of Parquet that are decoded at once
+OnBadInput = Literal["fail", "skip"]
+
+
+@dataclass
+class Tally:
+    """What was left out of a piece so far."""
+
+    on_bad_input: OnBadInput
+    num_empty_documents: int = 0
+    num_empty_files: int = 0
+    bad: list[str] = field(default_factory=list)
+
+    def leave_out(self, what: str) -> None:
+        """Note an unreadable input. Raises ValueError where that is to end the preparation."""
+        if self.on_bad_input == "fail":
+            raise ValueError(f"{what}; mend or remove it and prepare again, or go on without it: --on-bad-input skip")
+        log.warning("left out: %s", what)
+        self.bad.append(what)
+
+
+def read_documents(piece: Piece, text_column: str, tally: Tally) -> Iterator[bytes]:
+    """The documents of a piece in order, without empty ones. Raises ValueError for a file that has changed since it was
+    listed, and for bad input where `tally` says so."""
+    filesystem, _ = located(piece.uri)
+    readers = {"jsonl": _json_lines, "parquet": _parquet, "arrow": _arrow, "text": _text}
+    for span in piece.spans:
+        size = filesystem.get_file_info(span.file.path).size
+        if size != span.file.num_bytes:
+            raise ValueError(
+                f"{span.file.path}: has {size} bytes, {span.file.num_bytes} when it was listed: input must not change "
+                "while it is prepared; prepare it anew into another folder"
+            )
+        if not size:
+            tally.num_empty_files += 1
+            tally.leave_out(f"{span.name}: is empty")
+            continue
+        try:
+            for document in readers[span.file.kind](filesystem, span, text_column, tally):
+                if document:
+                    yield document
+                else:
+                    tally.num_empty_documents += 1
+        except (OSError, EOFError, pa.ArrowException) as error:
+            tally.leave_out(f"{span.name}: cannot be read{_from(span)}: {error}")
+
+
+def _from(span: Span) -> str:
+    return f" (part {span.start} to {span.stop})" if span.stop != WHOLE else ""
+
+
+def _json_lines(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[bytes]:
+    for at, line in _lines(filesystem, span):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            document = b"" if (text := value[column]) is None else text.encode()
+        except KeyError:
+            has = f"it has {', '.join(map(str, value))}; --text-column names the one to take"
+            tally.leave_out(f"{span.name}: the line at byte {at} has no {column!r}: {has}")
+        except (ValueError, TypeError, AttributeError) as error:  # no JSON or no UTF-8; no object; no text
+            tally.leave_out(f"{span.name}: the line at byte {at} is no JSON object with text in {column!r}: {error}")
+        else:
+            yield document
+
+
+def _lines(filesystem: Any, span: Span) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of the lines that begin in the span."""
+    whole = span.stop == WHOLE
+    opened = _stream(filesystem, span.file.path) if whole else filesystem.open_input_file(span.file.path)
+    with opened as file, io.BufferedReader(file, BUFFER_BYTES) as reader:
+        at = 0
+        if span.start:
+            at = reader.seek(span.start - 1)
+            at += len(reader.readline())  # the end of a line that began before
+        while whole or at < span.stop:
+            line = reader.readline()
+            if not line:
+                return
+            yield at, line
+            at += len(line)
+
+
+def _parquet(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[bytes]:
+    with filesystem.open_input_file(span.file.path) as file:
+        parquet = pq.ParquetFile(file)
+        stop = parquet.metadata.num_row_groups if span.stop == WHOLE else span.stop
+        if not _is_text(parquet.schema_arrow, column, span, tally):
+            return
+        groups = range(span.start, stop)
+        for batch in parquet.iter_batches(NUM_ROWS, row_groups=groups, columns=[column]):
+            yield from _rows(batch.column(0))
+
+
+def _arrow(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[bytes]:
+    with open_arrow(filesystem, span.file.path) as batches:
+        for index, batch in enumerate(batches):
+            if span.stop != WHOLE and index >= span.stop:
+                return
+            if index >= span.start:
+                if not _is_text(batch.schema, column, span, tally):
+                    return
+                yield from _rows(batch.column(column))
+
+
+def _is_text(schema: Any, column: str, span: Span, tally: Tally) -> bool:
+    if column not in schema.names:
+        has = f"it has {', '.join(schema.names)}; --text-column names the one to take"
+        tally.leave_out(f"{span.name}: has no column {column!r}: {has}")
+        return False
+    kind = schema.field(column).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)):
+        tally.leave_out(f"{span.name}: column {column!r} is of type {kind} and not text")
+        return False
+    return True
+
+
+def _rows(column: Any) -> Iterator[bytes]:
+    for value in column.cast(pa.large_string()).cast(pa.large_binary()).to_pylist():
+        yield value or b""
+
+
+def _text(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[bytes]:
+    with _stream(filesystem, span.file.path) as file:
+        yield file.read()
+
+
+def _stream(filesystem: Any, path: str) -> Any:
+    """The bytes of a file, decompressed where its name ends so."""
+    return filesystem.open_input_stream(path, compression="detect", buffer_size=BUFFER_BYTES)

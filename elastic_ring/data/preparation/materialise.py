@@ -1,0 +1,201 @@
+"""A Ray or Hugging Face dataset as training data: its documents are written out and prepared as any corpus.
+
+A run reads sequence i again on whatever rank needs it, so its data must have a sequence i. A dataset in memory has; an
+iterable that is read once has not, and is refused. Neither Ray nor `datasets` is imported here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_ring.data.manifest import MANIFEST
+from elastic_ring.data.packing import check_context
+from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
+from elastic_ring.data.prepared import PreparedTokens
+from elastic_ring.data.tokenizer import BYTES, open_tokenizer
+from elastic_ring.state.storage.folder import Storage
+
+log = logging.getLogger(__name__)
+
+WRITTEN = "input.json"
+INPUT, TOKENS = "input", "tokens"
+FILE_BYTES = 32 << 20
+SMALL_BYTES = 64 << 20  # less is prepared in this process, sooner than a worker starts
+NUM_ROWS = 1000
+DATASETS = {"ray.data.dataset.Dataset": "Ray", "datasets.arrow_dataset.Dataset": "Hugging Face"}
+READ_ONCE = {
+    "datasets.iterable_dataset.IterableDataset": "a streamed Hugging Face dataset",
+    "ray.data.iterator.DataIterator": "an iterator of a Ray dataset",
+    "torch.utils.data.dataset.IterableDataset": "an IterableDataset of torch",
+    "torch.utils.data.dataloader.DataLoader": "a DataLoader",
+    "collections.abc.Iterator": "an iterator",
+}
+
+
+@dataclass(frozen=True)
+class DatasetTokens:
+    """A `ray.data.Dataset` or `datasets.Dataset` with documents in `text_column`.
+
+    `fit` begins by writing them out beside the run's folder and preparing them with `tokenizer` (`bytes`, or a folder).
+    """
+
+    dataset: Any
+    context_tokens: int
+    tokenizer: str = BYTES
+    text_column: str = "text"
+    end_of_document: str | None = None
+    align_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        check_context(self.context_tokens, self.align_tokens)
+        if kind_of(self.dataset) is None:
+            raise ValueError(f"DatasetTokens dataset is a {type(self.dataset).__name__}: give a ray.data.Dataset or a "
+                             "datasets.Dataset")  # fmt: skip
+
+    @property
+    def vocab_size(self) -> int:
+        return open_tokenizer(self.tokenizer, self.end_of_document).vocab_size
+
+    def open(self) -> Any:
+        """Raises ValueError: only `fit` knows where to write."""
+        raise ValueError("DatasetTokens: is opened by ElasticRingTrainer.fit, which writes the dataset out first")
+
+
+def as_source(data: Any, context_tokens: int) -> Any:
+    """`data`, or a dataset as `DatasetTokens`. Raises ValueError for what can be read only once."""
+    if kind_of(data) is not None:
+        return DatasetTokens(data, context_tokens)
+    names = _names(data)
+    if "datasets.dataset_dict.DatasetDict" in names:
+        raise ValueError(
+            f"data is a DatasetDict of {', '.join(data)}: give one of its datasets, data[{next(iter(data))!r}]"
+        )
+    once = next((what for name, what in READ_ONCE.items() if name in names), None)
+    if once is None and hasattr(data, "__next__"):
+        once = "an iterator"
+    if once is not None:
+        raise ValueError(
+            f"data is {once}, which can be read only once and in one order: after a failure a step is run again on "
+            "other ranks, which must read its sequences anew. Give the dataset itself, or prepare its text with "
+            "elastic-ring data prepare"
+        )
+    return data
+
+
+def kind_of(data: Any) -> str | None:
+    """Whose dataset it is; None for anything else."""
+    return next((kind for name, kind in DATASETS.items() if name in _names(data)), None)
+
+
+def _names(data: Any) -> set[str]:
+    return {f"{cls.__module__}.{cls.__qualname__}" for cls in type(data).__mro__}
+
+
+def materialised(source: DatasetTokens, uri: str) -> PreparedTokens:
+    """The dataset as a prepared corpus under `uri`, written there unless it is there already.
+
+    Raises ValueError for a dataset without text, and where `uri` has other documents or other settings.
+    """
+    storage, kind = Storage(uri).open(), kind_of(source.dataset)
+    if storage.exists(WRITTEN):
+        _check_same(source, json.loads(storage.read(WRITTEN)), uri)
+        log.info("the %s dataset is in %s, written by an earlier submission", kind, uri)
+    else:
+        log.info("the %s dataset is written to %s and prepared there, since a run reads by index", kind, uri)
+        storage.remove_folder(INPUT)  # what a kill left
+        storage.replace(WRITTEN, json.dumps(_write(source, storage)).encode())
+    if not storage.exists(f"{TOKENS}/{MANIFEST}"):
+        small = json.loads(storage.read(WRITTEN))["num_bytes"] < SMALL_BYTES
+        prepare(
+            PrepareConfig(
+                (f"{uri}/{INPUT}",), f"{uri}/{TOKENS}", tokenizer=source.tokenizer, text_column=source.text_column,
+                end_of_document=source.end_of_document, align_tokens=source.align_tokens, workers=0 if small else None,
+            )
+        )  # fmt: skip
+        storage.remove_folder(INPUT)
+    return PreparedTokens.of(f"{uri}/{TOKENS}/{MANIFEST}", source.context_tokens)
+
+
+def _settings(source: DatasetTokens) -> dict[str, Any]:
+    tokenizer = open_tokenizer(source.tokenizer, source.end_of_document)
+    return {"tokenizer": tokenizer.sha256, "text_column": source.text_column, "align_tokens": source.align_tokens}
+
+
+def _check_same(source: DatasetTokens, written: dict[str, Any], uri: str) -> None:
+    if written["settings"] != _settings(source):
+        raise ValueError(f"{uri}: was prepared with {written['settings']}, not {_settings(source)}; give a run of "
+                         "another name")  # fmt: skip
+    total = hashlib.sha256()
+    for column in _columns(source):
+        _add(total, column)
+    if total.hexdigest() != written["sha256"]:
+        raise ValueError(
+            f"{uri}: the dataset has other documents, or another order, than when it was written there: a corpus must "
+            "not change under a run; give the same (a shuffle needs a seed), or a run of another name"
+        )
+
+
+def _write(source: DatasetTokens, storage: Storage) -> dict[str, Any]:
+    """Write the documents as Parquet files; what identifies them."""
+    total, number, num_documents, num_bytes = hashlib.sha256(), 0, 0, 0
+    columns: list[Any] = []
+    for column in _columns(source):
+        _add(total, column)
+        num_documents += len(column)
+        num_bytes += column.nbytes
+        columns.append(column)
+        if sum(part.nbytes for part in columns) >= FILE_BYTES:
+            _write_file(source, storage, number, columns)
+            columns, number = [], number + 1
+    if columns:
+        _write_file(source, storage, number, columns)
+    if not num_documents:
+        raise ValueError("the dataset has no rows: give documents")
+    return {"sha256": total.hexdigest(), "num_documents": num_documents, "num_bytes": num_bytes,
+            "settings": _settings(source)}  # fmt: skip
+
+
+def _write_file(source: DatasetTokens, storage: Storage, number: int, columns: list[Any]) -> None:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({source.text_column: pa.chunked_array(columns)}), sink, compression="zstd")
+    storage.replace(f"{INPUT}/part-{number:06d}.parquet", sink.getvalue().to_pybytes())
+
+
+def _add(total: Any, column: Any) -> None:
+    """Lengths and bytes of the documents, so that neither a moved boundary nor a null goes unnoticed."""
+    for document in column.to_pylist():
+        data = b"" if document is None else document.encode()
+        total.update((-1 if document is None else len(data)).to_bytes(8, "little", signed=True) + data)
+
+
+def _columns(source: DatasetTokens) -> Iterator[Any]:
+    """The documents in order, a batch at a time, as Arrow text."""
+    dataset, name = source.dataset, source.text_column
+    of_ray = kind_of(dataset) == "Ray"
+    names = dataset.columns() if of_ray else dataset.column_names
+    if name not in names:
+        raise ValueError(f"the dataset has no column {name!r}: it has {', '.join(names)}; give "
+                         "DatasetTokens(dataset, context_tokens, text_column=...)")  # fmt: skip
+    if of_ray:
+        tables = _in_order(dataset.select_columns([name]))
+    else:
+        tables = dataset.select_columns([name]).with_format("arrow").iter(NUM_ROWS)
+    for table in tables:
+        try:
+            yield from table.column(name).cast(pa.large_string()).chunks
+        except pa.ArrowException as error:
+            raise ValueError(f"the dataset's column {name!r} is no text: {error}") from error
+
+
+def _in_order(dataset: Any) -> Iterator[Any]:
+    """A Ray dataset's rows in its order; by default they come as they are ready."""
+    dataset.context.execution_options.preserve_order = True
+    yield from dataset.iter_batches(batch_size=NUM_ROWS, batch_format="pyarrow")

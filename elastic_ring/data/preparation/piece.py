@@ -1,0 +1,162 @@
+"""One piece of a preparation: its documents become token shards and a record. What a worker does, in any process.
+
+All files are written whole under names that follow from the piece, so a piece that runs twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic_ring.data.manifest import Dropped, Shard
+from elastic_ring.data.preparation.documents import OnBadInput, Tally, read_documents
+from elastic_ring.data.preparation.inputs import Piece
+from elastic_ring.data.preparation.shard_writer import ShardWriter
+from elastic_ring.data.tokenizer import Tokenizer, open_tokenizer
+from elastic_ring.state.storage.folder import Storage
+from elastic_ring.validation import NonNegativeInt, from_plain, settings
+
+SHARDS, PIECES, DUPLICATES = "shards", "pieces", "duplicates"
+"""Folders of a preparation: token shards, records of complete pieces, digests and numbers of repeated documents."""
+BATCH_BYTES = 1 << 20
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker of a preparation needs; picklable. Opens tokenizer and storage at first use."""
+
+    out: str
+    tokenizer: str
+    end_of_document: str | None
+    tokenizer_sha256: str
+    text_column: str
+    on_bad_input: OnBadInput
+    row_group_tokens: int
+    align_tokens: int
+    drop_duplicates: bool
+
+
+@settings
+class PieceRecord:
+    """What has become of a piece."""
+
+    name: str
+    shards: tuple[Shard, ...]
+    longest_document_tokens: NonNegativeInt
+    dropped: Dropped = field(default_factory=Dropped)
+
+    def to_json(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+
+class PieceWorker:
+    """Runs pieces of a job. Constructing it opens nothing."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ValueError where this machine's tokenizer is not the one of the job."""
+        found = open_tokenizer(self.job.tokenizer, self.job.end_of_document)
+        if found.sha256 != self.job.tokenizer_sha256:
+            raise ValueError(
+                f"tokenizer={self.job.tokenizer!r}: is another one on this machine; give all nodes the same"
+            )
+        return found
+
+    @cached_property
+    def storage(self) -> Storage:
+        return Storage(self.job.out).open(write=False)
+
+    def digest(self, piece: Piece) -> None:
+        """Write the digests of the piece's documents, in order."""
+        digests = b"".join(document_digest(document) for document in self._documents(piece, self._tally()))
+        self.storage.replace(digests_name(piece.name), digests)
+
+    def prepare(self, piece: Piece) -> PieceRecord:
+        """Write the piece's shards, then its record. Raises ValueError for bad input that is not to be left out."""
+        job, tokenizer, tally = self.job, self.tokenizer, self._tally()
+        writer = ShardWriter(
+            self.storage, f"{SHARDS}/{piece.name}", tokenizer.vocab_size, tokenizer.end_of_document,
+            job.row_group_tokens, job.align_tokens,
+        )  # fmt: skip
+        repeated = self._repeated(piece)
+        for batch in batches(self._kept(piece, tally, repeated)):
+            for tokens in tokenizer.encode(batch):
+                writer.add(tokens)
+        dropped = Dropped(len(repeated), tally.num_empty_documents, tally.num_empty_files, tuple(tally.bad))
+        record = PieceRecord(piece.name, writer.close(), writer.longest_tokens, dropped)
+        self.storage.replace(record_name(piece.name), record.to_json())
+        return record
+
+    def _tally(self) -> Tally:
+        return Tally(self.job.on_bad_input)
+
+    def _documents(self, piece: Piece, tally: Tally) -> Iterator[bytes]:
+        return read_documents(piece, self.job.text_column, tally)
+
+    def _repeated(self, piece: Piece) -> NDArray[np.int64]:
+        """The numbers of the piece's documents that came before."""
+        data = self.storage.read(repeated_name(piece.name)) if self.job.drop_duplicates else b""
+        return np.frombuffer(data, dtype="<i8")
+
+    def _kept(self, piece: Piece, tally: Tally, repeated: NDArray[np.int64]) -> Iterator[bytes]:
+        left_out = set(repeated.tolist())
+        for number, document in enumerate(self._documents(piece, tally)):
+            if number in left_out:
+                continue
+            if self.tokenizer.needs_text and not _is_utf8(document):
+                tally.leave_out(f"{piece.spans[0].name}: document {number} from its beginning on is no UTF-8")
+                continue
+            yield document
+
+
+def batches(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
+    """Documents in groups of about BATCH_BYTES."""
+    batch: list[bytes] = []
+    num_bytes = 0
+    for document in documents:
+        batch.append(document)
+        num_bytes += len(document)
+        if num_bytes >= BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def document_digest(document: bytes) -> bytes:
+    return hashlib.blake2b(document, digest_size=DIGEST_BYTES).digest()
+
+
+def record_name(piece: str) -> str:
+    return f"{PIECES}/{piece}.json"
+
+
+def digests_name(piece: str) -> str:
+    return f"{DUPLICATES}/{piece}.digests"
+
+
+def repeated_name(piece: str) -> str:
+    return f"{DUPLICATES}/{piece}.repeated"
+
+
+def read_record(storage: Storage, piece: str) -> PieceRecord:
+    return from_plain(PieceRecord, json.loads(storage.read(record_name(piece))))
+
+
+def _is_utf8(document: bytes) -> bool:
+    try:
+        document.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,311 @@
+"""From documents to token shards and a manifest: what `elastic-ring data prepare` does.
+
+The input is cut into pieces that depend on the files alone. A worker turns a piece into shards and then writes the
+piece's record, so a preparation that was killed goes on with the pieces that have none. The manifest is written last.
+`pipeline` spreads pieces over a Ray cluster; with `workers=0` they run in this process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import pyarrow as pa
+from pydantic import Field
+from tqdm import tqdm
+
+from elastic_ring.data.manifest import MANIFEST, Dropped, Manifest, PreparedSource, Shard, read_manifest
+from elastic_ring.data.preparation.documents import OnBadInput
+from elastic_ring.data.preparation.inputs import Listing, Piece, cut, list_source
+from elastic_ring.data.preparation.piece import (
+    DUPLICATES,
+    PIECES,
+    Job,
+    PieceRecord,
+    PieceWorker,
+    digests_name,
+    read_record,
+    record_name,
+    repeated_name,
+)
+from elastic_ring.data.preparation.shard_writer import COLUMN
+from elastic_ring.data.tokenizer import BYTES, Tokenizer, open_tokenizer
+from elastic_ring.state.storage.folder import Storage
+from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, settings
+
+log = logging.getLogger(__name__)
+
+PREPARATION = "preparation.json"
+PIECE_BYTES = 16 << 20
+ROW_GROUP_TOKENS = 1 << 16
+READ_AT_ONCE = 16
+GROWTH = 2
+"""How much longer the complete beginning is before it gets a manifest of its own."""
+
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Task = Literal["digest", "prepare"]
+Spread = Callable[[Job, Task, Sequence[Piece]], Iterator[tuple[Piece, PieceRecord | None]]]
+"""Runs pieces and yields each as it is complete, in any order."""
+
+
+@settings
+class PrepareConfig:
+    """What to prepare, and how. `workers` and `on_bad_input` do not change what comes out."""
+
+    _prefix: ClassVar[str] = ""
+
+    sources: Annotated[tuple[str, ...], Field(min_length=1), Must("a tuple of at least one path or URI")]
+    """Files, folders, patterns or saved Hugging Face datasets: local, s3:// or as fsspec opens them."""
+    out: str
+    """The folder for shards and manifest, local or s3://bucket/prefix."""
+    weights: Annotated[tuple[Weight, ...], Must("one number above 0 for each source")] = ()
+    """How often each source is trained on, by its tokens; if left out, all are one corpus."""
+    tokenizer: str = BYTES
+    """bytes, or a local folder with a saved tokenizer."""
+    end_of_document: str | None = None
+    """The token that ends a document; the tokenizer's eos_token if left out."""
+    text_column: str = "text"
+    """Column of Parquet and Arrow, key of JSON lines."""
+    drop_duplicates: bool = False
+    """Keep the first of documents with equal bytes."""
+    align_tokens: PositiveInt = 1
+    """Fill documents up to multiples of this; 128 for patterns on GPUs."""
+    on_bad_input: OnBadInput = "fail"
+    """Files and lines that cannot be read: fail, or skip and count them."""
+    workers: NonNegativeInt | None = None
+    """Processes of a Ray cluster; all its CPUs if left out, 0 for this process alone."""
+    piece_bytes: PositiveInt = PIECE_BYTES
+    """About how much input becomes a shard."""
+    row_group_tokens: PositiveInt = ROW_GROUP_TOKENS
+    """Tokens that are read at once in training."""
+
+    def __post_init__(self) -> None:
+        if not all(self.sources):
+            raise ValueError(f"sources={self.sources!r}: none may be empty (--source URI[,URI...])")
+        if self.weights and len(self.weights) != len(self.sources):
+            raise ValueError(f"weights={self.weights!r}: give one for each of the {len(self.sources)} sources, or none")
+        if self.row_group_tokens % self.align_tokens:
+            raise ValueError(
+                f"align_tokens={self.align_tokens}: row_group_tokens={self.row_group_tokens} must be a multiple of it"
+            )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The pieces in the order in which they are worked on, and what identifies the preparation."""
+
+    settings: Mapping[str, Any]
+    input: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"settings": self.settings, "input": self.input}
+
+
+def prepare(config: PrepareConfig) -> Manifest:
+    """Prepare a corpus, or go on with a preparation that was stopped, or find it complete.
+
+    Deterministic: equal input and settings give a manifest with the same digest. Raises ValueError for settings and
+    input that cannot be used, StorageFailed for a folder that cannot be written.
+    """
+    tokenizer = open_tokenizer(config.tokenizer, config.end_of_document)
+    plan = plan_of(config, tokenizer)
+    storage = Storage(config.out).open()
+    if claim(storage, plan):
+        log.info("%s is complete already", storage.at(MANIFEST))
+        return read_manifest(_uri(config.out, MANIFEST))
+    spread = _in_process
+    if config.workers != 0:
+        from elastic_ring.data.preparation.pipeline import over_cluster
+
+        spread = partial(over_cluster, config.workers)
+    job = Job(
+        config.out, config.tokenizer, config.end_of_document, tokenizer.sha256, config.text_column,
+        config.on_bad_input, config.row_group_tokens, config.align_tokens, config.drop_duplicates,
+    )  # fmt: skip
+    if config.drop_duplicates:
+        _find_duplicates(storage, job, plan, spread)
+    manifest = _run(storage, job, plan, spread, partial(_assemble, config, tokenizer, plan))
+    storage.replace(MANIFEST, manifest.to_json())
+    storage.remove_folder(DUPLICATES)
+    return manifest
+
+
+def plan_of(config: PrepareConfig, tokenizer: Tokenizer) -> Plan:
+    """What is to be done. Raises ValueError for sources without files."""
+    listings = [list_source(uri) for uri in config.sources]
+    pieces = [cut(listing, index, config.piece_bytes) for index, listing in enumerate(listings)]
+    decides = dataclasses.asdict(config)
+    for name in ("sources", "out", "tokenizer", "end_of_document", "workers", "on_bad_input"):
+        del decides[name]
+    decides |= {"tokenizer_sha256": tokenizer.sha256, "weights": list(config.weights)}
+    return Plan(decides, _input_digest(listings), tuple(_by_turns(pieces, config.weights)))
+
+
+def _input_digest(listings: Sequence[Listing]) -> str:
+    return hashlib.sha256(json.dumps([listing.facts for listing in listings]).encode()).hexdigest()
+
+
+def _by_turns(pieces: Sequence[list[Piece]], weights: Sequence[float]) -> list[Piece]:
+    """Source after source; with weights, so that the sources of a mixture grow together."""
+    ordered = [piece for of_source in pieces for piece in of_source]
+    if not weights:
+        return ordered
+    done = [0.0] * len(pieces)
+    place: dict[Piece, tuple[float, int]] = {}
+    for piece in ordered:
+        place[piece] = (done[piece.source] / weights[piece.source], piece.source)
+        done[piece.source] += max(piece.num_bytes, 1)
+    return sorted(ordered, key=place.__getitem__)
+
+
+# ------------------------------------------------------------ the folder
+
+
+def claim(storage: Storage, plan: Plan) -> bool:
+    """Make the folder this preparation's; whether it is complete already.
+
+    Raises ValueError for a folder with other files, or another preparation's.
+    """
+    if not storage.exists(PREPARATION):
+        names = [name for name, _ in storage.names(recursive=False)] + storage.folders()
+        names = [name for name in names if not name.startswith(".")]  # what a kill left of a file half written
+        if names:
+            raise ValueError(f"out={storage.uri!r}: holds other files ({names[0]}, ...); give an empty or a new folder")
+        storage.create(PREPARATION, json.dumps(plan.identity, indent=1, sort_keys=True).encode())
+    found = json.loads(storage.read(PREPARATION))
+    if found != json.loads(json.dumps(plan.identity)):
+        raise ValueError(
+            f"out={storage.uri!r}: holds another preparation: {_difference(found, plan)}; give a new folder"
+        )
+    return storage.exists(MANIFEST)
+
+
+def _difference(found: Mapping[str, Any], plan: Plan) -> str:
+    now = json.loads(json.dumps(plan.settings))
+    other = [name for name in now if now[name] != found["settings"].get(name)]
+    if not other:
+        return "its input had other files or sizes"
+    return "; ".join(f"{name} was {found['settings'].get(name)}, is {now[name]}" for name in other)
+
+
+def _uri(folder: str, name: str) -> str:
+    return f"{folder.rstrip('/')}/{name}"
+
+
+# ------------------------------------------------------------ running
+
+
+def _in_process(job: Job, task: Task, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, PieceRecord | None]]:
+    worker = PieceWorker(job)
+    for piece in pieces:
+        yield piece, getattr(worker, task)(piece)
+
+
+def _find_duplicates(storage: Storage, job: Job, plan: Plan, spread: Spread) -> None:
+    """Write for each piece which of its documents came before, in this piece or an earlier one."""
+    if storage.exists(f"{DUPLICATES}/found"):
+        return
+    known = {name for name, _ in storage.names(DUPLICATES)}
+    missing = [piece for piece in plan.pieces if digests_name(piece.name) not in known]
+    with _bar("looking for duplicates", plan.pieces, missing) as bar:
+        for piece, _ in spread(job, "digest", missing):
+            bar.update(piece.num_bytes)
+    ordered = sorted(plan.pieces, key=lambda piece: piece.name)
+    digests = [np.frombuffer(storage.read(digests_name(piece.name)), dtype="S16") for piece in ordered]
+    first = np.unique(np.concatenate(digests), return_index=True)[1]
+    repeated = np.ones(sum(map(len, digests)), dtype=bool)
+    repeated[first] = False
+    parts = np.split(repeated, np.cumsum([len(part) for part in digests])[:-1])
+    for piece, part in zip(ordered, parts, strict=True):
+        storage.replace(repeated_name(piece.name), np.flatnonzero(part).astype("<i8").tobytes())
+    storage.replace(f"{DUPLICATES}/found", b"")
+
+
+def _run(
+    storage: Storage, job: Job, plan: Plan, spread: Spread, assemble: Callable[[Sequence[PieceRecord]], Manifest]
+) -> Manifest:
+    """Prepare the pieces that have no record; the manifest of all. On the way, complete beginnings get manifests."""
+    names = {name for name, _ in storage.names(PIECES)}
+    there = [piece for piece in plan.pieces if record_name(piece.name) in names]
+    with ThreadPoolExecutor(READ_AT_ONCE, thread_name_prefix="elastic-ring-records") as threads:
+        records = {record.name: record for record in threads.map(lambda piece: read_record(storage, piece.name), there)}
+    if records:
+        log.info("going on: %d of %d pieces are there", len(records), len(plan.pieces))
+    missing = [piece for piece in plan.pieces if piece.name not in records]
+    complete = published = 0
+    with _bar("preparing", plan.pieces, missing) as bar:
+        for piece, record in spread(job, "prepare", missing):
+            assert record is not None
+            records[piece.name] = record
+            bar.update(piece.num_bytes)
+            while complete < len(plan.pieces) and plan.pieces[complete].name in records:
+                complete += 1
+            if complete < len(plan.pieces) and complete >= GROWTH * max(published, 1):
+                _publish(storage, plan, assemble, [records[piece.name] for piece in plan.pieces[:complete]])
+                published = complete
+    return assemble([records[piece.name] for piece in plan.pieces])
+
+
+def _publish(storage: Storage, plan: Plan, assemble: Callable[..., Manifest], records: Sequence[PieceRecord]) -> None:
+    """A manifest of the complete beginning, from which training may begin."""
+    manifest = assemble(records, is_complete=False)
+    if all(source.shards for source in manifest.sources):
+        storage.replace(f"manifest-{len(records):06d}.json", manifest.to_json())
+
+
+def _bar(what: str, pieces: Sequence[Piece], missing: Sequence[Piece]) -> tqdm:
+    total = sum(piece.num_bytes for piece in pieces)
+    initial = total - sum(piece.num_bytes for piece in missing)
+    return tqdm(desc=what, total=total, initial=initial, unit="B", unit_scale=True, unit_divisor=1024, disable=None)
+
+
+# ------------------------------------------------------------ the manifest
+
+
+def _assemble(
+    config: PrepareConfig, tokenizer: Tokenizer, plan: Plan, records: Sequence[PieceRecord], *, is_complete: bool = True
+) -> Manifest:
+    """The manifest of these pieces. Raises ValueError where a source of the whole has no document."""
+    by_name = sorted(records, key=lambda record: record.name)
+    if config.weights:
+        sources = tuple(
+            PreparedSource(name, weight, _shards(by_name, f"{index:03d}-"))
+            for index, (name, weight) in enumerate(zip(_names(config.sources), config.weights, strict=True))
+        )
+    else:
+        sources = (PreparedSource("all", None, _shards(by_name)),)
+    empty = [source.name for source in sources if not source.shards]
+    if empty and is_complete:
+        raise ValueError(f"sources={config.sources!r}: {empty[0]} has no document; give text, or leave the source out")
+    dropped = [record.dropped for record in by_name]
+    return Manifest(
+        vocab_size=tokenizer.vocab_size, end_of_document=tokenizer.end_of_document, column=COLUMN,
+        row_group_tokens=config.row_group_tokens, align_tokens=config.align_tokens,
+        tokenizer_sha256=tokenizer.sha256, sources=sources, is_complete=is_complete,
+        longest_document_tokens=max((record.longest_document_tokens for record in by_name), default=0),
+        dropped=Dropped(
+            sum(part.num_duplicates for part in dropped), sum(part.num_empty_documents for part in dropped),
+            sum(part.num_empty_files for part in dropped), tuple(line for part in dropped for line in part.bad),
+        ),
+        about={"sources": list(config.sources), "tokenizer": config.tokenizer, "pyarrow": pa.__version__},
+    ).sealed()  # fmt: skip
+
+
+def _shards(records: Sequence[PieceRecord], prefix: str = "") -> tuple[Shard, ...]:
+    return tuple(shard for record in records if record.name.startswith(prefix) for shard in record.shards)
+
+
+def _names(uris: Sequence[str]) -> list[str]:
+    """A name for each source: the last part of its URI, numbered where two are alike."""
+    names = [uri.rstrip("/").rpartition("/")[2] for uri in uris]
+    return [name if names.count(name) == 1 else f"{name}-{index}" for index, name in enumerate(names)]

@@ -1,0 +1,1 @@
+"""Which sequences each step uses: pure functions of (seed, step)."""

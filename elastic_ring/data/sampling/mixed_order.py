@@ -1,0 +1,111 @@
+"""Which sequences of a prepared corpus each step uses, over sources in proportion and versions that grow.
+
+A pure function of (seed, step), the weights and the versions: which sequences each source had from which step on. A
+version that is added later changes no step before its own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elastic_ring.data.sampling.block_order import KEPT, BlockOrder, Stage
+from elastic_ring.data.sampling.mixture import Mixture
+
+
+@dataclass(frozen=True)
+class Version:
+    """From `first_step` on, the sources have so many sequences."""
+
+    first_step: int
+    num_sequences: tuple[int, ...]
+
+
+class Numbering:
+    """Ids of sequences over sources: 0 and up for the first version's, source after source, and on for what each later
+    version adds. So an id keeps its sequence when the sources grow."""
+
+    def __init__(self, versions: Sequence[Version]) -> None:
+        self._sources: list[int] = []
+        self._starts: list[int] = []  # within the source
+        ends, there = [0], [0] * len(versions[0].num_sequences)
+        for version in versions:
+            for source, num in enumerate(version.num_sequences):
+                if num > there[source]:
+                    self._sources.append(source)
+                    self._starts.append(there[source])
+                    ends.append(ends[-1] + num - there[source])
+                    there[source] = num
+        self._firsts = np.array(ends[:-1], dtype=np.int64)
+        self.num_sequences = ends[-1]
+
+    def place(self, sample_id: int) -> tuple[int, int]:
+        """(source, sequence of it)."""
+        part = int(np.searchsorted(self._firsts, sample_id, side="right")) - 1
+        return self._sources[part], self._starts[part] + sample_id - int(self._firsts[part])
+
+    def sample_id(self, source: int, sequence: int) -> int:
+        part = max(
+            part for part, owner in enumerate(self._sources) if owner == source and self._starts[part] <= sequence
+        )
+        return int(self._firsts[part]) + sequence - self._starts[part]
+
+
+class MixedOrder:
+    """The order of one run over a prepared corpus."""
+
+    def __init__(
+        self,
+        seed: int,
+        global_batch: int,
+        weights: Sequence[float],
+        versions: Sequence[Version],
+        *,
+        block: int,
+        window: int,
+    ) -> None:
+        """Raises ValueError when a batch is larger than the corpus, or a number is out of range."""
+        num_sequences = sum(versions[0].num_sequences)
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"seed={seed}: must be in [0, 2**64)")
+        if not 1 <= global_batch <= num_sequences:
+            raise ValueError(
+                f"global_batch={global_batch}: must be at least 1, and the corpus has only {num_sequences} sequences "
+                "to train on; give more text, a shorter context or a smaller global batch"
+            )
+        self.global_batch = global_batch
+        self._mixture = Mixture(seed, weights)
+        self._numbering = Numbering(versions)
+        firsts = [self._mixture.counts(version.first_step * global_batch) for version in versions]
+        self._steps: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._sources = [
+            BlockOrder(
+                seed, source,
+                [Stage(first[source], v.num_sequences[source]) for first, v in zip(firsts, versions, strict=True)],
+                block=block, window=window,
+            )
+            for source in range(len(weights))
+        ]  # fmt: skip
+
+    def sample_ids(self, step: int) -> tuple[int, ...]:
+        """The ids of the `global_batch` sequences of this step, in batch order."""
+        if step < 0:
+            raise ValueError(f"step={step}: steps count from 0")
+        if step not in self._steps:
+            self._steps[step] = self._sample_ids(step)
+            while len(self._steps) > KEPT:
+                self._steps.popitem(last=False)
+        return self._steps[step]
+
+    def _sample_ids(self, step: int) -> tuple[int, ...]:
+        first = step * self.global_batch
+        used = list(self._mixture.counts(first))
+        ids: list[int] = []
+        for index in range(first, first + self.global_batch):
+            source = self._mixture.source(index)
+            ids.append(self._numbering.sample_id(source, self._sources[source].sequence(used[source])))
+            used[source] += 1
+        return tuple(ids)

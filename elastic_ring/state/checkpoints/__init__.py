@@ -1,0 +1,1 @@
+"""Durable checkpoints and final weights: writing, reading, retention, other layouts."""

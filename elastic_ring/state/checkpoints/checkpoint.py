@@ -1,0 +1,524 @@
+"""Durable checkpoints: safetensors slices of every shard, and one manifest that makes them count.
+
+A step's folder is `checkpoints/step-N/LINEAGE/`. Its data lies in a folder whose name is never used twice
+(`attempt-ID`), one file for each rank that wrote; each holds rows of tensors, as FSDP2 cut them, in the safetensors
+format, so that a slice for any other mesh is a range of bytes. `COMMIT.json` names all files with sizes and digests and
+is created last, exclusively: before it the checkpoint does not exist, and two writers cannot both commit a step.
+
+Who writes when, and what a run does with a checkpoint, is decided elsewhere. Nothing is unpickled here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_ring.errors import CheckpointDamaged, StorageFailed
+from elastic_ring.state.shard import Counters, Shard, raw_bytes
+from elastic_ring.state.storage.folder import Storage, StoredFile
+
+FORMAT = 1
+FOLDER = "checkpoints"
+COMMIT = "COMMIT.json"
+REJECTED = "REJECTED.json"
+NO_DIGEST = 64 * "0"
+PARAMS, OPTIMIZER = "params", "optimizer"
+OWN_TO_A_DEVICE = ("params", "fused", "foreach", "capturable")
+"""Of an optimizer's groups what a checkpoint does not bring: another device may compute otherwise."""
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+# ---------------------------------------------------------------- what one rank writes
+
+
+@dataclass
+class Snapshot:
+    """One rank's part of a shard in host memory: `tensors` by name, and what is not a tensor in `meta`. `copied`: the
+    event behind a copy from a GPU, before which the shard must not change."""
+
+    cp_rank: int
+    part: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+    copied: Any = None
+
+    def wait(self) -> None:
+        """Until all of it is in host memory."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
+def tensors_of(shard: Shard) -> dict[str, Tensor]:
+    """All tensors of a shard: `params/NAME`, `optimizer/NAME/FIELD`, in the module's order."""
+    found = {f"{PARAMS}/{name}": tensor for name, tensor in shard.params.items()}
+    for name, state in _state_by_name(shard).items():
+        found |= {f"{OPTIMIZER}/{name}/{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+    return found
+
+
+def meta_of(shard: Shard) -> dict[str, Any]:
+    """What of a shard is no tensor, as JSON: counters, the optimizer's groups and its plain values.
+
+    Raises ValueError for an optimizer that keeps something else.
+    """
+    names = {id(param): name for name, param in shard.params.items()}
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [names[id(p)] for p in group["params"]],
+        }
+        for group in shard.optimizer.param_groups
+    ]
+    plain = {
+        name: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        for name, state in _state_by_name(shard).items()
+    }
+    meta = {"counters": asdict(shard.counters), "groups": groups, "plain": {n: v for n, v in plain.items() if v}}
+    try:
+        json.dumps(meta)
+    except TypeError as error:
+        raise ValueError(
+            f"optimizer={type(shard.optimizer).__name__} keeps values that are neither tensors nor plain JSON "
+            f"({error}), which a checkpoint cannot hold: keep numbers, texts, lists and tensors only"
+        ) from error
+    return meta
+
+
+@dataclass(frozen=True)
+class Described:
+    """A stored tensor: its unsharded shape; `whole` if it is not cut by rows, so that every `cp_rank` has its own."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    whole: bool
+    part: int
+
+
+def describe(shard: Shard, shapes: Mapping[str, tuple[int, ...]], num_parts: int) -> dict[str, Described]:
+    """Every tensor of a shard, and which of `num_parts` rings writes it; the same on all ranks.
+
+    `shapes`: the unsharded shape of every parameter. An optimizer's tensor of its parameter's local shape is cut like
+    the parameter, any other is whole. The largest tensor goes first, each to the part with the fewest bytes so far.
+    """
+    found = {}
+    for name, tensor in tensors_of(shard).items():
+        param = name.split("/")[1]
+        is_cut = tensor.dim() > 0 and tensor.shape == shard.params[param].shape
+        found[name] = (NAMES[tensor.dtype], shapes[param] if is_cut else tuple(tensor.shape), not is_cut)
+    sizes = {name: math.prod(shape) * DTYPES[dtype].itemsize for name, (dtype, shape, _) in found.items()}
+    loads, parts = [0] * num_parts, {}
+    for name in sorted(found, key=lambda name: (-sizes[name], name)):
+        parts[name] = min(range(num_parts), key=lambda index: (loads[index], index))
+        loads[parts[name]] += sizes[name]
+    return {name: Described(*values, parts[name]) for name, values in found.items()}
+
+
+def buffers_for(
+    shard: Shard, described: Mapping[str, Described], part: int, last: Snapshot | None = None
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name, tensor of the shard, host memory for it) of this rank's part, pinned for tensors on a GPU; that of `last`
+    where it fits. Pinning takes half a second a GB."""
+    for name, tensor in tensors_of(shard).items():
+        if described[name].part != part:
+            continue
+        buffer = last.tensors.get(name) if last is not None else None
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        yield name, tensor, buffer
+
+
+def take(
+    shard: Shard, described: Mapping[str, Described], part: int, last: Snapshot | None = None, stream: Any = None
+) -> Snapshot:
+    """Copy this rank's part to host memory. `last` gives its buffers.
+
+    From a GPU the copy is queued on `stream`, behind what the present stream holds: `Snapshot.copied` says when it is
+    done, and until then the shard must not change. Training waits for nothing else.
+    """
+    snapshot = Snapshot(shard.cp_rank, part, meta=meta_of(shard))
+    for name, tensor, buffer in buffers_for(shard, described, part, last):
+        if tensor.is_cuda:
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(stream):
+                buffer.copy_(tensor.detach(), non_blocking=True)
+        else:
+            buffer.copy_(tensor.detach())
+        snapshot.tensors[name] = buffer
+    if stream is not None:
+        snapshot.copied = stream.record_event()
+    return snapshot
+
+
+def file_name(folder: str, cp_rank: int, part: int) -> str:
+    return f"{folder}/shard-{cp_rank:05d}-part-{part:05d}.safetensors"
+
+
+def write_part(storage: Storage, folder: str, snapshot: Snapshot) -> StoredFile:
+    """Write one rank's file. Raises StorageFailed."""
+    return storage.write(file_name(folder, snapshot.cp_rank, snapshot.part), safetensors_chunks(snapshot.tensors))
+
+
+def safetensors_chunks(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """A safetensors file piece by piece, without a second copy of the tensors in memory.
+
+    The format: the header's length in eight bytes, the header as JSON, then the tensors' bytes
+    (https://github.com/huggingface/safetensors#format).
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        if tensor.numel():
+            yield from raw_bytes([tensor])
+
+
+# ---------------------------------------------------------------- the manifest
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What COMMIT.json holds: `cp` ranks of `num_parts` files each, and every tensor by name.
+
+    Which rows of a tensor a file has follows from its full shape and `cp`, as torch.chunk cuts.
+    """
+
+    step: int
+    lineage: int
+    term: int
+    identity: str
+    folder: str
+    cp: int
+    num_parts: int
+    files: tuple[StoredFile, ...]
+    tensors: Mapping[str, Described]
+    meta: Mapping[str, Any]
+    run: Mapping[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    def to_json(self) -> bytes:
+        """With the digest of the whole text, taken with zeros in the digest's place."""
+        text = json.dumps({"sha256": NO_DIGEST, **asdict(self)}, indent=1).encode()
+        return text.replace(NO_DIGEST.encode(), hashlib.sha256(text).hexdigest().encode(), 1)
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Manifest:
+        """Raises CheckpointDamaged for what is none or has a wrong byte, ValueError for a newer format."""
+        try:
+            values = json.loads(data)
+            digest = values.pop("sha256")
+            right = hashlib.sha256(data.replace(digest.encode(), NO_DIGEST.encode(), 1)).hexdigest() == digest
+            newer = values["format"] > FORMAT
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointDamaged(f"{where} is no manifest: {type(error).__name__}: {error}", path=where) from error
+        if not right:
+            raise CheckpointDamaged(f"{where} is not what was written: it has another digest", path=where)
+        if newer:
+            raise ValueError(
+                f"{where} has format {values['format']}, this version reads up to {FORMAT}: use a newer elastic_ring"
+            )
+        try:
+            values["files"] = tuple(StoredFile(**file) for file in values["files"])
+            values["tensors"] = {
+                name: Described(**{**tensor, "shape": tuple(tensor["shape"])})
+                for name, tensor in values["tensors"].items()
+            }
+            return cls(**values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointDamaged(f"{where} is no manifest: {type(error).__name__}: {error}", path=where) from error
+
+
+def step_folder(step: int, lineage: int) -> str:
+    return f"{FOLDER}/step-{step:08d}/lineage-{lineage:03d}"
+
+
+def new_attempt(step: int, lineage: int) -> str:
+    """A folder that nobody has used and nobody will use again."""
+    return attempt_folder(step, lineage, secrets.token_hex(8))
+
+
+def attempt_folder(step: int, lineage: int, name: str) -> str:
+    """The folder of one attempt to write a checkpoint; `name` must never be used twice."""
+    return f"{step_folder(step, lineage)}/attempt-{name}"
+
+
+def located(uri: str, folder: str) -> tuple[str, str]:
+    """(storage, folder in it) of a checkpoint: in the storage `uri`, or in another that a whole path names."""
+    before, found, after = folder.rpartition(f"/{FOLDER}/")
+    return (before, f"{FOLDER}/{after}") if found else (uri, folder)
+
+
+def commit(storage: Storage, manifest: Manifest) -> bool:
+    """Make a checkpoint count; False when another writer has committed this step before. Raises StorageFailed."""
+    return storage.create(f"{step_folder(manifest.step, manifest.lineage)}/{COMMIT}", manifest.to_json())
+
+
+# ---------------------------------------------------------------- finding and verifying
+
+
+def committed(storage: Storage) -> list[str]:
+    """The folders `checkpoints/step-N/lineage-L` that have a manifest: newest lineage first, then the largest step."""
+    suffix = f"/{COMMIT}"
+    found = [name.removesuffix(suffix) for name, _ in storage.names(FOLDER) if name.endswith(suffix)]
+    return sorted(found, key=lambda name: tuple(reversed(name.split("/")[1:])), reverse=True)
+
+
+def read_manifest(storage: Storage, folder: str) -> Manifest:
+    """Raises CheckpointDamaged, StorageFailed, ValueError (a newer format)."""
+    name = f"{folder}/{COMMIT}"
+    return Manifest.from_json(storage.read(name), storage.at(name))
+
+
+def wrong_files(storage: Storage, manifest: Manifest) -> Iterator[str]:
+    """Read every byte; one line for each file that is missing, cut off or altered."""
+    sizes = dict(storage.names(manifest.folder))
+    for file in manifest.files:
+        if file.name not in sizes:
+            yield f"{file.name} is missing"
+        elif sizes[file.name] != file.num_bytes:
+            yield f"{file.name} has {sizes[file.name]} bytes, {file.num_bytes} were written"
+        elif (found := storage.digest(file.name).sha256) != file.sha256:
+            yield f"{file.name} has sha256 {found[:16]}, {file.sha256[:16]} was written"
+
+
+def wrong_with(storage: Storage, folder: str, *, read_bytes: bool = True) -> list[str]:
+    """One line for each file of a committed checkpoint that is not what was written, or one about its manifest.
+
+    By digests or, without `read_bytes`, by sizes. Raises StorageFailed, and ValueError for a newer format.
+    """
+    try:
+        manifest = read_manifest(storage, folder)
+    except CheckpointDamaged as error:
+        return [error.message]
+    if read_bytes:
+        return list(wrong_files(storage, manifest))
+    sizes = dict(storage.names(manifest.folder))
+    return [f"{file.name} is missing or cut off" for file in manifest.files if sizes.get(file.name) != file.num_bytes]
+
+
+def set_aside(storage: Storage, folder: str, reasons: Iterable[str]) -> None:
+    """A checkpoint that failed its verification no longer counts; its files stay, with the reason."""
+    manifest = storage.read(f"{folder}/{COMMIT}")
+    record = {"reasons": list(reasons), "manifest": manifest.decode(errors="replace")}
+    storage.create(f"{folder}/{secrets.token_hex(4)}-{REJECTED}", json.dumps(record).encode())
+    storage.remove(f"{folder}/{COMMIT}")
+
+
+# ---------------------------------------------------------------- loading
+
+
+def rows_of(shape: tuple[int, ...], cp_rank: int, cp: int) -> tuple[int, int]:
+    """[start, stop) of the first dimension on `cp_rank`, as torch.chunk and FSDP2 cut it."""
+    per_rank = -(-shape[0] // cp)
+    return min(shape[0], cp_rank * per_rank), min(shape[0], (cp_rank + 1) * per_rank)
+
+
+class Reader:
+    """Reads slices of a committed checkpoint for any mesh. Each file is read whole once, and its digest verified.
+
+    A rank of the same `cp` reads its own files only. Files are kept in memory until `fill` has ended. Without
+    `whole_files` only the bytes asked for are read and nothing is kept or verified: for what `wrong_files` has passed.
+    """
+
+    def __init__(self, storage: Storage, manifest: Manifest, *, whole_files: bool = True) -> None:
+        self.storage, self.manifest, self._whole_files = storage, manifest, whole_files
+        self._headers: dict[str, tuple[dict[str, Any], int]] = {}
+        self._files = {file.name: file for file in manifest.files}
+        self._open: dict[str, tuple[dict[str, Any], memoryview]] = {}
+        self.check: Callable[[], None] = lambda: None
+        """Asked before each file; what it raises ends the reading."""
+
+    def tensor(self, name: str, cp_rank: int, cp: int) -> Tensor:
+        """The slice of a tensor on rank `cp_rank` of `cp`. Raises CheckpointDamaged, StorageFailed, ValueError."""
+        found = self.manifest.tensors[name]
+        if found.whole:
+            return self._whole(name, cp_rank, cp, found.part)
+        shape, part = found.shape, found.part
+        start, stop = rows_of(shape, cp_rank, cp)
+        out = torch.empty((stop - start, *shape[1:]), dtype=DTYPES[found.dtype])
+        for source in range(self.manifest.cp):
+            first, last = rows_of(shape, source, self.manifest.cp)
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                out[low - start : high - start] = self._stored(name, source, part)[low - first : high - first]
+        return out
+
+    def _whole(self, name: str, cp_rank: int, cp: int, part: int) -> Tensor:
+        if cp == self.manifest.cp:
+            return self._stored(name, cp_rank, part).clone()
+        # The files of other ranks may be large, and this tensor is all that is wanted of them.
+        pieces = Reader(self.storage, self.manifest, whole_files=False)
+        pieces._headers = self._headers
+        copies = [pieces._stored(name, source, part) for source in range(self.manifest.cp)]
+        if any(not torch.equal(copy, copies[0]) for copy in copies):
+            raise ValueError(
+                f"{name} is not cut by rows and differs between ranks, so it fits no other number of ranks: "
+                f"resume with cp={self.manifest.cp}"
+            )
+        return copies[0].clone()
+
+    def _stored(self, name: str, cp_rank: int, part: int) -> Tensor:
+        entry, data = self._bytes_of(name, file_name(self.manifest.folder, cp_rank, part))
+        dtype = DTYPES[entry["dtype"]]
+        if not data:
+            return torch.empty(entry["shape"], dtype=dtype)
+        flat = torch.frombuffer(data, dtype=torch.uint8)
+        if flat.data_ptr() % dtype.itemsize:  # a view of another type must begin at a multiple of its size
+            flat = flat.clone()
+        return flat.view(dtype).reshape(entry["shape"])
+
+    def _bytes_of(self, name: str, file: str) -> tuple[dict[str, Any], memoryview]:
+        """A tensor's entry in the header of a file, and its bytes."""
+        if self._whole_files:
+            header, tensors = self._file(file)
+            start, stop = header[name]["data_offsets"]
+            return header[name], tensors[start:stop]
+        if file not in self._headers:
+            length = int.from_bytes(self.storage.read(file, 0, 8), "little")
+            self._headers[file] = json.loads(self.storage.read(file, 8, length)), 8 + length
+        header, begin = self._headers[file]
+        start, stop = header[name]["data_offsets"]
+        return header[name], memoryview(bytearray(self.storage.read(file, begin + start, stop - start)))
+
+    def _file(self, name: str) -> tuple[dict[str, Any], memoryview]:
+        if name not in self._open:
+            self.check()
+            try:
+                data, found = self.storage.load(name)
+            except StorageFailed as error:
+                if not self.storage.exists(name):
+                    raise CheckpointDamaged(f"{name} is missing", path=self.storage.at(name)) from error
+                raise
+            if found != (written := self._files[name]):
+                raise CheckpointDamaged(
+                    f"{self.storage.at(name)} is not what was written: {found.num_bytes} bytes with sha256 "
+                    f"{found.sha256[:16]}, {written.num_bytes} with {written.sha256[:16]} were written",
+                    path=self.storage.at(name),
+                )
+            length = int.from_bytes(data[:8], "little")
+            self._open[name] = json.loads(bytes(data[8 : 8 + length])), memoryview(data)[8 + length :]
+        return self._open[name]
+
+    def fill(self, shard: Shard, cp: int) -> None:
+        """Become the checkpoint's state on `shard.cp_rank` of `cp`."""
+        shard.counters = Counters(**self.manifest.meta["counters"])
+        with torch.no_grad():
+            for name, param in shard.params.items():
+                param.copy_(self.tensor(f"{PARAMS}/{name}", shard.cp_rank, cp))
+        _fill_optimizer(shard, self, cp)
+        self._open.clear()
+
+
+def _fill_optimizer(shard: Shard, reader: Reader, cp: int) -> None:
+    meta = reader.manifest.meta
+    saved = {name: group for group in meta["groups"] for name in group["params"]}
+    names = {id(param): name for name, param in shard.params.items()}
+    for group in shard.optimizer.param_groups:
+        wanted = {names[id(param)] for param in group["params"]}
+        for name in sorted(wanted)[:1]:
+            found = {key: value for key, value in saved[name].items() if key not in OWN_TO_A_DEVICE}
+            group.update({key: _restored(group.get(key), value) for key, value in found.items()})
+    shard.optimizer.state.clear()
+    on_device = {id(param): _keeps_steps_on_device(group) for group in shard.optimizer.param_groups
+                 for param in group["params"]}  # fmt: skip
+    for name, param in shard.params.items():
+        prefix = f"{OPTIMIZER}/{name}/"
+        state: dict[str, Any] = dict(meta["plain"].get(name, {}))
+        for key in (key for key in reader.manifest.tensors if key.startswith(prefix)):
+            part = key.removeprefix(prefix)
+            value = reader.tensor(key, shard.cp_rank, cp)
+            # As `torch.optim.Optimizer.load_state_dict` does, which would cast what must arrive as it was.
+            stays = part == "step" and not on_device.get(id(param), False)
+            state[part] = value if stays else value.to(param.device)
+        if state:
+            shard.optimizer.state[param] = state
+
+
+def _keeps_steps_on_device(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+def _restored(present: Any, value: Any) -> Any:
+    """JSON knows lists where an optimizer has tuples."""
+    return tuple(value) if isinstance(present, tuple) and isinstance(value, list) else value
+
+
+def _state_by_name(shard: Shard) -> dict[str, dict[str, Any]]:
+    return {
+        name: shard.optimizer.state[param] for name, param in shard.params.items() if param in shard.optimizer.state
+    }
+
+
+# ---------------------------------------------------------------- how often, and how long they are kept
+
+
+def interval_s(cost_s: float, mean_time_between_failures_s: float) -> float:
+    """How often to save, after Young (CACM 1974) and Daly (FGCS 2006): sqrt(2 * cost * MTBF), at least the cost."""
+    return max(cost_s, math.sqrt(2.0 * cost_s * mean_time_between_failures_s) - cost_s)
+
+
+def superfluous(steps: Iterable[int], keep_last: int, keep_every: int) -> list[int]:
+    """The steps whose checkpoints go: all but the newest `keep_last` and, with `keep_every`, its multiples."""
+    ordered = sorted(steps)
+    kept = set(ordered[-keep_last:]) | {step for step in ordered if keep_every and step % keep_every == 0}
+    return [step for step in ordered if step not in kept]
+
+
+def prune(
+    storage: Storage, keep_last: int, keep_every: int, lineage: int | None = None, *, read_bytes: bool = False
+) -> list[int]:
+    """Remove what retention does not keep, of one lineage or of each; returns the steps.
+
+    If none of those that stay is whole (by their files' sizes or, with `read_bytes`, by every byte), the newest that is
+    whole stays, too.
+    """
+    assert keep_last >= 1
+    by_lineage: dict[str, dict[int, str]] = {}
+    for folder in committed(storage):
+        _, step_name, name = folder.split("/")
+        by_lineage.setdefault(name, {})[int(step_name.removeprefix("step-"))] = folder
+    removed = []
+    for name, folders in by_lineage.items():
+        if lineage is not None and name != f"lineage-{lineage:03d}":
+            continue
+        going = superfluous(folders, keep_last, keep_every)
+        if not going:
+            continue
+        newest_first = sorted(folders, key=lambda step: (step not in going, step), reverse=True)
+        whole = next(
+            (step for step in newest_first if not wrong_with(storage, folders[step], read_bytes=read_bytes)), None
+        )
+        for step in going:
+            if step != whole:
+                storage.remove(f"{folders[step]}/{COMMIT}")  # first: what has no manifest does not count
+                storage.remove_folder(folders[step])
+                removed.append(step)
+    return removed

@@ -1,0 +1,186 @@
+"""Which checkpoint is whole, what was set aside, and what writers that died have left behind.
+
+How checkpoints are written, read and pruned is `elastic_ring.state.checkpoints.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from elastic_ring.errors import CheckpointDamaged
+from elastic_ring.state.checkpoints.checkpoint import (
+    COMMIT,
+    FOLDER,
+    REJECTED,
+    Manifest,
+    committed,
+    read_manifest,
+    wrong_with,
+)
+from elastic_ring.state.storage.folder import PROBE, Storage
+from elastic_ring.state.storage.stored import Entry, Upload
+
+UNFINISHED_AFTER_S = 3600.0
+"""No writer takes so long between two files of one checkpoint."""
+
+
+# ---------------------------------------------------------------- what is whole
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The newest checkpoint that is whole, and of each newer one what is wrong with it."""
+
+    folder: str | None = None
+    manifest: Manifest | None = None
+    wrong: dict[str, list[str]] = field(default_factory=dict)
+
+
+def newest_verified(storage: Storage) -> Verified:
+    """Read checkpoints, newest first, until every byte of one is right.
+
+    Raises StorageFailed, and ValueError for a newer format.
+    """
+    wrong: dict[str, list[str]] = {}
+    for folder in committed(storage):
+        if reasons := wrong_with(storage, folder):
+            wrong[folder] = reasons
+        else:
+            return Verified(folder, read_manifest(storage, folder), wrong)
+    return Verified(wrong=wrong)
+
+
+# ---------------------------------------------------------------- what nobody will finish
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """Files and uploads of checkpoints that never counted and never will."""
+
+    files: tuple[Entry, ...] = ()
+    uploads: tuple[Upload, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A checkpoint that failed its verification: its files stay until somebody removes them."""
+
+    folder: str
+    reasons: tuple[str, ...]
+    num_bytes: int
+
+
+def leftovers(storage: Storage, unfinished_after_s: float = UNFINISHED_AFTER_S) -> Leftovers:
+    """What belongs to no checkpoint: of a step that another attempt committed, older than the newest checkpoint, or
+    without a new file for `unfinished_after_s` (0 where no run writes)."""
+    entries = storage.entries(FOLDER)
+    kept = _kept_folders(storage, entries)
+    newest = max((_age_key(name) for name in committed_folders(entries)), default=(-1, -1))
+    last_s: dict[str, float] = defaultdict(float)
+    for entry in entries:
+        last_s[_attempt(entry.path)] = max(last_s[_attempt(entry.path)], entry.modified_unix_s)
+    now_s = time.time()
+
+    def is_left(path: str, touched_unix_s: float) -> bool:
+        parts = path.split("/")
+        if len(parts) < 4 or not parts[3].startswith(("attempt-", ".")) or _attempt(path) in kept:
+            return False
+        has_commit = "/".join(parts[:3]) in kept
+        return has_commit or _age_key(path) < newest or now_s - touched_unix_s >= unfinished_after_s
+
+    cut = len(storage.root) + 1
+    files = [entry for entry in entries if is_left(entry.path, last_s[_attempt(entry.path)])]
+    files += [
+        entry for entry in storage.entries(recursive=False)
+        if entry.path.startswith(PROBE) and now_s - entry.modified_unix_s >= unfinished_after_s
+    ]  # fmt: skip
+    uploads = [
+        upload for upload in storage.uploads(FOLDER)
+        if is_left(path := upload.path[cut:], max(upload.begun_unix_s, last_s.get(_attempt(path), 0.0)))
+    ]  # fmt: skip
+    return Leftovers(tuple(files), tuple(uploads))
+
+
+def remove_leftovers(storage: Storage, found: Leftovers, unfinished_after_s: float = UNFINISHED_AFTER_S) -> None:
+    """Uploads first: one that ends meanwhile would leave a file."""
+    for upload in found.uploads:
+        storage.abort(upload)
+    for file in found.files:
+        storage.remove(file.path)
+    storage.remove_empty_folders(FOLDER, unfinished_after_s)
+
+
+def set_aside_checkpoints(storage: Storage) -> list[SetAside]:
+    """Those that `checkpoint.set_aside` has put there, newest first."""
+    entries = storage.entries(FOLDER)
+    found = []
+    for entry in entries:
+        if entry.path.endswith(REJECTED):
+            record = json.loads(storage.read(entry.path))
+            folder = entry.path.rsplit("/", 1)[0]
+            attempt = _attempt_of_record(record)
+            num_bytes = sum(other.num_bytes for other in entries if _attempt(other.path) == attempt)
+            found.append(SetAside(folder, tuple(record["reasons"]), num_bytes))
+    return sorted(found, key=lambda each: _age_key(each.folder), reverse=True)
+
+
+def remove_set_aside(storage: Storage) -> int:
+    """Remove what was set aside; how many checkpoints."""
+    entries = storage.entries(FOLDER)
+    rejected = [entry for entry in entries if entry.path.endswith(REJECTED)]
+    for entry in rejected:
+        if attempt := _attempt_of_record(json.loads(storage.read(entry.path))):
+            storage.remove_folder(attempt)
+        storage.remove(entry.path)
+    storage.remove_empty_folders(FOLDER, 0.0)
+    return len(rejected)
+
+
+def committed_folders(entries: Sequence[Entry]) -> Iterator[str]:
+    suffix = f"/{COMMIT}"
+    return (entry.path.removesuffix(suffix) for entry in entries if entry.path.endswith(suffix))
+
+
+def _kept_folders(storage: Storage, entries: Sequence[Entry]) -> set[str]:
+    """Folders of steps that have a manifest, and the attempts that a manifest or a rejected one names."""
+    kept: set[str] = set()
+    for folder in committed_folders(entries):
+        kept.add(folder)
+        try:
+            kept.add(read_manifest(storage, folder).folder)
+        except (CheckpointDamaged, ValueError):  # whose files they are is not known: all of the step stay
+            kept |= {_attempt(entry.path) for entry in entries if entry.path.startswith(f"{folder}/")}
+    for entry in entries:
+        if entry.path.endswith(REJECTED):
+            kept.add(_attempt_of_record(json.loads(storage.read(entry.path))))
+    return kept
+
+
+def _attempt_of_record(record: dict[str, str]) -> str:
+    """The folder that a rejected manifest names; empty where it cannot be read."""
+    try:
+        return str(json.loads(record["manifest"])["folder"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _attempt(path: str) -> str:
+    """`checkpoints/step-N/lineage-L/attempt-ID` of a file in it."""
+    return "/".join(path.split("/")[:4])
+
+
+def _age_key(path: str) -> tuple[int, int]:
+    """(lineage, step) of a path under `checkpoints`; (-1, -1) of one that has none."""
+    parts = path.split("/")
+    try:
+        return int(parts[2].removeprefix("lineage-")), int(parts[1].removeprefix("step-"))
+    except (IndexError, ValueError):
+        return -1, -1

@@ -1,0 +1,91 @@
+"""Which files final weights lie in: one safetensors file, or several and the index that names them.
+
+The index is Hugging Face's: `weight_map` has each tensor's file, by its name from the index's folder. Files of several
+lie in a folder whose name is never used twice (`weights/ATTEMPT`), so that no attempt writes over another's; they count
+once the index names them, which is replaced whole. No tensors in here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from elastic_ring.errors import StorageFailed
+from elastic_ring.state.storage.folder import Storage
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = "weights.safetensors"
+WEIGHTS_INDEX = "weights.safetensors.index.json"
+WEIGHTS_FOLDER = "weights"
+MAX_FILE_BYTES = 4 << 30
+"""Of tensors in one file. A larger tensor has a file of its own."""
+
+
+def grouped(sizes: Mapping[str, int], limit_bytes: int) -> Iterator[list[str]]:
+    """The names in their order, as many to a file as `limit_bytes` allows, at least one."""
+    group: list[str] = []
+    group_bytes = 0
+    for name, num_bytes in sizes.items():
+        if group and group_bytes + num_bytes > limit_bytes:
+            yield group
+            group, group_bytes = [], 0
+        group.append(name)
+        group_bytes += num_bytes
+    if group:
+        yield group
+
+
+def file_names(attempt: str, num_files: int) -> list[str]:
+    """One file has the name that it keeps; several have names that no other attempt has."""
+    if num_files == 1:
+        return [WEIGHTS]
+    return [
+        f"{WEIGHTS_FOLDER}/{attempt}/weights-{number:05d}-of-{num_files:05d}.safetensors"
+        for number in range(1, num_files + 1)
+    ]
+
+
+def index_text(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> bytes:
+    """An index as Hugging Face's libraries write it; `metadata` has at least `total_size`, in bytes."""
+    return (json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n").encode()
+
+
+def read_index(data: bytes, where: str) -> dict[str, str]:
+    """The file of each tensor. Raises ValueError for what is no index."""
+    try:
+        weight_map = json.loads(data)["weight_map"]
+        found = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where}: cannot be read as an index of weights ({type(error).__name__}: {error})") from error
+    outside = sorted(file for file in found.values() if file.startswith("/") or ".." in file.split("/"))
+    if outside:
+        raise ValueError(f"{where}: names {outside[0]}, which is not in its folder")
+    return found
+
+
+def remove_others(storage: Storage, kept: list[str]) -> None:
+    """Remove all weights but those `kept`, and what writers that died or gave up have left of theirs.
+
+    Raises nothing: the weights are whole without it.
+    """
+    try:
+        if WEIGHTS_INDEX not in kept:
+            storage.remove(WEIGHTS_INDEX)  # before the files that it names
+        for name in _left_over(storage):
+            if name not in kept:
+                storage.remove(name)
+        storage.remove_empty_folders(WEIGHTS_FOLDER, 0.0)
+        for upload in storage.uploads():
+            if upload.path.startswith(storage.at(WEIGHTS_FOLDER)):  # the single file's name begins so, too
+                storage.abort(upload)
+    except StorageFailed as error:
+        log.warning("files of earlier attempts to write the weights are left: %s", error)
+
+
+def _left_over(storage: Storage) -> list[str]:
+    """All files of weights, also those that `Storage.replace` had not put in their place."""
+    beside = [name for name, _ in storage.names(recursive=False) if name.startswith((WEIGHTS, f".{WEIGHTS}"))]
+    return [name for name in beside if name != WEIGHTS_INDEX] + [name for name, _ in storage.names(WEIGHTS_FOLDER)]

@@ -1,0 +1,1 @@
+"""Sums over tensors on the device that holds them: digests and squares."""

@@ -1,0 +1,1 @@
+"""Files on a file system or in an object store."""

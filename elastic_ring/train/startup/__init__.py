@@ -1,0 +1,1 @@
+"""What a worker does before its first step: checks, kernels, layout, warm-up, compiling."""

@@ -1,0 +1,161 @@
+"""The start-up check: does the user's model compute the same on a ring as on one rank?
+
+A model that calls plain attention would train on a ring without an error, each rank attending to its own slice only.
+One short sequence shows it before the first step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.data.loader import slice_sample
+from elastic_ring.data.packing import Sample
+from elastic_ring.errors import ElasticRingError
+from elastic_ring.model.fused_ops import as_written
+from elastic_ring.train.attention_context import attention_of, batch_of
+from elastic_ring.train.startup.layouts import AUTO
+from elastic_ring.train.task import Batch, TrainingTask
+
+TOKENS_PER_RANK = 24
+PATTERNED_TOKENS_PER_RANK = 2 * BLOCK_TOKENS
+"""Block-sparse kernels take whole blocks, and a zigzag layout cuts a rank's share in two."""
+TOLERANCE = {"float32": 5e-3, "bfloat16": 0.3}
+
+
+class ModelRefused(ElasticRingError):
+    """The model or loss cannot be trained on a ring as it is; the message says what to change."""
+
+
+def check_model(task: TrainingTask, groups: Any, state: Any) -> None:
+    """Compare loss and gradient of one short sequence at cp = 1 and on the ring. Raises ModelRefused.
+
+    The model runs uncompiled, since these lengths do not occur again.
+    """
+    with as_written(state.model):
+        _check_model(task, groups, state)
+
+
+def _check_model(task: TrainingTask, groups: Any, state: Any) -> None:
+    model: nn.Module = state.model
+    sample = _short_sample(task, state.loader, groups.mesh.cp)
+    _refuse_changing_buffers(task, state, sample, groups)
+    model.eval()
+    alone, alone_gradient = _pass(task, state, sample, groups, cp=1)
+    if groups.mesh.cp > 1:
+        ring, ring_gradient = _pass(task, state, sample, groups, cp=groups.mesh.cp)
+        _sum(groups, ring)
+        # At cp = 1 every rank of the ring computed the whole sequence, and FSDP2 summed their gradients.
+        parts = torch.stack([
+            torch.stack([(g - a / groups.mesh.cp).square().sum(), (a / groups.mesh.cp).square().sum()])
+            for g, a in zip(ring_gradient, alone_gradient, strict=True)
+        ])  # fmt: skip
+        _sum(groups, parts)
+        _compare(task, alone, ring, _worst(parts))
+    model.train()
+
+
+def _sum(groups: Any, tensor: Tensor) -> None:
+    with groups.launching():
+        work = groups.shard.allreduce([tensor])
+    work.wait()
+
+
+def _worst(parts: Tensor) -> float:
+    """The largest relative error of any parameter's gradient; parts: (parameters, [error², norm²]).
+
+    Per parameter, because those of attention are a small part of the total gradient at the start.
+    """
+    error, norm = parts[:, 0].sqrt(), parts[:, 1].sqrt()
+    counted = norm > 1e-6 * norm.max().clamp_min(1e-30)
+    return float((error[counted] / norm[counted]).max()) if bool(counted.any()) else 0.0
+
+
+def _compare(task: TrainingTask, alone: Tensor, ring: Tensor, gradient_error: float) -> None:
+    tolerance = TOLERANCE[task.step.param_dtype]
+    if alone[1] != ring[1]:
+        raise ModelRefused(
+            f"the loss counted {int(alone[1])} targets on one rank and {int(ring[1])} on the ring: count the targets "
+            "of the slice that is passed in (those that are not -100)"
+        )
+    loss_error = float(abs(ring[0] - alone[0]) / abs(alone[0]).clamp_min(1e-30))
+    if loss_error > tolerance or gradient_error > tolerance:
+        raise ModelRefused(
+            f"on a ring the model gives another result than on one rank (loss differs by {loss_error:.2e} relative, "
+            f"gradient by {gradient_error:.2e}, allowed {tolerance:.0e}): it must attend through batch.attention, "
+            "take positions from batch.positions, and let no token see another in any other way"
+        )
+
+
+def _pass(task: TrainingTask, state: Any, sample: Sample, groups: Any, *, cp: int) -> tuple[Tensor, list[Tensor]]:
+    """((loss sum, number of targets), local gradient of each parameter) of one forward and backward."""
+    model: nn.Module = state.model
+    for param in model.parameters():
+        param.grad = None
+    batch = _batch(task, state, sample, groups, cp)
+    loss, num_targets = _checked(task.loss(model, batch))
+    loss.backward()
+    gradients = [
+        (p.grad if p.grad is not None else torch.zeros_like(p))._local_tensor.reshape(-1).double()  # type: ignore[attr-defined]
+        for p in model.parameters()
+    ]
+    for param in model.parameters():
+        param.grad = None
+    result = torch.tensor([float(loss.detach()), float(num_targets)], dtype=torch.float64, device=loss.device)
+    return result, gradients
+
+
+def _checked(result: Any) -> tuple[Tensor, int]:
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].dim() == 0):
+        raise ModelRefused(
+            f"the loss function returned {type(result).__name__}: return (sum of the loss as a tensor without "
+            "dimensions, number of targets as an int)"
+        )
+    return result[0], int(result[1])
+
+
+def _batch(task: TrainingTask, state: Any, sample: Sample, groups: Any, cp: int) -> Batch:
+    cp_rank = groups.mesh.coordinate(groups.global_rank).cp_rank if cp > 1 else 0
+    # A layout chosen for the whole context would not fit; any layout that splits the sequence serves here.
+    name = "zigzag" if task.step.layout == AUTO else task.step.layout
+    layout = make_layout(name, len(sample.tokens) - 1, cp)
+    piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
+    attention = attention_of(
+        task,
+        piece,
+        layout,
+        cp_rank,
+        groups.ring if cp > 1 else None,
+        kernel_cache=state.kernel_cache,
+        check=groups.check,
+    )
+    return batch_of(piece, attention, next(state.model.parameters()).device)
+
+
+def _short_sample(task: TrainingTask, loader: Any, cp: int) -> Sample:
+    whole = loader.source.read(0)
+    patterned = task.pattern is not None and task.pattern.any_sparse
+    num_tokens = min(task.step.context_tokens, (TOKENS_PER_RANK if not patterned else PATTERNED_TOKENS_PER_RANK) * cp)
+    starts = tuple(start for start in whole.document_starts if start < num_tokens)
+    ends = num_tokens in whole.document_starts or (num_tokens == task.step.context_tokens and whole.ends_document)
+    return Sample(whole.tokens[: num_tokens + 1], starts, ends, whole.padding)
+
+
+def _refuse_changing_buffers(task: TrainingTask, state: Any, sample: Sample, groups: Any) -> None:
+    """Buffers that a forward pass changes would differ between rings and after a re-run."""
+    model: nn.Module = state.model
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    if not before:
+        return
+    with torch.no_grad():
+        task.loss(model, _batch(task, state, sample, groups, groups.mesh.cp))
+    changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]
+    if changed:
+        raise ModelRefused(
+            f"the forward pass changes the buffer {changed[0]}: such state would drift apart between rings; use a "
+            "layer without running statistics, or keep it out of the module's buffers"
+        )

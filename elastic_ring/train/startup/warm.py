@@ -1,0 +1,214 @@
+"""Warms up a worker: everything that is slow the first time is done once, on tiny inputs.
+
+The user's model is built on the meta device only; a spare must not hold a whole model in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from elastic_ring.attention import block_proof
+from elastic_ring.attention.block_kernels import select_sparse, sparse_form
+from elastic_ring.attention.device_blocks import forget_plans
+from elastic_ring.attention.exchange import Group
+from elastic_ring.attention.kernels.backend import Backend
+from elastic_ring.attention.kernels.self_test import warm_up_kernels, warm_up_variants
+from elastic_ring.attention.kernels.table import select
+from elastic_ring.attention.layers import LayerPatterns, of_layer
+from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.schedule import plan
+from elastic_ring.attention.warmup import warm_up_lengths, warm_up_sums
+from elastic_ring.data.loader import slice_sample
+from elastic_ring.data.packing import Sample
+from elastic_ring.state.device.squares import squared_norm
+from elastic_ring.state.shard import Shard, digest_of
+from elastic_ring.train.attention_context import attention_of
+from elastic_ring.train.memory import is_out_of_memory
+from elastic_ring.train.startup.compiling import compiles, warm_up_model
+from elastic_ring.train.startup.layouts import Layouts, attention_calls
+from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.wrap import local_params
+
+log = logging.getLogger(__name__)
+
+WIDTH = 8
+
+
+def warm_up(task: TrainingTask) -> None:
+    """Import, build, wrap, step and pack once. Uses a process group of one rank and destroys it."""
+    select(torch.device("cpu"), torch.float32, 64, deterministic=True)
+    with torch.device("meta"):
+        task.model()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        _one_step(DeviceMesh("cpu", [0]), torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+def warm_up_device(
+    task: TrainingTask,
+    device: torch.device,
+    shapes: Sequence[tuple[int, int, int]],
+    cp: int,
+    cache_dir: Path | None,
+    kernels: dict[str, str],
+) -> str:
+    """The same on one GPU: its context, NCCL's first group, the kernels for attention of these `shapes` (query heads,
+    K/V heads, head dim) in each length class, and what the model compiles. Kernels that are compiled by length run for
+    each length of a ring of `cp` ranks; with `cp` 0 nothing large is allocated.
+
+    The chosen kernels are added to `kernels` first; with a proof in `cache_dir` choosing allocates nothing. Returns
+    what a chosen kernel computed wrongly on this GPU, empty if nothing. The calling thread's current device becomes
+    `device`. Leaves no group and no cached memory behind, whatever is raised.
+    """
+    torch.cuda.set_device(device)
+    try:
+        proofs, by_length, dense = _choose(task, device, shapes, cache_dir, kernels)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            _one_step(DeviceMesh("cuda", [0]), device)
+            torch.cuda.synchronize(device)
+        finally:
+            dist.destroy_process_group()
+        for name, proof in proofs.items():
+            failure = proof()
+            log.info("%s: %s, %s", device, name, failure or "warm")
+            if failure is not None:
+                return f"{name}: {failure}"
+        for shape, backend in dense.items():
+            begun, group, dtype = time.monotonic(), shape[0] // shape[1], getattr(torch, task.step.param_dtype)
+            num_tiles = warm_up_variants(backend, str(device), dtype, shape[2], group)
+            warm_up_sums(device, dtype, shape)
+            torch.cuda.synchronize(device)
+            log.info("%s: %s ran %d tiles of all length classes in %.1f s", device, backend.name, num_tiles,
+                     time.monotonic() - begun)  # fmt: skip
+        if cp:
+            for shape in by_length:
+                warm_up_attention(task, device, shape, cp, cache_dir)
+            warm_up_model(task, device, cp)
+        elif by_length or compiles(task):
+            log.info("%s: others compute there, no long sequence is tried; compiled code is found on disk", device)
+    finally:
+        forget_plans()
+        torch._C._cuda_clearCublasWorkspaces()  # else every GPU keeps one, whichever is taken
+        torch.cuda.empty_cache()
+    return ""
+
+
+def _choose(
+    task: TrainingTask,
+    device: torch.device,
+    shapes: Sequence[tuple[int, int, int]],
+    cache_dir: Path | None,
+    kernels: dict[str, str],
+) -> tuple[dict[str, Callable[[], str | None]], list[tuple[int, int, int]], dict[tuple[int, int, int], Backend]]:
+    """What serves attention of these shapes, named in `kernels`: for each the test that also loads it, the shapes whose
+    kernels are compiled by length, and the dense kernel of each shape."""
+    step, dtype = task.step, getattr(torch, task.step.param_dtype)
+    proofs: dict[str, Callable[[], str | None]] = {}
+    by_length: dict[tuple[int, int, int], None] = {}
+    dense: dict[tuple[int, int, int], Backend] = {}
+    for num_heads, num_kv_heads, head_dim in shapes:
+        whole = (num_heads, num_kv_heads, head_dim)
+        head_ratio, shape = num_heads // num_kv_heads, f"{num_heads}/{num_kv_heads} heads of {head_dim}"
+        if task.pattern is None or task.pattern.any_dense:
+            backend = select(
+                device,
+                dtype,
+                head_dim,
+                step.deterministic,
+                step.kernel or None,
+                head_ratio=head_ratio,
+                cache_dir=cache_dir,
+            )
+            kernels[f"attention, {shape}"] = f"{backend.name} {backend.version()}"
+            by_length.update({whole: None} if backend.by_length else {})
+            dense[whole] = backend
+            proofs[f"attention kernel {backend.name}, {shape}"] = partial(
+                warm_up_kernels, backend, str(device), dtype, head_dim, head_ratio
+            )
+        if task.pattern is not None and task.pattern.any_sparse:
+            kernel = select_sparse(head_dim, head_ratio, dtype, step.deterministic, sparse_form(step.kernel))
+            kernels[f"sparse attention, {shape}"] = kernel.name
+            by_length.update({whole: None} if kernel.by_length else {})
+            proofs[f"sparse attention kernel {kernel.name}, {shape}"] = partial(
+                block_proof.warm_up_kernels, kernel, head_dim, head_ratio, dtype, str(device)
+            )
+    return proofs, list(by_length), dense
+
+
+def warm_up_attention(
+    task: TrainingTask, device: torch.device, shape: tuple[int, int, int], cp: int, cache_dir: Path | None = None
+) -> None:
+    """Run attention of every rank of a ring of `cp` once, for a sequence that is one document.
+
+    `shape`: query heads, K/V heads, head dim. Running out of memory on a shared GPU is not an error.
+    """
+    layout = Layouts(task).choice(cp, device.type).layout
+    sample = Sample(tokens=np.zeros(task.step.context_tokens + 1, dtype=np.int64), document_starts=(0,))
+
+    def attentions(cp_rank: int, group: Group | None) -> list[Any]:
+        piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
+        attention = attention_of(task, piece, layout, cp_rank, group, kernel_cache=cache_dir)
+        return [of_layer(attention, layer) for layer in kinds_of_layers(task.pattern)]
+
+    dtype = getattr(torch, task.step.param_dtype)
+    try:
+        num_ranks = warm_up_lengths(attentions, layout, shape, dtype, device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        log.warning("%s: too little memory to warm up attention beside others: %s", device, error)
+        return
+    log.info("%s: attention warmed up for the slices of %d ranks", device, num_ranks)
+
+
+def kinds_of_layers(pattern: LayerPatterns | None) -> tuple[int, ...]:
+    """One layer of each group of rules, without groups that content routes: their lengths are known at run time."""
+    if pattern is None:
+        return (0,)
+    named = {layer for group in pattern.groups for layer in group.layers or ()}
+    others = next(layer for layer in range(len(named) + 1) if layer not in named)
+    known = [group for group in pattern.groups if not any(rule.awaits_content for rule in group.rules)]
+    return tuple(others if group.layers is None else group.layers[0] for group in known)
+
+
+def attention_shapes(task: TrainingTask) -> tuple[tuple[int, int, int], ...]:
+    """(query heads, K/V heads, head dim) of the model's attention calls, each once, as `attention_calls` finds them."""
+    return tuple(dict.fromkeys(call[1:] for call in attention_calls(task)))
+
+
+def _one_step(mesh: DeviceMesh, device: torch.device) -> None:
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    on_gpu = device.type == "cuda"
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if on_gpu else None, reduce_dtype=torch.float32, cast_forward_inputs=on_gpu
+    )
+    for layer in model:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    attention = RingAttention(plan(Pattern(), make_layout("zigzag", WIDTH, 1)), 0, None, backend="reference")
+    x = model(torch.ones(1, WIDTH, WIDTH, device=device)).unsqueeze(2)
+    attention(x, x, x).sum().backward()
+    params = local_params(model)
+    shard = Shard(0, params, torch.optim.AdamW(list(params.values()), foreach=not on_gpu, fused=on_gpu))
+    squared_norm(torch.ones(WIDTH, device=device))
+    shard.apply({name: torch.zeros_like(p) for name, p in params.items()}, 0.0)
+    _, tensors = shard.pack()
+    digest_of(shard.counters, tensors)
