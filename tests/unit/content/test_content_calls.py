@@ -242,6 +242,7 @@ def test_messages_go_out_as_two_operations_and_the_host_reads_once(
     assert in_threads(4, lambda cp_rank: route(cp_rank, over_gloo, False)) == found
 
 
+@pytest.mark.slow
 def test_a_ring_whose_messages_are_operations_agrees_with_one_of_gloo(rings: ThreadRings) -> None:
     case = make_case("zigzag", 2, 128 * 12, text="topk:3+bigbird:1,1,0", block=128)
     want, used = run_content(case, rings.groups(2), sparse_kernel="reference-sparse")

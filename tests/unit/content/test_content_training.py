@@ -148,6 +148,7 @@ def undisturbed(six: Membership) -> list[dict[str, Any]]:
     return six.all(facts, ranks=range(4))
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("swap", [0, 1])
 def test_a_step_that_breaks_off_while_blocks_are_chosen_gives_the_same_bits_when_run_again(

@@ -72,6 +72,7 @@ def test_ray_accepts_the_file(name: str) -> None:
     assert list(problems(name, read(name))) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_a_misspelled_field_is_refused(name: str) -> None:
     """All but names of one's own, and Google's machine settings, whose schema is not at hand offline."""

@@ -165,6 +165,7 @@ def test_torch_distributed_checkpoint_loads_an_export_into_a_model_and_its_optim
     assert (state["step"], state["counters"]["applied"]) == (STEP, STEP)
 
 
+@pytest.mark.slow
 def test_all_verbs_work_on_an_object_store(
     object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ def test_blocks_of_gpus_are_laid_out_in_whole_blocks_only() -> None:
         choose(SparsePattern((BigBird(2, 0, 3),)), 1000, 2, Sizes(8, 2), whole_blocks=True)
 
 
+@pytest.mark.slow
 def test_the_attention_that_a_setup_hands_back_runs_the_kernel_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """The spelled-out block kernel is the one of the table that runs here."""
     monkeypatch.setattr("elastic_ring.attention.kernel_choice.KERNELS", (REFERENCE,))

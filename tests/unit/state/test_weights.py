@@ -174,6 +174,7 @@ def give_up_at(me: Any, launch: int) -> None:
     me.connector.gate = LaunchGate(check)
 
 
+@pytest.mark.slow
 def test_weights_from_an_aborted_gather_are_not_written(two: Membership, tmp_path: Path) -> None:
     num_tensors = len(dict(Transformer(MODEL).named_parameters()))
     for max_file_bytes in (MAX_FILE_BYTES, SMALL):

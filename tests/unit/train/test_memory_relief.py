@@ -67,6 +67,7 @@ def two() -> Iterator[Membership]:
         yield made
 
 
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(
     "task", [make_task(KeepingAll), make_task(OwnModel, initial=None)],
     ids=["with a setting", "without"],

@@ -213,6 +213,7 @@ def test_a_sequence_that_a_re_run_drops_or_repeats_shows_in_the_samples(
 # ------------------------------------------------------------ bits
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("bug", [wrong_count, mean_over_rings])
 def test_a_gradient_divided_by_the_wrong_count_shows_in_the_weights(four: Membership, tmp_path: Path, bug: Any) -> None:
