@@ -85,6 +85,7 @@ def both_passes(ring: RingAttention, tensors: list[torch.Tensor]) -> None:
         ring.run_backward(dout, (q, k, v, out, lse), 1.0, call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hops_per_stage", [1, 3])
 def test_a_work_is_waited_for_once_however_many_messages_it_ends(hops_per_stage: int) -> None:
     for case in SEVERAL:

@@ -107,6 +107,7 @@ def train_patterned(
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], heard[0], num_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cp", [1, 2])
 @pytest.mark.parametrize("sparse_kernel", [None, "reference-sparse"], ids=["tiles", "blocks"])
 def test_layers_with_patterns_of_their_own_are_not_run_again_either(sparse_kernel: str | None, cp: int) -> None:

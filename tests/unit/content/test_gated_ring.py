@@ -181,6 +181,7 @@ def test_a_long_sequence_moves_a_small_share_of_what_a_dense_ring_moves(rings: T
     assert all(received(ring.ledgers.block_means, "forward") < 2 * 2 * 2 * DIM * 4 * length / 32 for ring in used)
 
 
+@pytest.mark.slow
 def test_calls_after_one_another_do_not_mix_and_repeat_bit_for_bit(rings: ThreadRings) -> None:
     layout, groups = zigzag(LENGTH, 3), rings.groups(3, fresh=True)
     tensors = sample()
@@ -203,6 +204,7 @@ def test_calls_after_one_another_do_not_mix_and_repeat_bit_for_bit(rings: Thread
             assert torch.equal(once, again)
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_runs_the_views_again_and_gives_the_same_bits(rings: ThreadRings) -> None:
     layout, groups, tensors = zigzag(LENGTH, 3), rings.groups(3), sample()
 
@@ -220,6 +222,7 @@ def test_activation_checkpointing_runs_the_views_again_and_gives_the_same_bits(r
         assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cp", [1, 2])
 def test_the_compressed_views_gradient_is_that_of_finite_differences(rings: ThreadRings, cp: int) -> None:
     """By moving one number of q, k or v at a time, wherever it lies, and adding up what every rank's output does."""

@@ -190,6 +190,7 @@ def test_where_there_is_nothing_to_choose_nothing_is_said(rings: ThreadRings, te
     check_choice(case, schedule_of(used[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [None, "reference-sparse"], ids=["tiles", "blocks"])
 def test_calls_after_one_another_do_not_mix_and_repeat_bit_for_bit(rings: ThreadRings, kernel: str | None) -> None:
     case = make_case("zigzag", 2, 1024, text="topk:2,unit=128", block=128, dtype=torch.float32)

@@ -93,6 +93,7 @@ def test_every_layout_serves_every_grouping_of_heads(
         check_bytes(case, ledgers)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("family", ["bigbird", "longnet with rows that see nothing", "heads in turn"])
 def test_posted_as_one_operation_a_pass_and_direction_the_bits_are_the_same(
@@ -331,6 +332,7 @@ def test_tables_lie_by_rows_as_the_kernels_read_them(family: str, layout: str) -
             assert lists.indices.stride(-1) == 1
 
 
+@pytest.mark.slow
 def test_partials_of_a_kernel_that_rounds_travel_as_it_rounded_them(
     rings: ThreadRings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

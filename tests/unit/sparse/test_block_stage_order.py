@@ -132,6 +132,7 @@ def halved(monkeypatch: pytest.MonkeyPatch, case: BlockCase) -> list[list[str]]:
     return told(monkeypatch, case, stage_bytes=1)[0]
 
 
+@pytest.mark.slow
 def test_half_of_the_own_heads_run_behind_the_last_partials_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     case = block_case("bigbird", 4, "zigzag")
     one = ["post keys", "forward own", "forward fetched", "post keys", "backward own", "backward fetched"]
@@ -142,6 +143,7 @@ def test_half_of_the_own_heads_run_behind_the_last_partials_where_that_pays(monk
     assert told(monkeypatch, case)[0] == [[*one, "post partials", "backward own"]] * 4
 
 
+@pytest.mark.slow
 def test_kept_keys_are_run_first_and_own_ones_in_one_call_behind_the_partials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_pass, "HALVING_S", 0)
     case = block_case("window", 4, "zigzag")

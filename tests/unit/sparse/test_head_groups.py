@@ -151,6 +151,7 @@ def test_a_stage_is_one_call_for_each_size_of_its_head_groups(
     assert len(sizes) == 1 + ("groups" in name)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("name", ["longnet and a window, 8 heads", "two rules for a key", "groups of 2, 1, 1, 1 and 2"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

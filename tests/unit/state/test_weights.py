@@ -228,6 +228,7 @@ def gathered(me: Any, folder: str, max_file_bytes: int) -> str | None:
         return gather_weights(me.state, me.groups, Storage(folder), max_file_bytes)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_as_it_writes_leaves_no_index_and_the_next_attempt_removes_its_files(
     tmp_path: Path,
 ) -> None:
