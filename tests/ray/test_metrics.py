@@ -48,7 +48,9 @@ def test_a_running_run_exports_every_metric_of_the_table_and_no_other(local_ray:
     gate = tmp_path / "gate"
     trainer = tiny_trainer(tmp_path, NAME, steps=100, faults="kill@step=2,phase=backward,rank=0", gate=gate,
                            global_batch=2, **{**ALONE, "dp": 2})  # fmt: skip
-    trainer.run_config = replace(trainer.run_config, checkpoint_config=CheckpointConfig(every_steps=1))
+    trainer.run_config = replace(
+        trainer.run_config, checkpoint_config=CheckpointConfig(every_steps=1), copies="1", copy_every_steps=1
+    )  # fmt: skip
     trainer.task = replace(trainer.task, step=replace(trainer.task.step, val_every_steps=4))
     wanted = {metric.exported_name for metric in TABLE if metric.name not in OF_GPUS}
     with ThreadPoolExecutor(1) as pool:
