@@ -113,7 +113,10 @@ def test_every_address_in_a_manifest_is_a_service_and_its_port() -> None:
 
 def test_claims_secrets_and_mounts_are_there() -> None:
     claims = set(named("PersistentVolumeClaim"))
-    secrets = dict(re.findall(r"create secret generic (\S+) --from-literal=(\w+)=", README))
+    secrets = {
+        name: set(re.findall(r"--from-literal=(\w+)=", words))
+        for name, words in re.findall(r"create secret generic (\S+) (.*)", README.replace("\\\n", " "))
+    }
     config_maps = set(named("ConfigMap"))
     for name, _, pod in pods():
         volumes = {volume["name"]: volume for volume in pod.get("volumes", ())}
@@ -123,7 +126,8 @@ def test_claims_secrets_and_mounts_are_there() -> None:
         assert mounted - set(volumes) <= {"data"}, f"{name}: a claim template of a StatefulSet is called data"
         assert set(volumes) <= mounted, f"{name}: a volume that nothing mounts"
     references = [reference for d in everything() for reference in values(d, "secretKeyRef")]
-    assert {secrets.get(reference["name"]) == reference["key"] for reference in references} == {True}
+    assert {reference["name"] for reference in references} == set(secrets)
+    assert [one for one in references if one["key"] not in secrets[one["name"]]] == []
     for mount in values([pod for _, _, pod in pods()], "subPath"):
         assert any(mount in document["data"] for document in named("ConfigMap").values()), mount
 
@@ -215,7 +219,8 @@ def test_every_training_parses_and_writes_where_all_nodes_see_it(where: str, wor
     mounts = {mount["mountPath"] for _, _, pod in pods() for c in pod["containers"] for mount in c["volumeMounts"]
               if mount["name"] == "shared"}  # fmt: skip
     assert mounts == {"/shared"}
-    assert asked.run.folder.is_relative_to("/shared/runs")
+    assert asked.run.is_remote == (where == "elastic-ring-demo-s3")
+    assert asked.run.is_remote or asked.run.folder.is_relative_to("/shared/runs")
     if asked.data.uri:
         assert Path(asked.data.uri).is_relative_to("/shared")
     assert asked.scaling.wait_for_resources_s >= 1800, "a cluster that scales starts without workers"
@@ -230,7 +235,23 @@ def parse_train(words: list[str]) -> TrainSettings:
     return asked
 
 
-@pytest.mark.parametrize("job", ["cpu", "gpu"])
+def test_with_an_object_store_no_volume_is_shared_and_every_ray_pod_has_the_credentials(tmp_path: Path) -> None:
+    """Those that an AWS client asks for; a store of one's own and a region need not be named."""
+    for documents in (built("kuberay/jobs/s3"), with_components(tmp_path, COMPONENTS)):
+        assert not [d for d in documents if d["kind"] == "PersistentVolumeClaim"]
+        (spec,) = clusters(documents)
+        for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
+            pod = group["template"]["spec"]
+            assert "shared" not in {volume["name"] for volume in pod["volumes"]}
+            assert "/shared" not in {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+            given = {v["name"]: v["valueFrom"]["secretKeyRef"] for v in pod["containers"][0]["env"] if "valueFrom" in v}
+            assert {name: reference.get("optional", False) for name, reference in given.items()} == {
+                "AWS_ACCESS_KEY_ID": False, "AWS_SECRET_ACCESS_KEY": False, "AWS_ENDPOINT_URL": True,
+                "AWS_REGION": True,
+            }  # fmt: skip
+
+
+@pytest.mark.parametrize("job", ["cpu", "gpu", "s3"])
 def test_the_largest_mesh_of_a_job_fits_the_most_workers_of_its_cluster(job: str) -> None:
     (document,) = [one for one in built(f"kuberay/jobs/{job}") if one["kind"] == "RayJob"]
     scaling = parse_train(shlex.split(document["spec"]["entrypoint"])).scaling
@@ -320,7 +341,9 @@ def test_the_page_explains_every_object_and_component_and_names_no_other() -> No
         for d in everything()
     }
     assert told == there
-    assert re.findall(r"^\| `([\w-]+)` \|", README, re.MULTILINE) == ["gpu", "spot", "rdma", "gcs-rocksdb", "mtls"]
+    assert re.findall(r"^\| `([\w-]+)` \|", README, re.MULTILINE) == [
+        "gpu", "s3", "spot", "rdma", "gcs-rocksdb", "mtls",
+    ]  # fmt: skip
     assert {path.name for path in (DEPLOY / "kuberay" / "components").iterdir()} == set(COMPONENTS)
 
 

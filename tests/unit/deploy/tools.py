@@ -25,8 +25,11 @@ KUBERAY = DEPLOY / "kuberay"
 CRDS = ROOT.parent / "shared" / "kuberay"
 """KubeRay's own CustomResourceDefinitions; beside the project, not in it."""
 KUBERNETES = "1.37"
-BUILT = ("kuberay/clusters/cpu", "kuberay/clusters/gpu", "kuberay/jobs/cpu", "kuberay/jobs/gpu", "monitoring")
-COMPONENTS = ("gpu", "rdma", "spot", "gcs-rocksdb", "mtls")
+BUILT = (
+    "kuberay/clusters/cpu", "kuberay/clusters/gpu", "kuberay/clusters/s3", "kuberay/jobs/cpu", "kuberay/jobs/gpu",
+    "kuberay/jobs/s3", "monitoring",
+)  # fmt: skip
+COMPONENTS = ("gpu", "s3", "rdma", "spot", "gcs-rocksdb", "mtls")
 """All that there are, in an order in which they can be taken together."""
 METADATA = {"name", "namespace", "labels", "annotations"}
 
