@@ -375,6 +375,13 @@ class RunConfig:
     ] = ("clip", "skip", "skip", "stop")  # fmt: skip
     """What the first, second, ... spike within 64 steps leads to, the last for all later ones: clip (ten steps at a
     tenth of clip_norm), skip (the step changes nothing), stop (the run ends)."""
+    straggler: Literal["off", "log", "act"] = "log"
+    """What follows when one rank is slower than its peers for minutes: nothing, a line in the log, or a spare takes its
+    place."""
+    straggler_factor: Annotated[float, Field(gt=1), Must("a number above 1")] = 1.5
+    """How many times as long as its peers a slow rank works for its sequences."""
+    straggler_window_s: PositiveSeconds = 180.0
+    """Over how many seconds of steps that is judged."""
     user_error_limit: PositiveInt = 2
     """A step on which the user's code raises this often ends the run."""
     memory_limit: Annotated[float, Field(ge=0, lt=1), Must("a share of the node's memory from 0 to below 1")] = 0.93

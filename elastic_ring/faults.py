@@ -2,8 +2,8 @@
 
     kill@step=21,phase=backward,rank=3; freeze@step=30,rank=0
 
-`rank` is the global rank at the time of the fault; each fault fires once. Faults are injected elsewhere
-(`runtime/worker/faults`); no I/O here.
+`rank` is the global rank at the time of the fault; each fault fires once. From `slow` on a process stays slow.
+Faults are injected elsewhere (`runtime/worker/faults`); no I/O here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 KINDS = (
     "kill", "freeze", "gil", "raise", "exit", "drain", "kill-node", "kill-coordinator", "freeze-coordinator",
+    "slow",
 )  # fmt: skip
 PHASES = ("forward", "backward", "reduce", "vote", "apply", "idle", "heal")
 ROLES = ("spare", "donor")

@@ -12,6 +12,7 @@ from typing import Any
 
 from elastic_ring.control import building, corpus, forming, phases, reconnect, recovery, worker_pool
 from elastic_ring.control.capacity import scaling
+from elastic_ring.control.decisions import stragglers
 from elastic_ring.control.messages import (
     BuildFailed,
     CheckpointsKnown,
@@ -31,6 +32,7 @@ from elastic_ring.control.messages import (
     Resumed,
     ScaleRequested,
     Status,
+    StragglerFound,
     Tick,
     WorkerLost,
     WorkerReady,
@@ -176,6 +178,7 @@ _EVERYWHERE: dict[type, Handler] = {
     WorkerLost: _worker_lost,
     DrainRequested: _drain,
     ScaleRequested: scaling.requested,
+    StragglerFound: stragglers.found,
     Status: reconnect.late_ready,
     CheckpointsKnown: forming.checkpoints_known,
     CorpusRecalled: corpus.recalled,

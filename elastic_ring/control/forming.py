@@ -13,6 +13,7 @@ from elastic_ring.control.state import (
     Incident,
     Membership,
     able_to_form,
+    avoided,
     domains_of,
     gpus_on,
     node_of,
@@ -68,6 +69,7 @@ def try_form(ctx: Transition) -> None:
         gpus_on=gpus_on(ctx.state),
         domains_of=domains_of(ctx.state),
         reserved=reserved(ctx.state),
+        avoided=avoided(ctx.state),
     )
     plan = policy.plan(situation)
     assert isinstance(plan, policy.Plan), plan

@@ -141,6 +141,15 @@ class DrainRequested:
 
 
 @dataclass(frozen=True)
+class StragglerFound:
+    """A member worked `ratio` times as long as its peers for a whole window: a spare is to take its place."""
+
+    cause: str
+    worker: str
+    ratio: float
+
+
+@dataclass(frozen=True)
 class ScaleRequested:
     """From now on at most `max_dp` rings, at least `min_dp`, and `spares` spares; None leaves a number as it is."""
 
@@ -298,6 +307,7 @@ Event = (
     | WorkerReady
     | WorkerLost
     | DrainRequested
+    | StragglerFound
     | ScaleRequested
     | MemberFailed
     | Report

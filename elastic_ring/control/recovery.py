@@ -20,6 +20,7 @@ from elastic_ring.control.state import (
     Incident,
     LostWorker,
     Membership,
+    avoided,
     domains_of,
     gpus_on,
     node_of,
@@ -141,6 +142,7 @@ def rebuild(
         gpus_on=gpus_on(ctx.state),
         domains_of=domains_of(ctx.state),
         reserved=reserved(ctx.state),
+        avoided=avoided(ctx.state),
     )
     planned = policy.plan(situation)
     if isinstance(planned, policy.NoHolder):

@@ -41,7 +41,8 @@ class Node:
 
     `start_failures`: consecutive failed starts. `start_errors`: those of them that gave an error of their own, the last
     of which is `last_failure`. No worker starts here before `backoff_until`. `leaves_at`: when a draining node is gone;
-    0: nobody says. `domains` and `is_reserved` as in `NodeJoined`.
+    0: nobody says. `domains` and `is_reserved` as in `NodeJoined`. `avoided`: a member there was slow or computed
+    wrongly: the last to be hired on, and its spares the last to be taken.
     """
 
     node: str
@@ -55,6 +56,7 @@ class Node:
     leaves_at: float = 0.0
     domains: tuple[str, ...] = ()
     is_reserved: bool = False
+    avoided: bool = False
 
 
 @dataclass(frozen=True)
@@ -349,14 +351,17 @@ def members(state: State) -> tuple[str, ...]:
 
 
 def spares(state: State) -> tuple[str, ...]:
-    """Ready workers that are not draining and not in the last membership, in the order of their start."""
+    """Ready workers that are not draining and not in the last membership, in the order of their start; those on
+    avoided nodes last."""
     membership = membership_of(state)
     taken = set(membership.everyone) if membership else set()
-    return tuple(
-        worker.worker
+    shunned = avoided(state)
+    found = [
+        worker
         for worker in state.workers.values()
         if worker.status == "ready" and not worker.draining and worker.worker not in taken
-    )
+    ]
+    return tuple(worker.worker for worker in sorted(found, key=lambda worker: worker.node in shunned))
 
 
 def gpus_on(state: State) -> dict[str, int]:
@@ -374,6 +379,11 @@ def reserved(state: State) -> frozenset[str]:
     """Nodes that are no spot machines; none where all are alike."""
     found = frozenset(node.node for node in state.nodes.values() if node.is_reserved and node.num_slots)
     return found if any(node.num_slots and not node.is_reserved for node in state.nodes.values()) else frozenset()
+
+
+def avoided(state: State) -> frozenset[str]:
+    """Nodes that are the last to be used."""
+    return frozenset(node.node for node in state.nodes.values() if node.avoided)
 
 
 def node_of(state: State) -> dict[str, str]:

@@ -214,7 +214,7 @@ def fill_slots(ctx: Transition) -> None:
     """Start the missing workers as far as nodes have room: rings packed, replicas spread.
 
     First on nodes with free GPUs, so that a lost member's GPU is used again on its own node; then standby processes
-    without a GPU, on the node that has fewest.
+    without a GPU, on the node that has fewest. On avoided nodes last.
     """
     state = ctx.state
     wants = _Wants(state)
@@ -227,12 +227,18 @@ def fill_slots(ctx: Transition) -> None:
     workers, num_started = dict(state.workers), state.num_started
     for _ in range(wants.num_missing):
         if gpus:
-            node = min(gpus, key=lambda name: _start_rank(wants.staying[name], gpus[name], state.options.cp))
+            node = min(
+                gpus,
+                key=lambda name: (
+                    state.nodes[name].avoided,
+                    _start_rank(wants.staying[name], gpus[name], state.options.cp),
+                ),
+            )
             gpus[node] -= 1
             if gpus[node] == 0:
                 del gpus[node]
         elif shelf := [node for node in usable if wants.may_start_on(node)]:
-            node = min(shelf, key=wants.num_beyond).node
+            node = min(shelf, key=lambda each: (each.avoided, wants.num_beyond(each))).node
             wants.num_standbys -= 1
         else:
             break

@@ -85,6 +85,11 @@ TABLE: tuple[Metric, ...] = (
            "steps so far that a non-finite gradient, or a loss spike, made the run skip"),
     Metric("elastic_ring_loss_spikes", "steps",
            "steps so far whose loss was far above those before (loss_spike), whatever was done about it"),
+    Metric("elastic_ring_stragglers", "ranks",
+           "how often so far a rank was slower than its peers for a whole window (straggler)"),
+    Metric("elastic_ring_slowest_rank_ratio", "1",
+           "how many times as long as its peers the slowest rank worked in the newest step that measured it",
+           only=STEP_1),
     # the mesh
     Metric("elastic_ring_mesh", "ranks", "rings (dp) and ranks of a ring (cp); 0 without a mesh", "part",
            ("dp", "cp")),

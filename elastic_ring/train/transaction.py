@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,13 +35,14 @@ from elastic_ring.mesh import Coordinate, Mesh
 from elastic_ring.state.checkpoints.checkpoint import Reader
 from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Counters, Shard
-from elastic_ring.train.abortable_collectives import make_abortable
+from elastic_ring.train.abortable_collectives import ExchangeWaits, make_abortable
 from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.memory_relief import MemoryRelief
 from elastic_ring.train.optim import learning_rate, make_optimizer, make_own_optimizer
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.vote import Ballot, Outcome, count, start_vote
+from elastic_ring.train.work_clock import WorkClock
 from elastic_ring.train.wrap import ModuleMaker, full_shapes, largest_list, local_params
 
 BUCKET_ELEMENTS = 16 << 20
@@ -98,7 +100,8 @@ class Gradient:
 @dataclass(frozen=True)
 class Local:
     """Results of one rank's forward and backward passes of a step. `loss_sum`, a scalar, stays on its device: a read
-    synchronises, so the vote reads it together with the gradient's norm. `data_wait_s`: how long it waited for data."""
+    synchronises, so the vote reads it together with the gradient's norm. `data_wait_s`: how long it waited for data.
+    `work_s`: how long it worked itself for each of its sequences, once the device is synchronised; 0: not measured."""
 
     loss_sum: Tensor
     num_tokens: int
@@ -106,6 +109,7 @@ class Local:
     hops: HopTally
     arrived: ArrivedCopies
     data_wait_s: float = 0.0
+    work_s: Callable[[], float] = lambda: 0.0
 
 
 class Transaction:
@@ -137,6 +141,7 @@ class Transaction:
         self.relief = MemoryRelief()
         """The reliefs of the memory ladder; a new one counts from the next `enter` on."""
         self.model: nn.Module | None = None
+        self._waits = ExchangeWaits()
 
     # ------------------------------------------------------------ what a report says
 
@@ -192,7 +197,7 @@ class Transaction:
         coordinate = self._coordinate
         model = self._maker.wrap(groups.device_mesh)
         self.relief.change(model, (self.task.units or largest_list)(model))
-        make_abortable(model, groups.launching)
+        make_abortable(model, groups.launching, self._waits)
         params = local_params(model)
         if keep:
             assert self.shard is not None
@@ -270,7 +275,7 @@ class Transaction:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         num_tokens, slices, hops = 0, [], HopTally(self.device.type == "cuda", step)
         arrived = ArrivedCopies(hops.is_watched)
-        waited_s = self.loader.waited_s
+        waited_s, clock = self.loader.waited_s, WorkClock(self.device, self._waits, self.loader, hops.is_watched)
         for i, (index, sample_id) in enumerate(mine):
             upcoming = [later for _, later in (*mine[i + 1 :], *following)][: self.relief.read_ahead or READ_AHEAD]
             piece = self.loader.load(sample_id, index, layout, self._coordinate.cp_rank, upcoming=upcoming)
@@ -288,7 +293,8 @@ class Transaction:
             num_tokens += int(num_targets)
             hops.add(attention.ledger)
         samples, waited_s = consumed_digest(step, slices), self.loader.waited_s - waited_s
-        return Local(loss_sum, num_tokens, samples, hops, arrived, waited_s)
+        clock.stop(hops)
+        return Local(loss_sum, num_tokens, samples, hops, arrived, waited_s, partial(clock.per_sequence_s, len(mine)))
 
     def reduce(self, step: int) -> None:
         """fp32 sum over the rings, once, in the pinned order of the replica group."""
@@ -323,7 +329,16 @@ class Transaction:
         local.arrived.check(step)
         spike = self.spikes.ballot(step) if self.spikes is not None else SpikeBallot()
         ballot = Ballot(
-            norm_sq, num_nonfinite, loss_sum, local.num_tokens, boundary, local.samples, checkpoint, copies, spike
+            norm_sq,
+            num_nonfinite,
+            loss_sum,
+            local.num_tokens,
+            boundary,
+            local.samples,
+            checkpoint,
+            copies,
+            spike,
+            local.work_s(),
         )
         work, rows = start_vote(self._groups.world, ballot)
         self._watch("vote", step)

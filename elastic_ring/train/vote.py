@@ -20,7 +20,7 @@ from elastic_ring.mesh import Mesh
 FIELDS = (
     "grad_norm_sq", "num_nonfinite", "loss_sum", "num_tokens", "boundary", "checkpoint", "copies",
     "samples_0", "samples_1", "samples_2", "samples_3",
-    "spike_num_seen", "spike_limit", "spike_verdict", "spike_clips_harder",
+    "spike_num_seen", "spike_limit", "spike_verdict", "spike_clips_harder", "work_s",
 )  # fmt: skip
 NUM_SAMPLE_LIMBS = 4
 SPIKE_FIELDS = frozenset(name for name in FIELDS if name.startswith("spike_"))
@@ -41,7 +41,8 @@ class Ballot:
 
     `checkpoint`: `DUE` from the rank that knows that one is due, `BUSY` from one that still writes the last, else 0.
     `copies`: `COPYING` or `COPY_FAILED` from a rank whose part of the last copies is not complete, else 0. `spike`:
-    what it knows of the losses before.
+    what it knows of the losses before. `work_s`: how long it worked itself for each of its sequences, without waits for
+    others, in seconds; 0 if not measured.
     """
 
     grad_norm_sq: float
@@ -53,19 +54,24 @@ class Ballot:
     checkpoint: float = 0.0
     copies: float = 0.0
     spike: SpikeBallot = field(default_factory=SpikeBallot)
+    work_s: float = 0.0
 
     def row(self) -> torch.Tensor:
         values = (self.grad_norm_sq, self.num_nonfinite, self.loss_sum, self.num_tokens, self.boundary, self.checkpoint,
                   self.copies, *self.samples, self.spike.num_seen, self.spike.limit, self.spike.verdict,
-                  self.spike.clips_harder)  # fmt: skip
+                  self.spike.clips_harder, self.work_s)  # fmt: skip
         return torch.tensor([float(v) for v in values], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a vote. Gradients are of the summed loss; `grad_norm` is of the mean loss."""
+    """The result of a vote. Gradients are of the summed loss; `grad_norm` is of the mean loss.
+
+    `work_s`: each rank's, as in `Ballot`; empty where the result came later, from another rank.
+    """
 
     vote: Vote
+    work_s: tuple[float, ...] = ()
 
     @property
     def num_tokens(self) -> float:
@@ -169,7 +175,8 @@ def count(step: int, rows: list[torch.Tensor], mesh: Mesh, membership_id: tuple[
         for rank in ranks:
             total += table[rank][column]
         totals.append(total)
-    return Outcome(Vote(step, tuple(totals), membership_id))
+    work_s = tuple(row[FIELDS.index("work_s")] for row in table)
+    return Outcome(Vote(step, tuple(totals), membership_id), work_s)
 
 
 def _check_replicas(step: int, table: list[list[float]], mesh: Mesh) -> None:

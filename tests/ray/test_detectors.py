@@ -79,3 +79,24 @@ def test_a_poisoned_batch_may_end_the_run_and_is_named(local_ray: None, tmp_path
     with pytest.raises(LossSpike, match=rf"step {POISONED}: the loss is .* Look at its sequences \({shown}\)"):
         train_on_noise(tmp_path, "stopped", ("stop",))
     assert left_behind("stopped") == []
+
+
+@pytest.mark.slow
+def test_a_slow_worker_is_found_told_and_replaced_by_a_spare_at_a_boundary(local_ray: None, tmp_path: Path) -> None:
+    steps = 48
+    calm = tiny_trainer(tmp_path, "steady", steps=steps, spares=0).fit()
+    # A machine that is busy with other tests slows every rank now and then, but not three times as much as the others.
+    acting = {"straggler": "act", "straggler_window_s": 2.0, "straggler_factor": 2.5}
+    trainer = tiny_trainer(tmp_path, "slow", steps=steps, faults="slow@step=5,rank=1", run=acting)
+    result = trainer.fit()
+    assert left_behind("slow") == []
+    check_records(trainer, result)
+    notes = [line for line in read(result.path / JOURNAL_NAME) if line.get("note") == "straggler"]
+    assert [note["rank"] for note in notes] == [1]
+    assert notes[0]["ratio"] > 2.5
+    [change] = result.summary["recoveries"]
+    assert (change["action"], change["exact"], change["steps_rerun"]) == ("drained", True, 0)
+    assert result.summary["losses"] == calm.summary["losses"]
+    assert result.summary["weights_sha256"] == calm.summary["weights_sha256"]
+    step_s = [line["step_s"] for line in read_metrics(result.path)]
+    assert min(step_s[6 : notes[0]["step"]]) > max(sorted(step_s[-10:])[:5]), "no step waits for it any more"

@@ -35,6 +35,7 @@ class Situation:
     at the next step. `empty`: live members without one. Workers in `draining` may donate, but become members only if
     `min_dp` rings are impossible without them. `gpus_on`: node → maximum number of members, for nodes with a limit.
     `domains_of`: node → what it may fail together with, the widest first; `reserved`: nodes that are no spot machines.
+    `avoided`: nodes whose spares come last.
     `sources`: `cp_rank` → who can supply it beside its holders; only where everyone goes back to a snapshot.
     """
 
@@ -52,6 +53,7 @@ class Situation:
     gpus_on: Mapping[str, int] = field(default_factory=dict)
     domains_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     reserved: frozenset[str] = frozenset()
+    avoided: frozenset[str] = frozenset()
     sources: Mapping[int, tuple[Source, ...]] = field(default_factory=dict)
 
     def able(self, workers: Iterable[str]) -> list[str]:
@@ -203,6 +205,9 @@ class _Placement:
         # Consider only nodes with spares while there are any: moving a holder to another shard is the last resort.
         num_spares = sum(worker in spare for worker in self.free)
         shelf = {node: workers for node, workers in pool.items() if workers[0] in spare} if num_spares else pool
+        better = {node: workers for node, workers in shelf.items() if node not in self.situation.avoided}
+        if num_spares and sum(w in spare for workers in better.values() for w in workers) >= len(gaps):
+            shelf = better
         fewest: Counter[int] = Counter()
         for rank in gaps:
             ring = rank // self.mesh.cp

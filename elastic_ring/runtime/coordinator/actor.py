@@ -45,6 +45,7 @@ from elastic_ring.control.messages import (
     Report,
     Resumed,
     ScaleRequested,
+    StragglerFound,
     Tick,
     Vote,
     WorkerLost,
@@ -54,7 +55,7 @@ from elastic_ring.control.messages import (
 )
 from elastic_ring.control.phases import boundary_reasons
 from elastic_ring.control.replay import journal_line, replay, term_note
-from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, waiting_for
+from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, membership_of, waiting_for
 from elastic_ring.control.worker_pool import vacant_nodes
 from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage, StorageFailed
 from elastic_ring.monitor.journal import Journal
@@ -404,7 +405,19 @@ class Coordinator:
                 self._decide(Published(self._cause(), newest))
             if self.checkpoints.has_parts:
                 self._commit_checkpoints()
+            self._look_at_straggler()
             self._refresh()
+
+    def _look_at_straggler(self) -> None:
+        """Tell of a rank that is slower than its peers, and with straggler=act have it replaced."""
+        found, membership = self.recorder.take_straggler(), membership_of(self.state)
+        if found is None or membership is None or found[1] != membership.id:
+            return
+        straggler, worker = found[0], membership.members[found[0].global_rank]
+        known = self.state.workers.get(worker)
+        self.recorder.straggles(straggler, worker, known.node if known else "")
+        if self.run_spec.run.straggler == "act":
+            self._decide(StragglerFound(self._cause(), worker, straggler.ratio))
 
     def _decide(self, event: Event) -> None:
         """Apply an event, after the newest published vote if a quorum may follow."""

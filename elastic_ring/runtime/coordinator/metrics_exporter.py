@@ -160,6 +160,7 @@ def _of_steps(recorder: RunRecorder) -> Iterator[Sample]:
     newest = recorder.metrics.newest
     yield "elastic_ring_skipped_steps", "", newest.num_skipped
     yield "elastic_ring_loss_spikes", "", recorder.num_spikes
+    yield "elastic_ring_stragglers", "", recorder.num_stragglers
     yield "elastic_ring_validation_loss", "", newest.val_loss
     if (step := newest.step) is not None:
         yield "elastic_ring_loss", "", step.loss
@@ -169,6 +170,7 @@ def _of_steps(recorder: RunRecorder) -> Iterator[Sample]:
         yield "elastic_ring_tokens_per_second", "", step.tokens_per_s
         yield "elastic_ring_data_wait_seconds", "", step.data_wait_s
         yield "elastic_ring_hop_sent_bytes", "", step.hop_bytes
+        yield "elastic_ring_slowest_rank_ratio", "", recorder.stragglers.slowest if recorder.stragglers else None
     if (timed := newest.timed) is not None:
         yield "elastic_ring_hop_exposed_wait_seconds", "", timed.exposed_hop_wait_s
         yield "elastic_ring_hop_latency_seconds", "mean", timed.hop_latency_mean_s

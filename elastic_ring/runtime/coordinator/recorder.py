@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.config import RunConfig
+from elastic_ring.control.decisions.stragglers import Straggler, StragglerWatch
 from elastic_ring.control.messages import Checkpoint, Vote
 from elastic_ring.control.state import Change, State, describe, members, mesh_of, phase_name, spares
 from elastic_ring.mesh import Mesh
@@ -62,6 +63,11 @@ class RunRecorder:
         self._end_told = False
         self.num_compiled_late = 0  # after step 0, by all workers
         self.num_spikes = 0
+        self.stragglers = (
+            StragglerWatch(run.straggler_window_s, run.straggler_factor) if run.straggler != "off" else None
+        )
+        self.num_stragglers = 0
+        self._straggler: tuple[Straggler, tuple[int, int]] | None = None
         self.checkpoints: list[Mapping[str, Any]] = []
         self.checkpoint_unix_s: float | None = None
         self.memory: list[Mapping[str, Any]] = []  # each change of the memory ladder
@@ -159,6 +165,7 @@ class RunRecorder:
             )  # fmt: skip
             if record.get("spike"):
                 self._spiked(record)
+            self._look_at_work(record, mesh)
             self.goodput.committed(record["step"], record["step_s"])
             self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["membership_id"]))
             self.recoveries.committed(record["step"], now)
@@ -172,6 +179,30 @@ class RunRecorder:
                 f"{did or 'nothing is done (loss_spike=log)'}; its sequences are {shown}")  # fmt: skip
         self.num_spikes += 1
         self._note({"note": "spike", "step": record["step"], "verdict": record["spike"], "told": told})
+        self.recoveries.say(told)
+
+    def _look_at_work(self, record: Mapping[str, Any], mesh: Mesh) -> None:
+        """How long each rank worked in this step."""
+        if self.stragglers is None:
+            return
+        membership_id = (record["membership_id"][0], record["membership_id"][1])
+        found = self.stragglers.saw(membership_id, mesh, record["step_s"], record.get("work_s", ()))
+        if found is not None:
+            self._straggler = found, membership_id
+
+    def take_straggler(self) -> tuple[Straggler, tuple[int, int]] | None:
+        """A slow rank of the steps published last, and (term, generation) of its members; None if there is none."""
+        found, self._straggler = self._straggler, None
+        return found
+
+    def straggles(self, found: Straggler, worker: str, node: str) -> None:
+        """A rank that is slower than its peers for a whole window."""
+        did = "a spare is to take its place" if self._run.straggler == "act" else "nothing is done (straggler=log)"
+        told = (f"straggler: {worker}, rank {found.global_rank} on node {node}, works {found.ratio:.1f} times as long "
+                f"for a sequence as its peers, for {self._run.straggler_window_s:g} s; {did}")  # fmt: skip
+        self.num_stragglers += 1
+        self._note({"note": "straggler", "worker": worker, "node": node, "rank": found.global_rank,
+                    "ratio": round(found.ratio, 3), "step": self.metrics.last_step, "told": told})  # fmt: skip
         self.recoveries.say(told)
 
     def _count_compilations(self, note: Mapping[str, Any]) -> None:
@@ -322,6 +353,7 @@ class RunRecorder:
         if line.get("note") == "memory":
             self.memory.append({k: line[k] for k in MEMORY_KEYS})
         self.num_spikes += line.get("note") == "spike"
+        self.num_stragglers += line.get("note") == "straggler"
         if line.get("note") == "compiled":
             self._count_compilations(line)
         self.recoveries.recall(line)

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import psutil
@@ -17,6 +18,9 @@ import psutil
 from elastic_ring.faults import Fault
 
 log = logging.getLogger(__name__)
+
+SLOW_S = 0.02
+"""What each hop of a slow process takes longer."""
 
 Ask = Callable[[int], bool]
 """Asks the coordinator for the fault with this index; False when it has fired already."""
@@ -29,9 +33,12 @@ class Injector:
         self._left = dict(enumerate(faults))
         self._ask = ask
         self._notify = notify
+        self._is_slow = False
 
     def check(self, *, phase: str, step: int, rank: int, hop: int | None = None, role: str | None = None) -> None:
         """Fire the faults planned for this phase, step and rank."""
+        if self._is_slow and phase in ("forward", "backward"):
+            time.sleep(SLOW_S)
         for index, fault in list(self._left.items()):
             if fault.matches(step=step, phase=phase, rank=rank, hop=hop, role=role):
                 del self._left[index]
@@ -53,6 +60,8 @@ class Injector:
                 os._exit(3)
             case "kill-node":
                 kill_node()
+            case "slow":
+                self._is_slow = True
             case _:  # the coordinator carries out drain and its own faults
                 self._notify(fault.kind)
 

@@ -1,0 +1,142 @@
+"""Whether one rank is slower than its peers, and what follows. Pure: no clock, no torch, no I/O.
+
+A step is as slow as its slowest rank, so step times do not show which one it is. Each rank tells in the step's vote how
+long it worked itself, without waits for others. The coordinator judges these times over a window of minutes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from elastic_ring.control import worker_pool
+from elastic_ring.control.messages import StragglerFound
+from elastic_ring.control.state import Running, State, able_to_form
+from elastic_ring.control.transition import Transition
+from elastic_ring.mesh import Mesh
+
+MIN_STEPS = 16
+"""Measured steps; fewer say too little, however long they take."""
+WARM_STEPS = 2
+"""The first steps of a generation: caches are cold, and something may compile."""
+NUM_SAMPLES, JUDGED_EVERY = 128, 4
+"""Of very short steps so many in a window are looked at, and the window is judged at every fourth."""
+QUARTILE = 0.25
+"""A rank counts as slow if it was in all but this share of the steps: a busy CPU comes and goes."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """`ratio`: how many times as long as its peers the rank worked, in three quarters of the steps at least."""
+
+    global_rank: int
+    ratio: float
+
+
+def ratios(work_s: Sequence[float], mesh: Mesh) -> tuple[float, ...]:
+    """How many times as long as its peers each rank worked in one step; none if a rank has not measured it.
+
+    Peers are all other ranks, and also those of the same cp_rank, whose slices cost the same: the slower ones count.
+    """
+    if len(work_s) != mesh.size or mesh.size < 2 or min(work_s) <= 0:
+        return ()
+    found = []
+    for rank, own_s in enumerate(work_s):
+        alike = mesh.replicas(mesh.coordinate(rank).cp_rank)
+        groups = [[work_s[other] for other in group if other != rank] for group in (range(mesh.size), alike)]
+        found.append(own_s / max(statistics.median(group) for group in groups if group))
+    return tuple(found)
+
+
+def judge(window: Sequence[Sequence[float]], factor: float) -> Straggler | None:
+    """The slowest rank of a window of `ratios`, if it was `factor` times as slow as its peers nearly all the time."""
+    if not window:
+        return None
+    lower = [sorted(ranks)[int(QUARTILE * len(window))] for ranks in zip(*window, strict=True)]
+    rank = max(range(len(lower)), key=lambda each: lower[each])
+    return Straggler(rank, lower[rank]) if lower[rank] >= factor else None
+
+
+class StragglerWatch:
+    """The newest steps of one generation: at least `window_s` of them, and MIN_STEPS; of short ones NUM_SAMPLES."""
+
+    def __init__(self, window_s: float, factor: float) -> None:
+        self._window_s, self._factor = window_s, factor
+        self._steps: deque[tuple[float, tuple[float, ...]]] = deque()
+        self._generation: tuple[int, int] = (0, 0)
+        self._num_seen = self._num_samples = 0
+        self._span_s = self._passed_s = 0.0
+        self.slowest = 1.0
+        """The ratio of the slowest rank in the newest measured step."""
+
+    def saw(
+        self, membership_id: tuple[int, int], mesh: Mesh, step_s: float, work_s: Sequence[float]
+    ) -> Straggler | None:
+        """A committed step: its duration and each rank's own work, in seconds. A rank that is found is looked for in a
+        new window next."""
+        if membership_id != self._generation:
+            self._begin(membership_id)
+        self._num_seen += 1
+        if self._num_seen <= WARM_STEPS:
+            return None
+        self._passed_s += step_s
+        found = ratios(work_s, mesh)
+        if not found:
+            return None
+        self.slowest = max(found)
+        if self._passed_s < self._window_s / NUM_SAMPLES:
+            return None
+        self._keep(found)
+        is_due = self._num_samples % JUDGED_EVERY == 0 and len(self._steps) >= MIN_STEPS
+        if not is_due or self._span_s < self._window_s * (1 - 1e-9):
+            return None
+        straggler = judge([step for _, step in self._steps], self._factor)
+        if straggler is not None:
+            self._begin(membership_id)
+        return straggler
+
+    def _keep(self, found: tuple[float, ...]) -> None:
+        """A sample that stands for all time since the one before; samples that the window does not need go."""
+        self._steps.append((self._passed_s, found))
+        self._span_s, self._passed_s = self._span_s + self._passed_s, 0.0
+        self._num_samples += 1
+        while len(self._steps) > MIN_STEPS and self._span_s - self._steps[0][0] >= self._window_s:
+            self._span_s -= self._steps.popleft()[0]
+
+    def _begin(self, membership_id: tuple[int, int]) -> None:
+        self._generation, self._num_seen, self._num_samples = membership_id, 0, 0
+        self._span_s, self._passed_s, self.slowest = 0.0, 0.0, 1.0
+        self._steps.clear()
+
+
+# ---------------------------------------------------------------- what the core does about one
+
+
+def found(ctx: Transition, event: StragglerFound) -> None:
+    """A spare takes the member's place at the next boundary; without one nothing changes: slow beats fewer."""
+    phase = ctx.phase
+    if not isinstance(phase, Running) or event.worker not in phase.membership.members:
+        ctx.explain(f"{event.worker} trains no more")
+        return
+    if ctx.state.workers[event.worker].draining or not can_replace(ctx.state, event.worker):
+        ctx.explain(f"{event.worker} is {event.ratio:.1f} times as slow as its peers, and there is no spare for it")
+        return
+    avoid(ctx, event.worker)
+    worker_pool.drain(ctx, [event.worker])
+    ctx.explain(f"{event.worker} is {event.ratio:.1f} times as slow as its peers: a spare takes its place")
+
+
+def can_replace(state: State, worker: str) -> bool:
+    """Whether the mesh keeps its size without this member."""
+    phase = state.phase
+    assert isinstance(phase, Running)
+    return len([name for name in able_to_form(state) if name != worker]) >= phase.membership.mesh.size
+
+
+def avoid(ctx: Transition, worker: str) -> None:
+    """Hire on this worker's node, and take spares from it, only where no other node is left."""
+    node = ctx.state.nodes.get(ctx.state.workers[worker].node)
+    if node is not None and not node.avoided:
+        ctx.set(nodes={**ctx.state.nodes, node.node: replace(node, avoided=True)})
