@@ -13,13 +13,13 @@ from benchmarks.peers.attention_systems import Prepared, Problem, System, Tensor
 from benchmarks.peers.attention_torch_cp import TorchContextParallel
 from benchmarks.peers.attention_ulysses import Ulysses
 from elastic_ring.attention.exchange import HopBuffers, HopLedger
-from elastic_ring.attention.graphed import GraphedRing, make_graphed
 from elastic_ring.attention.kernels.table import BACKENDS, Backend
 from elastic_ring.attention.layout import make_layout
 from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.peer_memory import PeerMemory
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.schedule import plan
+from elastic_ring.contrib.cuda_graphs import GraphedRing, make_graphed
+from elastic_ring.contrib.peer_memory import PeerMemory
 
 CEILING = "single-GPU kernel"
 OURS_NCCL, OURS_COPY_ENGINES = "ours, NCCL", "ours"

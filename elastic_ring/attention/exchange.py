@@ -113,6 +113,16 @@ class HopBuffers:
         return dropped
 
 
+class HopMemory(Protocol):
+    """Memory that the ranks of a ring share, and through which a pass may send its hops."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def open_exchange(self, arguments: tuple[Any, ...], k: torch.Tensor) -> HopExchange:
+        """The exchange of a pass over keys like `k` (B, S_local, Hkv, D); `arguments` are those of `HopExchange`."""
+
+
 @dataclass(eq=False)
 class _Completion:
     """The work of one message, or of all messages posted together. Waited for once: a pass uses one stream, where a

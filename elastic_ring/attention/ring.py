@@ -19,14 +19,12 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from elastic_ring.attention.checks import check_captured, check_group, check_local_length, check_options, check_tensors
-from elastic_ring.attention.exchange import Group, HopBuffers, HopExchange, HopLedger
+from elastic_ring.attention.exchange import Group, HopBuffers, HopExchange, HopLedger, HopMemory
 from elastic_ring.attention.gradients import Gradients, OwnGradients, part, partial_dtype, running_dtype
 from elastic_ring.attention.kernels.table import Backend, select
 from elastic_ring.attention.layout import Layout, make_layout
 from elastic_ring.attention.merge import Accumulator, lse_for_backward
 from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.peer_exchange import PeerExchange
-from elastic_ring.attention.peer_memory import PeerMemory
 from elastic_ring.attention.plan_cache import LRUCache
 from elastic_ring.attention.rank_plan import RankPlan, Traffic, rank_plan, traffic
 from elastic_ring.attention.recomputation import RecomputableRing, Result
@@ -73,9 +71,10 @@ class RingAttention(RecomputableRing):
     are slower on a GPU; results are summed in a fixed order either way. `hops_per_stage`: how many hops share one round
     of kernels (None: 1 on a CPU; on a GPU as many as fit into `GATHER_LIMIT_BYTES`), equal on all ranks. `ledger`
     counts bytes and waits; `observer` is called for every hop; `buffers` may be shared by rings used one after another.
-    `memory` sends hops through the GPUs' copy engines instead of `group` (ranks on one host); discard it after a call
-    raised. `coalesced` posts the messages of a stage as one operation (None: on a GPU). `plans` may be shared by rings
-    with equal schedule, cp_rank and options. `first_call_index` numbers the first call; tags are made from it.
+    `memory` opens the exchanges of passes instead of `group`, as `contrib.peer_memory` does with copy engines; discard
+    it after a call raised. `coalesced` posts the messages of a stage as one operation (None: on a GPU). `plans` may be
+    shared by rings with equal schedule, cp_rank and options. `first_call_index` numbers the first call; tags are made
+    from it.
 
     Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
     the buffers which the group may still write to are kept until this object is dropped.
@@ -94,7 +93,7 @@ class RingAttention(RecomputableRing):
         ledger: HopLedger | None = None,
         observer: Observer | None = None,
         buffers: HopBuffers | None = None,
-        memory: PeerMemory | None = None,
+        memory: HopMemory | None = None,
         coalesced: bool | None = None,
         plans: DensePlans | None = None,
         first_call_index: int = 0,
@@ -272,8 +271,7 @@ class RingAttention(RecomputableRing):
         exchange: HopExchange
         if call_plan.by_copies:
             assert self._memory is not None
-            exchange = peers = PeerExchange(*arguments, memory=self._memory, most_tokens=call_plan.plan.most_tokens)
-            peers.start(k)
+            exchange = self._memory.open_exchange(arguments, k)
         else:
             exchange = HopExchange(*arguments, coalesced=call_plan.coalesced)
         try:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from elastic_ring.attention.calibrate import Calibration, calibrate
 from elastic_ring.attention.choice import Sizes
-from elastic_ring.attention.timed_cases import TimingBudget
 from elastic_ring.config import environment
+from elastic_ring.contrib.calibrate import Calibration, calibrate
+from elastic_ring.contrib.timed_cases import TimingBudget
 from elastic_ring.errors import ElasticRingError
 
 CPU_RANKS = 2

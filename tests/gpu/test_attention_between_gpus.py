@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from elastic_ring.attention.exchange import HopLedger
-from elastic_ring.attention.peer_memory import ARRIVED_KEYS, PeerMemory
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.contrib.peer_memory import ARRIVED_KEYS, PeerMemory
 from tests.unit.attention.attention_rings import Case
 from tests.unit.sparse.block_cases import block_case, check_bytes, masked_reference
 

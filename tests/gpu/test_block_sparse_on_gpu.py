@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from elastic_ring.attention.block_proof import as_tokens, reference
-from elastic_ring.attention.block_sparse import (
+from elastic_ring.attention.blocks import block_kinds
+from elastic_ring.attention.families import BigBird, Hierarchical, Profile, longnet
+from elastic_ring.attention.rules import Dense, Rule, Strided, Window
+from elastic_ring.attention.sparse import SparsePattern, mixed
+from elastic_ring.contrib.block_sparse import (
     KERNELS,
     BlockSparseAttention,
     SparseKernel,
@@ -14,10 +18,6 @@ from elastic_ring.attention.block_sparse import (
     select_sparse,
     self_test,
 )  # fmt: skip
-from elastic_ring.attention.blocks import block_kinds
-from elastic_ring.attention.families import BigBird, Hierarchical, Profile, longnet
-from elastic_ring.attention.rules import Dense, Rule, Strided, Window
-from elastic_ring.attention.sparse import SparsePattern, mixed
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from elastic_ring.attention.exchange import HopBuffers
-from elastic_ring.attention.graphed import GraphedRing, make_graphed
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.contrib.cuda_graphs import GraphedRing, make_graphed
 from elastic_ring.errors import PeerFailed
 from tests.gpu.test_attention_between_gpus import spawn
 from tests.unit.attention.attention_rings import Case

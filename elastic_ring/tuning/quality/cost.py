@@ -15,8 +15,6 @@ import torch
 
 from elastic_ring.attention.choice import Sizes, choose
 from elastic_ring.attention.content import TopK
-from elastic_ring.attention.gated import GatedSparseAttention
-from elastic_ring.attention.gated_ring import GatedRing
 from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAttention
 from elastic_ring.attention.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.pattern import Pattern
@@ -24,6 +22,8 @@ from elastic_ring.attention.placement import work_max_over_mean
 from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_schedule import plan_sparse
+from elastic_ring.contrib.gated import GatedSparseAttention
+from elastic_ring.contrib.gated_ring import GatedRing
 from elastic_ring.tuning.quality.families import Family
 
 BF16_BYTES = 2

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_ring.attention.blocks import visible
-from elastic_ring.attention.gated import GatedSparseAttention
 from elastic_ring.attention.layers import AttentionFn, LayerPatterns
 from elastic_ring.attention.routing import choose_blocks
 from elastic_ring.attention.rules import Dense
+from elastic_ring.contrib.gated import GatedSparseAttention
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.attention.pattern_bytes import families, main
-from elastic_ring.attention.choice import CostModel, Sizes, choose, layouts_for, price
-from elastic_ring.attention.families import Dilated
+from elastic_ring.attention.choice import CostModel, Sizes, choose, in_whole_blocks, layouts_for, price
+from elastic_ring.attention.families import BigBird, Dilated
 from elastic_ring.attention.layout import contiguous
 from elastic_ring.attention.placement import (
     balanced,
@@ -126,3 +126,11 @@ def test_the_job_prints_a_row_for_every_family(capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     assert all(name in printed for name in FAMILIES)
     assert "chosen / halo 1.0000" in printed
+
+
+def test_blocks_of_gpus_are_laid_out_in_whole_blocks_only() -> None:
+    pattern = SparsePattern((BigBird(2, 0, 3),))
+    found = choose(pattern, 128 * 24, 2, Sizes(8, 2), whole_blocks=True)
+    assert all(in_whole_blocks(candidate.layout) for candidate in found.candidates)
+    with pytest.raises(ValueError, match="take a multiple of 256 tokens"):
+        choose(pattern, 1000, 2, Sizes(8, 2), whole_blocks=True)

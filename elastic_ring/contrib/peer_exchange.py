@@ -14,14 +14,14 @@ import torch
 
 from elastic_ring.attention.exchange import HopExchange, _now
 from elastic_ring.attention.ledger import HopEvents
-from elastic_ring.attention.peer_memory import (
+from elastic_ring.attention.rank_plan import PeerTransfer
+from elastic_ring.contrib.peer_memory import (
     ARRIVED_KEYS,
     ARRIVED_PARTIALS,
     FREE_KEYS,
     FREE_PARTIALS,
     PeerMemory,
 )
-from elastic_ring.attention.rank_plan import PeerTransfer
 
 
 class PeerExchange(HopExchange):
@@ -31,10 +31,10 @@ class PeerExchange(HopExchange):
     takes the host as long as a flag operation.
     """
 
-    def __init__(self, *arguments: Any, memory: PeerMemory, most_tokens: tuple[int, int]) -> None:
+    def __init__(self, *arguments: Any, memory: PeerMemory) -> None:
         super().__init__(*arguments, coalesced=True)
         self._memory = memory
-        self._most_tokens = most_tokens
+        self._most_tokens = arguments[0].most_tokens
         self._awaited: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
         self._opened: dict[tuple[int, int], HopEvents] = {}
         self._touched: set[int] = set()

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elastic_ring.attention.block_means import means_of_blocks
 from elastic_ring.attention.checks import check_tensors
-from elastic_ring.attention.gated_ring import GatedRing, ViewSizes
 from elastic_ring.attention.routing import choose_blocks
 from elastic_ring.attention.rules import require
+from elastic_ring.contrib.block_means import means_of_blocks
+from elastic_ring.contrib.gated_ring import GatedRing, ViewSizes
 
 NUM_VIEWS = 3
 

@@ -12,17 +12,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from elastic_ring.attention import compressed
-from elastic_ring.attention.block_means import block_map, means_of_blocks
 from elastic_ring.attention.content import Chosen
-from elastic_ring.attention.gated import GatedSparseAttention
-from elastic_ring.attention.gated_ring import GatedRing, ViewSizes
 from elastic_ring.attention.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.pattern import Pattern
 from elastic_ring.attention.schedule import plan
+from elastic_ring.contrib import compressed
+from elastic_ring.contrib.block_means import block_map, means_of_blocks
+from elastic_ring.contrib.gated import GatedSparseAttention
+from elastic_ring.contrib.gated_ring import GatedRing, ViewSizes
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 from tests.unit.attention.test_attention_bytes import WireTap
-from tests.unit.content.gated_cases import (
+from tests.unit.contrib.gated_cases import (
     BATCH,
     BLOCK,
     DIM,

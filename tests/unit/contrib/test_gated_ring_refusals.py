@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention.gated_ring import GatedRing
 from elastic_ring.attention.layout import contiguous, zigzag
+from elastic_ring.contrib.gated_ring import GatedRing
 from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
 from tests.unit.attention.test_attention_api import BreakingGroup, FakeRing
-from tests.unit.content.gated_cases import LENGTH, make_module, sample, step
+from tests.unit.contrib.gated_cases import LENGTH, make_module, sample, step
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elastic_ring.attention.all_to_all import AllToAll
-from elastic_ring.attention.block_means import BlockMeans, block_map
 from elastic_ring.attention.checks import check_local_length, check_tensors
-from elastic_ring.attention.compressed import attend_to_first
 from elastic_ring.attention.exchange import Group, HopLedger
 from elastic_ring.attention.layout import Layout
 from elastic_ring.attention.rules import Rule, Window
@@ -22,6 +19,9 @@ from elastic_ring.attention.schedule import Direction
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.attention.sparse_schedule import SparseSchedule, plan_sparse
+from elastic_ring.contrib.all_to_all import AllToAll
+from elastic_ring.contrib.block_means import BlockMeans, block_map
+from elastic_ring.contrib.compressed import attend_to_first
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention import timed_cases
-from elastic_ring.attention.calibrate import Calibration, Check, Stopwatch, calibrate, fit
 from elastic_ring.attention.choice import BLOCK_TOKENS, Sizes, choose, price, sparse_kernels
 from elastic_ring.attention.cost_model import CostModel
 from elastic_ring.attention.families import BigBird
@@ -23,8 +21,10 @@ from elastic_ring.attention.rules import Window
 from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_schedule import plan_sparse
 from elastic_ring.attention.sparse_tiles import tiles
-from elastic_ring.attention.timed_cases import Hops, TimingBudget
 from elastic_ring.cli.calibrate import main
+from elastic_ring.contrib import timed_cases
+from elastic_ring.contrib.calibrate import Calibration, Check, Stopwatch, calibrate, fit
+from elastic_ring.contrib.timed_cases import Hops, TimingBudget
 from elastic_ring.tuning.calibrate_host import report
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from elastic_ring.attention.ledger import HopLedger
-from elastic_ring.attention.peer_memory import PeerMemory
 from elastic_ring.attention.rank_plan import ContiguousCopy
 from elastic_ring.attention.ring import RingAttention
+from elastic_ring.contrib.peer_memory import PeerMemory
 from tests.gpu.gpu_rings import run_dense_on
 from tests.unit.attention.attention_rings import Case, in_threads
-from tests.unit.attention.peer_model import ModelledHost
 from tests.unit.attention.test_attention_api import FakeRing
 from tests.unit.attention.test_attention_bytes import check_bytes
+from tests.unit.contrib.peer_model import ModelledHost
 
 DOCUMENTS = (0, 1, 18, 35)
 CASES = [

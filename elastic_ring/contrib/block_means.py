@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from elastic_ring.attention.all_to_all import AllToAll
 from elastic_ring.attention.content import Choices, Chosen
 from elastic_ring.attention.layout import Layout, Range
 from elastic_ring.attention.merge import accumulate_dtype
 from elastic_ring.attention.routing import choose_blocks
 from elastic_ring.attention.rules import Rule
 from elastic_ring.attention.sparse_schedule import chunks_of
+from elastic_ring.contrib.all_to_all import AllToAll
 
 _SUMS, _SHARES, _CHOICES = range(3)
 _NUM_KINDS = 3

@@ -19,7 +19,7 @@ import torch
 
 from elastic_ring.attention.choice import Sizes
 from elastic_ring.attention.cost_model import CostModel
-from elastic_ring.attention.timed_cases import (
+from elastic_ring.contrib.timed_cases import (
     LEAST_BYTES,
     Case,
     Hops,
