@@ -25,10 +25,10 @@ import ray
 from torch import nn
 
 from elastic_ring import errors
-from elastic_ring.attention.cost_model import CostModel
-from elastic_ring.attention.kernels.table import BACKENDS
+from elastic_ring.attention.autolayout.cost_model import CostModel
+from elastic_ring.attention.kernels.registry import BACKENDS
 from elastic_ring.attention.layers import LayerPatterns
-from elastic_ring.attention.parse import parse_pattern
+from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.config import (
     RunConfig,
     ScalingConfig,
@@ -109,7 +109,7 @@ class ElasticRingTrainer:
         initial: initial values by parameter name; by default the module's own under the seed.
         units: the submodules that FSDP2 gathers one at a time; by default the items of the largest ModuleList.
         pattern: which keys each layer's attention keeps, as `LayerPatterns` or in the short form of
-            `attention.parse`, for example "sinks:64+window:512"; by default all keys (dense, causal).
+            `attention.patterns.parse`, for example "sinks:64+window:512"; by default all keys (dense, causal).
         cost_model: measured figures by which `step_config.layout="auto"` compares layouts, as a `CostModel` or
             the file that `elastic-ring calibrate` writes; by default those of an H200.
         metrics: name -> (model, batch) -> (sum, number), for the held-out sequences; `val_NAME` in metrics.jsonl.

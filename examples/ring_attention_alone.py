@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from elastic_ring import ring_attention
-from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.layouts.layout import make_layout
 
 SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 512, 4, 2, 32
 

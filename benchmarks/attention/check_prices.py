@@ -34,12 +34,12 @@ import torch.multiprocessing as mp
 
 from benchmarks.harness.arguments import bench_parser, list_of
 from benchmarks.harness.results import write_json
-from elastic_ring.attention.choice import Candidate, Sizes, layouts_for, price, rank
-from elastic_ring.attention.cost_model import CostModel
-from elastic_ring.attention.parse import parse_pattern
-from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.autolayout.choice import Candidate, Sizes, layouts_for, price, rank
+from elastic_ring.attention.autolayout.cost_model import CostModel
+from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
 from elastic_ring.attention.sparse_ring import SparseRingAttention
-from elastic_ring.attention.sparse_schedule import SparseSchedule, plan_sparse
 from elastic_ring.cli.calibrate import heads
 from elastic_ring.contrib.calibrate import Stopwatch, calibrate
 from elastic_ring.contrib.timed_cases import TimingBudget

@@ -18,13 +18,13 @@ import torch
 if __name__ == "__main__":  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from elastic_ring.attention.content import Chosen, TopK
-from elastic_ring.attention.device_blocks import on_device
-from elastic_ring.attention.layout import zigzag
-from elastic_ring.attention.routing_plan import RoutingPlan, plan_routing
-from elastic_ring.attention.rules import Rule
-from elastic_ring.attention.sparse import SparsePattern
-from elastic_ring.attention.sparse_schedule import plan_sparse
+from elastic_ring.attention.layouts.layout import zigzag
+from elastic_ring.attention.patterns.content import Chosen, TopK
+from elastic_ring.attention.patterns.rules import Rule
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.device_blocks import on_device
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
+from elastic_ring.attention.routing.plan import RoutingPlan, plan_routing
 
 REPEATS = 3
 

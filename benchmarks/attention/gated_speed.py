@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.own_process import cpu_cost, in_own_process
-from elastic_ring.attention.layout import contiguous
+from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.contrib.gated import GatedSparseAttention
 from elastic_ring.contrib.gated_ring import GatedRing
 

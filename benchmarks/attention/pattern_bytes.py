@@ -19,14 +19,14 @@ if __name__ == "__main__":  # run as a script
 
 from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.results import write_json
-from elastic_ring.attention.choice import Choice, Sizes, choose
-from elastic_ring.attention.families import BigBird, BlockFunction, Dilated, Hierarchical, Profile, longnet
-from elastic_ring.attention.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.rules import Dense, Rule, Sinks, Strided, Window
-from elastic_ring.attention.schedule import plan
-from elastic_ring.attention.sparse import SparsePattern, mixed
-from elastic_ring.attention.sparse_schedule import plan_sparse
+from elastic_ring.attention.autolayout.choice import Choice, Sizes, choose
+from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
+from elastic_ring.attention.patterns.families import BigBird, BlockFunction, Dilated, Hierarchical, Profile, longnet
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
+from elastic_ring.attention.patterns.sparse import SparsePattern, mixed
+from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 
 BF16_BYTES = 2
 

@@ -24,16 +24,16 @@ import torch
 
 from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.own_process import cpu_cost, in_own_process
-from elastic_ring.attention.families import BigBird
-from elastic_ring.attention.layout import contiguous
-from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.layouts.layout import contiguous
+from elastic_ring.attention.patterns.families import BigBird
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.rules import Dense, Rule
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
+from elastic_ring.attention.plan.sparse_tiles import tiles
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.rules import Dense, Rule
-from elastic_ring.attention.schedule import plan
-from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import SparseRingAttention
-from elastic_ring.attention.sparse_schedule import plan_sparse
-from elastic_ring.attention.sparse_tiles import tiles
 
 BLOCK_TOKENS = 128
 

@@ -27,11 +27,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.results import write_json
-from elastic_ring.attention.families import BigBird
-from elastic_ring.attention.kernels import flash_attn4
+from elastic_ring.attention.kernels.adapters import flash_attn4
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
-from elastic_ring.attention.rules import Dense
-from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.patterns.families import BigBird
+from elastic_ring.attention.patterns.rules import Dense
+from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.contrib.block_sparse import KERNELS, BlockSparseAttention, SparseKernel, self_test
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

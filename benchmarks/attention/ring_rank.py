@@ -17,8 +17,8 @@ from benchmarks.harness.gpu_ranks import interleaved, maximum, timed_s
 from benchmarks.harness.results import show, table, write_json
 from benchmarks.peers.attention_systems import Prepared, Problem, System, Tensors
 from benchmarks.peers.reference_figures import Reference, reference_of
-from elastic_ring.attention.kernels.table import BACKENDS, Backend, select
-from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.kernels.registry import BACKENDS, Backend, select
+from elastic_ring.attention.layouts.layout import make_layout
 
 
 @dataclass

@@ -12,12 +12,12 @@ from benchmarks.peers.attention_ringflash import RingFlashAttention
 from benchmarks.peers.attention_systems import Prepared, Problem, System, Tensors, through_autograd
 from benchmarks.peers.attention_torch_cp import TorchContextParallel
 from benchmarks.peers.attention_ulysses import Ulysses
-from elastic_ring.attention.exchange import HopBuffers, HopLedger
-from elastic_ring.attention.kernels.table import BACKENDS, Backend
-from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.comm.exchange import HopBuffers, HopLedger
+from elastic_ring.attention.kernels.registry import BACKENDS, Backend
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.schedule import plan
 from elastic_ring.contrib.cuda_graphs import GraphedRing, make_graphed
 from elastic_ring.contrib.peer_memory import PeerMemory
 

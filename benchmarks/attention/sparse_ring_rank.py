@@ -18,17 +18,17 @@ from benchmarks.attention.pattern_speed_gpu import pattern_of
 from benchmarks.harness.gpu_ranks import interleaved, maximum, timed_s
 from benchmarks.harness.results import show, write_json
 from benchmarks.peers.attention_systems import Tensors
-from elastic_ring.attention.exchange import HopBuffers, HopLedger
-from elastic_ring.attention.families import BigBird, longnet
+from elastic_ring.attention.comm.exchange import HopBuffers, HopLedger
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
-from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.placement import work_max_over_mean
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.layouts.placement import work_max_over_mean
+from elastic_ring.attention.patterns.families import BigBird, longnet
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.schedule import plan
-from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import STAGE_LIMIT_BYTES, Footprint, SparseRingAttention
-from elastic_ring.attention.sparse_schedule import plan_sparse
 from elastic_ring.contrib.block_sparse import BlockSparseAttention, select_sparse
 from elastic_ring.contrib.cuda_graphs import GraphedRing, make_graphed
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.peers.attention_systems import Prepared, Problem, Tensors, through_autograd
-from elastic_ring.attention.layout import Layout, make_layout
+from elastic_ring.attention.layouts.layout import Layout, make_layout
 
 _PLAIN_ATTENTION = F.scaled_dot_product_attention
 

@@ -46,7 +46,7 @@ from torch.distributed import TCPStore
 from benchmarks.harness.gpu_runs import PEAK_FLOPS, GpuRun, utilisation
 from benchmarks.probes.broken_steps import broken
 from benchmarks.probes.gpu_steps import build, connected, one_step
-from elastic_ring.attention.parse import parse_pattern
+from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.runtime.gpu.device import KERNEL_CACHE, be_deterministic, visible_gpus, warm_devices
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.state.device.digest import device_digests

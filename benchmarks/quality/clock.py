@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elastic_ring.attention.exchange import HopBuffers
+from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.layers import AttentionFn, PatternedAttention
-from elastic_ring.attention.layout import contiguous
+from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.tuning.quality.families import Family
 from elastic_ring.tuning.quality.model import AS_WRITTEN, FusedOps, SmallConfig, SmallModel
 from elastic_ring.tuning.quality.text import Corpus, Tokens, batch

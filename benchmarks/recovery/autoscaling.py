@@ -33,7 +33,7 @@ from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.autoscaling import AutoscalingCluster
 from benchmarks.harness.paused_loss import SlowUntil
 from elastic_ring import ElasticRingTrainer, ScalingConfig
-from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.data.loader import consumed_digest, slice_sample
 from elastic_ring.data.source import open_source
 from elastic_ring.runtime.coordinator.recorder import samples_text

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from elastic_ring.attention.exchange import HopBuffers
-from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.comm.exchange import HopBuffers
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.schedule import plan
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.sampling.order import Order, share
 from elastic_ring.data.source import open_source

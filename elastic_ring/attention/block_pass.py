@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from elastic_ring.attention.block_kernels import SparseKernel
-from elastic_ring.attention.device_blocks import DeviceBlocks, DeviceStage
+from elastic_ring.attention.comm.packed_exchange import PackedExchange
 from elastic_ring.attention.kernels.block_tables import BlockTables
+from elastic_ring.attention.kernels.sparse_registry import SparseKernel
 from elastic_ring.attention.kv_grad_accumulation import KVGradAccumulator
 from elastic_ring.attention.merge import (
     MOST_AT_ONCE,
@@ -25,9 +25,9 @@ from elastic_ring.attention.merge import (
     lse_for_backward,
     merge_,
 )
-from elastic_ring.attention.packed_exchange import PackedExchange
-from elastic_ring.attention.query_index import OneGroup, QueryIndex
-from elastic_ring.attention.sparse_blocks import NUM_TURNS
+from elastic_ring.attention.plan.device_blocks import DeviceBlocks, DeviceStage
+from elastic_ring.attention.plan.query_index import OneGroup, QueryIndex
+from elastic_ring.attention.plan.sparse_blocks import NUM_TURNS
 
 LINK_BYTES_PER_S = 3e11
 """One-way NCCL bandwidth between two H200s for messages of this size."""

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from elastic_ring.attention.exchange import Group
-from elastic_ring.attention.layout import Layout
-from elastic_ring.attention.ledger import HopLedger
-from elastic_ring.attention.schedule import Schedule
-from elastic_ring.attention.sparse_schedule import SparseSchedule
+from elastic_ring.attention.comm.exchange import Group
+from elastic_ring.attention.comm.ledger import HopLedger
+from elastic_ring.attention.layouts.layout import Layout
+from elastic_ring.attention.plan.schedule import Schedule
+from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
 
 
 def check_group(schedule: Schedule | SparseSchedule, cp_rank: int, group: Group | None) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 import torch
 
 from elastic_ring.attention.kernels.backend import Backend
-from elastic_ring.attention.layout import Range
+from elastic_ring.attention.layouts.layout import Range
 from elastic_ring.attention.merge import GradientSum, accumulate_dtype, add_
-from elastic_ring.attention.rank_plan import Sum
-from elastic_ring.attention.stages import Stage
+from elastic_ring.attention.plan.rank_plan import Sum
+from elastic_ring.attention.plan.stages import Stage
 
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """K and V: one packed (2, B, n, Hkv, D) or two (B, n, Hkv, D)."""

@@ -16,23 +16,23 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.block_kernels import sparse_form
 from elastic_ring.attention.checks import check_tensors
-from elastic_ring.attention.content import top_ks_of
-from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger
-from elastic_ring.attention.families import longnet_text
-from elastic_ring.attention.layout import Layout
-from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.plan_cache import LRUCache
+from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopLedger
+from elastic_ring.attention.kernels.sparse_registry import sparse_form
+from elastic_ring.attention.layouts.layout import Layout
+from elastic_ring.attention.patterns.content import top_ks_of
+from elastic_ring.attention.patterns.families import longnet_text
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.rules import Dense, Rule, Union
+from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern, rules_text
+from elastic_ring.attention.plan.plan_cache import LRUCache
+from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.plan.sparse_blocks import check_blocks
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.recomputation import SavedResult
 from elastic_ring.attention.ring import NUM_PLANS, DensePlans, Observer, RingAttention
-from elastic_ring.attention.routing import Router
-from elastic_ring.attention.rules import Dense, Rule, Union
-from elastic_ring.attention.schedule import plan
-from elastic_ring.attention.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern, rules_text
-from elastic_ring.attention.sparse_blocks import check_blocks
+from elastic_ring.attention.routing.router import Router
 from elastic_ring.attention.sparse_ring import SparsePlans, SparseRingAttention
-from elastic_ring.attention.sparse_schedule import plan_sparse
 
 AttentionFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D)."""

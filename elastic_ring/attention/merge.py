@@ -1,6 +1,6 @@
 """Adding up partial attention results: (out, lse) of two disjoint sets of keys into those of their union.
 
-The eager form is the reference and the CPU's path; on a GPU `fused` does the same in one pass over memory.
+The eager form is the reference and the CPU's path; on a GPU `fused_merge` does the same in one pass over memory.
 In place, on accumulators of fp32 (fp64 for fp64 inputs), or in the kernels' own type where that rounds only
 once more. Knows nothing of hops or ranks. Fully masked rows have lse = -inf going into a merge and +inf
 going into a backward pass.
@@ -299,7 +299,7 @@ def fused_for(total: torch.Tensor) -> ModuleType | None:
 @lru_cache(maxsize=1)
 def _triton_kernels() -> ModuleType | None:
     try:
-        from elastic_ring.attention import fused
+        from elastic_ring.attention import fused_merge
     except ImportError:
         return None
-    return fused
+    return fused_merge

@@ -19,17 +19,17 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from elastic_ring.attention.checks import check_captured, check_group, check_local_length, check_options, check_tensors
-from elastic_ring.attention.exchange import Group, HopBuffers, HopExchange, HopLedger, HopMemory
+from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopExchange, HopLedger, HopMemory
 from elastic_ring.attention.gradients import Gradients, OwnGradients, part, partial_dtype, running_dtype
-from elastic_ring.attention.kernels.table import Backend, select
-from elastic_ring.attention.layout import Layout, make_layout
+from elastic_ring.attention.kernels.registry import Backend, select
+from elastic_ring.attention.layouts.layout import Layout, make_layout
 from elastic_ring.attention.merge import Accumulator, lse_for_backward
-from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.plan_cache import LRUCache
-from elastic_ring.attention.rank_plan import RankPlan, Traffic, rank_plan, traffic
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.plan_cache import LRUCache
+from elastic_ring.attention.plan.rank_plan import RankPlan, Traffic, rank_plan, traffic
+from elastic_ring.attention.plan.schedule import Direction, Schedule, plan
+from elastic_ring.attention.plan.stages import Stage, choose_hops_per_stage
 from elastic_ring.attention.recomputation import RecomputableRing, Result
-from elastic_ring.attention.schedule import Direction, Schedule, plan
-from elastic_ring.attention.stages import Stage, choose_hops_per_stage
 
 Observer = Callable[[Direction, int, int], None]
 """Called as observer(direction, call_index, hop) just before a hop's kernels run."""

@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from elastic_ring.attention.block_kernels import SparseKernel, select_sparse
 from elastic_ring.attention.block_pass import BlockPass
 from elastic_ring.attention.checks import check_captured, check_group, check_local_length, check_tensors
-from elastic_ring.attention.device_blocks import DeviceBlocks, on_device
-from elastic_ring.attention.exchange import Group, HopBuffers, HopLedger
-from elastic_ring.attention.kernels import masked_cpu
+from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopLedger
+from elastic_ring.attention.comm.packed_exchange import PackedExchange
+from elastic_ring.attention.comm.sparse_exchange import SparseExchange, as_index, select_heads
+from elastic_ring.attention.kernels.adapters import masked_cpu
+from elastic_ring.attention.kernels.sparse_registry import SparseKernel, select_sparse
 from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward, merge_
-from elastic_ring.attention.packed_exchange import PackedExchange
+from elastic_ring.attention.plan.device_blocks import DeviceBlocks, on_device
+from elastic_ring.attention.plan.schedule import Direction
+from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
+from elastic_ring.attention.plan.sparse_tiles import SparseTile, tiles
 from elastic_ring.attention.recomputation import RecomputableRing, Result
-from elastic_ring.attention.schedule import Direction
-from elastic_ring.attention.sparse_exchange import SparseExchange, as_index, select_heads
-from elastic_ring.attention.sparse_schedule import SparseSchedule
-from elastic_ring.attention.sparse_tiles import SparseTile, tiles
 from elastic_ring.errors import RunFailed
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -75,8 +75,8 @@ class SparseRingAttention(RecomputableRing):
     every hop. A query that sees no key gives 0. Sums are added in a fixed order, so equal calls give bitwise equal
     results.
 
-    On a GPU, or where `kernel` names one of `block_kernels`, hops are fetched in stages, two stages ahead of their
-    kernels, and `ahead` is ignored. The pattern must then keep whole blocks of 128 tokens, and documents and the
+    On a GPU, or where `kernel` names one of `kernels.sparse_registry`, hops are fetched in stages, two stages ahead of
+    their kernels, and `ahead` is ignored. The pattern must then keep whole blocks of 128 tokens, and documents and the
     layout's cuts must start at block boundaries. Options of this path:
 
     - `deterministic` selects a kernel whose gradients repeat bit for bit.

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.exchange import Group
-from elastic_ring.attention.layout import Layout
+from elastic_ring.attention.comm.exchange import Group
+from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.merge import MOST_AT_ONCE, accumulate_dtype, add_, merge_all_
 
 

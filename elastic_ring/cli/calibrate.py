@@ -6,7 +6,7 @@
 All ranks measure at the same time, each in its own process; the figures are the slowest rank's. Prints the figures, and
 each measurement next to its prediction; `not fitted` ones were left out of the fit, so a large error there means a bad
 fit. The file is for `--machine` of jobs/train_1t.py and benchmarks/attention/check_prices.py, and for
-`attention.cost_model.CostModel.read`. Nothing else should run on the host meanwhile.
+`attention.autolayout.cost_model.CostModel.read`. Nothing else should run on the host meanwhile.
 """
 
 from __future__ import annotations

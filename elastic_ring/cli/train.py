@@ -138,7 +138,7 @@ def _prepared(data: DataConfig, model: ModelConfig, context_tokens: int) -> Sour
 def _pattern(text: str | None, model: ModelConfig, step: StepConfig) -> LayerPatterns | None:
     if text is None:
         return None
-    from elastic_ring.attention.parse import read_pattern
+    from elastic_ring.attention.patterns.parse import read_pattern
 
     try:
         pattern = read_pattern(text)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic_ring.attention.exchange import Group, HopLedger, PendingWork
-from elastic_ring.attention.schedule import Direction
+from elastic_ring.attention.comm.exchange import Group, HopLedger, PendingWork
+from elastic_ring.attention.plan.schedule import Direction
 
 
 @dataclass(frozen=True, eq=False)

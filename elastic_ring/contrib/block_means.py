@@ -15,19 +15,19 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from elastic_ring.attention.content import Choices, Chosen
-from elastic_ring.attention.layout import Layout, Range
+from elastic_ring.attention.layouts.layout import Layout, Range
 from elastic_ring.attention.merge import accumulate_dtype
-from elastic_ring.attention.routing import choose_blocks
-from elastic_ring.attention.rules import Rule
-from elastic_ring.attention.sparse_schedule import chunks_of
+from elastic_ring.attention.patterns.content import Choices, Chosen
+from elastic_ring.attention.patterns.rules import Rule
+from elastic_ring.attention.plan.sparse_schedule import chunks_of
+from elastic_ring.attention.routing.router import choose_blocks
 from elastic_ring.contrib.all_to_all import AllToAll
 
 _SUMS, _SHARES, _CHOICES = range(3)
 _NUM_KINDS = 3
 _NUM_TAGGED_CALLS = 1024
 _FIRST_TAG = 1 << 25
-"""Larger than all tags of hops, smaller than those of `routing_exchange`."""
+"""Larger than all tags of hops, smaller than those of `routing.exchange`."""
 
 
 @dataclass(frozen=True)

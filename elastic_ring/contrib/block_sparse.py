@@ -9,11 +9,11 @@ import math
 
 import torch
 
-from elastic_ring.attention.block_kernels import KERNELS, SparseKernel, select_sparse
-from elastic_ring.attention.block_proof import self_test
 from elastic_ring.attention.checks import check_tensors
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockTables, tables_for, tables_of
-from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.kernels.sparse_registry import KERNELS, SparseKernel, select_sparse
+from elastic_ring.attention.kernels.sparse_verify import self_test
+from elastic_ring.attention.patterns.sparse import SparsePattern
 
 __all__ = ["KERNELS", "BlockSparseAttention", "SparseKernel", "choose_on_device", "select_sparse", "self_test"]
 
@@ -67,7 +67,7 @@ class BlockSparseAttention:
 
 def choose_on_device(q: torch.Tensor, k: torch.Tensor, top_k: int) -> torch.Tensor:
     """Bool (H, n, n), queries first, for q (1, S, H, D) and k (1, S, Hkv, D): the past blocks chosen, as by
-    `routing.choose_blocks` but without a device-to-host copy; ties are broken arbitrarily. Raises: `ValueError` unless
+    `router.choose_blocks` but without a device-to-host copy; ties are broken arbitrarily. Raises: `ValueError` unless
     B = 1 and S is a multiple of 128."""
     if q.size(0) != 1 or q.size(1) % BLOCK_TOKENS:
         raise ValueError(

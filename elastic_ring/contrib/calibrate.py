@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.choice import Sizes
-from elastic_ring.attention.cost_model import CostModel
+from elastic_ring.attention.autolayout.choice import Sizes
+from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.contrib.timed_cases import (
     LEAST_BYTES,
     Case,

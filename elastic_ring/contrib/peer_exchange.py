@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.exchange import HopExchange, _now
-from elastic_ring.attention.ledger import HopEvents
-from elastic_ring.attention.rank_plan import PeerTransfer
+from elastic_ring.attention.comm.exchange import HopExchange, _now
+from elastic_ring.attention.comm.ledger import HopEvents
+from elastic_ring.attention.plan.rank_plan import PeerTransfer
 from elastic_ring.contrib.peer_memory import (
     ARRIVED_KEYS,
     ARRIVED_PARTIALS,

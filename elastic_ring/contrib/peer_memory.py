@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.exchange import HopExchange
-from elastic_ring.attention.rank_plan import ContiguousCopy
+from elastic_ring.attention.comm.exchange import HopExchange
+from elastic_ring.attention.plan.rank_plan import ContiguousCopy
 
 _NUM_COUNTERS = 4
 ARRIVED_KEYS, ARRIVED_PARTIALS, FREE_KEYS, FREE_PARTIALS = range(_NUM_COUNTERS)

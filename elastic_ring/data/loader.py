@@ -23,7 +23,7 @@ from elastic_ring.data.source import Source
 from elastic_ring.errors import DigestMismatch
 
 if TYPE_CHECKING:
-    from elastic_ring.attention.layout import Layout
+    from elastic_ring.attention.layouts.layout import Layout
 
 # Target of a position without one: the next token belongs to another document or is padding.
 IGNORE = -100

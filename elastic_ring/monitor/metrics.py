@@ -56,7 +56,7 @@ class StepMetrics:
     K/V exchange of that rank: `hop_bytes` is what it sent; `exposed_hop_wait_s` is the time in which nothing was left
     to compute (on CPUs the host's, on GPUs the kernel stream's); `hop_latency_mean_s` and `hop_latency_p99_s` cover
     the step's exchanges, from ready to start until arrived, on GPUs only. GPUs measure these three times in one step
-    of ten (`attention.ledger.EVENT_STEPS`); None where nothing was measured.
+    of ten (`attention.comm.ledger.EVENT_STEPS`); None where nothing was measured.
 
     A step with a non-finite gradient is `skipped`; its loss may be nan. `samples` is the digest of the consumed data,
     `val_loss` the loss of the held-out sequences where validated, `committed_monotonic_s` the commit time on the

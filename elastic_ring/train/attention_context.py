@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.exchange import HopBuffers
+from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.layers import PatternedAttention
-from elastic_ring.attention.layout import Layout
-from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.plan_cache import LRUCache
+from elastic_ring.attention.layouts.layout import Layout
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.plan_cache import LRUCache
+from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import Observer, RingAttention
-from elastic_ring.attention.schedule import plan
 from elastic_ring.data.loader import Slice
 from elastic_ring.train.task import Batch, TrainingTask
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from elastic_ring.attention.exchange import HopBuffers
+from elastic_ring.attention.comm.exchange import HopBuffers
+from elastic_ring.attention.comm.ledger import HopTally
 from elastic_ring.attention.layers import PatternedAttention
-from elastic_ring.attention.layout import Layout
-from elastic_ring.attention.ledger import HopTally
-from elastic_ring.attention.plan_cache import LRUCache
+from elastic_ring.attention.layouts.layout import Layout
+from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.ring import NUM_PLANS, RingAttention
 from elastic_ring.control.decisions.loss_spikes import WINDOW, SpikeBallot, SpikeWatch
 from elastic_ring.control.messages import Vote

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.ledger import HopTally
+from elastic_ring.attention.comm.ledger import HopTally
 from elastic_ring.data.loader import Loader
 from elastic_ring.train.abortable_collectives import ExchangeWaits
 

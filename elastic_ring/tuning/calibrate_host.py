@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from elastic_ring.attention.choice import Sizes
+from elastic_ring.attention.autolayout.choice import Sizes
 from elastic_ring.config import environment
 from elastic_ring.contrib.calibrate import Calibration, calibrate
 from elastic_ring.contrib.timed_cases import TimingBudget

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.layers import LayerPatterns
-from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.tuning.climb import NUM_LAYERS, Climb
 from elastic_ring.tuning.quality.attention_error import fidelity
 from elastic_ring.tuning.quality.cost import placed, step_ratio

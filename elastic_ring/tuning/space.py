@@ -1,7 +1,7 @@
 """The search space of patterns: family, density, block size and mix of layers, as named points.
 
-A point becomes a text for `attention.parse`, scaled to a length and a number of layers. A ring's layout is chosen
-separately from `LAYOUTS` and needs no training. Nothing is measured in here.
+A point becomes a text for `attention.patterns.parse`, scaled to a length and a number of layers. A ring's layout is
+chosen separately from `LAYOUTS` and needs no training. Nothing is measured in here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from elastic_ring.attention.layers import LayerPatterns
-from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.parse import parse_pattern
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.tuning.quality.families import Family
 
 AXES: dict[str, tuple[Any, ...]] = {

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.ledger import HopLedger
+from elastic_ring.attention.comm.ledger import HopLedger
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.routing import Router
-from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.routing.router import Router
 from elastic_ring.attention.sparse_ring import SparseRingAttention
-from elastic_ring.attention.sparse_schedule import plan_sparse
 from tests.unit.attention.attention_rings import Case, Outcome, in_threads
 from tests.unit.content.content_cases import ContentCase
 from tests.unit.sparse.pattern_cases import SparseCase

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from elastic_ring.attention.exchange import HopLedger
+from elastic_ring.attention.comm.exchange import HopLedger
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.contrib.peer_memory import ARRIVED_KEYS, PeerMemory

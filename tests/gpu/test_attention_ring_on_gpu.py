@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention.kernels.table import BACKENDS, select, self_test
+from elastic_ring.attention.kernels.registry import BACKENDS, select, self_test
 from elastic_ring.attention.merge import eager_add_, eager_merge_
 from tests.gpu.gpu_rings import run_on_gpu
 from tests.unit.attention.attention_rings import Case, relative_error, whole_attention
@@ -88,14 +88,14 @@ def test_a_deterministic_backend_is_found(head_ratio: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_merge_is_its_eager_twin(dtype: torch.dtype) -> None:
-    from elastic_ring.attention import fused
+    from elastic_ring.attention import fused_merge
 
     torch.manual_seed(0)
     out, part = (torch.randn(2, 301, 5, 128, device="cuda").to(dtype) for _ in range(2))
     lse, part_lse = (3 * torch.randn(2, 5, 301, device="cuda").transpose(1, 2) for _ in range(2))
     lse[0, :7], part_lse[0, 3:11] = -torch.inf, -torch.inf
     twin = out.clone(), lse.clone()
-    fused.merge_all_(out[:, 3:], lse[:, 3:], [(part[:, 3:], part_lse[:, 3:])])
+    fused_merge.merge_all_(out[:, 3:], lse[:, 3:], [(part[:, 3:], part_lse[:, 3:])])
     eager_merge_(twin[0][:, 3:], twin[1][:, 3:], part[:, 3:], part_lse[:, 3:])
     torch.testing.assert_close(lse, twin[1], rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(out, twin[0], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
@@ -105,12 +105,12 @@ def test_fused_merge_is_its_eager_twin(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
 def test_fused_add_is_its_eager_twin_bit_for_bit(dtype: torch.dtype, num_parts: int) -> None:
-    from elastic_ring.attention import fused
+    from elastic_ring.attention import fused_merge
 
     torch.manual_seed(0)
     total = torch.randn(2, 300, 3, 64, device="cuda").to(dtype)
     parts = [torch.randn(2, 300, 3, 64, device="cuda").bfloat16() for _ in range(num_parts)]
     twin = total.clone()
-    fused.add_(total[:, 10:], [part[:, 10:] for part in parts])
+    fused_merge.add_(total[:, 10:], [part[:, 10:] for part in parts])
     eager_add_(twin[:, 10:], [part[:, 10:] for part in parts])
     assert torch.equal(total, twin)

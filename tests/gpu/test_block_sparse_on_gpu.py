@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_ring.attention.block_proof import as_tokens, reference
-from elastic_ring.attention.blocks import block_kinds
-from elastic_ring.attention.families import BigBird, Hierarchical, Profile, longnet
-from elastic_ring.attention.rules import Dense, Rule, Strided, Window
-from elastic_ring.attention.sparse import SparsePattern, mixed
+from elastic_ring.attention.kernels.sparse_verify import as_tokens, reference
+from elastic_ring.attention.patterns.blocks import block_kinds
+from elastic_ring.attention.patterns.families import BigBird, Hierarchical, Profile, longnet
+from elastic_ring.attention.patterns.rules import Dense, Rule, Strided, Window
+from elastic_ring.attention.patterns.sparse import SparsePattern, mixed
 from elastic_ring.contrib.block_sparse import (
     KERNELS,
     BlockSparseAttention,

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.parse import parse_pattern
-from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.warmup import NullProcessGroup
 from elastic_ring.config import StepConfig
 from elastic_ring.data.source import StdlibText

@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 
-from elastic_ring.attention.block_kernels import KERNELS, SparseKernel
-from elastic_ring.attention.layout import contiguous
-from elastic_ring.attention.ledger import HopLedger
-from elastic_ring.attention.routing import Router
+from elastic_ring.attention.comm.ledger import HopLedger
+from elastic_ring.attention.kernels.sparse_registry import KERNELS, SparseKernel
+from elastic_ring.attention.layouts.layout import contiguous
+from elastic_ring.attention.routing.router import Router
 from tests.gpu.gpu_rings import run_content_on
 from tests.gpu.test_sparse_ring_on_gpu import ALLOWED, usable
 from tests.unit.attention.attention_rings import relative_error

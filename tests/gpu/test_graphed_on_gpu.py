@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ring.attention.exchange import HopBuffers
+from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.contrib.cuda_graphs import GraphedRing, make_graphed

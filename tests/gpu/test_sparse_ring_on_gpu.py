@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_ring.attention import block_pass, block_proof
-from elastic_ring.attention.block_kernels import KERNELS, SparseKernel
-from elastic_ring.attention.layout import contiguous
+from elastic_ring.attention import block_pass
+from elastic_ring.attention.kernels import sparse_verify
+from elastic_ring.attention.kernels.sparse_registry import KERNELS, SparseKernel
+from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.merge import eager_add_placed_
-from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.sparse_ring import SparseRingAttention
-from elastic_ring.attention.sparse_schedule import plan_sparse
 from tests.gpu.gpu_rings import ProcessGroups, run_sparse_on
 from tests.unit.attention.attention_rings import relative_error
 from tests.unit.sparse.block_cases import FAMILIES, GROUPED, block_case, check_bytes, grouped_case, masked_reference
@@ -34,7 +35,7 @@ def usable(kernel: SparseKernel, head_dim: int = 128) -> None:
 @pytest.mark.parametrize(("head_dim", "group"), [(128, 1), (128, 4), (64, 1)])
 def test_the_first_kernel_passes_its_proof_for_other_groups_of_heads(head_dim: int, group: int) -> None:
     usable(KERNELS[0], head_dim)
-    assert block_proof.warm_up_kernels(KERNELS[0], head_dim, group, torch.bfloat16, "cuda") is None
+    assert sparse_verify.warm_up_kernels(KERNELS[0], head_dim, group, torch.bfloat16, "cuda") is None
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_queries_that_see_nothing_give_zeros_and_no_gradient() -> None:
 
 
 def test_shares_added_by_rows_are_their_eager_twins() -> None:
-    from elastic_ring.attention import fused
+    from elastic_ring.attention import fused_merge
 
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
@@ -149,7 +150,7 @@ def test_shares_added_by_rows_are_their_eager_twins() -> None:
             rows = torch.randperm(301, generator=generator)[:150]
             places[hop, rows] = torch.randperm(500, generator=generator)[:150].int()
         places, twin = places.cuda(), total.clone()
-        fused.add_placed_(total, inbox, places)
+        fused_merge.add_placed_(total, inbox, places)
         eager_add_placed_(twin, inbox, places)
         assert torch.equal(total, twin)
 

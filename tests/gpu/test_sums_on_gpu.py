@@ -122,14 +122,14 @@ def test_a_squared_norm_in_one_pass_is_the_eager_one_and_has_the_same_bits_every
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_are_sent_are_gathered_as_by_their_eager_twin(head_dim: int, dtype: torch.dtype) -> None:
-    from elastic_ring.attention import fused
-    from elastic_ring.attention.packing import eager_gather_rows_
+    from elastic_ring.attention import fused_merge
+    from elastic_ring.attention.comm.packing import eager_gather_rows_
 
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(2, 301, 3, head_dim, generator=generator).to("cuda", dtype) for _ in range(2))
     for num_rows in (0, 1, 500, 903):
         rows = torch.randint(903, (num_rows,), generator=generator).int().cuda()
         buffers = [torch.full((num_rows + 7, 2, 2, head_dim), 5.0, device="cuda", dtype=dtype) for _ in range(2)]
-        fused.gather_rows_(buffers[0][3 : 3 + num_rows], k, v, rows)
+        fused_merge.gather_rows_(buffers[0][3 : 3 + num_rows], k, v, rows)
         eager_gather_rows_(buffers[1][3 : 3 + num_rows], k, v, rows)
         assert torch.equal(*buffers)

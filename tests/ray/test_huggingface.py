@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from elastic_ring import ElasticRingTrainer, OptimConfig, Result, RunConfig, ScalingConfig, StepConfig, load_weights
-from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.schedule import plan
 from elastic_ring.cli import main as command
 from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
 from elastic_ring.data.source import StdlibText

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.attention.parse import parse_pattern
+from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.runtime.driver.cluster import left_behind
 from tests.ray.conftest import check_records, tiny_trainer
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.attention.parse import read_pattern
+from elastic_ring.attention.patterns.parse import read_pattern
 
 ROOT = Path(__file__).parents[2]
 NUM_TRIALS = 7

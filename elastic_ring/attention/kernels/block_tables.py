@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_ring.attention.blocks import block_kinds, row_kinds
-from elastic_ring.attention.cached import static_lru_cache
-from elastic_ring.attention.content import Chosen, TopK
-from elastic_ring.attention.layout import Range
-from elastic_ring.attention.rules import NONE, PART, Mask, Positions, Rule, Union
-from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.layouts.layout import Range
+from elastic_ring.attention.patterns.blocks import block_kinds, row_kinds
+from elastic_ring.attention.patterns.content import Chosen, TopK
+from elastic_ring.attention.patterns.rules import NONE, PART, Mask, Positions, Rule, Union
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.cached import static_lru_cache
 
 BLOCK_TOKENS = 128
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from elastic_ring.attention.layout import Layout
+from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.data.loader import Loader, Slice, slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.sampling.order import SampleOrder, share

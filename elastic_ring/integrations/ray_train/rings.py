@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic_ring.attention.exchange import HopBuffers
-from elastic_ring.attention.plan_cache import LRUCache
+from elastic_ring.attention.comm.exchange import HopBuffers
+from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.ring import NUM_PLANS
 from elastic_ring.config import Timeouts
 from elastic_ring.data.loader import Slice

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from elastic_ring.attention.families import BigBird
 from elastic_ring.attention.layers import LayerGroup, LayerPatterns
-from elastic_ring.attention.rules import Dense, Rule, Window
+from elastic_ring.attention.patterns.families import BigBird
+from elastic_ring.attention.patterns.rules import Dense, Rule, Window
 from elastic_ring.config import StepConfig
 from elastic_ring.integrations.transformers.checks import check_config, check_tokenizer, config_of, read_config, trace
 from elastic_ring.integrations.transformers.first_values import FirstValues

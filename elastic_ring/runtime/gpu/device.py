@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.device_blocks import forget_plans
+from elastic_ring.attention.plan.device_blocks import forget_plans
 from elastic_ring.errors import PeerFailed, RunFailed
 from elastic_ring.runtime.gpu import leases
 from elastic_ring.runtime.gpu.leases import (

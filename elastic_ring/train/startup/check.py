@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
-from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.errors import ElasticRingError

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from elastic_ring.attention.block_kernels import KERNELS, sparse_form
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, check_documents
+from elastic_ring.attention.kernels.sparse_registry import KERNELS, sparse_form
 from elastic_ring.data.source import SourceConfig, open_source
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.startup.warm import attention_shapes

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.block_kernels import KERNELS, select_sparse, sparse_form
-from elastic_ring.attention.kernels.table import BACKENDS, select
+from elastic_ring.attention.kernels.registry import BACKENDS, select
+from elastic_ring.attention.kernels.sparse_registry import KERNELS, select_sparse, sparse_form
 from elastic_ring.errors import ElasticRingError, RunFailed
 from elastic_ring.train.task import TrainingTask
 

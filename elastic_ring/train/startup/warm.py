@@ -19,18 +19,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from elastic_ring.attention import block_proof
-from elastic_ring.attention.block_kernels import select_sparse, sparse_form
-from elastic_ring.attention.device_blocks import forget_plans
-from elastic_ring.attention.exchange import Group
+from elastic_ring.attention.comm.exchange import Group
+from elastic_ring.attention.kernels import sparse_verify
 from elastic_ring.attention.kernels.backend import Backend
-from elastic_ring.attention.kernels.self_test import warm_up_kernels, warm_up_variants
-from elastic_ring.attention.kernels.table import select
+from elastic_ring.attention.kernels.registry import select
+from elastic_ring.attention.kernels.sparse_registry import select_sparse, sparse_form
+from elastic_ring.attention.kernels.verify import warm_up_kernels, warm_up_variants
 from elastic_ring.attention.layers import LayerPatterns, of_layer
-from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.device_blocks import forget_plans
+from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.warmup import warm_up_lengths, warm_up_sums
 from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
@@ -147,7 +147,7 @@ def _choose(
             kernels[f"sparse attention, {shape}"] = kernel.name
             by_length.update({whole: None} if kernel.by_length else {})
             proofs[f"sparse attention kernel {kernel.name}, {shape}"] = partial(
-                block_proof.warm_up_kernels, kernel, head_dim, head_ratio, dtype, str(device)
+                sparse_verify.warm_up_kernels, kernel, head_dim, head_ratio, dtype, str(device)
             )
     return proofs, list(by_length), dense
 

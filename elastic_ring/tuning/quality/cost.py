@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.choice import Sizes, choose
-from elastic_ring.attention.content import TopK
+from elastic_ring.attention.autolayout.choice import Sizes, choose
 from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAttention
-from elastic_ring.attention.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.placement import work_max_over_mean
-from elastic_ring.attention.schedule import plan
-from elastic_ring.attention.sparse import SparsePattern
-from elastic_ring.attention.sparse_schedule import plan_sparse
+from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
+from elastic_ring.attention.layouts.placement import work_max_over_mean
+from elastic_ring.attention.patterns.content import TopK
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.contrib.gated import GatedSparseAttention
 from elastic_ring.contrib.gated_ring import GatedRing
 from elastic_ring.tuning.quality.families import Family

@@ -1,7 +1,7 @@
 """The families that quality, speed and bytes are compared over: the same shape at any length, near one density.
 
-A family is a text for `attention.parse`, so that `--pattern` takes what was measured, or `top_k` blocks chosen by
-content. No training and no timing in here.
+A family is a text for `attention.patterns.parse`, so that `--pattern` takes what was measured, or `top_k` blocks chosen
+by content. No training and no timing in here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic_ring.attention.layers import LayerPatterns
-from elastic_ring.attention.parse import parse_pattern
+from elastic_ring.attention.patterns.parse import parse_pattern
 
 
 @dataclass(frozen=True)

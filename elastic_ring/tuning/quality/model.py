@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_ring.attention.blocks import visible
 from elastic_ring.attention.layers import AttentionFn, LayerPatterns
-from elastic_ring.attention.routing import choose_blocks
-from elastic_ring.attention.rules import Dense
+from elastic_ring.attention.patterns.blocks import visible
+from elastic_ring.attention.patterns.rules import Dense
+from elastic_ring.attention.routing.router import choose_blocks
 from elastic_ring.contrib.gated import GatedSparseAttention
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_ring.attention.exchange import HopLedger
-from elastic_ring.attention.layout import Layout, make_layout
-from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.comm.exchange import HopLedger
+from elastic_ring.attention.layouts.layout import Layout, make_layout
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.schedule import Schedule, plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.schedule import Schedule, plan
 
 TIMEOUT = timedelta(seconds=60)
 

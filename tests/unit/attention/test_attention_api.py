@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from elastic_ring.attention import ring, sparse_ring
 from elastic_ring.attention.layers import PatternedAttention
-from elastic_ring.attention.layout import contiguous, make_layout, zigzag
-from elastic_ring.attention.parse import parse_pattern
-from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.plan_cache import LRUCache
+from elastic_ring.attention.layouts.layout import contiguous, make_layout, zigzag
+from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.plan_cache import LRUCache
+from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention, ring_attention
-from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
 from tests.unit.attention.attention_rings import (

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention.exchange import HopExchange, HopLedger
+from elastic_ring.attention.comm.exchange import HopExchange, HopLedger
+from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.schedule import Schedule
 from tests.unit.attention.attention_rings import Case, ThreadRings, in_threads, one_thread, run_ring
 
 CASES = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from elastic_ring.attention.kernels import aten_cpu
+from elastic_ring.attention.kernels.adapters import aten_cpu
 from elastic_ring.attention.ring import RingAttention
 from tests.unit.attention.attention_rings import (
     Case,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention.kernels import aten_cpu, reference
-from elastic_ring.attention.kernels.table import BACKENDS, Backend, select, self_test
+from elastic_ring.attention.kernels.adapters import aten_cpu, reference
+from elastic_ring.attention.kernels.registry import BACKENDS, Backend, select, self_test
 from elastic_ring.attention.merge import Accumulator, lse_for_backward, merge_
 from elastic_ring.errors import RunFailed
 from tests.unit.attention.attention_rings import Case, one_thread, relative_error, whole_attention

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ring.attention.layout import Layout, contiguous, make_layout, zigzag
-from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.schedule import Schedule, plan
+from elastic_ring.attention.layouts.layout import Layout, contiguous, make_layout, zigzag
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.schedule import Schedule, plan
 
 
 @st.composite
@@ -179,9 +179,9 @@ def test_a_schedule_is_hashable_equal_by_content_and_planned_once() -> None:
 def test_planning_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from elastic_ring.attention.layout import zigzag\n"
-        "from elastic_ring.attention.pattern import Pattern\n"
-        "from elastic_ring.attention.schedule import plan\n"
+        "from elastic_ring.attention.layouts.layout import zigzag\n"
+        "from elastic_ring.attention.patterns.pattern import Pattern\n"
+        "from elastic_ring.attention.plan.schedule import plan\n"
         "print(plan(Pattern(), zigzag(64, 4)).hop_bytes(0, 1, 1, 1, 2, 'forward'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

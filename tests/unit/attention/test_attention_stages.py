@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.merge import eager_add_
-from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.rank_plan import rank_plan
-from elastic_ring.attention.schedule import plan
-from elastic_ring.attention.stages import choose_hops_per_stage, most_tokens, num_row_visits, stages
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.rank_plan import rank_plan
+from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.plan.stages import choose_hops_per_stage, most_tokens, num_row_visits, stages
 from tests.unit.attention.attention_rings import (
     Case,
     ThreadRings,
@@ -166,7 +166,7 @@ def test_a_short_running_sum_is_rounded_once_for_all_its_parts() -> None:
 
 def test_importing_attention_loads_no_kernel_library() -> None:
     code = (
-        "import sys, elastic_ring.attention.ring, elastic_ring.attention.kernels.table\n"
+        "import sys, elastic_ring.attention.ring, elastic_ring.attention.kernels.registry\n"
         "loaded = {name.split('.')[0] for name in sys.modules}\n"
         "assert not loaded & {'triton', 'flash_attn', 'cutlass', 'cuda'}, loaded"
     )

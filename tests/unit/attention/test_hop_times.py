@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.attention.ledger import EVENT_STEPS, HopEvents, HopLedger, HopTally, hop_times
+from elastic_ring.attention.comm.ledger import EVENT_STEPS, HopEvents, HopLedger, HopTally, hop_times
 
 
 @dataclass

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from elastic_ring.attention import gradients
-from elastic_ring.attention.kernels.aten_cpu import backward, forward
+from elastic_ring.attention.kernels.adapters.aten_cpu import backward, forward
 from elastic_ring.attention.kernels.backend import Backend
-from elastic_ring.attention.layout import Layout
+from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.merge import add_, eager_add_
-from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.rank_plan import RankPlan, rank_plan, traffic
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.rank_plan import RankPlan, rank_plan, traffic
+from elastic_ring.attention.plan.schedule import Schedule
+from elastic_ring.attention.plan.stages import Stage
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.schedule import Schedule
-from elastic_ring.attention.stages import Stage
 from tests.unit.attention.attention_rings import Case
 
 CASES = [

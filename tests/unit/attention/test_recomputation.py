@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
-from elastic_ring.attention.kernels.table import BACKENDS
+from elastic_ring.attention.kernels.registry import BACKENDS
 from elastic_ring.attention.layers import PatternedAttention
-from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.parse import parse_pattern
-from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.schedule import plan
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer

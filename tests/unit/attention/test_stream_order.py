@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention import block_pass, gradients, packed_exchange, sparse_ring
-from elastic_ring.attention.block_kernels import REFERENCE
-from elastic_ring.attention.exchange import HopBuffers, HopExchange
+from elastic_ring.attention import block_pass, gradients, sparse_ring
+from elastic_ring.attention.comm import packed_exchange
+from elastic_ring.attention.comm.exchange import HopBuffers, HopExchange
+from elastic_ring.attention.comm.packed_exchange import PackedExchange
 from elastic_ring.attention.kernels.backend import Backend
-from elastic_ring.attention.packed_exchange import PackedExchange
+from elastic_ring.attention.kernels.sparse_registry import REFERENCE
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from tests.unit.attention.attention_rings import Case

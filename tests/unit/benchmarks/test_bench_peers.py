@@ -21,9 +21,9 @@ from benchmarks.peers.attention_systems import Prepared, Problem, System
 from benchmarks.peers.attention_torch_cp import TorchContextParallel
 from benchmarks.peers.attention_ulysses import Ulysses
 from benchmarks.peers.reference_figures import reference_of
-from elastic_ring.attention.kernels import reference
-from elastic_ring.attention.kernels.table import BACKENDS
-from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.kernels.adapters import reference
+from elastic_ring.attention.kernels.registry import BACKENDS
+from elastic_ring.attention.layouts.layout import make_layout
 
 CP = 2
 PROBLEM = Problem(64, 4, 4, 8, CP)

@@ -42,7 +42,7 @@ from benchmarks.quality.clock import (
 from benchmarks.quality.quality_clock import main, table
 from benchmarks.quality.records import finished
 from elastic_ring.attention import layers
-from elastic_ring.attention.block_kernels import REFERENCE
+from elastic_ring.attention.kernels.sparse_registry import REFERENCE
 from elastic_ring.data.source import TextFiles
 from elastic_ring.tuning.quality.families import MOST_KEPT, Family, block_families
 from elastic_ring.tuning.quality.model import Masks, SmallConfig, SmallModel

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_ring.attention.content import Chosen, TopK, top_ks_of
 from elastic_ring.attention.layers import LayerPatterns, PatternedAttention
-from elastic_ring.attention.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.parse import parse_pattern
-from elastic_ring.attention.placement import striped
-from elastic_ring.attention.rules import Rule, Union
-from elastic_ring.attention.sparse_schedule import SparseSchedule
+from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
+from elastic_ring.attention.layouts.placement import striped
+from elastic_ring.attention.patterns.content import Chosen, TopK, top_ks_of
+from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.attention.patterns.rules import Rule, Union
+from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
 from tests.unit.attention.attention_rings import in_threads
 from tests.unit.sparse.pattern_cases import SparseCase, masked_attention
 

@@ -13,19 +13,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
-from elastic_ring.attention import routing
-from elastic_ring.attention.blocks import block_kinds, row_pairs
-from elastic_ring.attention.content import TopK
-from elastic_ring.attention.device_blocks import on_device
+from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.kernels.block_tables import check_whole_blocks
 from elastic_ring.attention.layers import PatternedAttention
-from elastic_ring.attention.layout import contiguous, zigzag
-from elastic_ring.attention.ledger import HopLedger
-from elastic_ring.attention.parse import parse_pattern
-from elastic_ring.attention.routing import Router
-from elastic_ring.attention.routing_plan import plan_routing
-from elastic_ring.attention.sparse_schedule import plan_sparse
-from elastic_ring.attention.sparse_tiles import tiles
+from elastic_ring.attention.layouts.layout import contiguous, zigzag
+from elastic_ring.attention.patterns.blocks import block_kinds, row_pairs
+from elastic_ring.attention.patterns.content import TopK
+from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.attention.plan.device_blocks import on_device
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
+from elastic_ring.attention.plan.sparse_tiles import tiles
+from elastic_ring.attention.routing import router
+from elastic_ring.attention.routing.plan import plan_routing
+from elastic_ring.attention.routing.router import Router
 from elastic_ring.errors import GroupAborted
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer
@@ -258,7 +258,7 @@ def test_a_ring_whose_messages_are_operations_agrees_with_one_of_gloo(rings: Thr
 def test_ranking_in_strips_changes_nothing(rings: ThreadRings, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case("zigzag", 2, text="topk:3,unit=4")
     whole = [schedule_of(each) for each in run_content(case, rings.groups(2))[1]]
-    monkeypatch.setattr(routing, "_STRIP_ELEMENTS", 200)
+    monkeypatch.setattr(router, "_STRIP_ELEMENTS", 200)
     strips = [schedule_of(each) for each in run_content(case, rings.groups(2))[1]]
     assert whole == strips
 

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elastic_ring import ElasticRingTrainer, ScalingConfig, StepConfig
-from elastic_ring.attention.content import TopK
-from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.routing_exchange import RoutingExchange
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.content import TopK
+from elastic_ring.attention.routing.exchange import RoutingExchange
 from elastic_ring.cli.train import build, parse
 from elastic_ring.data.loader import Loader, slice_sample
 from elastic_ring.data.sampling.order import Order

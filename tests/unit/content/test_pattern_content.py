@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention.choice import Sizes, choose
-from elastic_ring.attention.content import ByDocument, Chosen, TopK
+from elastic_ring.attention.autolayout.choice import Sizes, choose
+from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layers import PatternedAttention
-from elastic_ring.attention.layout import contiguous, zigzag
-from elastic_ring.attention.ledger import HopLedger
-from elastic_ring.attention.parse import parse_pattern
-from elastic_ring.attention.routing import Router, choose_blocks
-from elastic_ring.attention.rules import Window
-from elastic_ring.attention.sparse import SparsePattern
-from elastic_ring.attention.sparse_schedule import chunks_of, plan_sparse
+from elastic_ring.attention.layouts.layout import contiguous, zigzag
+from elastic_ring.attention.patterns.content import ByDocument, Chosen, TopK
+from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.attention.patterns.rules import Window
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.sparse_schedule import chunks_of, plan_sparse
+from elastic_ring.attention.routing.router import Router, choose_blocks
 from elastic_ring.tuning.quality.families import Family
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 from tests.unit.content.content_cases import (

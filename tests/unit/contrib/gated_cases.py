@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.placement import striped
+from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
+from elastic_ring.attention.layouts.placement import striped
 from elastic_ring.contrib.gated import GatedSparseAttention
 from elastic_ring.contrib.gated_ring import GatedRing
 from tests.unit.attention.attention_rings import in_threads, relative_error

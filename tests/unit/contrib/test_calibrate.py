@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention.choice import BLOCK_TOKENS, Sizes, choose, price, sparse_kernels
-from elastic_ring.attention.cost_model import CostModel
-from elastic_ring.attention.families import BigBird
+from elastic_ring.attention.autolayout.choice import BLOCK_TOKENS, Sizes, choose, price, sparse_kernels
+from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.kernels import block_tables
-from elastic_ring.attention.layout import contiguous
-from elastic_ring.attention.rules import Window
-from elastic_ring.attention.sparse import SparsePattern
-from elastic_ring.attention.sparse_schedule import plan_sparse
-from elastic_ring.attention.sparse_tiles import tiles
+from elastic_ring.attention.layouts.layout import contiguous
+from elastic_ring.attention.patterns.families import BigBird
+from elastic_ring.attention.patterns.rules import Window
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
+from elastic_ring.attention.plan.sparse_tiles import tiles
 from elastic_ring.cli.calibrate import main
 from elastic_ring.contrib import timed_cases
 from elastic_ring.contrib.calibrate import Calibration, Check, Stopwatch, calibrate, fit

@@ -13,18 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ring.attention.content import Chosen
-from elastic_ring.attention.exchange import HopBuffers, HopLedger
-from elastic_ring.attention.families import BigBird
-from elastic_ring.attention.kernels.table import BACKENDS
-from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.comm.exchange import HopBuffers, HopLedger
+from elastic_ring.attention.kernels.registry import BACKENDS
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.content import Chosen
+from elastic_ring.attention.patterns.families import BigBird
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.recomputation import Result
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.schedule import plan
-from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import SparseRingAttention
-from elastic_ring.attention.sparse_schedule import plan_sparse
 from elastic_ring.contrib.cuda_graphs import NUM_WARM_UPS, GraphedRing, _capture, _Passes, capturing, make_graphed
 from elastic_ring.contrib.peer_memory import PeerMemory
 from elastic_ring.errors import PeerFailed

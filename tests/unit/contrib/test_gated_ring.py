@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from elastic_ring.attention.content import Chosen
-from elastic_ring.attention.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.schedule import plan
+from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
+from elastic_ring.attention.patterns.content import Chosen
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.contrib import compressed
 from elastic_ring.contrib.block_means import block_map, means_of_blocks
 from elastic_ring.contrib.gated import GatedSparseAttention

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention.layout import contiguous, zigzag
+from elastic_ring.attention.layouts.layout import contiguous, zigzag
 from elastic_ring.contrib.gated_ring import GatedRing
 from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.data.loader import (
     DIGEST_LIMBS,
     IGNORE,

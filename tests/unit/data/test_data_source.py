@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elastic_ring.attention.layout import contiguous
+from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.data import text
 from elastic_ring.data.loader import IGNORE, slice_sample
 from elastic_ring.data.packing import PackedSource

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.cli import train
 from elastic_ring.cli.settings import parse
 from elastic_ring.control.options import ControlOptions

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention.exchange import one_operation
+from elastic_ring.attention.comm.exchange import one_operation
 from elastic_ring.errors import GroupAborted
 from elastic_ring.runtime.groups.batched_p2p import BatchedGroup, LaunchGate
 

@@ -18,13 +18,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from elastic_ring import ElasticRingTrainer, StepConfig
-from elastic_ring.attention.families import BigBird
 from elastic_ring.attention.layers import PatternedAttention
-from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.families import BigBird
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.rules import Window
+from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.rules import Window
-from elastic_ring.attention.schedule import plan
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import RingModel, ring_model
 from elastic_ring.train.task import TrainingTask

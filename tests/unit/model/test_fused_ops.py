@@ -20,10 +20,10 @@ import torch._inductor.config
 from torch import Tensor
 
 from elastic_ring import trainer
-from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.schedule import plan
 from elastic_ring.config import RunConfig
 from elastic_ring.mesh import Mesh
 from elastic_ring.model import fused_ops

@@ -23,8 +23,8 @@ import pytest
 
 import elastic_ring
 from elastic_ring import errors
-from elastic_ring.attention import parse
-from elastic_ring.attention.parse import parse_pattern
+from elastic_ring.attention.patterns import parse
+from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.cli import main, settings
 from elastic_ring.config import Timeouts
 from elastic_ring.faults import KINDS, PHASES, ROLES, parse_faults

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_ring.attention.exchange import HopLedger
-from elastic_ring.attention.families import BigBird, Dilated, Hierarchical, longnet
-from elastic_ring.attention.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.placement import residue_class, striped
-from elastic_ring.attention.rules import Dense, Rule, Strided
-from elastic_ring.attention.sparse import mixed
+from elastic_ring.attention.comm.exchange import HopLedger
+from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
+from elastic_ring.attention.layouts.placement import residue_class, striped
+from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, longnet
+from elastic_ring.attention.patterns.rules import Dense, Rule, Strided
+from elastic_ring.attention.patterns.sparse import mixed
 from tests.unit.attention.attention_rings import relative_error
 from tests.unit.sparse.pattern_cases import SparseCase
 

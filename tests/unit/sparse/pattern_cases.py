@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.exchange import HopLedger
-from elastic_ring.attention.families import BigBird, BlockFunction, Dilated, Hierarchical, Profile, longnet
-from elastic_ring.attention.layout import Layout
-from elastic_ring.attention.rules import Dense, Rule, Sinks, Strided, Window
-from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.comm.exchange import HopLedger
+from elastic_ring.attention.layouts.layout import Layout
+from elastic_ring.attention.patterns.families import BigBird, BlockFunction, Dilated, Hierarchical, Profile, longnet
+from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
 from elastic_ring.attention.sparse_ring import SparseRingAttention
-from elastic_ring.attention.sparse_schedule import SparseSchedule, plan_sparse
 from tests.unit.attention.attention_rings import in_threads
 
 Sees = Callable[[int, int], bool]

@@ -9,20 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention import block_pass, block_proof, sparse_ring
-from elastic_ring.attention.block_kernels import KERNELS, REFERENCE, select_sparse
-from elastic_ring.attention.device_blocks import on_device
-from elastic_ring.attention.exchange import HopBuffers
-from elastic_ring.attention.kernels.block_reference import seen_by, seen_by_key
+from elastic_ring.attention import block_pass, sparse_ring
+from elastic_ring.attention.comm.exchange import HopBuffers
+from elastic_ring.attention.kernels import sparse_verify
+from elastic_ring.attention.kernels.adapters.block_reference import seen_by, seen_by_key
 from elastic_ring.attention.kernels.block_tables import tables_for
-from elastic_ring.attention.layout import contiguous, zigzag
+from elastic_ring.attention.kernels.sparse_registry import KERNELS, REFERENCE, select_sparse
+from elastic_ring.attention.layouts.layout import contiguous, zigzag
 from elastic_ring.attention.merge import add_placed_
-from elastic_ring.attention.query_index import OneGroup, SeveralGroups
-from elastic_ring.attention.rules import Window
-from elastic_ring.attention.sparse import SparsePattern
-from elastic_ring.attention.sparse_blocks import plan_blocks
+from elastic_ring.attention.patterns.rules import Window
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.device_blocks import on_device
+from elastic_ring.attention.plan.query_index import OneGroup, SeveralGroups
+from elastic_ring.attention.plan.sparse_blocks import plan_blocks
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.sparse_ring import SparseRingAttention
-from elastic_ring.attention.sparse_schedule import plan_sparse
 from tests.gpu.gpu_rings import ProcessGroups, run_sparse_on
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 from tests.unit.sparse.block_cases import FAMILIES, NEAR, BlockCase, block_case, check_bytes, masked_reference
@@ -238,7 +239,7 @@ def test_kernels_are_refused_where_they_cannot_serve() -> None:
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_spelled_out_kernel_passes_the_self_test(dtype: torch.dtype) -> None:
-    assert block_proof.self_test(REFERENCE, 16, 2, dtype, "cpu") is None
+    assert sparse_verify.self_test(REFERENCE, 16, 2, dtype, "cpu") is None
 
 
 def test_a_gpu_that_is_full_passes_over_no_sparse_kernel() -> None:
@@ -246,7 +247,7 @@ def test_a_gpu_that_is_full_passes_over_no_sparse_kernel() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        block_proof.self_test(replace(REFERENCE, name="tight", run=run), 16, 2, torch.float64, "cpu")
+        sparse_verify.self_test(replace(REFERENCE, name="tight", run=run), 16, 2, torch.float64, "cpu")
 
 
 @pytest.mark.thinned(num=1)
@@ -268,7 +269,7 @@ def test_a_kernel_that_is_wrong_between_stretches_of_keys_is_found(planted: str)
 
     wrong = replace(REFERENCE, name=planted, forward=forward, backward=backward)
     what = {"forward": "out", "empty rows": "lse", "unseen keys": "dv"}.get(planted, "dk")
-    assert (block_proof.self_test(wrong, 16, 2, torch.float64, "cpu") or "").startswith(what)
+    assert (sparse_verify.self_test(wrong, 16, 2, torch.float64, "cpu") or "").startswith(what)
 
 
 @pytest.mark.thinned

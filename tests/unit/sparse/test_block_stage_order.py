@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from elastic_ring.attention import block_pass, sparse_ring
-from elastic_ring.attention.block_kernels import REFERENCE
 from elastic_ring.attention.block_pass import BlockPass
+from elastic_ring.attention.kernels.sparse_registry import REFERENCE
 from elastic_ring.attention.kv_grad_accumulation import KVGradAccumulator
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from tests.gpu.gpu_rings import CopyWork, ProcessGroups, ThreadGroup, run_sparse_on

@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from elastic_ring.attention import block_pass, device_blocks, merge, sparse_ring
-from elastic_ring.attention.block_kernels import REFERENCE
-from elastic_ring.attention.device_blocks import on_device
-from elastic_ring.attention.exchange import HopBuffers
-from elastic_ring.attention.kernels.block_sparse import flex_mask
-from elastic_ring.attention.layout import contiguous
-from elastic_ring.attention.sparse_blocks import group_hops, plan_blocks
+from elastic_ring.attention import block_pass, merge, sparse_ring
+from elastic_ring.attention.comm.exchange import HopBuffers
+from elastic_ring.attention.kernels.adapters.block_sparse import flex_mask
+from elastic_ring.attention.kernels.sparse_registry import REFERENCE
+from elastic_ring.attention.layouts.layout import contiguous
+from elastic_ring.attention.plan import device_blocks
+from elastic_ring.attention.plan.device_blocks import on_device
+from elastic_ring.attention.plan.sparse_blocks import group_hops, plan_blocks
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from tests.gpu.gpu_rings import run_sparse_on
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread

@@ -7,9 +7,9 @@ from argparse import Namespace
 import pytest
 
 from benchmarks.attention.check_prices import Row, compare, systems_of
-from elastic_ring.attention.choice import Candidate
-from elastic_ring.attention.cost_model import CostModel
-from elastic_ring.attention.layout import zigzag
+from elastic_ring.attention.autolayout.choice import Candidate
+from elastic_ring.attention.autolayout.cost_model import CostModel
+from elastic_ring.attention.layouts.layout import zigzag
 from tests.unit.attention.attention_rings import one_thread
 
 FIGURES = CostModel(1e10, 1e8, 1e-3, 1e-4, 1e10, 0.5)

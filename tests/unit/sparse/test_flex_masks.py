@@ -11,14 +11,14 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 
-from elastic_ring.attention.device_blocks import on_device
-from elastic_ring.attention.families import BigBird
-from elastic_ring.attention.kernels import block_reference, flex, reference
-from elastic_ring.attention.kernels.block_sparse import compiled_shape, flex_mask, padded_blocks
+from elastic_ring.attention.kernels.adapters import block_reference, flex, reference
+from elastic_ring.attention.kernels.adapters.block_sparse import compiled_shape, flex_mask, padded_blocks
 from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart, tables_for
-from elastic_ring.attention.layout import zigzag
-from elastic_ring.attention.sparse import SparsePattern
-from elastic_ring.attention.sparse_schedule import plan_sparse
+from elastic_ring.attention.layouts.layout import zigzag
+from elastic_ring.attention.patterns.families import BigBird
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.device_blocks import on_device
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 
 CPU = torch.device("cpu")
 

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from elastic_ring.attention import block_pass
-from elastic_ring.attention.block_kernels import REFERENCE, SparseKernel
-from elastic_ring.attention.device_blocks import on_device
-from elastic_ring.attention.exchange import HopLedger
-from elastic_ring.attention.families import Hierarchical
-from elastic_ring.attention.kernels.block_reference import seen_by, seen_by_key
-from elastic_ring.attention.kernels.block_sparse import compiled_shape, padded_blocks
+from elastic_ring.attention.comm.exchange import HopLedger
+from elastic_ring.attention.kernels.adapters.block_reference import seen_by, seen_by_key
+from elastic_ring.attention.kernels.adapters.block_sparse import compiled_shape, padded_blocks
 from elastic_ring.attention.kernels.block_tables import tables_apart
-from elastic_ring.attention.layout import contiguous
+from elastic_ring.attention.kernels.sparse_registry import REFERENCE, SparseKernel
+from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.merge import Accumulator, GradientSum, accumulate_dtype
-from elastic_ring.attention.query_index import OneGroup, SeveralGroups, query_index_of
-from elastic_ring.attention.rules import Dense
+from elastic_ring.attention.patterns.families import Hierarchical
+from elastic_ring.attention.patterns.rules import Dense
+from elastic_ring.attention.plan.device_blocks import on_device
+from elastic_ring.attention.plan.query_index import OneGroup, SeveralGroups, query_index_of
 from elastic_ring.attention.sparse_ring import SparseRingAttention
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 from tests.unit.sparse.block_cases import (

@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from elastic_ring import ElasticRingTrainer, RunConfig, ScalingConfig, StepConfig
-from elastic_ring.attention.choice import Sizes, in_whole_blocks
-from elastic_ring.attention.cost_model import CostModel
+from elastic_ring.attention.autolayout.choice import Sizes, in_whole_blocks
+from elastic_ring.attention.autolayout.cost_model import CostModel
+from elastic_ring.attention.autolayout.model_layout import choose_layout, price_dense
 from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAttention
-from elastic_ring.attention.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.model_layout import choose_layout, price_dense
-from elastic_ring.attention.parse import parse_pattern
-from elastic_ring.attention.placement import dealt, residue_class, striped, tokens_max_over_mean
-from elastic_ring.attention.rules import Dense, Window
+from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
+from elastic_ring.attention.layouts.placement import dealt, residue_class, striped, tokens_max_over_mean
+from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.attention.patterns.rules import Dense, Window
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.loss import language_model_loss

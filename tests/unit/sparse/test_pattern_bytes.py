@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from benchmarks.attention.pattern_bytes import families, mean_bytes, mean_dense_bytes
-from elastic_ring.attention.choice import Sizes, choose
-from elastic_ring.attention.families import Dilated
-from elastic_ring.attention.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.pattern import Pattern
-from elastic_ring.attention.placement import residue_class, striped
-from elastic_ring.attention.rules import Dense, Window
-from elastic_ring.attention.schedule import plan
-from elastic_ring.attention.sparse import SparsePattern
-from elastic_ring.attention.sparse_schedule import plan_sparse
+from elastic_ring.attention.autolayout.choice import Sizes, choose
+from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
+from elastic_ring.attention.layouts.placement import residue_class, striped
+from elastic_ring.attention.patterns.families import Dilated
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.rules import Dense, Window
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from tests.unit.attention.attention_rings import ThreadRings, one_thread
 from tests.unit.attention.test_attention_bytes import WireTap
 from tests.unit.sparse.pattern_cases import RULES, SparseCase, longnet_case, run_sparse, sees_of
@@ -84,7 +84,7 @@ def test_a_kv_head_moves_only_what_its_own_query_heads_need(rings: ThreadRings, 
 
 def test_a_key_too_many_is_caught(rings: ThreadRings, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: the schedule marks one key more than some query sees, and the results stay right."""
-    from elastic_ring.attention import sparse_schedule
+    from elastic_ring.attention.plan import sparse_schedule
 
     mark = sparse_schedule._mark
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks.attention.pattern_bytes import families, main
-from elastic_ring.attention.choice import CostModel, Sizes, choose, in_whole_blocks, layouts_for, price
-from elastic_ring.attention.families import BigBird, Dilated
-from elastic_ring.attention.layout import contiguous
-from elastic_ring.attention.placement import (
+from elastic_ring.attention.autolayout.choice import CostModel, Sizes, choose, in_whole_blocks, layouts_for, price
+from elastic_ring.attention.layouts.layout import contiguous
+from elastic_ring.attention.layouts.placement import (
     balanced,
     dealt,
     residue_class,
@@ -19,9 +18,10 @@ from elastic_ring.attention.placement import (
     tokens_max_over_mean,
     work_max_over_mean,
 )
-from elastic_ring.attention.rules import Dense, Window
-from elastic_ring.attention.sparse import SparsePattern
-from elastic_ring.attention.sparse_schedule import plan_sparse
+from elastic_ring.attention.patterns.families import BigBird, Dilated
+from elastic_ring.attention.patterns.rules import Dense, Window
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from tests.unit.sparse.pattern_cases import RULES
 
 SIZES = Sizes(16, 4)

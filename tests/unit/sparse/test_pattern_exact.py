@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from elastic_ring.attention.kernels import masked_cpu
-from elastic_ring.attention.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.placement import balanced, residue_class, striped
-from elastic_ring.attention.rules import Dense
-from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.kernels.adapters import masked_cpu
+from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
+from elastic_ring.attention.layouts.placement import balanced, residue_class, striped
+from elastic_ring.attention.patterns.rules import Dense
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.sparse_ring import SparseRingAttention
-from elastic_ring.attention.sparse_schedule import plan_sparse
 from elastic_ring.errors import RunFailed
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 from tests.unit.sparse.pattern_cases import (

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elastic_ring.attention import families, rules
-from elastic_ring.attention.blocks import block_kinds, row_pairs, visible
-from elastic_ring.attention.families import (
+from elastic_ring.attention.patterns import families, rules
+from elastic_ring.attention.patterns.blocks import block_kinds, row_pairs, visible
+from elastic_ring.attention.patterns.families import (
     BigBird,
     BlockFunction,
     Dilated,
@@ -25,9 +25,9 @@ from elastic_ring.attention.families import (
     load_profile,
     longnet,
 )
-from elastic_ring.attention.plot import as_text, write_png
-from elastic_ring.attention.rules import FULL, NONE, PART, Dense, Rule, Sinks, Strided, Union, Window
-from elastic_ring.attention.sparse import SparsePattern, mixed
+from elastic_ring.attention.patterns.plot import as_text, write_png
+from elastic_ring.attention.patterns.rules import FULL, NONE, PART, Dense, Rule, Sinks, Strided, Union, Window
+from elastic_ring.attention.patterns.sparse import SparsePattern, mixed
 from tests.unit.sparse.pattern_cases import RULES, sees_of
 
 LENGTH = 67
@@ -142,8 +142,8 @@ def test_bigbird_draws_from_its_seed_the_same_at_every_length_and_in_every_proce
     assert ((long[50:] == FULL).sum(1) == 2 + 1 + 3).all()
     assert not np.array_equal(long, block_kinds(BigBird(2, 1, 3, seed=8), 128 * 100, 128))
     code = (
-        "import zlib; from elastic_ring.attention.blocks import block_kinds;"
-        "from elastic_ring.attention.families import BigBird;"
+        "import zlib; from elastic_ring.attention.patterns.blocks import block_kinds;"
+        "from elastic_ring.attention.patterns.families import BigBird;"
         "print(zlib.crc32(block_kinds(BigBird(2, 1, 3, seed=7), 128 * 100, 128).tobytes()))"
     )
     import zlib
@@ -219,10 +219,10 @@ def test_wrong_settings_are_refused_with_a_way_out(make: object, message: str) -
 def test_planning_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from elastic_ring.attention.choice import Sizes, choose\n"
-        "from elastic_ring.attention.families import longnet\n"
-        "from elastic_ring.attention.sparse import SparsePattern\n"
-        "from elastic_ring.attention.sparse_tiles import tiles\n"
+        "from elastic_ring.attention.autolayout.choice import Sizes, choose\n"
+        "from elastic_ring.attention.patterns.families import longnet\n"
+        "from elastic_ring.attention.patterns.sparse import SparsePattern\n"
+        "from elastic_ring.attention.plan.sparse_tiles import tiles\n"
         "chosen = choose(SparsePattern(longnet(2, (64, 256), (1, 4)), 16), 512, 4, Sizes(2, 1))\n"
         "print(len(tiles(chosen.schedule, 3)))"
     )

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_ring.attention.families import BigBird, BlockFunction, Dilated, Hierarchical, Profile, longnet
 from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAttention, of_layer
-from elastic_ring.attention.layout import contiguous
-from elastic_ring.attention.parse import parse_pattern, read_pattern
-from elastic_ring.attention.rules import Dense, Rule, Sinks, Strided, Window
+from elastic_ring.attention.layouts.layout import contiguous
+from elastic_ring.attention.patterns.families import BigBird, BlockFunction, Dilated, Hierarchical, Profile, longnet
+from elastic_ring.attention.patterns.parse import parse_pattern, read_pattern
+from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
 from tests.unit.attention.attention_rings import one_thread
 
 
@@ -157,7 +157,9 @@ def test_the_identity_is_the_same_in_another_process_and_tells_patterns_apart() 
     texts = ["window:8", "window:9", "window:8;dense@0", "longnet:8/2", "longnet:8/2,unit=2", "random:2", "random:2,1"]
     identities = [parse_pattern(text).identity for text in texts]
     assert len(set(identities)) == len(texts)
-    code = f"from elastic_ring.attention.parse import parse_pattern; print(parse_pattern({texts[3]!r}).identity)"
+    code = (
+        f"from elastic_ring.attention.patterns.parse import parse_pattern; print(parse_pattern({texts[3]!r}).identity)"
+    )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == identities[3]
     own = LayerPatterns((LayerGroup((BlockFunction(torch.eq),)),))  # type: ignore[arg-type]

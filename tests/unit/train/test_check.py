@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_ring.attention.block_kernels import REFERENCE
+from elastic_ring.attention.kernels.sparse_registry import REFERENCE
 from elastic_ring.attention.layers import PatternedAttention
-from elastic_ring.attention.parse import parse_pattern
+from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser

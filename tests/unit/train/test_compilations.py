@@ -19,13 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_ring.attention.kernels import aten_cpu, flash_attn4
-from elastic_ring.attention.kernels.self_test import length_classes, warm_up_kernels, warm_up_variants
-from elastic_ring.attention.kernels.table import BACKENDS
-from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.kernels.adapters import aten_cpu, flash_attn4
+from elastic_ring.attention.kernels.registry import BACKENDS
+from elastic_ring.attention.kernels.verify import length_classes, warm_up_kernels, warm_up_variants
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.schedule import plan
 from elastic_ring.attention.warmup import NullProcessGroup
 from elastic_ring.monitor.stamps import Phase, StampReader, StampWriter
 from elastic_ring.runtime.worker.member import Member

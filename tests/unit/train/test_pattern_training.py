@@ -17,8 +17,8 @@ from torch import Tensor
 
 from elastic_ring import ElasticRingTrainer, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.attention.layers import PatternedAttention, of_layer
-from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.parse import parse_pattern
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.source import StdlibText

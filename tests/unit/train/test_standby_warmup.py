@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ring.attention.parse import parse_pattern
+from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.config import StepConfig
 from elastic_ring.data.source import StdlibText
 from elastic_ring.model.config import preset

@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_ring.attention.block_kernels import KERNELS, REFERENCE
-from elastic_ring.attention.kernels import block_sparse
+from elastic_ring.attention.kernels.adapters import block_sparse
 from elastic_ring.attention.kernels.backend import Backend
-from elastic_ring.attention.kernels.table import BACKENDS
+from elastic_ring.attention.kernels.registry import BACKENDS
+from elastic_ring.attention.kernels.sparse_registry import KERNELS, REFERENCE
 from elastic_ring.attention.layers import LayerGroup, LayerPatterns
-from elastic_ring.attention.layout import Layout, make_layout
-from elastic_ring.attention.parse import parse_pattern
-from elastic_ring.attention.pattern import Pattern
+from elastic_ring.attention.layouts.layout import Layout, make_layout
+from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.rules import Dense
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.rules import Dense
-from elastic_ring.attention.schedule import plan
-from elastic_ring.attention.sparse import SparsePattern
 from elastic_ring.attention.sparse_ring import SparseRingAttention
-from elastic_ring.attention.sparse_schedule import plan_sparse
 from elastic_ring.attention.warmup import warm_up_lengths
 from elastic_ring.train.startup.warm import kinds_of_layers
 from tests.unit.attention.attention_rings import ThreadRings, in_threads

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_ring.attention.layout import make_layout
+from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.config import StepConfig
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import Loader, slice_sample

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from elastic_ring.attention.layers import LayerPatterns
-from elastic_ring.attention.layout import make_layout
-from elastic_ring.attention.parse import parse_pattern
-from elastic_ring.attention.sparse import SparsePattern
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.tuning.climb import Climb
 from elastic_ring.tuning.fidelity import REJECTED_GAP, handiest, planned, rule_costs
 from elastic_ring.tuning.quality.cost import placed

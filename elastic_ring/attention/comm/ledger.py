@@ -1,0 +1,147 @@
+"""What the hops of a ring moved and how long they took. No sending and no waiting may enter."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_ring.attention.plan.schedule import Direction
+
+
+@dataclass
+class HopLedger:
+    """Bytes and waits by (direction, hop), counted from the tensors that were sent, not from the plan.
+
+    `wait_s` is time spent waiting for a hop's messages: latency that no computation hid. On a GPU the host does not
+    wait; with `keep_events` every exchange stores its CUDA events here, which `hop_times` reads. Routing messages
+    (content-chosen blocks) are counted separately, by distance on the ring, since no schedule plans them.
+    """
+
+    sent_bytes: dict[tuple[Direction, int], int] = field(default_factory=lambda: defaultdict(int))
+    received_bytes: dict[tuple[Direction, int], int] = field(default_factory=lambda: defaultdict(int))
+    wait_s: dict[tuple[Direction, int], float] = field(default_factory=lambda: defaultdict(float))
+    routing_sent_bytes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    routing_received_bytes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    routing_wait_s: float = 0.0
+    keep_events: bool = False
+    events: list[HopEvents] = field(default_factory=list, repr=False)
+
+    def clear(self) -> None:
+        self.sent_bytes.clear()
+        self.received_bytes.clear()
+        self.wait_s.clear()
+        self.routing_sent_bytes.clear()
+        self.routing_received_bytes.clear()
+        self.routing_wait_s = 0.0
+        self.events.clear()
+
+    @contextmanager
+    def waiting(self, direction: Direction, hop: int) -> Iterator[None]:
+        """Round a wait for a hop's messages, also for one that ends in an exception."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_s[direction, hop] += time.perf_counter() - begun
+
+    @property
+    def all_sent_bytes(self) -> int:
+        """Of hops and of routing."""
+        return sum(self.sent_bytes.values()) + sum(self.routing_sent_bytes.values())
+
+    @property
+    def all_wait_s(self) -> float:
+        """For hops and for routing."""
+        return sum(self.wait_s.values()) + self.routing_wait_s
+
+
+@dataclass
+class HopEvents:
+    """CUDA events of one exchange: when it was free to start, had arrived, and the kernels began and ended
+    waiting for it. `arrived` is None until the exchange was taken."""
+
+    direction: Direction
+    hop: int
+    free: Any
+    arrived: Any = None
+    wanted: Any = None
+    had: Any = None
+
+    def latency_s(self) -> float:
+        """From free to start until arrived. Call after the device is synchronized."""
+        return float(self.free.elapsed_time(self.arrived)) / 1e3
+
+    def exposed_s(self) -> float:
+        """How long the kernels' stream was stalled waiting for it."""
+        return float(self.wanted.elapsed_time(self.had)) / 1e3
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has passed all four events; does not wait."""
+        marks = (self.free, self.arrived, self.wanted, self.had)
+        return all(mark is not None and mark.query() for mark in marks)
+
+
+@dataclass(frozen=True)
+class HopTimes:
+    """Of the exchanges that one rank took in one step: how long they were under way, on average and at the 99th
+    percentile (the nearest rank), and how long kernels stood still for all of them together."""
+
+    latency_mean_s: float
+    latency_p99_s: float
+    exposed_s: float
+
+
+EVENT_STEPS = 10
+"""On a GPU hop times are measured in one step of so many; not in the first, which is cold."""
+
+
+@dataclass
+class HopTally:
+    """Totals over the hops of one rank's sequences in one step. With `on_gpu` the host waits for no hop: events of some
+    steps are kept and read after a later synchronization."""
+
+    on_gpu: bool
+    step: int
+    num_bytes: int = 0
+    events: list[HopEvents] = field(default_factory=list, repr=False)
+    _host_wait_s: float = 0.0
+
+    @property
+    def is_watched(self) -> bool:
+        return self.on_gpu and self.step % EVENT_STEPS == 1
+
+    def watch(self, ledger: HopLedger) -> None:
+        """Before a sequence."""
+        ledger.keep_events = self.is_watched
+
+    def add(self, ledger: HopLedger) -> None:
+        """After its backward pass."""
+        self.num_bytes += ledger.all_sent_bytes
+        self._host_wait_s += ledger.all_wait_s
+        self.events += ledger.events
+
+    def figures(self) -> dict[str, float | int | None]:
+        """For the step's record: None for what was not measured. Waits for nothing."""
+        times = hop_times(self.events)
+        return {
+            "hop_bytes": self.num_bytes,
+            "hop_wait_s": times.exposed_s if times else None if self.on_gpu else self._host_wait_s,
+            "hop_latency_mean_s": times.latency_mean_s if times else None,
+            "hop_latency_p99_s": times.latency_p99_s if times else None,
+        }
+
+
+def hop_times(events: Iterable[HopEvents]) -> HopTimes | None:
+    """Times of the completed events; None where there are none, as on a CPU. Does not wait."""
+    over = [event for event in events if event.is_over]
+    if not over:
+        return None
+    latencies = sorted(event.latency_s() for event in over)
+    p99 = latencies[math.ceil(0.99 * len(latencies)) - 1]
+    return HopTimes(math.fsum(latencies) / len(latencies), p99, math.fsum(event.exposed_s() for event in over))

@@ -1,0 +1,205 @@
+"""Block-sparse kernels on one GPU: flash-attn-4 and FlexAttention over the same tables, causal on diagonal blocks.
+
+`*_forward` and `*_backward` process any subset of the keys; gradients use `out` and `lse` merged over all keys.
+`flash` and `flex` process whole sequences through autograd. Packages are imported lazily; each variant is compiled
+once. No hops in this file; selection and self-tests are in `kernels.sparse_registry` and `kernels.sparse_verify`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from elastic_ring.attention.kernels.adapters.flex import gradients_of, masked
+from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockTables
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+_Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+# ------------------------------------------------------------ flash-attn-4
+
+
+@lru_cache(maxsize=1)
+def _flash() -> tuple[Any, Any, Any]:
+    """flash-attn-4's interface, its table type, and a causal mask function compiled for it."""
+    from cutlass import cute
+    from flash_attn.cute import interface
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    @cute.jit
+    def causal(batch, head, row, column, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
+        return row >= column
+
+    return interface, BlockSparseTensorsTorch, causal
+
+
+def _flash_tables(kind: Any, own: BlockLists, full: BlockLists) -> Any:
+    return kind(
+        mask_block_cnt=own.counts, mask_block_idx=own.indices, full_block_cnt=full.counts, full_block_idx=full.indices,
+        block_size=(BLOCK_TOKENS, BLOCK_TOKENS),
+    )  # fmt: skip
+
+
+def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
+    """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H), fp32.
+
+    A query that sees none of these keys gets out 0 and lse -inf.
+    """
+    interface, kind, causal = _flash()
+    out, lse = interface._flash_attn_fwd(
+        q, k, v, softmax_scale=scale, mask_mod=causal, return_lse=True,
+        block_sparse_tensors=_flash_tables(kind, tables.own, tables.full),
+    )[:2]  # fmt: skip
+    return out, lse.transpose(1, 2)
+
+
+def flash_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    tables: BlockTables, scale: float, *, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
+) -> _Grads:  # fmt: skip
+    """These keys' contribution to dq, and their dk and dv, in the inputs' type, from the merged `out` and `lse`
+    (+inf for a query that sees no key at all). If `dk` and `dv`, shaped like k and v, are given, the gradients are
+    written to them."""
+    interface, kind, causal = _flash()
+    grads: _Grads = interface._flash_attn_bwd(
+        q, k, v, out, dout, lse.transpose(1, 2).contiguous(), softmax_scale=scale, mask_mod=causal,
+        block_sparse_tensors=_flash_tables(kind, tables.own_by_key, tables.full_by_key), dk=dk, dv=dv,
+    )[:3]  # fmt: skip
+    return grads
+
+
+class _FlashFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float
+    ) -> _Pair:
+        out, lse = flash_forward(q, k, v, tables, scale)
+        ctx.tables, ctx.scale = tables, scale
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = flash_backward(dout.contiguous(), q, k, v, out, lse, ctx.tables, ctx.scale)
+        return (*grads, None, None)
+
+
+def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
+    """As `flash_forward`, differentiable."""
+    out, lse = _FlashFunction.apply(q, k, v, tables, scale)
+    return out, lse
+
+
+# ------------------------------------------------------------ FlexAttention
+
+
+def _causal(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    return row >= column
+
+
+def flex_mask(tables: BlockTables) -> Any:
+    """The tables as FlexAttention's BlockMask, cached in `tables.made`; a subset of heads gets a view of the full mask.
+
+    Queries and keys are padded to `padded_blocks`. List widths are rounded up to a power of four, at least 16, because
+    kernels are compiled per width.
+    """
+    if "flex" not in tables.made:
+        if tables.whole is not None:
+            tables.made["flex"] = _of_heads(flex_mask(tables.whole[0]), tables.whole[1], tables.num_heads)
+        else:
+            tables.made["flex"] = _make_flex_mask(tables)
+    return tables.made["flex"]
+
+
+_LISTS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
+
+
+def _make_flex_mask(tables: BlockTables) -> Any:
+    num_q, num_k = padded_blocks(tables)
+    own, full = (_padded_lists(lists, num_q, num_k) for lists in (tables.own, tables.full))
+    by_key = own if tables.own_by_key is tables.own else _padded_lists(tables.own_by_key, num_k, num_q)
+    full_by_key = _padded_lists(tables.full_by_key, num_k, num_q)
+    lists = [x for each in (own, full, by_key, full_by_key) for x in (each.counts, each.indices)]
+    return _block_mask((num_q * BLOCK_TOKENS, num_k * BLOCK_TOKENS), dict(zip(_LISTS, lists, strict=True)))
+
+
+def _of_heads(mask: Any, first: int, num_heads: int) -> Any:
+    if mask.kv_num_blocks.size(1) == 1:
+        return mask
+    return _block_mask(mask.seq_lengths, {name: getattr(mask, name)[:, first : first + num_heads] for name in _LISTS})
+
+
+def _block_mask(seq_lengths: tuple[int, int], lists: dict[str, Any]) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    return BlockMask(seq_lengths=seq_lengths, BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS), mask_mod=_causal, **lists)
+
+
+def padded_blocks(tables: BlockTables) -> tuple[int, int]:
+    """(query blocks, key blocks) after padding. Kernels are compiled per number, so numbers that vary between plans
+    are rounded up to a power of two or 1.5 times one, at least 16."""
+    num_q, num_k = tables.num_q_blocks, tables.num_k_blocks
+    return num_q if tables.all_rows else _rounded(num_q), num_k if tables.all_keys else _rounded(num_k)
+
+
+def compiled_shape(tables: BlockTables, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
+    """The sizes of such a call for which FlexAttention's kernels are compiled."""
+    num_q, num_k = padded_blocks(tables)
+    widths = (_width(x, num_k) for x in (tables.own, tables.full))
+    widths_by_key = (_width(x, num_q) for x in (tables.own_by_key, tables.full_by_key))
+    return (num_heads, num_kv_heads, tables.own.counts.size(1), num_q, num_k, *widths, *widths_by_key)
+
+
+def _rounded(num_blocks: int) -> int:
+    power = 1 << (max(num_blocks, 16) - 1).bit_length()
+    return power * 3 // 4 if power > 16 and power * 3 // 4 >= num_blocks else power
+
+
+def _width(lists: BlockLists, num_columns: int) -> int:
+    return min(num_columns, 1 << 2 * -(-(max(lists.indices.size(-1), 16) - 1).bit_length() // 2))
+
+
+def _padded_lists(lists: BlockLists, num_rows: int, num_columns: int) -> BlockLists:
+    """Pad the lists with zeros; returns them unchanged if they have the padded size."""
+    rows, columns = num_rows - lists.counts.size(-1), _width(lists, num_columns) - lists.indices.size(-1)
+    if not rows and not columns:
+        return lists
+    return BlockLists(functional.pad(lists.counts, (0, rows)), functional.pad(lists.indices, (0, columns, 0, rows)))
+
+
+def _padded(x: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    missing = num_blocks * BLOCK_TOKENS - x.size(1)
+    return functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+
+
+def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
+    """As `flash`; lse is differentiable too."""
+    num_q, num_k = padded_blocks(tables)
+    wide_q, wide_k, wide_v = (_padded(x, num) for x, num in ((q, num_q), (k, num_k), (v, num_k)))
+    out, lse = masked(wide_q, wide_k, wide_v, flex_mask(tables), scale, or_fail=True)
+    return out[:, : q.size(1)], lse[:, : q.size(1)]
+
+
+def flex_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
+    """As `flash_forward`."""
+    with torch.no_grad():
+        return flex(q, k, v, tables, scale)
+
+
+def flex_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    tables: BlockTables, scale: float,
+) -> _Grads:  # fmt: skip
+    """As `flash_backward`, without `dk` and `dv`. Reruns the forward of these keys, as in `flex`."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        own = flex(leaves[0], leaves[1], leaves[2], tables, scale)
+    return gradients_of(own, leaves, dout, out, lse)

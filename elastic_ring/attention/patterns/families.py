@@ -1,0 +1,361 @@
+"""Published sparse pattern families as rules, learned profiles, and rules from user functions.
+
+Each family cites its paper and has a drawing. The base class and the basic rules are in `rules`; no layouts or
+kernels in this file, and of heads only the assignment of one rule to each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from elastic_ring.attention.patterns.rules import FULL, Kinds, Mask, Positions, Rule, by_distance, require
+
+__all__ = ["BigBird", "BlockFunction", "Dilated", "Hierarchical", "Profile", "load_profile", "longnet"]
+
+
+@dataclass(frozen=True)
+class Dilated(Rule):
+    """LongNet's dilated attention for one head (Ding et al. 2023, arXiv:2307.02486).
+
+    Branch i splits the document into segments of `segments[i]` tokens and keeps every `rates[i]`-th unit of
+    each, counted from `offset`: kept queries see kept keys of their segment. A query that no branch keeps
+    sees nothing. One softmax runs over the union of the branches, so a key that two branches keep counts
+    once; the paper weights branches by their softmax denominators and counts it in each.
+    The paper uses `unit_tokens` 1; 128 dilates whole blocks, which block-sparse kernels need.
+
+    ::
+
+        #                 segments (4, 8, 16) units, rates (1, 2, 4)
+        ##
+        ###
+        ####
+        #.#.#
+        ....##
+        #.#.###
+        ....####
+        #...#...#
+    """
+
+    segments: tuple[int, ...]
+    rates: tuple[int, ...]
+    offset: int = 0
+    unit_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.segments or len(self.segments) != len(self.rates):
+            raise ValueError(f"segments={self.segments}, rates={self.rates}: give one rate for each segment length")
+        require("unit_tokens", self.unit_tokens, 1, "1 dilates single tokens")
+        require("offset", self.offset, 0, "use the head's index")
+        for segment, rate in zip(self.segments, self.rates, strict=True):
+            require("rates", rate, 1, "1 keeps every unit")
+            if segment < 1 or segment % self.unit_tokens:
+                raise ValueError(
+                    f"segments={self.segments}: {segment} must be a positive multiple of unit_tokens={self.unit_tokens}"
+                )
+
+    @property
+    def unit(self) -> int:
+        return self.unit_tokens
+
+    def sees(self, q: Positions, k: Positions) -> Mask:
+        seen = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=bool)
+        for segment, rate in zip(self.segments, self.rates, strict=True):
+            kept = self.offset % rate
+            q_kept, k_kept = (x % segment // self.unit_tokens % rate == kept for x in (q, k))
+            seen |= (q // segment == k // segment) & q_kept & k_kept
+        return seen
+
+    def kinds(self, num_blocks: int, block: int) -> Kinds:
+        if block != self.unit_tokens:
+            return super().kinds(num_blocks, block)
+        kinds = np.zeros((num_blocks, num_blocks), dtype=np.uint8)
+        for segment, rate in zip(self.segments, self.rates, strict=True):
+            for first in range(0, num_blocks, segment // block):
+                kept = np.arange(first + self.offset % rate, min(first + segment // block, num_blocks), rate)
+                kinds[np.ix_(kept, kept)] = FULL
+        return kinds
+
+
+def longnet(
+    num_heads: int,
+    segments: Sequence[int],
+    rates: Sequence[int],
+    *,
+    heads_per_offset: int = 1,
+    unit_tokens: int = 1,
+) -> tuple[Dilated, ...]:
+    """One rule per query head; head h is offset by h // heads_per_offset units (Ding et al. 2023, arXiv:2307.02486).
+
+    With grouped K/V heads set `heads_per_offset` to the number of query heads per K/V head: they then keep the same
+    keys, which minimises the K/V tokens to transfer.
+    """
+    require("num_heads", num_heads, 1, "give the number of query heads")
+    require("heads_per_offset", heads_per_offset, 1, "1 shifts each head")
+    rules = (
+        Dilated(tuple(segments), tuple(rates), (head // heads_per_offset) % max(rates, default=1), unit_tokens)
+        for head in range(num_heads)
+    )
+    return tuple(rules)
+
+
+def longnet_text(rules: Sequence[Rule]) -> str | None:
+    """The short form that `parse.parse_pattern` reads for rules offset by 0, 1, ... units, or None for other rules."""
+    first = rules[0]
+    if not isinstance(first, Dilated):
+        return None
+    shifted = tuple(replace(first, offset=offset) for offset in range(max(first.rates)))
+    if tuple(rules) != shifted:
+        return None
+    pairs = ",".join(f"{segment}/{rate}" for segment, rate in zip(first.segments, first.rates, strict=True))
+    return f"longnet:{pairs}" + (f",unit={first.unit_tokens}" if first.unit_tokens != 1 else "")
+
+
+@dataclass(frozen=True)
+class BigBird(Rule):
+    """A causal BigBird (Zaheer et al. 2020, arXiv:2007.14062): a window, global blocks at the start, and random blocks
+    that each row draws from the blocks before its window. All numbers count units of `unit_tokens` tokens.
+
+    The draw depends only on the seed and the row, not on the length of the sequence or the ring.
+
+    ::
+
+        #
+        ##
+        ###
+        ####
+        ##.##
+        #..###
+    """
+
+    short_name: ClassVar[str] = "bigbird"
+
+    window: int = 3
+    globals: int = 1
+    randoms: int = 3
+    seed: int = 0
+    unit_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        require("window", self.window, 1, "a window holds at least the query's own block")
+        require("globals", self.globals, 0, "0 has no global blocks")
+        require("randoms", self.randoms, 0, "0 draws none")
+        require("seed", self.seed, 0, "use a non-negative seed")
+        require("unit_tokens", self.unit_tokens, 1, "128 is the kernels' block")
+
+    @property
+    def unit(self) -> int:
+        return self.unit_tokens
+
+    def sees(self, q: Positions, k: Positions) -> Mask:
+        row, column = q // self.unit_tokens, k // self.unit_tokens
+        num_rows = int(row.max(initial=0)) + 1
+        drawn = _drawn(self.seed, self.randoms, self.window, self.globals, 1 << (num_rows - 1).bit_length())
+        at_random = np.zeros(np.broadcast_shapes(row.shape, column.shape), dtype=bool)
+        for choice in range(self.randoms):
+            at_random |= drawn[row, choice] == column
+        return (row - column < self.window) | (column < self.globals) | at_random
+
+    def kinds(self, num_blocks: int, block: int) -> Kinds:
+        if block != self.unit_tokens:
+            return super().kinds(num_blocks, block)
+        kept = by_distance(np.arange(1 - num_blocks, num_blocks) < self.window)
+        kept[:, : self.globals] = True
+        num_rows = 1 << (num_blocks - 1).bit_length()
+        drawn = _drawn(self.seed, self.randoms, self.window, self.globals, num_rows)[:num_blocks]
+        row, choice = np.nonzero(drawn >= 0)
+        kept[row, drawn[row, choice]] = True
+        return kept.astype(np.uint8) * np.uint8(FULL)
+
+
+@lru_cache(maxsize=32)
+def _drawn(seed: int, randoms: int, window: int, first: int, num_rows: int) -> Positions:
+    """(num_rows, randoms): the distinct columns that each row draws; -1 where too few columns exist."""
+    drawn = np.full((num_rows, randoms), -1, dtype=np.int64)
+    for begun in range(0, num_rows, _DRAWN_TOGETHER):
+        rows = np.arange(begun, min(begun + _DRAWN_TOGETHER, num_rows), dtype=np.uint64)
+        tries = np.zeros((len(rows), 0), dtype=np.uint64)
+        for row in range(begun, begun + len(rows)):
+            num_open = row - window + 1 - first
+            wanted = min(randoms, num_open)
+            while wanted > 0:
+                candidates = (tries[row - begun] % np.uint64(num_open)).astype(np.int64) + first
+                _, places = np.unique(candidates, return_index=True)
+                if len(places) >= wanted:
+                    drawn[row, :wanted] = candidates[np.sort(places)[:wanted]]
+                    break
+                more = np.arange(tries.shape[1], 2 * max(randoms, tries.shape[1]), dtype=np.uint64)
+                tries = np.concatenate([tries, _hashed(seed, rows[:, None], more[None, :])], axis=1)
+    return drawn
+
+
+_DRAWN_TOGETHER = 256
+"""Rows hashed together. The first rows need many attempts because they draw nearly all of their few columns."""
+
+
+def _hashed(*words: Any) -> Any:
+    """SplitMix64 over integers or integer arrays: the same result on every machine and library version."""
+    state = np.zeros((1, 1), dtype=np.uint64)
+    for word in words:
+        state = state + np.asarray(word, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+    return state
+
+
+@dataclass(frozen=True)
+class Hierarchical(Rule):
+    """All near units, and farther units with increasing stride (after the log-sparse patterns of Li et al. 2019,
+    arXiv:1907.00235): at distances from base * 2^(l-1) to base * 2^l the last unit of every group of 2^l is kept,
+    about base / 2 units per doubling of the distance.
+
+    ::
+
+        #                 base 2
+        ##
+        .##
+        .###
+        .#.##
+        ...###
+        ...#.##
+        ...#.###
+    """
+
+    short_name: ClassVar[str] = "hierarchical"
+
+    base: int = 4
+    unit_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        require("base", self.base, 1, "the first level holds at least the query's own unit")
+        require("unit_tokens", self.unit_tokens, 1, "128 is the kernels' block")
+
+    @property
+    def unit(self) -> int:
+        return self.unit_tokens
+
+    def sees(self, q: Positions, k: Positions) -> Mask:
+        column = k // self.unit_tokens
+        back = q // self.unit_tokens - column
+        seen = back < self.base
+        farthest = int(back.max(initial=0))
+        reach, every = self.base, 2
+        while reach <= farthest:
+            seen |= (back >= reach) & (back < 2 * reach) & (column % every == every - 1)
+            reach, every = 2 * reach, 2 * every
+        return seen
+
+
+@dataclass(frozen=True)
+class Profile(Rule):
+    """The key distances, in units, that one head keeps, such as those of a learned profile (`load_profile`)."""
+
+    distances: tuple[int, ...]
+    unit_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        require("unit_tokens", self.unit_tokens, 1, "128 is the kernels' block")
+        if not self.distances or list(self.distances) != sorted(set(self.distances)) or self.distances[0] != 0:
+            raise ValueError(f"distances={self.distances}: give each once, ascending, beginning with 0 (the own unit)")
+
+    def __str__(self) -> str:
+        unit = f",unit={self.unit_tokens}" if self.unit_tokens != 128 else ""
+        return f"profile:{'/'.join(map(str, self.distances))}{unit}"
+
+    @property
+    def unit(self) -> int:
+        return self.unit_tokens
+
+    def sees(self, q: Positions, k: Positions) -> Mask:
+        back = q // self.unit_tokens - k // self.unit_tokens
+        kept = np.zeros(self.distances[-1] + 2, dtype=bool)
+        kept[list(self.distances)] = True
+        return kept[np.clip(back, -1, self.distances[-1] + 1)]
+
+
+def load_profile(path: str | Path, *, keep: float) -> tuple[Profile, ...]:
+    """Read a learned profile: one rule per head.
+
+    The file is JSON: `{"unit_tokens": 128, "counts": [[...], ...]}`, where counts[head][d] is the number of times
+    the head chose the block d units back during training. Each head keeps distance 0 and its most frequent
+    distances (ties: the nearer first) until they cover the share `keep` (0 to 1) of its counts. Raises `ValueError`
+    for another format or `keep`, and `OSError` if the file cannot be read.
+    """
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep={keep}: a share of the counts, above 0 and at most 1")
+    try:
+        loaded: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        unit_tokens, heads = int(loaded["unit_tokens"]), [[int(n) for n in head] for head in loaded["counts"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"profile {path}: not a JSON object with unit_tokens and counts by head: {error}") from error
+    if not heads or any(not head or min(head) < 0 for head in heads):
+        raise ValueError(f"profile {path}: every head needs counts, none below 0")
+    return tuple(Profile(_most_counted(counts, keep), unit_tokens) for counts in heads)
+
+
+def _most_counted(counts: list[int], keep: float) -> tuple[int, ...]:
+    kept, covered = [0], counts[0]
+    for distance in sorted(range(1, len(counts)), key=lambda d: (-counts[d], d)):
+        if covered >= keep * sum(counts) or counts[distance] == 0:
+            break
+        kept.append(distance)
+        covered += counts[distance]
+    return tuple(sorted(kept))
+
+
+@dataclass(frozen=True)
+class BlockFunction(Rule):
+    """A user-defined rule: `function(query_unit, key_unit)` of integer arrays that broadcast, elementwise.
+
+    Example: `lambda i, j: (i - j) % 3 == 0`. The function must be pure and the same on every rank; two rules are equal
+    if they hold the same function object. `sees` raises `ValueError` if the function is not elementwise, `kinds` if it
+    keeps a future unit.
+    """
+
+    function: Callable[[Positions, Positions], Any]
+    unit_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        require("unit_tokens", self.unit_tokens, 1, "128 is the kernels' block")
+
+    @property
+    def unit(self) -> int:
+        return self.unit_tokens
+
+    def sees(self, q: Positions, k: Positions) -> Mask:
+        row, column = q // self.unit_tokens, k // self.unit_tokens
+        shape = np.broadcast_shapes(row.shape, column.shape)
+        try:
+            kept = np.broadcast_to(np.asarray(self.function(row, column), dtype=bool), shape)
+        except (ValueError, TypeError) as error:
+            name = getattr(self.function, "__name__", repr(self.function))
+            raise ValueError(
+                f"function={name}: must take integer arrays and answer elementwise; use & | and numpy.where"
+                f" instead of and, or, if ({error})"
+            ) from error
+        return kept
+
+    def kinds(self, num_blocks: int, block: int) -> Kinds:
+        self.check_causal(-(-num_blocks * block // self.unit_tokens))
+        return super().kinds(num_blocks, block)
+
+    def check_causal(self, num_units: int) -> None:
+        """Raises `ValueError` that names the first kept pair of units whose key comes after the query."""
+        at = np.arange(num_units, dtype=np.int64) * self.unit_tokens
+        for first in range(0, num_units, 512):
+            early = self.sees(at[first : first + 512, None], at[None, :])
+            early = early & (at[None, :] > at[first : first + 512, None])
+            if early.any():
+                row, column = np.argwhere(early)[0]
+                name = getattr(self.function, "__name__", repr(self.function))
+                raise ValueError(
+                    f"function={name}: lets query unit {first + row} see unit {column} of the future; add"
+                    " `& (key <= query)`"
+                )

@@ -1,0 +1,233 @@
+"""The parser of attention patterns: a short form for command lines, or JSON files. Text in, `LayerPatterns` out.
+
+    window:512                               all layers
+    sinks:64+window:512                      union of both
+    longnet:512/1,2048/4,8192/16,unit=64     segment/rate pairs, heads shifted as in the paper
+    topk:8+window:512                        the own and 7 past blocks chosen by content, and a window
+    window:512;dense@3                       layer 3 dense, the others a window; @0,2-5 names several
+
+A file is `{"block": 128, "groups": [{"layers": [3], "rule": "dense"}, {"heads": [{"count": 3, "rule":
+"window:512"}, {"count": 1, "rule": "dense"}]}]}`. `block` (tokens) is optional; one group may omit `layers` and
+applies to the rest. The keys `about` and `measured` are ignored. The rules are defined in `rules`, `families`
+and `content` (`topk`). Only `read_pattern` opens files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
+from itertools import product
+from operator import or_
+from pathlib import Path
+from typing import Any
+
+from elastic_ring.attention.layers import LayerGroup, LayerPatterns
+from elastic_ring.attention.patterns.content import TopK
+from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile
+from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
+from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS
+
+_UNIT = {"unit": 128}
+# Name -> its numbers in order with defaults (None: required), and the constructor.
+_FAMILIES: dict[str, tuple[dict[str, int | None], Callable[..., Rule]]] = {
+    "dense": ({}, Dense),
+    "window": ({"tokens": None}, Window),
+    "sinks": ({"tokens": None}, Sinks),
+    "strided": ({"every": None, "local": 1, **_UNIT}, Strided),
+    "bigbird": ({"window": 3, "globals": 1, "randoms": 3, "seed": 0, **_UNIT}, BigBird),
+    "random": (
+        {"blocks": None, "seed": 0, **_UNIT},
+        lambda blocks, seed, unit: BigBird(1, 0, blocks, seed, unit),
+    ),
+    "hierarchical": ({"base": 4, **_UNIT}, Hierarchical),
+    "topk": ({"blocks": None, "causal": 1, **_UNIT}, TopK),
+}
+_LISTED = ("longnet", "profile")
+"""Families whose arguments are a list of any length."""
+
+
+def read_pattern(text_or_path: str) -> LayerPatterns:
+    """Parse a short form, or a file that holds a short form or JSON. Raises `ValueError` for anything else."""
+    path = Path(text_or_path)
+    if text_or_path.endswith(".json") or _is_path(path.is_file):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"pattern {text_or_path!r}: the file cannot be read: {error}; name one that can, or give a short form "
+                "such as sinks:64+window:512"
+            ) from error
+        if not text.strip():
+            raise ValueError(f'pattern file {text_or_path} is empty: it needs a short form, or JSON with "groups"')
+        try:
+            return parse_pattern(text)
+        except ValueError as error:
+            raise ValueError(f"pattern file {text_or_path}: {error}") from error
+    try:
+        return parse_pattern(text_or_path)
+    except ValueError as error:
+        if not text_or_path or not _is_path(path.is_dir):
+            raise
+        raise ValueError(f"pattern {text_or_path!r} is a folder: name a file in it, or give a short form") from error
+
+
+def _is_path(look: Callable[[], bool]) -> bool:
+    try:
+        return look()
+    except OSError:  # a short form may exceed the longest file name
+        return False
+
+
+def parse_pattern(text: str) -> LayerPatterns:
+    """Parse a short form or JSON text. Raises `ValueError` that names the wrong part and how to correct it."""
+    if text.lstrip().startswith(("{", "[")):
+        return _from_json(text)
+    groups = []
+    for part in text.split(";"):
+        rule, at, layers = part.strip().partition("@")
+        rules, dealt = _rules(rule, text)
+        groups.append(LayerGroup(rules, _layers(layers, text) if at else None, dealt))
+    return _layered(tuple(groups), text)
+
+
+def _layered(groups: tuple[LayerGroup, ...], whole: str) -> LayerPatterns:
+    try:
+        return LayerPatterns(groups)
+    except ValueError as error:
+        raise ValueError(f"pattern {whole!r}: {error}") from error
+
+
+def _rules(text: str, whole: str) -> tuple[tuple[Rule, ...], bool]:
+    """The rules of one group, and whether K/V heads take them in turn, as for longnet."""
+    terms = [_term(term.strip(), whole) for term in text.split("+")]
+    rules = tuple(reduce(or_, chosen) for chosen in product(*terms))
+    return rules, len(rules) > 1
+
+
+def _term(text: str, whole: str) -> tuple[Rule, ...]:
+    name, _, rest = text.partition(":")
+    words = [word.strip() for word in rest.split(",")] if rest else []
+    if name in _LISTED:
+        return _listed(name, words, whole)
+    if name not in _FAMILIES:
+        known = ", ".join((*_FAMILIES, *_LISTED))
+        no_file = ", and no such file is there" if "/" in whole and name == whole else ""
+        raise ValueError(f"pattern {whole!r}: {name or text!r} is no family{no_file}; choose one of {known}")
+    defaults, make = _FAMILIES[name]
+    values, seen = dict(defaults), set[str]()
+    for place, word in enumerate(words):
+        key, given, value = word.rpartition("=")
+        key = key.strip() if given else (list(defaults)[place] if place < len(defaults) else "")
+        if key not in defaults:
+            takes = ", ".join(defaults) or "nothing"
+            raise ValueError(f"pattern {whole!r}: {name} takes {takes}; {word!r} is none of these")
+        if key in seen:
+            raise ValueError(f"pattern {whole!r}: {name} has {key} twice; leave one out")
+        seen.add(key)
+        values[key] = _number(value, name, whole)
+    missing = [key for key, value in values.items() if value is None]
+    if missing:
+        raise ValueError(f"pattern {whole!r}: {name} needs {', '.join(missing)}, for example {name}:{_EXAMPLES[name]}")
+    return (_construct(lambda: make(*values.values()), whole),)
+
+
+_EXAMPLES = {"window": "512", "sinks": "64", "strided": "16,2", "random": "4", "topk": "8"}
+
+
+def _listed(name: str, words: list[str], whole: str) -> tuple[Rule, ...]:
+    unit = 128 if name == "profile" else 1
+    pairs: list[tuple[int, ...]] = []
+    for word in words:
+        key, given, value = word.rpartition("=")
+        if given:
+            if key.strip() != "unit":
+                raise ValueError(f"pattern {whole!r}: {name} takes a list and unit; {word!r} is neither")
+            unit = _number(value, name, whole)
+        else:
+            pairs.append(tuple(_number(number, name, whole) for number in word.split("/")))
+    if name == "profile":
+        return (_construct(lambda: Profile(tuple(n for pair in pairs for n in pair), unit), whole),)
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"pattern {whole!r}: longnet takes segment/rate pairs, for example longnet:512/1,2048/4")
+    segments, rates = zip(*pairs, strict=True)
+    return tuple(_construct(partial(Dilated, segments, rates, at, unit), whole) for at in range(max(1, *rates)))
+
+
+def _construct(make: Callable[[], Rule], whole: str) -> Rule:
+    try:
+        return make()
+    except ValueError as error:
+        raise ValueError(f"pattern {whole!r}: {error}") from error
+
+
+def _number(text: str, name: str, whole: str) -> int:
+    if not re.fullmatch(r"\s*\d+\s*", text):
+        raise ValueError(f"pattern {whole!r}: {name} takes whole numbers, not {text.strip()!r}")
+    return int(text)
+
+
+def _layers(text: str, whole: str) -> tuple[int, ...]:
+    """Parse layer numbers and ranges such as `0,2-5`."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f"pattern {whole!r}: layers after @ are numbers and ranges such as 0,2-5, not {part!r}")
+        found.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(found)
+
+
+# ------------------------------------------------------------ JSON files
+
+
+def _from_json(text: str) -> LayerPatterns:
+    try:
+        loaded: Any = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(loaded, dict) or not isinstance(loaded.get("groups"), list):
+        raise ValueError('give an object with "groups", a list of {"layers": [...], "rule": "window:512"}')
+    _check_keys(loaded, {"block", "groups", "about", "measured"}, "the pattern")
+    block = loaded.get("block", DEFAULT_BLOCK_TOKENS)
+    if not isinstance(block, int) or isinstance(block, bool):
+        raise ValueError(f"block={block!r}: a whole number of tokens; 128 suits the kernels")
+    return LayerPatterns(tuple(_group(entry) for entry in loaded["groups"]), block)
+
+
+def _group(entry: Any) -> LayerGroup:
+    if not isinstance(entry, dict) or ("rule" in entry) == ("heads" in entry):
+        raise ValueError(f"group {entry!r}: give an object with either a rule or heads")
+    _check_keys(entry, {"layers", "rule", "heads"}, "a group")
+    layers = entry.get("layers")
+    if layers is not None:
+        if not isinstance(layers, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in layers):
+            raise ValueError(f"layers={layers!r}: a list of numbers counted from 0, or leave it out for the rest")
+        layers = tuple(layers)
+    if "rule" in entry:
+        rules, dealt = _rules(str(entry["rule"]), str(entry["rule"]))
+        return LayerGroup(rules, layers, dealt)
+    return LayerGroup(_mixed(entry["heads"]), layers)
+
+
+def _mixed(heads: Any) -> tuple[Rule, ...]:
+    if not isinstance(heads, list) or not all(isinstance(part, dict) and "rule" in part for part in heads):
+        raise ValueError(f'heads={heads!r}: a list of {{"count": 3, "rule": "window:512"}}')
+    found: list[Rule] = []
+    for part in heads:
+        _check_keys(part, {"count", "rule"}, "an entry of heads")
+        count = part.get("count", 1)
+        rules, dealt = _rules(str(part["rule"]), str(part["rule"]))
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"count={count!r}: how many query heads follow the rule, at least 1")
+        if dealt:
+            raise ValueError(f"rule {part['rule']!r}: longnet shifts its heads itself; give it as the group's rule")
+        found.extend(rules * count)
+    return tuple(found)
+
+
+def _check_keys(entry: Mapping[str, Any], known: set[str], what: str) -> None:
+    unknown = sorted(set(entry) - known)
+    if unknown:
+        raise ValueError(f"{what} has an unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")

@@ -1,0 +1,115 @@
+"""Sparse patterns: one rule per head, packed documents and a block size. Plain data, the same on every rank.
+
+The kept pairs do not depend on ring size or layout, so a pattern stays valid when the ring is resized. Tensors,
+ranks and bytes belong in `sparse_schedule`, drawing in `plot`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic_ring.attention.patterns.blocks import block_kinds, reach, row_pairs
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.rules import Kinds, Rule
+
+DEFAULT_BLOCK_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class SparsePattern:
+    """Causal attention in which query head h keeps the pairs of rule `heads[h]`; a single rule applies to all heads.
+
+    Positions and blocks count from each document's start, so packing does not change a document's result. `block`
+    (tokens) is the granularity of block lists and does not affect which pairs are kept. Raises `ValueError` for no
+    rules, a block below 1, or unsorted `document_starts`.
+    """
+
+    heads: tuple[Rule, ...]
+    block: int = DEFAULT_BLOCK_TOKENS
+    document_starts: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if not self.heads:
+            raise ValueError("heads=(): give one rule for all heads, or one for each query head")
+        if self.block < 1:
+            raise ValueError(f"block={self.block}: a block has at least one token; 128 suits the kernels")
+        Pattern(True, self.document_starts)
+
+    @property
+    def awaits_content(self) -> bool:
+        """Whether some blocks are still to be chosen by content: pairs can be counted, but no schedule planned."""
+        return any(rule.awaits_content for rule in self.heads)
+
+    @property
+    def for_one_call(self) -> bool:
+        """Whether content has chosen some blocks, so that the pattern is valid for one call only."""
+        return any(rule.for_one_call for rule in self.heads)
+
+    def rules(self, num_heads: int) -> tuple[Rule, ...]:
+        """The rule of each of `num_heads` query heads. Raises `ValueError` if the number of rules does not fit."""
+        if len(self.heads) == 1:
+            return self.heads * num_heads
+        if len(self.heads) != num_heads:
+            raise ValueError(
+                f"the pattern has rules for {len(self.heads)} heads, the call has {num_heads} query heads; give"
+                " one rule for each query head, or one for all"
+            )
+        return self.heads
+
+    def documents(self, seq_len: int) -> tuple[tuple[int, int], ...]:
+        """The (start, stop) range of every document. Raises `ValueError` if one starts at or after `seq_len`."""
+        return Pattern(True, self.document_starts).documents(seq_len)
+
+    def row_pairs(self, seq_len: int) -> NDArray[np.int64]:
+        """(seq_len,): number of keys that each query sees, summed over `heads`; an upper bound if `awaits_content`."""
+        total = np.zeros(seq_len, dtype=np.int64)
+        for number, (start, stop) in enumerate(self.documents(seq_len)):
+            for rule in self.heads:
+                total[start:stop] += row_pairs(rule.of_document(number), stop - start, self.block)
+        return total
+
+    def density(self, seq_len: int) -> float:
+        """The kept share of the documents' causal pairs (dense causal = 1), averaged over heads; an upper bound if
+        `awaits_content`."""
+        triangles = sum((stop - start) * (stop - start + 1) // 2 for start, stop in self.documents(seq_len))
+        return float(self.row_pairs(seq_len).sum()) / (triangles * len(self.heads))
+
+    def kinds(self, length: int) -> Kinds:
+        """(n, n) of NONE, PART, FULL for the block pairs of a document of `length` tokens: the maximum over heads."""
+        return reduce(np.maximum, (block_kinds(rule, length, self.block) for rule in dict.fromkeys(self.heads)))
+
+    def reachability(self, length: int, depth: int) -> tuple[float, ...]:
+        """For 1 to `depth` layers, the share of causal block pairs (query, key) of a document of `length` tokens for
+        which the key can influence the query. Assumes that heads mix after each layer.
+        """
+        return reach(self.kinds(length), depth)
+
+    def __str__(self) -> str:
+        packed = "" if self.document_starts == (0,) else f", {len(self.document_starts)} documents"
+        return f"{rules_text(self.heads)} in blocks of {self.block}{packed}"
+
+
+def mixed(*parts: tuple[int, Rule]) -> tuple[Rule, ...]:
+    """Rules for a mix of heads: `mixed((6, Window(1024)), (2, Dense()))` gives 6 local heads and 2 dense ones.
+
+    Raises `ValueError` for no heads.
+    """
+    rules = tuple(rule for num_heads, rule in parts for _ in range(num_heads))
+    if not rules:
+        raise ValueError(f"parts={parts}: give at least one head")
+    return rules
+
+
+def rules_text(heads: Sequence[Rule]) -> str:
+    """Text: the single rule, or each rule with its number of heads."""
+    counted = [f"{heads.count(rule)} x {rule}" for rule in dict.fromkeys(heads)]
+    return str(heads[0]) if len(heads) == 1 else "; ".join(_shortened(counted))
+
+
+def _shortened(items: Sequence[str]) -> Sequence[str]:
+    return items if len(items) <= 4 else [*items[:3], f"... {len(items)} rules in all"]

@@ -1,0 +1,220 @@
+"""One rank's plan, derived from the schedule once: stages, messages with their offsets, and the order of sums.
+
+With short slices a pass is bound by the host, and hashing a schedule of a thousand documents takes longer than a kernel
+launch, so nothing here is computed per call or message. Offsets are in elements. Plain Python; no tensor or address.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+from elastic_ring.attention.layouts.layout import Range
+from elastic_ring.attention.plan.schedule import Schedule
+from elastic_ring.attention.plan.stages import Stage, most_tokens, num_row_visits, stages
+
+
+@dataclass(frozen=True)
+class ContiguousCopy:
+    """One contiguous copy: sender[source:+size] to receiver[target:+size], in elements.
+
+    `kind` is the sender's buffer: 0 for K, 1 for V; 0 where both are packed in one. The receiver's is packed keys
+    (2, B, n, Hkv, D), or an inbox with one such part per hop."""
+
+    kind: int
+    source: int
+    target: int
+    size: int
+
+
+@dataclass(frozen=True)
+class PeerTransfer:
+    """The copies between this rank and `peer` in one hop, one way; both ranks have the same, in the same order."""
+
+    hop: int
+    peer: int
+    pieces: tuple[ContiguousCopy, ...]
+
+    @cached_property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one stage of one rank, each in the order of hops: the keys it fetches and serves, the partials it returns
+    and gets back. `inbox` are the hops of the latter with their number of tokens, as they lie in the inbox."""
+
+    keys_in: tuple[PeerTransfer, ...]
+    keys_out: tuple[PeerTransfer, ...]
+    partials_out: tuple[PeerTransfer, ...]
+    partials_in: tuple[PeerTransfer, ...]
+    inbox: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def num_requested(self) -> int:
+        return sum(num_tokens for _, num_tokens in self.inbox)
+
+
+Sum = tuple[Range, tuple[tuple[int, int], ...]]
+"""A range of own keys, and where its partials are: (hop, offset in that hop's tokens), in hop order."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """The stages of one rank and what follows from them. Equal arguments of `rank_plan` give the same object."""
+
+    schedule: Schedule
+    cp_rank: int
+    hops_per_stage: int
+    stages: tuple[Stage, ...]
+
+    @cached_property
+    def row_visits(self) -> tuple[int, int]:
+        """In how many tiles the most visited query row lies, forward and backward."""
+        return num_row_visits(self.stages, backward=False), num_row_visits(self.stages, backward=True)
+
+    @cached_property
+    def every_row_sees(self) -> bool:
+        """Whether every query lies in some tile, of which each shows every row of it at least one key."""
+        rows = sorted(tile.q for stage in self.stages for tile in stage.by_rows if tile.k[0] < tile.k[1])
+        end = 0
+        for start, stop in rows:
+            if start > end:
+                return False
+            end = max(end, stop)
+        return end == self.schedule.layout.num_tokens(self.cp_rank)
+
+    @cached_property
+    def sums(self) -> tuple[tuple[Sum, ...], ...]:
+        """By stage, how what its readers return is added to own keys: each key once, all its parts in hop order."""
+        return tuple(self._sums(stage) for stage in self.stages)
+
+    @cached_property
+    def most_tokens(self) -> tuple[int, int]:
+        return most_tokens(self.schedule, self.hops_per_stage)
+
+    def _sums(self, stage: Stage) -> tuple[Sum, ...]:
+        asked = [(hop, self.schedule.requested(self.cp_rank, hop)) for hop in stage.hops if hop > 0]
+        cuts = sorted({edge for _, ranges in asked for span in ranges for edge in span})
+        places = [(hop, ranges, *_offsets(ranges)) for hop, ranges in asked]
+        sums: list[Sum] = []
+        for start, stop in pairwise(cuts):
+            shares: list[tuple[int, int]] = []
+            for hop, ranges, starts, offsets in places:
+                at = bisect_right(starts, start) - 1
+                if at >= 0 and stop <= ranges[at][1]:
+                    shares.append((hop, offsets[at] + start - starts[at]))
+            if shares:
+                sums.append(((start, stop), tuple(shares)))
+        return tuple(sums)
+
+
+@lru_cache(maxsize=256)
+def rank_plan(schedule: Schedule, cp_rank: int, hops_per_stage: int) -> RankPlan:
+    """Shared by the rings of all layers; rings keep it, since a look-up here hashes the schedule."""
+    return RankPlan(schedule, cp_rank, hops_per_stage, stages(schedule, cp_rank, hops_per_stage))
+
+
+@lru_cache(maxsize=256)
+def traffic(plan: RankPlan, batch: int, row: int, packed: bool) -> tuple[Traffic, ...]:
+    """By stage, the messages for `batch` sequences with `row` elements to a token's K. `packed`: a sender copies the
+    keys of a leg into one buffer before; else they leave from where they lie in K and V (B, S_local, Hkv, D). A piece
+    is one run of memory at both ends: at least a range of one sequence's K or V, at most all of a leg."""
+    schedule, own_rank = plan.schedule, plan.cp_rank
+
+    def keys(reader: int, hop: int, hops: tuple[int, ...]) -> tuple[ContiguousCopy, ...]:
+        fetched = schedule.hops[reader][hop]
+        ranges, length = fetched.fetch, schedule.layout.num_tokens(fetched.source)
+        if packed:
+            ranges, length = ((0, fetched.num_fetched_tokens),), fetched.num_fetched_tokens
+        return _key_pieces(ranges, length, *_room(schedule, reader, hop, hops), batch, row, packed)
+
+    def partials(reader: int, hop: int, hops: tuple[int, ...]) -> tuple[ContiguousCopy, ...]:
+        fetched = schedule.hops[reader][hop]
+        before = sum(_num_tokens(schedule.requested(fetched.source, other)) for other in hops[: hops.index(hop)])
+        return _partial_pieces(fetched.num_fetched_tokens, *_room(schedule, reader, hop, hops), before, batch, row)
+
+    found: list[Traffic] = []
+    for stage in plan.stages:
+        hops = tuple(hop for hop in stage.hops if hop > 0)
+        inbox = [(hop, _num_tokens(schedule.requested(own_rank, hop))) for hop in hops]
+        fetch = [(hop, schedule.hops[own_rank][hop].source) for hop in hops if schedule.hops[own_rank][hop].fetch]
+        serve = [(hop, schedule.reader(own_rank, hop)) for hop, num_tokens in inbox if num_tokens]
+        found.append(
+            Traffic(
+                tuple(PeerTransfer(hop, source, keys(own_rank, hop, hops)) for hop, source in fetch),
+                tuple(PeerTransfer(hop, reader, keys(reader, hop, hops)) for hop, reader in serve),
+                tuple(PeerTransfer(hop, source, partials(own_rank, hop, hops)) for hop, source in fetch),
+                tuple(PeerTransfer(hop, reader, partials(reader, hop, hops)) for hop, reader in serve),
+                tuple((hop, num_tokens) for hop, num_tokens in inbox if num_tokens),
+            )
+        )
+    return tuple(found)
+
+
+def _key_pieces(
+    ranges: tuple[Range, ...], length: int, num_tokens: int, place: int, batch: int, row: int, packed: bool
+) -> tuple[ContiguousCopy, ...]:
+    """`ranges` of `length` tokens into a stage's `num_tokens`, from token `place` on."""
+    pieces: list[ContiguousCopy] = []
+    for kind in range(2):
+        for sequence in range(batch):
+            at = (kind * batch + sequence) * num_tokens + place
+            begin = (kind * batch * packed + sequence) * length
+            for start, stop in ranges:
+                pieces.append(
+                    ContiguousCopy(0 if packed else kind, (begin + start) * row, at * row, (stop - start) * row)
+                )
+                at += stop - start
+    return _joined(pieces)
+
+
+def _partial_pieces(
+    num_tokens: int, num_stage_tokens: int, place: int, before: int, batch: int, row: int
+) -> tuple[ContiguousCopy, ...]:
+    """A hop's `num_tokens` out of its reader's stage into its owner's inbox, behind `before` tokens of other hops."""
+    pieces: list[ContiguousCopy] = []
+    for number in range(2 * batch):
+        source, target = number * num_stage_tokens + place, 2 * batch * before + number * num_tokens
+        pieces.append(ContiguousCopy(0, source * row, target * row, num_tokens * row))
+    return _joined(pieces)
+
+
+def _room(schedule: Schedule, cp_rank: int, hop: int, hops: tuple[int, ...]) -> tuple[int, int]:
+    """How many tokens `cp_rank` fetches in a stage of `hops`, and how many of them lie before those of `hop`."""
+    sizes = [schedule.hops[cp_rank][other].num_fetched_tokens for other in hops]
+    return sum(sizes), sum(sizes[: hops.index(hop)])
+
+
+def _joined(pieces: Iterable[ContiguousCopy]) -> tuple[ContiguousCopy, ...]:
+    """Neighbours at both ends are one."""
+    joined: list[ContiguousCopy] = []
+    for piece in pieces:
+        if joined:
+            last = joined[-1]
+            ends = (last.kind, last.source + last.size, last.target + last.size)
+            if ends == (piece.kind, piece.source, piece.target):
+                joined[-1] = ContiguousCopy(last.kind, last.source, last.target, last.size + piece.size)
+                continue
+        joined.append(piece)
+    return tuple(joined)
+
+
+def _offsets(ranges: tuple[Range, ...]) -> tuple[list[int], list[int]]:
+    """Where each of ascending ranges starts, and how many tokens lie before it in a packed buffer."""
+    starts: list[int] = []
+    offsets: list[int] = []
+    total = 0
+    for start, stop in ranges:
+        starts.append(start)
+        offsets.append(total)
+        total += stop - start
+    return starts, offsets
+
+
+def _num_tokens(ranges: tuple[Range, ...]) -> int:
+    return sum(stop - start for start, stop in ranges)

@@ -1,0 +1,390 @@
+"""From a sparse schedule to what one GPU rank computes and sends, in whole blocks of 128 tokens.
+
+A rank computes on its own keys first, then stage by stage on fetched keys, which are packed contiguously; small fetches
+form a single stage. Internally, heads are ordered by head group, and groups with equal numbers of heads are adjacent so
+that one kernel call can serve them. A *row* is the vector of one (token, K/V head) pair; messages are ranges of rows of
+any group. numpy only: `device_blocks` makes the tensors. Waiting and sending must not enter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+
+from elastic_ring.attention.kernels.block_tables import (
+    BLOCK_TOKENS,
+    check_documents,
+    check_whole_blocks,
+    kept_between,
+)
+from elastic_ring.attention.layouts.layout import Layout, Range
+from elastic_ring.attention.patterns.rules import Mask, Positions
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.sparse_schedule import HeadGroup, SparseSchedule
+
+WORTH_COPYING = 0.75
+"""Queries are gathered for a call on fetched keys only if at most this share of a rank's blocks sees any of the keys.
+"""
+
+NUM_TURNS = 3
+"""Number of stages whose dK and dV may be in flight at once; the number of send buffers and of inbox slots. The results
+of the last NUM_TURNS stages are added in one pass over memory at the end."""
+
+KEPT_SHARE = 0.25
+"""Fetched keys are kept for backward if they are at most this share of a rank's own keys, which are kept anyway."""
+
+
+@dataclass(frozen=True)
+class StageMessage:
+    """Rows [start, stop) of a packed buffer that are sent to `peer`, or received from it, in `hop`."""
+
+    hop: int
+    peer: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """One head group: its K/V heads and query heads as ranges of the internal order, and the number of tokens it
+    fetches."""
+
+    kv_heads: Range
+    heads: Range
+    num_tokens: int
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads[1] - self.kv_heads[0]
+
+
+@dataclass(frozen=True)
+class BlockStage:
+    """The keys of one or more hops, packed contiguously and computed on together.
+
+    `fetched` are the messages that fill a buffer of `num_fetched_rows` rows, ordered by size of head group and then by
+    hop: the keys of all groups of one size are adjacent, and each hop sends them as one message. `served` are the
+    messages of a buffer of `num_served_rows` rows, ordered by hop.
+    """
+
+    hops: tuple[int, ...]
+    regions: tuple[Region, ...]
+    fetched: tuple[StageMessage, ...]
+    served: tuple[StageMessage, ...]
+    num_fetched_rows: int
+    num_served_rows: int
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """The plan of one rank. `head_order` and `kv_head_order` are the heads in the internal order.
+
+    `num_row_visits` is the largest number of kernel rounds, own keys included, in which any query takes part. `small`
+    says that all fetches form one stage and that what any rank fetches is at most `KEPT_SHARE` of what any rank holds.
+    """
+
+    head_order: tuple[int, ...]
+    kv_head_order: tuple[int, ...]
+    stages: tuple[BlockStage, ...]
+    num_own_pairs: int
+    num_row_visits: int
+    small: bool
+
+    @property
+    def num_fetched_rows(self) -> int:
+        return sum(stage.num_fetched_rows for stage in self.stages)
+
+    @property
+    def num_added_apart(self) -> int:
+        """Number of leading stages whose returned dK and dV are added before the end, because a later stage reuses
+        their slot."""
+        return max(0, len(self.stages) - NUM_TURNS)
+
+    def inbox_rows(self, index: int) -> Range:
+        """The rows of the inbox that receive the dK and dV of stage `index`."""
+        start = sum(self._inbox_sizes[: index % NUM_TURNS])
+        return start, start + self.stages[index].num_served_rows
+
+    @property
+    def num_inbox_rows(self) -> int:
+        return sum(self._inbox_sizes)
+
+    @property
+    def _inbox_sizes(self) -> list[int]:
+        return [self.most_rows(lambda stage: stage.num_served_rows, turn, NUM_TURNS) for turn in range(NUM_TURNS)]
+
+    def most_rows(self, which: Callable[[BlockStage], int], slot: int = 0, num_slots: int = 1) -> int:
+        """The largest number of rows among the stages that use buffer `slot` of `num_slots` in rotation."""
+        return max((which(stage) for stage in self.stages[slot::num_slots]), default=0)
+
+    def buffer_bytes(self, row_bytes: int, partial_row_bytes: int, *, kept: bool = False) -> int:
+        """Bytes of shared buffers for a forward and a backward pass.
+
+        Buffers: 2 for K/V, `NUM_TURNS` for dK/dV, `NUM_TURNS` inbox slots, 1 for sends; stages use them in rotation. A
+        row holds K and V, or dK and dV, of all sequences of the batch. Kept keys need no buffer here.
+        """
+        num_keys, num_partials = (
+            sum(self.most_rows(lambda stage: stage.num_fetched_rows, turn, num_turns) for turn in range(num_turns))
+            for num_turns in (0 if kept else 2, NUM_TURNS)
+        )
+        served = self.most_rows(lambda stage: stage.num_served_rows)
+        return (num_keys + served) * row_bytes + (num_partials + self.num_inbox_rows) * partial_row_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class StageTables:
+    """The index arrays of one stage on one rank.
+
+    `readers`: for each group the own blocks whose queries see any key of the stage. `kept`: which of these keys each of
+    them sees. `keys`: the positions of these keys' blocks among those of all groups of the same size, in the order of
+    `kept`. `served_rows`: the own rows (token * K/V heads + internal K/V head) that are sent. `places[i]`: for each own
+    row its index among the rows that the i-th hop reading from this rank returns, or -1.
+    """
+
+    kept: tuple[Mask, ...]
+    keys: tuple[Positions, ...]
+    readers: tuple[Positions, ...]
+    served_rows: np.ndarray
+    places: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class HostTables:
+    """Inputs of a plan's device tables, not needed afterwards: masks over pairs of blocks."""
+
+    own: Mask
+    own_earlier: Mask
+    stages: tuple[StageTables, ...]
+
+
+def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
+    """Raises: `ValueError` for patterns and layouts that block-sparse kernels cannot run on a ring, with a way out."""
+    check_documents(pattern.document_starts)
+    for rule in dict.fromkeys(pattern.heads):
+        for number, (start, stop) in enumerate(pattern.documents(layout.seq_len)):
+            check_whole_blocks(rule.of_document(number), stop - start)
+    for own in layout.segments:
+        for segment in own:
+            if segment[0] % BLOCK_TOKENS or segment[1] % BLOCK_TOKENS:
+                raise ValueError(
+                    f"layout {layout.name} of {layout.seq_len} tokens over cp={layout.cp} cuts at {segment}, inside a"
+                    f" block of {BLOCK_TOKENS} tokens, which block-sparse kernels cannot; take a length that is a"
+                    f" multiple of {_whole_length(layout)} tokens"
+                )
+
+
+def group_hops(schedule: SparseSchedule, limit_rows: int) -> tuple[tuple[int, ...], ...]:
+    """The hops of each stage, the same on every rank: as many consecutive hops as keep both the rows fetched and the
+    rows served by any rank within `limit_rows`; at least one."""
+    cp = schedule.cp
+    of_hops = [[schedule.num_head_tokens(rank, hop) for rank in range(cp)] for hop in range(cp)]
+    groups: list[tuple[int, ...]] = []
+    fetched, served = [0] * cp, [0] * cp
+    for hop in range(1, cp):
+        rows = of_hops[hop]
+        given = [rows[schedule.reader(rank, hop)] for rank in range(cp)]
+        more_fetched, more_served = (list(map(int.__add__, *pair)) for pair in ((fetched, rows), (served, given)))
+        if groups and max(*more_fetched, *more_served) <= limit_rows:
+            groups[-1] += (hop,)
+            fetched, served = more_fetched, more_served
+        else:
+            groups.append((hop,))
+            fetched, served = rows, given
+    return tuple(groups)
+
+
+def plan_blocks(schedule: SparseSchedule, cp_rank: int, limit_rows: int | None = None) -> tuple[BlockPlan, HostTables]:
+    """The plan of a rank in stages of at most `limit_rows` rows (None: one stage), and the inputs of its tables. Pure.
+    Raises: `ValueError` as `check_blocks` does."""
+    check_blocks(schedule.pattern, schedule.layout)
+    kv_order = [head for alike in _by_size(schedule) for _, group in alike for head in group.kv_heads]
+    sharing = schedule.num_heads // schedule.num_kv_heads
+    order = [head * sharing + i for head in kv_order for i in range(sharing)]
+    rules = schedule.pattern.rules(schedule.num_heads)
+    documents = schedule.pattern.documents(schedule.layout.seq_len)
+    own_blocks = _blocks_of(schedule.layout, cp_rank)
+    kept = kept_between(tuple(rules[head] for head in order), documents, own_blocks, own_blocks)
+    at = np.arange(len(own_blocks))
+    own = kept[:, at, at]
+    kept[:, at, at] = False
+    hops = group_hops(schedule, _ALL_ROWS if limit_rows is None else limit_rows)
+    stages = [_stage(schedule, cp_rank, group, own_blocks, kv_order) for group in hops]
+    whole = int(kept.sum()) * BLOCK_TOKENS**2 + int(own.sum()) * BLOCK_TOKENS * (BLOCK_TOKENS + 1) // 2
+    plan = BlockPlan(
+        tuple(order), tuple(kv_order), tuple(stage for stage, _ in stages),
+        num_own_pairs=whole * (schedule.num_heads // len(kept)),
+        num_row_visits=1 + _most_visits([tables.readers for _, tables in stages], len(own_blocks)),
+        small=len(hops) < 2 and _fetches_little(schedule),
+    )  # fmt: skip
+    return plan, HostTables(own, kept, tuple(tables for _, tables in stages))
+
+
+_ALL_ROWS = 2**62
+
+
+_Numbered = tuple[int, HeadGroup]
+"""A head group with its number in the schedule."""
+
+
+def _by_size(schedule: SparseSchedule) -> list[list[_Numbered]]:
+    """The head groups in the internal order, as lists of groups with equal numbers of heads."""
+    ordered = sorted(enumerate(schedule.groups), key=_size)
+    return [list(alike) for _, alike in groupby(ordered, _size)]
+
+
+def _size(group: _Numbered) -> int:
+    return len(group[1].kv_heads)
+
+
+def _stage(
+    schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...], own_blocks: Positions, kv_order: list[int]
+) -> tuple[BlockStage, StageTables]:
+    blocks, keys, fetched = _packed(schedule, cp_rank, hops)
+    regions, kept, readers = _regions(schedule, own_blocks, blocks)
+    served, served_rows = _served(schedule, cp_rank, hops, len(kv_order))
+    num_own_rows = schedule.layout.num_tokens(cp_rank) * schedule.num_kv_heads
+    places = _places(served, served_rows, num_own_rows)
+    if len(hops) == 1:
+        fetched, served = _joined(fetched), _joined(served)
+    num_fetched_rows = sum(region.num_tokens * region.num_kv_heads for region in regions)
+    stage = BlockStage(hops, regions, fetched, served, num_fetched_rows, len(served_rows))
+    return stage, StageTables(kept, keys, readers, served_rows, places)
+
+
+def _joined(messages: tuple[StageMessage, ...]) -> tuple[StageMessage, ...]:
+    """The messages of one hop as one message: its groups are contiguous on both sides."""
+    return (replace(messages[0], stop=messages[-1].stop),) if messages else ()
+
+
+def _most_visits(readers: list[tuple[Positions, ...]], num_blocks: int) -> int:
+    most = 0
+    for of_group in zip(*readers, strict=True):
+        visits = np.zeros(num_blocks, dtype=np.int64)
+        for blocks in of_group:
+            visits[blocks] += 1
+        most = max(most, int(visits.max(initial=0)))
+    return most
+
+
+def _fetches_little(schedule: SparseSchedule) -> bool:
+    ranks = range(schedule.cp)
+    most = max(sum(schedule.num_head_tokens(rank, hop) for hop in ranks) for rank in ranks)
+    least = min(schedule.layout.num_tokens(rank) for rank in ranks) * schedule.num_kv_heads
+    return most <= KEPT_SHARE * least
+
+
+def _whole_length(layout: Layout) -> int:
+    return BLOCK_TOKENS * sum(len(own) for own in layout.segments)
+
+
+def _blocks_of(layout: Layout, cp_rank: int) -> Positions:
+    """The blocks that a rank holds, in local order."""
+    spans = [np.arange(start, stop, dtype=np.int64) for start, stop in layout.segments[cp_rank]]
+    positions = np.concatenate(spans) if spans else np.empty(0, dtype=np.int64)
+    return positions[::BLOCK_TOKENS] // BLOCK_TOKENS
+
+
+def _packed(
+    schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...]
+) -> tuple[list[Positions], tuple[Positions, ...], tuple[StageMessage, ...]]:
+    """For each group in the internal order the fetched blocks and their positions among those of its size; and the
+    messages that bring them."""
+    fetched: list[Positions] = []
+    places: list[Positions] = []
+    messages: list[StageMessage] = []
+    row = 0
+    for alike in _by_size(schedule):
+        blocks: list[list[Positions]] = [[] for _ in alike]
+        at: list[list[Positions]] = [[] for _ in alike]
+        num_blocks, begun = 0, row
+        for hop in hops:
+            own = schedule.hops[cp_rank][hop]
+            there, first = _blocks_of(schedule.layout, own.source), row
+            for index, (number, _) in enumerate(alike):
+                for start, stop in own.fetch[number]:
+                    blocks[index].append(there[_as_block(start) : _as_block(stop)])
+                    at[index].append(np.arange(num_blocks, num_blocks + len(blocks[index][-1])))
+                    num_blocks += len(blocks[index][-1])
+            row = begun + num_blocks * BLOCK_TOKENS * _size(alike[0])
+            if row > first:
+                messages.append(StageMessage(hop, own.source, first, row))
+        fetched += map(_joined_blocks, blocks)
+        places += map(_joined_blocks, at)
+    return fetched, tuple(places), tuple(messages)
+
+
+def _joined_blocks(parts: list[Positions]) -> Positions:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def _regions(
+    schedule: SparseSchedule, own_blocks: Positions, fetched: list[Positions]
+) -> tuple[tuple[Region, ...], tuple[Mask, ...], tuple[Positions, ...]]:
+    """For each group in the internal order its region, and which of the blocks in `fetched` which own blocks keep."""
+    regions: list[Region] = []
+    kept: list[Mask] = []
+    readers: list[Positions] = []
+    sharing = schedule.num_heads // schedule.num_kv_heads
+    documents = schedule.pattern.documents(schedule.layout.seq_len)
+    groups = [group for alike in _by_size(schedule) for _, group in alike]
+    first_head = 0
+    for group, keys in zip(groups, fetched, strict=True):
+        num_heads = len(group.kv_heads)
+        seen = kept_between(group.rules * num_heads, documents, own_blocks, keys)
+        # Routed patterns keep all rows: their number would change from call to call, and some kernels compile for each.
+        seeing = np.asarray(seen.any(axis=(0, 2))) | (schedule.for_one_call and bool(keys.size))
+        readers.append(_worth_taking(seeing))
+        kept.append(seen[:, readers[-1]])
+        last_head = first_head + num_heads
+        heads = (first_head * sharing, last_head * sharing)
+        regions.append(Region((first_head, last_head), heads, len(keys) * BLOCK_TOKENS))
+        first_head = last_head
+    return tuple(regions), tuple(kept), tuple(readers)
+
+
+def _worth_taking(seeing: Mask) -> Positions:
+    """The blocks that see any key; all blocks if gathering would save too little."""
+    found = np.flatnonzero(seeing)
+    scattered = len(found) > 0 and found[-1] - found[0] + 1 != len(found)
+    return np.arange(len(seeing)) if scattered and len(found) > WORTH_COPYING * len(seeing) else found
+
+
+def _served(
+    schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...], num_kv_heads: int
+) -> tuple[tuple[StageMessage, ...], np.ndarray]:
+    """What other ranks fetch from this one: the messages, and the own rows that fill them."""
+    messages: list[StageMessage] = []
+    rows: list[np.ndarray] = []
+    at = 0
+    for hop in hops:
+        first_head, requested = 0, schedule.requested(cp_rank, hop)
+        for alike in _by_size(schedule):
+            begun = at
+            for number, group in alike:
+                heads = np.arange(first_head, first_head + len(group.kv_heads), dtype=np.int32)
+                first_head += len(group.kv_heads)
+                tokens = [np.arange(start, stop, dtype=np.int32) for start, stop in requested[number]]
+                if tokens:
+                    rows.append((np.concatenate(tokens)[:, None] * num_kv_heads + heads[None, :]).ravel())
+                    at += len(rows[-1])
+            if at > begun:
+                messages.append(StageMessage(hop, schedule.reader(cp_rank, hop), begun, at))
+    return tuple(messages), np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)
+
+
+def _places(served: tuple[StageMessage, ...], served_rows: np.ndarray, num_own_rows: int) -> np.ndarray:
+    """(hops that read, own rows) int32. Groups share no K/V head, so no hop reads a row twice."""
+    hops = sorted({message.hop for message in served})
+    places = np.full((len(hops), num_own_rows), -1, dtype=np.int32)
+    for message in served:
+        rows = served_rows[message.start : message.stop]
+        places[hops.index(message.hop), rows] = np.arange(message.start, message.stop, dtype=np.int32)
+    return places
+
+
+def _as_block(position: int) -> int:
+    assert position % BLOCK_TOKENS == 0, position
+    return position // BLOCK_TOKENS

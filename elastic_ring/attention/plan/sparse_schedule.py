@@ -1,0 +1,243 @@
+"""From a sparse pattern and a layout to hops: the exact keys that each rank fetches for each K/V head.
+
+The hops are those of `schedule`: in hop t rank r reads directly from rank (r - t) mod cp. K/V heads whose query heads
+follow the same rules form a head group and share their key ranges; a key that no query of a rank sees under a group's
+rules is not fetched for that group. `sparse_tiles` derives the kernel calls. numpy only: tensors and communication must
+not enter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from elastic_ring.attention.layouts.layout import Layout, Range
+from elastic_ring.attention.patterns.blocks import row_kinds, visible
+from elastic_ring.attention.patterns.rules import FULL, NONE, Mask, Positions, Rule
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.cached import static_lru_cache
+from elastic_ring.attention.plan.schedule import Direction, Side
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """K/V heads that are fetched together: the query heads of each follow `rules`, in this order."""
+
+    kv_heads: tuple[int, ...]
+    rules: tuple[Rule, ...]
+
+    def query_heads(self, rule: Rule) -> tuple[int, ...]:
+        """The query heads that follow `rule`, grouped by K/V head."""
+        num_sharing = len(self.rules)
+        return tuple(kv * num_sharing + i for kv in self.kv_heads for i in range(num_sharing) if self.rules[i] == rule)
+
+
+@dataclass(frozen=True)
+class SparseHop:
+    """What one rank fetches in one hop: for each head group, ascending ranges of the source's local slice.
+
+    Hop 0 uses the rank's own keys and fetches nothing.
+    """
+
+    source: int
+    fetch: tuple[tuple[Range, ...], ...]
+
+    def num_fetched_tokens(self, group: int) -> int:
+        return sum(stop - start for start, stop in self.fetch[group])
+
+
+@dataclass(frozen=True)
+class SparseSchedule:
+    """`hops[cp_rank][hop]` for every rank of the ring. Compares equal if pattern, layout and numbers of heads are
+    equal."""
+
+    pattern: SparsePattern
+    layout: Layout
+    num_heads: int
+    num_kv_heads: int
+    groups: tuple[HeadGroup, ...] = field(compare=False, repr=False)
+    hops: tuple[tuple[SparseHop, ...], ...] = field(compare=False, repr=False)
+
+    @property
+    def cp(self) -> int:
+        return self.layout.cp
+
+    @property
+    def for_one_call(self) -> bool:
+        """Whether the pattern was chosen by content for a single call."""
+        return self.pattern.for_one_call
+
+    def reader(self, cp_rank: int, hop: int) -> int:
+        """The rank that reads from `cp_rank` in `hop`."""
+        return (cp_rank + hop) % self.cp
+
+    def requested(self, cp_rank: int, hop: int) -> tuple[tuple[Range, ...], ...]:
+        """For each head group, the ranges of `cp_rank`'s own slice that its reader fetches in `hop`."""
+        return self.hops[self.reader(cp_rank, hop)][hop].fetch
+
+    def num_head_tokens(self, cp_rank: int, hop: int) -> int:
+        """Number of tokens times K/V heads that `cp_rank` fetches in `hop`."""
+        own = self.hops[cp_rank][hop]
+        return sum(len(group.kv_heads) * own.num_fetched_tokens(i) for i, group in enumerate(self.groups))
+
+    def hop_bytes(
+        self,
+        cp_rank: int,
+        hop: int,
+        head_dim: int,
+        itemsize: int,
+        direction: Direction,
+        *,
+        batch: int = 1,
+        side: Side = "received",
+        partial_itemsize: int | None = None,
+        keys_kept: bool = False,
+    ) -> int:
+        """Bytes that `cp_rank` receives (or sends) in one hop of one attention call, like `Schedule.hop_bytes`.
+
+        `partial_itemsize` is the element size of dK and dV in bytes; default max(itemsize, 4), as on CPUs. On GPUs they
+        have the kernel's own dtype. With `keys_kept`, backward moves only dK and dV.
+        """
+        pulled = self.num_head_tokens(cp_rank, hop)
+        served = self.num_head_tokens(self.reader(cp_rank, hop), hop)
+        keys, partials = (pulled, served) if side == "received" else (served, pulled)
+        num_bytes = 0 if keys_kept and direction == "backward" else 2 * batch * head_dim * keys * itemsize
+        if direction == "backward":
+            num_bytes += 2 * batch * head_dim * partials * (partial_itemsize or max(itemsize, 4))
+        return num_bytes
+
+    def received_bytes(self, cp_rank: int, head_dim: int, itemsize: int, direction: Direction = "forward") -> int:
+        """Bytes received over all hops of one attention call with batch size 1."""
+        return sum(self.hop_bytes(cp_rank, hop, head_dim, itemsize, direction) for hop in range(self.cp))
+
+    def work(self, cp_rank: int) -> int:
+        """Number of query-key pairs that `cp_rank` computes, over all query heads."""
+        pairs = self.pattern.row_pairs(self.layout.seq_len)
+        times = self.num_heads // len(self.pattern.heads)
+        return times * sum(int(pairs[start:stop].sum()) for start, stop in self.layout.segments[cp_rank])
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The part of one block that is contiguous on a rank.
+
+    `positions` count from the start of the document, `local` from the start of the rank's slice.
+    """
+
+    document: int
+    block: int
+    positions: Range
+    local: Range
+
+
+@static_lru_cache(maxsize=64)
+def plan_sparse(pattern: SparsePattern, layout: Layout, num_heads: int, num_kv_heads: int) -> SparseSchedule:
+    """The hops of every rank. Pure, hence cached. Raises: `ValueError` if documents or heads do not match, and for a
+    pattern whose blocks content has not chosen yet."""
+    groups = head_groups(pattern.rules(num_heads), num_kv_heads)
+    documents = pattern.documents(layout.seq_len)
+    owned = [_owned(layout, rank) for rank in range(layout.cp)]
+    hops: list[tuple[SparseHop, ...]] = []
+    rules = tuple(dict.fromkeys(pattern.heads))
+    for rank in range(layout.cp):
+        needed = {rule: _needed(rule, pattern, layout, documents, rank) for rule in rules}
+        of_groups = [np.logical_or.reduce([needed[rule] for rule in set(group.rules)]) for group in groups]
+        sources = [(rank - hop) % layout.cp for hop in range(layout.cp)]
+        nothing: tuple[tuple[Range, ...], ...] = ((),) * len(groups)
+        hops.append(
+            tuple(
+                SparseHop(source, nothing if source == rank else tuple(runs(need[owned[source]]) for need in of_groups))
+                for source in sources
+            )
+        )
+    return SparseSchedule(pattern, layout, num_heads, num_kv_heads, groups, tuple(hops))
+
+
+def head_groups(rules: tuple[Rule, ...], num_kv_heads: int) -> tuple[HeadGroup, ...]:
+    if num_kv_heads < 1 or len(rules) % num_kv_heads:
+        raise ValueError(f"{len(rules)} query heads do not divide among {num_kv_heads} K/V heads")
+    sharing = len(rules) // num_kv_heads
+    members: dict[tuple[Rule, ...], list[int]] = {}
+    for kv_head in range(num_kv_heads):
+        members.setdefault(rules[kv_head * sharing : (kv_head + 1) * sharing], []).append(kv_head)
+    return tuple(HeadGroup(tuple(kv_heads), shared) for shared, kv_heads in members.items())
+
+
+@lru_cache(maxsize=256)
+def chunks_of(layout: Layout, cp_rank: int, documents: tuple[Range, ...], block: int) -> tuple[Chunk, ...]:
+    """A rank's slice, cut at document and block boundaries, in local order."""
+    starts = [start for start, _ in documents]
+    chunks: list[Chunk] = []
+    offset = 0
+    for start, stop in layout.segments[cp_rank]:
+        document = int(np.searchsorted(starts, start, side="right")) - 1
+        at = start
+        while at < stop:
+            first, last = documents[document]
+            index = (at - first) // block
+            end = min(stop, last, first + (index + 1) * block)
+            local = (offset + at - start, offset + end - start)
+            chunks.append(Chunk(document, index, (at - first, end - first), local))
+            document += end == last
+            at = end
+        offset += stop - start
+    return tuple(chunks)
+
+
+def runs(chosen: Mask) -> tuple[Range, ...]:
+    """The (start, stop) ranges of the true entries."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], chosen, [False]]).astype(np.int8)))
+    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _owned(layout: Layout, cp_rank: int) -> Positions:
+    """The positions of a rank's tokens, in local order."""
+    ranges = [np.arange(start, stop, dtype=np.int64) for start, stop in layout.segments[cp_rank]]
+    return np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
+
+
+def _needed(rule: Rule, pattern: SparsePattern, layout: Layout, documents: tuple[Range, ...], cp_rank: int) -> Mask:
+    """(seq_len,): the keys that any query of `cp_rank` sees under `rule`. Its own keys may be omitted."""
+    needed = np.zeros(layout.seq_len, dtype=bool)
+    foreign = np.ones(layout.seq_len, dtype=bool)
+    for start, stop in layout.segments[cp_rank]:
+        foreign[start:stop] = False
+    by_document: dict[int, list[Chunk]] = {}
+    for chunk in chunks_of(layout, cp_rank, documents, pattern.block):
+        by_document.setdefault(chunk.document, []).append(chunk)
+    for document, chunks in by_document.items():
+        start, stop = documents[document]
+        _mark(rule.of_document(document), pattern.block, chunks, foreign[start:stop], needed[start:stop])
+    return needed
+
+
+def _mark(rule: Rule, block: int, chunks: list[Chunk], foreign: Mask, needed: Mask) -> None:
+    """Set `needed` (length,) for the keys of one document that the queries of `chunks` see, restricted to `foreign`."""
+    length = len(needed)
+    edges = np.arange(0, length, block)
+    open_blocks = np.logical_or.reduceat(foreign, edges)
+    rows = np.array([chunk.block for chunk in chunks])
+    strips = [slice(first, first + _STRIP_ROWS) for first in range(0, len(rows), _STRIP_ROWS)]
+    whole, partly = np.zeros(len(edges), dtype=bool), np.zeros(len(edges), dtype=bool)
+    for strip in strips:
+        kinds = row_kinds(rule, length, block, rows[strip])
+        full = kinds == FULL
+        full[np.arange(len(full)), rows[strip]] = False
+        whole |= full.any(0)
+        partly |= ((kinds != NONE) & ~full).any(0)
+    needed |= np.repeat(whole, block)[:length]
+    partial_columns = open_blocks & ~whole & partly
+    for strip in strips if partial_columns.any() else ():
+        seen = (row_kinds(rule, length, block, rows[strip]) != NONE) & partial_columns
+        for at in np.flatnonzero(seen.any(1)):
+            columns = np.flatnonzero(seen[at])
+            keys = (columns[:, None] * block + np.arange(block)[None, :]).ravel()
+            keys = keys[(keys < length)]
+            keys = keys[foreign[keys] & ~needed[keys]]
+            queries = np.arange(*chunks[strip.start + at].positions, dtype=np.int64)
+            needed[keys[visible(rule, queries, keys).any(0)]] = True
+
+
+_STRIP_ROWS = 256

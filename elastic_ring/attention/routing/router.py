@@ -1,0 +1,298 @@
+"""Routing over the ranks of a ring: key sums go to the choosing ranks, and the choices to all ranks.
+
+The rank that holds a block's first token chooses for the block, so that ranks cannot disagree. Sums and scores are
+computed in fp64 and compared in fp32, so the cut of a sequence among ranks affects their rounding but not the choice.
+The choice has no gradient; attention over the chosen blocks has. The result is a rule (`content.Chosen`): planning,
+hops and attention kernels of the sparse ring must not enter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from elastic_ring.attention.checks import check_local_length, check_tensors
+from elastic_ring.attention.comm.exchange import Group, HopLedger
+from elastic_ring.attention.layouts.layout import Layout, Range
+from elastic_ring.attention.patterns.content import ByDocument, Choices, Chosen, TopK, resolved, top_ks_of
+from elastic_ring.attention.patterns.rules import Positions, Rule
+from elastic_ring.attention.routing.exchange import RoutingExchange
+from elastic_ring.attention.routing.plan import RoutingPlan, SentBlocks, plan_routing
+
+_STRIP_ELEMENTS = 1 << 24
+"""Number of scores ranked at a time; each takes about 30 bytes of temporaries."""
+
+_Turns = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+class Router:
+    """Chooses blocks for the layers of one sequence. `documents` are its (start, stop) ranges.
+
+    Two exchanges precede the hops of a call: sums of keys (and of queries, where a block's mean query routes) to the
+    choosing ranks, and the choices to all ranks. The host then reads the choices in order to plan, the only
+    device-to-host synchronization of a call. After this read `check` is called and must raise if the group was aborted:
+    on a GPU an abort ends the exchange with garbage in its buffers.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        cp_rank: int,
+        group: Group | None,
+        documents: tuple[Range, ...],
+        ledger: HopLedger,
+        *,
+        coalesced: bool | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self._layout, self._cp_rank, self._group = layout, cp_rank, group
+        self._documents, self._ledger = documents, ledger
+        self._coalesced, self._check = coalesced, check
+        self._abandoned: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def __call__(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor, call_index: int) -> tuple[Rule, ...]:
+        """`rules` resolved for q (1, S_local, H, D) and k (1, S_local, Hkv, D), one for each query head; equal on all
+        ranks.
+
+        `rules` has one entry for each query head, or one for all. Raises: `ValueError` if B is not 1.
+        """
+        check_tensors(q, k, k)
+        check_local_length(q, self._layout, self._cp_rank)
+        if q.size(0) != 1:
+            raise ValueError(f"B={q.size(0)}: content chooses for one sequence at a time; call once for each")
+        heads = rules if len(rules) > 1 else rules * q.size(2)
+        parts = tuple(dict.fromkeys(top_k for rule in heads for top_k in top_ks_of(rule)))
+        plans = {rule: plan_routing(self._layout, self._documents, rule) for rule in parts}
+        requests = [
+            _RoutingRequest(rule, plan, self._layout, self._documents, heads, self._cp_rank, q, k)
+            for rule, plan in plans.items() if plan.any_chosen
+        ]  # fmt: skip
+        chosen = [{rule: plans[rule].few for rule in top_ks_of(own)} for own in heads]
+        for each, table in zip(requests, self._choose(requests, q, call_index) if requests else (), strict=True):
+            for head, own in zip(each.heads, table, strict=True):
+                chosen[head][each.rule] = own
+        return tuple(self._rule(rule, of_head, plans) for rule, of_head in zip(heads, chosen, strict=True))
+
+    def _choose(self, requests: list[_RoutingRequest], q: torch.Tensor, call_index: int) -> list[Choices]:
+        """For each of `requests` the choices of all blocks, (its heads, blocks, width)."""
+        ranks = range(self._layout.cp)
+        exchange = RoutingExchange(
+            self._cp_rank, self._layout.cp, self._group, call_index, self._ledger,
+            coalesced=q.is_cuda if self._coalesced is None else self._coalesced,
+        )  # fmt: skip
+        try:
+            received = exchange.swap(
+                [torch.cat([each.outgoing(peer) for each in requests]) for peer in ranks],
+                [sum(each.num_incoming(peer) for each in requests) for peer in ranks],
+            )
+            mine, offset = [], [0] * len(ranks)
+            for each in requests:
+                ends = [begin + each.num_incoming(peer) for peer, begin in zip(ranks, offset, strict=True)]
+                mine.append(each.choose([
+                    piece[begin:end] for piece, begin, end in zip(received, offset, ends, strict=True)
+                ]))  # fmt: skip
+                offset = ends
+            flat = torch.cat([choices.flatten() for choices in mine])
+            all_choices = exchange.swap(
+                [flat for _ in ranks], [sum(each.num_choices(peer) for each in requests) for peer in ranks]
+            )
+        except BaseException:
+            self._abandoned += exchange.abandon()
+            raise
+        found = torch.cat(all_choices).cpu().numpy()
+        if self._check is not None:
+            self._check()
+        return self._tables(requests, found)
+
+    def _tables(self, requests: list[_RoutingRequest], found: Choices) -> list[Choices]:
+        """Choice tables from the concatenated choices of all ranks, in rank order."""
+        tables = [np.repeat(each.plan.few[None], len(each.heads), axis=0) for each in requests]
+        begin = 0
+        for peer in range(self._layout.cp):
+            for each, table in zip(requests, tables, strict=True):
+                rows, end = each.plan.rows[peer], begin + each.num_choices(peer)
+                table[:, rows] = found[begin:end].reshape(len(each.heads), len(rows), each.rule.width)
+                begin = end
+        assert begin == found.size, (begin, found.size)
+        return tables
+
+    def _rule(self, rule: Rule, of_head: dict[TopK, Choices], plans: dict[TopK, RoutingPlan]) -> Rule:
+        if not of_head:
+            return rule
+        by_document = []
+        for number, (start, stop) in enumerate(self._documents):
+            chosen: dict[TopK, Rule] = {}
+            for top_k, choices in of_head.items():
+                first, num_units = plans[top_k].first_block[number], -(-(stop - start) // top_k.unit_tokens)
+                own = choices[first : first + num_units]
+                chosen[top_k] = Chosen(num_units, own.tobytes(), top_k.unit_tokens)
+            by_document.append(resolved(rule, chosen))
+        return by_document[0] if len(by_document) == 1 else ByDocument(tuple(by_document))
+
+
+class _RoutingRequest:
+    """One `TopK` of a layer, in one call on one rank: the heads that follow it, and what the rank sends and
+    receives."""
+
+    def __init__(
+        self,
+        rule: TopK,
+        plan: RoutingPlan,
+        layout: Layout,
+        documents: tuple[Range, ...],
+        heads: Sequence[Rule],
+        cp_rank: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+    ) -> None:
+        self.rule, self.plan = rule, plan
+        self.heads = tuple(head for head, own in enumerate(heads) if rule in top_ks_of(own))
+        sharing = q.size(2) // k.size(2)
+        kv_heads = tuple(dict.fromkeys(head // sharing for head in self.heads))
+        self._kv_of = tuple(kv_heads.index(head // sharing) for head in self.heads)
+        self._num_kv, self._head_dim = len(kv_heads), q.size(3)
+        self._cp_rank = cp_rank
+        self._at = _on_device(layout, documents, rule, cp_rank, q.device)
+        self._q, k_own = _of_heads(q[0], self.heads), _of_heads(k[0], kv_heads)
+        spans = self.plan.local[cp_rank]
+        self._key_sums = chunk_sums(k_own, spans)
+        self._query_sums = self._key_sums[:0] if rule.causal else chunk_sums(self._q, spans)
+
+    def outgoing(self, peer: int) -> torch.Tensor:
+        """What this rank sends to `peer`, flat: sums of keys, then of queries."""
+        keys = self._key_sums[self._at.keys_given[peer]]
+        if self.rule.causal:
+            return keys.flatten()
+        return torch.cat([keys.flatten(), self._query_sums[self._at.queries_given[peer]].flatten()])
+
+    def num_incoming(self, peer: int) -> int:
+        """Number of elements that `peer` sends to this rank."""
+        return self._num_key_elements(peer) + self._num_query_elements(peer)
+
+    def num_choices(self, peer: int) -> int:
+        """Number of elements of `peer`'s choices."""
+        return len(self.heads) * len(self.plan.rows[peer]) * self.rule.width
+
+    def choose(self, received: list[torch.Tensor]) -> torch.Tensor:
+        """(heads, this rank's rows, width) int32: the chosen blocks of the row's document, ascending, from what all
+        ranks sent."""
+        num_keys = [self._num_key_elements(peer) for peer in range(len(received))]
+        keys = torch.cat([piece[:num] for piece, num in zip(received, num_keys, strict=True)])
+        keys = self._assembled(keys.view(-1, self._num_kv, self._head_dim), self._at.key_turns)
+        if self.rule.causal:
+            speaking = self._q[self._at.speakers].double()
+        else:
+            queries = torch.cat([piece[num:] for piece, num in zip(received, num_keys, strict=True)])
+            queries = queries.view(-1, len(self.heads), self._head_dim)
+            speaking = self._assembled(queries, self._at.query_turns)[self._at.rows]
+        keys = _of_heads(keys, self._kv_of)
+        best = best_blocks(speaking, keys, self._at.begins, self._at.rows, self.rule.width)
+        return (best - self._at.begins[:, None]).int()
+
+    def _assembled(self, entries: torch.Tensor, turns: _Turns) -> torch.Tensor:
+        """(blocks, heads, D): the sums of whole blocks. Parts on several ranks are added in the order of positions."""
+        total = entries.new_zeros(self.plan.num_blocks, *entries.shape[1:])
+        for chosen, blocks in turns:
+            total[blocks] += entries[chosen]  # within a turn each block occurs at most once
+        return total
+
+    def _num_key_elements(self, peer: int) -> int:
+        return len(self.plan.keys[self._cp_rank].chunks[peer]) * self._num_kv * self._head_dim
+
+    def _num_query_elements(self, peer: int) -> int:
+        return len(self.plan.queries[self._cp_rank].chunks[peer]) * len(self.heads) * self._head_dim
+
+
+@dataclass(frozen=True, eq=False)
+class _DevicePlan:
+    """A rank's part of a `RoutingPlan`, as index tensors on a device."""
+
+    keys_given: tuple[torch.Tensor, ...]
+    queries_given: tuple[torch.Tensor, ...]
+    key_turns: _Turns
+    query_turns: _Turns
+    rows: torch.Tensor
+    begins: torch.Tensor
+    speakers: torch.Tensor
+
+
+@lru_cache(maxsize=32)
+def _on_device(
+    layout: Layout, documents: tuple[Range, ...], rule: TopK, cp_rank: int, device: torch.device
+) -> _DevicePlan:
+    plan: RoutingPlan = plan_routing(layout, documents, rule)
+
+    def index(positions: Positions) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(positions)).to(device)
+
+    def turns(received: SentBlocks) -> _Turns:
+        return tuple((index(entries), index(blocks)) for entries, blocks in received.turns)
+
+    return _DevicePlan(
+        tuple(index(received.chunks[cp_rank]) for received in plan.keys),
+        tuple(index(received.chunks[cp_rank]) for received in plan.queries),
+        turns(plan.keys[cp_rank]), turns(plan.queries[cp_rank]),
+        index(plan.rows[cp_rank]), index(plan.begins[cp_rank]), index(plan.speakers[cp_rank]),
+    )  # fmt: skip
+
+
+def chunk_sums(x: torch.Tensor, spans: Sequence[Range]) -> torch.Tensor:
+    """(len(spans), H, D) fp64: sums of x (S, H, D) over consecutive spans that cover it.
+
+    In fp64 sums of bf16, and most sums of fp32, are exact, so their order does not matter.
+    """
+    lengths = {stop - start for start, stop in spans}
+    if len(lengths) == 1:
+        return x.unflatten(0, (len(spans), lengths.pop())).sum(1, dtype=torch.float64)
+    sums = [x[start:stop].sum(0, dtype=torch.float64) for start, stop in spans]
+    return torch.stack(sums) if sums else x.new_empty(0, *x.shape[1:], dtype=torch.float64)
+
+
+def best_blocks(
+    speaking: torch.Tensor, keys: torch.Tensor, begins: torch.Tensor, rows: torch.Tensor, width: int
+) -> torch.Tensor:
+    """(H, R, width) int64, ascending: for row i the highest-scoring blocks from begins[i] to rows[i] - 1.
+
+    `speaking` (R, H, D), the routing queries, and `keys` (N, H, D) are fp64; `begins` and `rows` are (R,). Ties in fp32
+    go to the earlier block. Rows with fewer than `width` such blocks are filled up with other blocks.
+    """
+    num_blocks, num_heads = keys.size(0), keys.size(1)
+    at = torch.arange(num_blocks, device=keys.device)
+    by_head = keys.permute(1, 2, 0).contiguous()
+    strip = max(1, _STRIP_ELEMENTS // max(1, num_blocks * num_heads))
+    found = [keys.new_empty(num_heads, 0, width, dtype=torch.int64)]
+    for some, begin, row in zip(speaking.split(strip), begins.split(strip), rows.split(strip), strict=True):
+        # Map fp32 scores to integers of the same order, made distinct by block number: ties do not depend on topk.
+        bits = torch.matmul(some.transpose(0, 1), by_head).float().view(torch.int32).long()
+        order = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits) * num_blocks - at
+        past = (at >= begin[:, None]) & (at < row[:, None])
+        order.masked_fill_(~past, torch.iinfo(torch.int64).min)
+        found.append(order.topk(width, dim=-1).indices.sort(dim=-1).values)
+    return torch.cat(found, dim=1)
+
+
+def choose_blocks(mean_q: torch.Tensor, mean_k: torch.Tensor, rows: list[int], top_k: int) -> torch.Tensor:
+    """Bool (H, len(rows), n): for each query block in `rows` its own block and the best `top_k` - 1 past blocks.
+
+    `mean_q` (n, H, D) are the blocks' routing queries, `mean_k` (n, Hkv, D) their mean keys. The same choice as
+    `Router`, on one process.
+    """
+    sharing, num_blocks = mean_q.size(1) // mean_k.size(1), mean_k.size(0)
+    own = torch.tensor(rows, dtype=torch.int64, device=mean_q.device)
+    keys = mean_k.double().repeat_interleave(sharing, dim=1)
+    width = min(top_k - 1, num_blocks)
+    best = best_blocks(mean_q[own].double(), keys, torch.zeros_like(own), own, width)
+    chosen = torch.zeros(mean_q.size(1), len(rows), num_blocks, dtype=torch.bool, device=own.device)
+    chosen = chosen.scatter_(-1, best, True) & (torch.arange(num_blocks, device=own.device) < own[:, None])
+    chosen[:, torch.arange(len(rows), device=own.device), own] = True
+    return chosen
+
+
+def _of_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
+    """x[:, heads] for x (n, H, D), without an index tensor that would have to be copied to the device."""
+    return x if heads == tuple(range(x.size(1))) else torch.stack([x[:, head] for head in heads], dim=1)
