@@ -91,6 +91,35 @@ def architecture() -> str:
     return svg(960, 490, parts)
 
 
+def attention() -> str:
+    """How one attention call goes from its pattern to its merged result, with the files that do it."""
+
+    def at(x: float, y: float, lines: list[str], color: str = INK) -> str:
+        return box(x, y, 200, 78, lines, color)
+
+    parts = [
+        text(120, 24, "what is seen", 12, GREY), text(360, 24, "who computes and sends what", 12, GREY),
+        text(600, 24, "one pass", 12, GREY), text(840, 24, "one tile", 12, GREY),
+        at(20, 40, ["pattern", "patterns/rules.py", "patterns/families.py", "patterns/parse.py"]),
+        at(20, 160, ["layout", "layouts/layout.py", "layouts/placement.py", "autolayout/ chooses"]),
+        at(260, 100, ["schedule", "plan/schedule.py", "plan/sparse_schedule.py", "hops, ranges, bytes"]),
+        at(260, 250, ["rank's plan", "plan/rank_plan.py", "plan/sparse_blocks.py", "stages, calls, pieces"]),
+        at(500, 100, ["ring", "ring.py", "sparse_ring.py, block_pass.py", "one loop over stages"], BLUE),
+        at(500, 250, ["exchange", "comm/exchange.py", "comm/packed_exchange.py", "pieces of K/V, of dK/dV"], BLUE),
+        at(740, 100, ["kernel", "kernels/registry.py", "kernels/sparse_registry.py", "kernels/adapters/"], GREEN),
+        at(740, 250, ["merge", "merge.py, gradients.py", "fused_merge.py on GPUs", "(out, lse) in fp32"], GREEN),
+        line("M220 79 L260 119"), line("M220 199 L260 159"),
+        line("M360 178 L360 250"),
+        line("M460 289 L500 160"), text(474, 216, "calls", 11, GREY, "end"),
+        line("M460 300 L500 300"), text(480, 318, "pieces", 11, GREY),
+        line("M600 250 L600 178", both=True), text(610, 218, "K/V of a stage", 11, GREY, "start"),
+        line("M700 139 L740 139"), text(720, 130, "tile", 11, GREY),
+        line("M840 178 L840 250"), text(850, 218, "out, lse", 11, GREY, "start"),
+        line("M740 276 L700 178"),
+    ]  # fmt: skip
+    return svg(960, 350, parts)
+
+
 def loss_curve(data: dict[str, Any]) -> str:
     """The losses of the killed run over those of the undisturbed one, with the recovery marked."""
     killed, calm = ([float.fromhex(value) for value in data[name]] for name in ("killed", "undisturbed"))
@@ -150,7 +179,7 @@ def read_runs(killed: Path, undisturbed: Path) -> dict[str, Any]:
 
 def pictures() -> dict[str, str]:
     data = json.loads((HERE / "loss_curve.json").read_text(encoding="utf-8"))
-    return {"architecture.svg": architecture(), "loss_curve.svg": loss_curve(data)}
+    return {"architecture.svg": architecture(), "attention.svg": attention(), "loss_curve.svg": loss_curve(data)}
 
 
 if __name__ == "__main__":

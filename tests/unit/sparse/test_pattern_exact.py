@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from elastic_ring.attention.kernels.adapters import masked_cpu
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import balanced, residue_class, striped
+from elastic_ring.attention.patterns import families, parse
 from elastic_ring.attention.patterns.rules import Dense
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
@@ -187,3 +190,19 @@ def test_a_kernel_with_wrong_gradients_or_values_is_refused_by_its_self_test(
     monkeypatch.undo()
     masked_cpu.self_test.cache_clear()
     assert SparseRingAttention(schedule, 0, None)(x, x, x).shape == x.shape
+
+
+def test_the_pattern_that_the_docs_add_needs_what_they_show_and_no_more(
+    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page's class as it stands, under its short form, on a ring of three, against a mask spelled out."""
+    page = Path(__file__).parents[3].joinpath("docs", "attention.md").read_text(encoding="utf-8")
+    made = re.search(r"```python\n(.*?)```.*?`(\"checkered\": .*?)`", page, re.DOTALL)
+    assert made is not None
+    names = {**vars(parse), **vars(families)}
+    exec(made[1], names)
+    monkeypatch.setattr(parse, "_FAMILIES", {**parse._FAMILIES, **eval(f"{{{made[2]}}}", names)})
+    ((rule,),) = [group.rules for group in parse.parse_pattern("checkered:unit=4").groups]
+    assert str(rule).startswith("checkered")
+    case = SparseCase((rule,), (lambda q, k: (q // 4 - k // 4) % 2 == 0,) * 4, zigzag(67, 3), (0, 22))
+    check(case, rings)
