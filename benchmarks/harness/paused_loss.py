@@ -1,4 +1,4 @@
-"""Losses that wait: how a bench pauses or slows a run's steps without the run's knowledge."""
+"""A loss that waits: how a bench pauses a run's steps without the run's knowledge."""
 
 from __future__ import annotations
 
@@ -24,16 +24,3 @@ class PausedLoss:
         while os.path.exists(self._path):
             time.sleep(POLL_S)
         return language_model_loss(model, batch)
-
-
-class SlowUntil:
-    """`loss`, computed `wait_s` later for as long as `path` does not exist."""
-
-    def __init__(self, loss: Any, path: str, wait_s: float) -> None:
-        self._loss, self._path, self._wait_s = loss, path, wait_s
-
-    def __call__(self, model: Any, batch: Batch) -> tuple[Tensor, int]:
-        if not os.path.exists(self._path):
-            time.sleep(self._wait_s)
-        loss: tuple[Tensor, int] = self._loss(model, batch)
-        return loss

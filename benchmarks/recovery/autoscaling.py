@@ -8,196 +8,36 @@ cluster without a node, starts, grows to max_dp; a node is drained with notice; 
 have one node; two again; the run is told to keep one ring, and leaves a node; it ends, and every node goes. Nobody but
 the run asks the autoscaler for anything. The samples must be those that the order gives, whatever the cluster.
 
-Steps are slowed (the user's loss waits) until the last change is seen, so that the run lasts as long as the story.
+The story is that of the drill `autoscaling` (elastic_ring/cli/drills/autoscaling.py), with the benches' small model.
 Exits 1 where something does not happen in time, a step is lost to a notice, or the samples differ.
 """
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import tempfile
-import threading
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import ray
-
 from benchmarks.harness import results, runs
 from benchmarks.harness.arguments import bench_parser
-from benchmarks.harness.autoscaling import AutoscalingCluster
-from benchmarks.harness.paused_loss import SlowUntil
-from elastic_ring import ElasticRingTrainer, ScalingConfig
-from elastic_ring.attention.layouts.layout import make_layout
-from elastic_ring.data.loader import consumed_digest, slice_sample
-from elastic_ring.data.source import open_source
-from elastic_ring.runtime.coordinator.recorder import samples_text
-from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
-from elastic_ring.runtime.driver.drain import give_notice
-from elastic_ring.runtime.driver.scale import scale
-from elastic_ring.trainer import training_order
+from elastic_ring.cli.drills import autoscaling
+from elastic_ring.cli.drills.autoscaling import STEP_S, STEPS, SlowUntil, Timeline
 
-NAME, PORT = "autoscaling", 7511
-CP, MAX_DP, CPUS_PER_NODE = 2, 2, 2
-STEPS, STEP_S, IDLE_S = 240, 0.8, 4.0
-NOTICE_S = 30.0
-LIMIT_S = 180.0
-GONE_S = 60.0
-
-
-@dataclass
-class Timeline:
-    """What happened when, in seconds since the submission. `samples`: (time, nodes, members, workers asked for)."""
-
-    samples: list[tuple[float, int, int, int]] = field(default_factory=list)
-    events: list[tuple[float, str]] = field(default_factory=list)
-    begun_at: float = field(default_factory=time.monotonic)
-
-    def now(self) -> float:
-        return round(time.monotonic() - self.begun_at, 2)
-
-    def note(self, what: str) -> None:
-        self.events.append((self.now(), what))
-        results.show(f"{self.now():7.1f} s  {what}")
-
-
-class Story:
-    """The changes of the cluster, one after the other, seen from outside the run."""
-
-    def __init__(self, cluster: AutoscalingCluster, timeline: Timeline, gate: Path) -> None:
-        self._cluster, self._timeline, self._gate = cluster, timeline, gate
-
-    def tell(self, run: runs.Watcher) -> None:
-        try:
-            self._change(run)
-        finally:
-            self._gate.touch()
-
-    def _change(self, run: runs.Watcher) -> None:
-        timeline, cluster = self._timeline, self._cluster
-        self._until_mesh(run, 1, "first mesh")
-        self._until_mesh(run, MAX_DP, "grown to max_dp")
-        leaving = nodes_of(run)[-1]
-        timeline.note("notice for a node")
-        give_notice(leaving, NOTICE_S)
-        self._until_mesh(run, 1, "handed over")
-        run.until("the drained node is gone", lambda: leaving not in cluster.nodes() or None, LIMIT_S)
-        timeline.note("drained node gone")
-        self._until_mesh(run, MAX_DP, "grown again")
-        timeline.note(f"a node is killed, {cluster.kill_node(nodes_of(run)[0])} processes")
-        self._until_mesh(run, 1, "goes on with one ring")
-        self._until_mesh(run, MAX_DP, "grown again")
-        timeline.note("the cluster may have one node only")
-        cluster.set_max_nodes(1)
-        self._until_mesh(run, 1, "shrunk to min_dp")
-        run.until("one node", lambda: len(cluster.nodes()) == 1 or None, LIMIT_S)
-        run.more_steps(5)
-        timeline.note("the cluster may have two nodes again")
-        cluster.set_max_nodes(2)
-        self._until_mesh(run, MAX_DP, "grown again")
-        run.more_steps(5)
-        timeline.note("the run is told to keep one ring")
-        scale(NAME, 1, None)
-        self._until_mesh(run, 1, "shrunk by itself")
-        run.until("the other node is gone", lambda: cluster.nodes() == nodes_of(run) or None, LIMIT_S)
-        timeline.note("the node that the run has left is gone, the last steps")
-
-    def _until_mesh(self, run: runs.Watcher, dp: int, what: str) -> None:
-        def found() -> bool | None:
-            status = run.status()
-            return True if status.get("phase") == "running" and status["mesh"] == {"dp": dp, "cp": CP} else None
-
-        run.until(f"{what} (dp={dp})", found, LIMIT_S)
-        self._timeline.note(f"{what}: dp={dp}, step {len(run.steps())}")
-
-    def sample(self, folder: Path, over: threading.Event) -> None:
-        """Look at cluster and run, until `over`."""
-        own = runs.Watcher(folder, over, 0)
-        while not over.wait(0.25):
-            asked = [line["num_workers"] for line in own.journal() if line.get("note") == "demand"]
-            members = len(own.status().get("members", ()))
-            self._timeline.samples.append(
-                (self._timeline.now(), len(self._cluster.nodes()), members, asked[-1] if asked else 0)
-            )
-
-
-def nodes_of(run: runs.Watcher) -> list[str]:
-    """The members' nodes by rank, each once."""
-    return list(dict.fromkeys(member["node"] for member in run.status()["members"]))
-
-
-def trainer_of(folder: Path, gate: Path) -> ElasticRingTrainer:
-    loss = SlowUntil(runs.small_loss, str(gate), STEP_S)
-    options = ScalingConfig(
-        dp=1, cp=CP, spares=0, min_dp=1, max_dp=MAX_DP, wait_for_resources_s=LIMIT_S,
-        resources_per_worker={"CPU": 1.0},
-    )  # fmt: skip
-    return runs.small_trainer(folder, NAME, steps=STEPS, loss=loss, check_model=False, scaling=options)
-
-
-def expected_samples(trainer: ElasticRingTrainer) -> str:
-    """`samples_sha256` of the run, from the order of samples and the data alone: one rank, no cluster."""
-    task, total = trainer.task, hashlib.sha256()
-    order, source = training_order(task), open_source(task.data)
-    layout = make_layout("contiguous", task.step.context_tokens, 1)
-    for step in range(task.step.steps):
-        slices = [
-            slice_sample(source.read(sample), layout, 0, sample_id=sample, index_in_batch=index)
-            for index, sample in enumerate(order.sample_ids(step))
-        ]
-        total.update(f"{step}:{samples_text(consumed_digest(step, slices))}\n".encode())
-    return total.hexdigest()
+NAME = "autoscaling"
 
 
 def changing_run(folder: Path, timeline: Timeline) -> tuple[dict[str, Any], list[str]]:
-    """(summary, each bound that does not hold, in words) of the run on the autoscaling cluster."""
+    """(summary, each bound that does not hold, in words) of the benches' small run on the autoscaling cluster."""
     gate = folder / "gate"
-    trainer = trainer_of(folder, gate)
-    with AutoscalingCluster(folder, PORT, cpus_per_node=CPUS_PER_NODE, max_nodes=MAX_DP, idle_s=IDLE_S) as cluster:
-        ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-        try:
-            assert cluster.nodes() == []
-            timeline.begun_at = time.monotonic()
-            timeline.note("submitted to an empty cluster")
-            story, over = Story(cluster, timeline, gate), threading.Event()
-            sampler = threading.Thread(target=story.sample, args=(trainer.run_config.folder, over), daemon=True)
-            sampler.start()
-            runs.train_while(trainer, story.tell, to_the_end=True)
-            timeline.note("run ended")
-            deadline = time.monotonic() + GONE_S
-            while cluster.nodes() and time.monotonic() < deadline:
-                time.sleep(0.25)
-            over.set()
-            sampler.join()
-            timeline.samples.append((timeline.now(), len(cluster.nodes()), 0, 0))
-            timeline.note(f"{len(cluster.nodes())} node(s) left")
-            summary = runs.summary_of(trainer)
-            return summary, missed(timeline, summary, expected_samples(trainer), left_behind(NAME))
-        finally:
-            ray.shutdown()
-
-
-def missed(timeline: Timeline, summary: dict[str, Any], expected: str, left: list[str]) -> list[str]:
-    """Each bound that does not hold, in words."""
-    told = []
-    if timeline.samples[-1][1]:
-        told.append(f"{timeline.samples[-1][1]} node(s) were still there {GONE_S:.0f} s after the end")
-    if summary["samples_sha256"] != expected:
-        told.append("the samples are not those of the order")
-    drained = [recovery for recovery in summary["recoveries"] if "drained" in recovery["cause"]]
-    if not drained or any(recovery["steps_rerun"] or recovery["steps_undone"] for recovery in drained):
-        told.append(f"a notice cost a step, or was not seen: {drained}")
-    undone = [recovery for recovery in summary["recoveries"] if recovery["steps_undone"]]
-    if undone:
-        told.append(f"committed steps were undone: {undone}")
-    if left:
-        told.append(f"left behind: {left}")
-    return told
+    trainer = runs.small_trainer(
+        folder, NAME, steps=STEPS, loss=SlowUntil(runs.small_loss, str(gate), STEP_S), check_model=False,
+        scaling=autoscaling.scaling(),
+    )  # fmt: skip
+    return autoscaling.changing_run(folder, trainer, gate, timeline)
 
 
 def main() -> int:

@@ -69,7 +69,7 @@ def _freeze_once(run: runs.Watcher, number: int) -> dict[str, float]:
         os.close(pidfd)
     if not gone:
         os.kill(pid, signal.SIGCONT)
-        raise runs.BenchFailed(f"rank {rank} (pid {pid}) was stopped for 60 s and nothing noticed")
+        raise runs.WatchFailed(f"rank {rank} (pid {pid}) was stopped for 60 s and nothing noticed")
     step = run.first_step_of(status["generation"])
     noticed_s = min(line["now"] for line in run.events("WorkerLost", "MemberFailed") if line["now"] > wall_s) - wall_s
     row = {

@@ -220,7 +220,7 @@ def one_after_another(
     # A GPU's memory is free when the process that held it is gone.
     _, alive = psutil.wait_procs(processes, timeout=ENDING_S)
     if alive:
-        raise runs.BenchFailed(f"processes of the plain loop have not ended within {ENDING_S:.0f} s: {alive}")
+        raise runs.WatchFailed(f"processes of the plain loop have not ended within {ENDING_S:.0f} s: {alive}")
     results.show("  the plain loop is done")
 
     def watch(run: runs.Watcher) -> list[tuple[float, float]]:

@@ -120,7 +120,7 @@ class Soak:
             run.more_steps(1)
         took_s = time.monotonic() - begun_s
         if psutil.wait_procs(victims, timeout=RECOVERED_WITHIN_S)[1]:  # a stopped spare must be detected too
-            raise runs.BenchFailed(f"{kind} got {number.name} and still runs")
+            raise runs.WatchFailed(f"{kind} got {number.name} and still runs")
         self.injections.append(
             {"kind": kind, "signal": number.name, "step": len(run.steps()), "back_s": round(took_s, 3)}
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -14,11 +16,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import psutil
 import pytest
 import ray
 import yaml
 
 from elastic_ring.errors import UserCodeFailed
+from elastic_ring.monitor.journal import read
 from tests.ray.conftest import ALONE, tiny_trainer, wait_for
 from tests.unit.deploy.tools import DEPLOY, program
 
@@ -123,3 +127,31 @@ def test_a_run_that_fails_reaches_the_pager_and_only_it(
         "alertname": "ElasticRingRunFailed", "run": NAME, "severity": "page",
     }  # fmt: skip
     assert alert["annotations"]["summary"] == f"Run {NAME} has ended with an error."
+
+
+@pytest.mark.slow
+def test_a_drill_makes_its_alert_fire_says_what_to_look_at_and_leaves_nothing(tmp_path: Path) -> None:
+    """That of the connections which break though nobody dies: three times, for real, in a Ray of the drill's own."""
+    program("prometheus", "Debian: prometheus")
+    command = [sys.executable, "-m", "elastic_ring", "drill", "alert", "ElasticRingCommunicationErrors",
+               "--rules", str(MONITORING / "rules.yml"), "--storage-path", str(tmp_path)]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MARK_OF_THIS_TEST", tmp_path.name)  # every process of the drill inherits it
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, severity, *rest = done.stdout.splitlines()
+    assert re.fullmatch(r"ElasticRingCommunicationErrors fires: Exchanges of run \S+ broke 3 times within .*", first)
+    assert severity == "severity: ticket"
+    assert rest[0].startswith("- **Look at**: the peer that the recovery lines name.")
+    (folder,) = tmp_path.glob("ElasticRing*")
+    notes = [line["recovery"] for line in read(folder / "journal.jsonl") if line.get("note") == "recovery"]
+    assert [note["kind"] for note in notes] == ["peer"] * 3
+    assert all(note["survivor_pids_kept"] for note in notes)
+    assert [process for process in psutil.process_iter() if _is_marked(process, tmp_path.name)] == []
+
+
+def _is_marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get("MARK_OF_THIS_TEST") == mark and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

@@ -1,4 +1,4 @@
-"""A run on a real autoscaling cluster, from an empty cluster to an empty one; the story is that of the bench."""
+"""A run on a real autoscaling cluster, from an empty cluster to an empty one; the story is that of the drill."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from benchmarks.recovery.autoscaling import MAX_DP, Timeline, changing_run
+from benchmarks.recovery.autoscaling import changing_run
+from elastic_ring.cli.drills.autoscaling import MAX_DP, Timeline
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ import pytest
 import yaml
 from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
+from elastic_ring.cli.drills.alerts import DRILLS
+from elastic_ring.cli.drills.prometheus import faster, rule_of
 from elastic_ring.monitor.metrics_table import OF_RAY, TABLE
 from tests.unit.deploy.tools import DEPLOY, ROOT, program, promtool
 
@@ -92,6 +94,32 @@ def test_every_alert_has_a_test_in_which_it_fires_a_section_in_the_runbook_and_a
     for alert in alerts():
         assert alert["annotations"]["runbook"] == f"docs/runbook.md#{alert['alert'].lower()}"
         assert alert["labels"]["severity"] in ("page", "ticket")
+
+
+def test_the_runbook_names_the_drill_of_each_alert_that_has_one_and_no_other() -> None:
+    runbook = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^### (ElasticRing\w+)\n(.*?)(?=^##|\Z)", runbook, re.MULTILINE | re.DOTALL)
+    named = {name: re.findall(r"drill alert (\w+)", section) for name, section in sections}
+    assert {name: found for name, found in named.items() if found} == {name: [name] for name in DRILLS}
+
+
+def test_the_rules_of_the_drills_are_accepted_by_prometheus_and_have_shorter_times(tmp_path: Path) -> None:
+    for name, drill in DRILLS.items():
+        measured = drill.measured() if drill.measured is not None else ()
+        rule = faster(rule_of(RULES, name), drill.speed, (*drill.constants, *measured))
+        assert not re.search(r"\d[mh][\]:\n]", rule), rule
+        (tmp_path / f"{name}.yml").write_text(f"groups:\n  - name: drill\n    rules:\n{rule}")
+    checked = promtool("check", "rules", *sorted(tmp_path.glob("*.yml")))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_a_drills_rule_is_refused_where_the_rule_has_changed() -> None:
+    rule = rule_of(RULES, "ElasticRingNoProgress")
+    assert "20 * max" in faster(rule, 60.0, [("600", "10")])
+    with pytest.raises(ValueError, match="'601' 0 times"):
+        faster(rule, 60.0, [("601", "10")])
+    with pytest.raises(ValueError, match="no alert 'ElasticRingNothing'"):
+        rule_of(RULES, "ElasticRingNothing")
 
 
 @pytest.mark.parametrize("text", [RULES, RULES_TEST, DASHBOARD], ids=["rules", "rules_test", "dashboard"])

@@ -20,7 +20,7 @@ FILES = {
     "bits": "env_fingerprint", "contexts": "cuda_contexts", "opening": "startup", "ending": "shutdown",
     "remembered": "cached", "own_sums": "kv_grad_accumulation", "readers": "query_index", "rehearsal": "warmup",
     "summaries": "block_means", "picture": "plot", "spec": "parse", "machine": "cost_model", "pieces": "fused_ops",
-    "drills": "harness", "rungs": "fidelity", "attending": "attention_context", "injection": "faults",
+    "rungs": "fidelity", "attending": "attention_context", "injection": "faults",
 }  # fmt: skip
 CLASSES = {
     "Audience": "DriverFeed", "Card": "WorkerSpec", "Charter": "RunSpec", "Chip": "Gpu", "Chronicle": "RunRecorder",

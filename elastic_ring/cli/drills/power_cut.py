@@ -6,22 +6,18 @@ import argparse
 import json
 import logging
 import math
-import os
 import random
 import secrets
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from elastic_ring.config import RunConfig, environment
+from elastic_ring.cli.drills.processes import LOOK_S, kill_everything, start_training
+from elastic_ring.config import RunConfig
 from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, read_metrics
 from elastic_ring.runtime import run_storage
 from elastic_ring.state.checkpoints.checkpoint import committed
@@ -29,8 +25,6 @@ from elastic_ring.state.storage.folder import Storage
 
 log = logging.getLogger(__name__)
 
-MARK = "ELASTIC_RING_DRILL"  # in the environment of every process of the run that is cut
-LOOK_S = 0.02
 RUN_S = 900.0
 
 
@@ -115,14 +109,12 @@ def _cut(watched: Watched, options: argparse.Namespace, delay_s: float) -> Cut:
 def _start(
     watched: Watched, options: argparse.Namespace, *, every: int, token: str = ""
 ) -> subprocess.Popen[bytes]:  # fmt: skip
-    command = [
-        sys.executable, "-m", "elastic_ring", "train", *options.train, "--steps", str(options.steps),
-        "--run-name", watched.run.name, "--storage-path", options.storage_path,
-        "--checkpoint-every-steps", str(every),
+    arguments = [
+        *options.train, "--steps", str(options.steps), "--run-name", watched.run.name,
+        "--storage-path", options.storage_path, "--checkpoint-every-steps", str(every),
     ]  # fmt: skip
-    given = {**environment(), MARK: token, "RAY_ADDRESS": "local"}  # a cluster that others use is not for cutting
-    with watched.log_path.open("ab") as told:
-        return subprocess.Popen(command, env=given, stdout=told, stderr=told)
+    # A cluster that others use is not for cutting.
+    return start_training(arguments, watched.log_path, token, {"RAY_ADDRESS": "local"})
 
 
 def _wait(process: subprocess.Popen[bytes], watched: Watched) -> dict[str, Any]:
@@ -134,29 +126,6 @@ def _wait(process: subprocess.Popen[bytes], watched: Watched) -> dict[str, Any]:
         )
     summary: dict[str, Any] = json.loads((watched.look() / SUMMARY_NAME).read_text())
     return summary
-
-
-def kill_everything(token: str) -> int:
-    """SIGKILL every process whose environment has the token, again until none is left; how many there were."""
-    killed: set[int] = set()
-    while found := [
-        process for process in psutil.process_iter() if process.pid != os.getpid() and _has(process, token)
-    ]:
-        for process in found:
-            killed.add(process.pid)
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
-        time.sleep(LOOK_S)
-    return len(killed)
-
-
-def _has(process: psutil.Process, token: str) -> bool:
-    try:
-        return process.environ().get(MARK) == token and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def _told(

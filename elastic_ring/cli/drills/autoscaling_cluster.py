@@ -18,8 +18,10 @@ from typing import Any
 
 import psutil
 
-from benchmarks.harness.results import ROOT
+from elastic_ring.config import environment
 
+ROOT = Path(__file__).resolve().parents[3]
+"""Where the workers find this package, installed or not."""
 ADDRESS = "127.0.0.1"
 HEAD_ID = "f" * 51 + "00000"
 NODE_ID = "RAY_OVERRIDE_NODE_ID_FOR_TESTING"  # in the environment of each node's processes
@@ -62,17 +64,17 @@ class AutoscalingCluster:
         new.replace(self._config)  # the autoscaler must not read half of it
 
     def __enter__(self) -> AutoscalingCluster:
-        environment = {
-            **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_FAKE_CLUSTER": "1",
+        variables = {
+            **environment(), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_FAKE_CLUSTER": "1",
             "RAY_enable_autoscaler_v2": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
-            NODE_ID: HEAD_ID, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            NODE_ID: HEAD_ID, "PYTHONPATH": os.pathsep.join([str(ROOT), environment().get("PYTHONPATH", "")]),
         }  # fmt: skip
         with (self._folder / "head.log").open("wb") as log:
             self._head = subprocess.Popen(
                 [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={self._port}",
                  f"--node-ip-address={ADDRESS}", "--num-cpus=0", "--include-dashboard=false",
                  f"--autoscaling-config={self._config}", f"--temp-dir={self._folder / 'ray'}"],
-                env=environment, stdout=log, stderr=log,
+                env=variables, stdout=log, stderr=log,
             )  # fmt: skip
         self._until("the head", lambda: "Ray runtime started" in (self._folder / "head.log").read_text())
         return self
@@ -102,15 +104,14 @@ class AutoscalingCluster:
         return []
 
     def nodes(self) -> list[str]:
-        """Ids of the nodes that live, the head left out. For a process that is connected to the cluster."""
-        import ray
-
-        return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != HEAD_ID)
+        """Ray's ids of the nodes whose raylet lives, the head left out."""
+        raylets = [process for process in self._own() if _name(process) == "raylet"]
+        return sorted({str(_variables(raylet).get(NODE_ID, HEAD_ID)) for raylet in raylets} - {HEAD_ID})
 
     def kill_node(self, node: str) -> int:
         """SIGKILL a node's raylet and all that it has started, as when a machine fails; how many processes it were."""
-        killed = [process for process in self._own() if _environment(process).get(NODE_ID) == node]
-        raylets = [process for process in killed if process.name() == "raylet"]
+        killed = [process for process in self._own() if _variables(process).get(NODE_ID) == node]
+        raylets = [process for process in killed if _name(process) == "raylet"]
         assert raylets, f"node {node} has no raylet"
         for process in [*raylets, *(child for one in raylets for child in one.children(recursive=True))]:
             with suppress(psutil.NoSuchProcess):
@@ -118,7 +119,14 @@ class AutoscalingCluster:
         return len(killed)
 
 
-def _environment(process: psutil.Process) -> dict[str, Any]:
+def _name(process: psutil.Process) -> str:
+    """Empty for a process that is gone, or that nobody has waited for."""
+    with suppress(psutil.NoSuchProcess):
+        return "" if process.status() == psutil.STATUS_ZOMBIE else str(process.name())
+    return ""
+
+
+def _variables(process: psutil.Process) -> dict[str, Any]:
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         return dict(process.environ())
     return {}

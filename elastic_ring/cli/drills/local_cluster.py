@@ -1,0 +1,99 @@
+"""A Ray cluster of a drill's own on this machine: a head and further nodes, each with as many CPUs as it is given."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from elastic_ring.cli.drills.processes import LOOK_S, MARK, kill_everything
+from elastic_ring.config import environment
+
+HOST = "127.0.0.1"
+START_S = 120.0
+OPEN = {"RAY_AUTH_MODE": "disabled"}
+"""For whoever connects, too: else it depends on what this machine has been used for."""
+
+
+class LocalCluster:
+    """`folder` must have a short path, as Ray puts sockets there. Use as a context; what it started is killed."""
+
+    def __init__(self, folder: Path, cpus: Sequence[int], token: str) -> None:
+        """`cpus` of each node, the head first."""
+        self._folder, self._cpus, self._token = folder, cpus, token
+        self._nodes: list[subprocess.Popen[bytes]] = []
+        self.address = ""
+        self.metrics: list[str] = []
+        """HOST:PORT of each node, where Prometheus reads."""
+
+    def __enter__(self) -> LocalCluster:
+        try:
+            for cpus in self._cpus:
+                self.add_node(cpus)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        kill_everything(self._token)
+        for node in self._nodes:
+            node.wait()
+
+    def add_node(self, cpus: int) -> None:
+        """One more node; the first is the head."""
+        port, metrics = free_ports(2)
+        joins = [f"--address={self.address}"]
+        if not self._nodes:
+            self.address = f"{HOST}:{port}"
+            joins = ["--head", f"--port={port}", f"--temp-dir={self._folder}", "--include-dashboard=false"]
+        self.metrics.append(f"{HOST}:{metrics}")
+        self._start([*joins, f"--num-cpus={cpus}", f"--metrics-export-port={metrics}"])
+
+    def _start(self, arguments: Sequence[str]) -> None:
+        index = len(self._nodes)
+        log = self._folder.parent / f"node-{index}.log"
+        variables = {
+            **environment(), **OPEN, MARK: self._token, "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_memory_usage_threshold": "0.98",
+        }  # fmt: skip
+        variables.pop("RAY_ADDRESS", None)
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={HOST}"]
+        with log.open("wb") as told:
+            self._nodes.append(subprocess.Popen([*command, *arguments], env=variables, stdout=told, stderr=told))
+        deadline = time.monotonic() + START_S
+        while "Ray runtime started" not in (said := log.read_text(errors="replace")):
+            if self._nodes[-1].poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"elastic-ring drill: node {index} of the drill's Ray did not start:\n{said[-2000:]}")
+            time.sleep(LOOK_S)
+
+    def end_node(self, index: int) -> None:
+        """SIGTERM, as before a machine is taken away: Ray drains the node for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S."""
+        self._nodes[index].terminate()
+
+    def kill_node(self, index: int) -> None:
+        """SIGKILL a node's Ray and all that it has started, as when a machine fails."""
+        with suppress(psutil.NoSuchProcess):
+            node = psutil.Process(self._nodes[index].pid)
+            for process in [node, *node.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    probes = [socket.socket() for _ in range(number)]
+    try:
+        for probe in probes:
+            probe.bind((HOST, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()

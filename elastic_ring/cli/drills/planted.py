@@ -1,0 +1,205 @@
+"""What the alert drills plant: real signals, cut connections, files in the way, memory that is taken.
+
+Each function gets the scene of a run that trains, and returns when the fault is planted; what has to go on longer goes
+on in a thread until the scene is over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from elastic_ring.cli.drills.local_cluster import LocalCluster
+from elastic_ring.cli.drills.processes import LOOK_S, MARK, marked
+from elastic_ring.config import RunConfig, environment
+from elastic_ring.monitor.host_memory import HostMemory
+from elastic_ring.monitor.metrics import METRICS_NAME, read_status
+
+GONE_ON_S = 120.0
+STOPPED_S, RUNNING_S = 0.1, 0.025
+"""Much less than a step, so that every step takes five times as long."""
+PIDFD_GETFD = 438  # the number of the system call on every architecture that has it
+BALLAST = 0.06
+"""Of the node's memory."""
+
+
+@dataclass
+class Scene:
+    """A run on a cluster of the drill's own, seen from outside."""
+
+    run: RunConfig
+    cluster: LocalCluster
+    training: subprocess.Popen[bytes]
+    token: str
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def status(self) -> dict[str, Any]:
+        return dict(read_status(self.run.folder) or {})
+
+    def num_steps(self) -> int:
+        path = self.run.folder / METRICS_NAME
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def members(self) -> list[int]:
+        """PIDs of the members by rank."""
+        found = sorted(self.status().get("members", ()), key=lambda member: int(member["global_rank"]))
+        return [int(member["pid"]) for member in found]
+
+    def actors(self, kind: str) -> list[psutil.Process]:
+        """The live processes of the drill that hold an actor of this class."""
+        found = []
+        for process in marked(self.token):
+            with suppress(psutil.Error, IndexError):
+                if process.cmdline()[0].startswith(f"ray::{kind}"):
+                    found.append(process)
+        return found
+
+    def until(self, what: str, holds: Callable[[], bool]) -> None:
+        """Wait until it holds. Ends the drill when the training ends, or GONE_ON_S are over."""
+        deadline = time.monotonic() + GONE_ON_S
+        while not holds():
+            if self.training.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"elastic-ring drill: {what} has not happened; look at {self.run.folder}")
+            time.sleep(LOOK_S)
+
+    def more_steps(self, number: int) -> None:
+        goal = self.num_steps() + number
+        self.until(f"step {goal}", lambda: self.num_steps() >= goal)
+
+    def in_thread(self, repeated: Callable[[], None], pause_s: float = LOOK_S) -> None:
+        """Call it again and again until the scene is over."""
+
+        def go() -> None:
+            while not self.over.wait(pause_s):
+                with suppress(psutil.Error, ProcessLookupError):
+                    repeated()
+
+        threading.Thread(target=go, name="drill", daemon=True).start()
+
+
+# ---------------------------------------------------------------- processes and nodes
+
+
+def stop_driver(scene: Scene) -> None:
+    scene.training.send_signal(signal.SIGSTOP)
+
+
+def kill_head(scene: Scene) -> None:
+    """The coordinator's node, and with it everything that could export its metrics."""
+    scene.cluster.kill_node(0)
+
+
+def kill_second_node(scene: Scene) -> None:
+    scene.cluster.kill_node(1)
+
+
+def kill_coordinators(scene: Scene) -> None:
+    """Three times, each once the last one decides again."""
+    for _ in range(3):
+        (coordinator,) = scene.actors("Coordinator")
+        term = int(scene.status()["term"])
+        coordinator.kill()
+        scene.until("a new coordinator", lambda term=term: int(scene.status().get("term", 0)) > term)  # type: ignore[misc]
+        scene.until("that it trains", lambda: scene.status()["phase"] == "running")
+
+
+def stop_starting(scene: Scene) -> None:
+    """Every worker as soon as it is there."""
+
+    def stop() -> None:
+        for worker in scene.actors("Worker"):
+            worker.suspend()
+
+    scene.in_thread(stop)
+
+
+def kill_starting(scene: Scene) -> None:
+    """Every worker that is not a member, until none is started any more for a while."""
+
+    def kill() -> None:
+        members = scene.members()
+        for worker in scene.actors("Worker"):
+            if members and worker.pid not in members:
+                worker.kill()
+
+    scene.in_thread(kill)
+
+
+def slow_last_rank(scene: Scene) -> None:
+    """Stop and continue the member of the last rank all the time: it computes in a fifth of the time."""
+
+    def stop_and_continue() -> None:
+        for pid in scene.members()[-1:]:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(STOPPED_S)
+            os.kill(pid, signal.SIGCONT)
+
+    scene.in_thread(stop_and_continue, RUNNING_S)
+
+
+# ---------------------------------------------------------------- connections
+
+
+def cut_connections(scene: Scene) -> None:
+    """Three times: shut the connections between two members down, as a network does that drops them; nobody dies."""
+    for _ in range(3):
+        scene.until("that it trains", lambda: scene.status()["phase"] == "running")
+        scene.more_steps(3)
+        first, second = scene.members()[:2]
+        generation = scene.status()["generation"]
+        if not shut_between(first, second):
+            raise SystemExit(f"elastic-ring drill: no connection between the members {first} and {second} was cut")
+        scene.until("a rebuilt ring", lambda g=generation: scene.status()["generation"] > g)  # type: ignore[misc]
+
+
+def shut_between(first: int, second: int) -> int:
+    """Shut down every TCP connection of one process with another, from outside; how many. Needs ptrace's permission."""
+    theirs = {tuple(one.laddr) for one in psutil.Process(second).net_connections("tcp") if one.raddr}
+    own = [one for one in psutil.Process(first).net_connections("tcp") if one.raddr and tuple(one.raddr) in theirs]
+    libc, pidfd = ctypes.CDLL(None, use_errno=True), os.pidfd_open(first)
+    try:
+        for one in own:
+            duplicate = libc.syscall(PIDFD_GETFD, pidfd, one.fd, 0)
+            if duplicate < 0:
+                why = os.strerror(ctypes.get_errno())
+                raise SystemExit(f"elastic-ring drill: the connections of process {first} are out of reach: {why}")
+            with socket.socket(fileno=duplicate) as reached:
+                reached.shutdown(socket.SHUT_RDWR)
+    finally:
+        os.close(pidfd)
+    return len(own)
+
+
+# ---------------------------------------------------------------- storage and memory
+
+
+def block_checkpoints(scene: Scene) -> None:
+    """A file where the checkpoints' folder was."""
+    folder = scene.run.folder / "checkpoints"
+    scene.until("a checkpoint", lambda: any(folder.glob("*/*/COMMIT.json")))
+    folder.rename(scene.run.folder / "checkpoints-aside")
+    folder.write_text("in the way of a drill")
+
+
+def fill_memory(scene: Scene) -> None:
+    """A process that takes BALLAST of the node's memory."""
+    size = int(BALLAST * HostMemory().read().total_bytes)
+    code = f"b = bytearray(b'x') * {size}; import time; time.sleep({GONE_ON_S * 5})"
+    subprocess.Popen([sys.executable, "-c", code], env={**environment(), MARK: scene.token})
+
+
+def memory_limit() -> tuple[tuple[str, str], ...]:
+    """The rule's limit, halfway to what the ballast makes: nobody fills a machine for a drill."""
+    return (("> 0.91", f"> {HostMemory().read().share + BALLAST / 2:.3f}"),)
