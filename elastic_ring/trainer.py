@@ -155,6 +155,7 @@ class ElasticRingTrainer:
         )  # fmt: skip
         self._fetched_s = 0.0
         self.config_files: dict[str, str] = {**parts.files}  # name -> text of files written next to config.json
+        self.planned_gpu_bytes: int | None = None  # of one rank, where somebody has planned it; shown by status
         check_parts(self.task)
         check_vocabulary(parts, data)
         check_schedule(lr_schedule, self.task.optim, step.steps)
@@ -421,6 +422,7 @@ class ElasticRingTrainer:
             **shown,
             "code": self._code(),
             **given,
+            **({"planned_gpu_bytes": self.planned_gpu_bytes} if self.planned_gpu_bytes is not None else {}),
             "versions": found,
         }
 

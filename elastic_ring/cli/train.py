@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.model.config import ModelConfig, num_parameters
+from elastic_ring.monitor.report import forecast_line
 
 if TYPE_CHECKING:
     from torch import nn
 
     from elastic_ring.attention.layers import LayerPatterns
+    from elastic_ring.cli.plan import ModelPlan
     from elastic_ring.config import StepConfig
     from elastic_ring.data.source import SourceConfig
     from elastic_ring.train.task import Initial
@@ -49,6 +51,13 @@ def build(asked: TrainSettings) -> ElasticRingTrainer:
     )  # fmt: skip
     trainer.config_files["config.toml"] = asked.toml()
     return trainer
+
+
+def plan(trainer: ElasticRingTrainer, asked: TrainSettings) -> ModelPlan:
+    """What the settings need."""
+    from elastic_ring.cli.plan import plan_of
+
+    return plan_of(sizes_of(trainer, asked), asked.scaling, asked.step, asked.run.copies)
 
 
 def sizes_of(trainer: ElasticRingTrainer, asked: TrainSettings) -> ModelConfig:
@@ -159,13 +168,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = parse(sys.argv[1:] if argv is None else argv)
         trainer = build(asked)
         if asked.plan:
-            from elastic_ring.cli.plan import plan_of
             from elastic_ring.train.startup.layouts import Layouts
 
             Layouts(trainer.task).choice(asked.scaling.cp, asked.scaling.device)  # logs what "auto" chooses
-            plan = plan_of(sizes_of(trainer, asked), asked.scaling, asked.step, asked.run.copies)
-            print("\n".join(plan.lines()))
+            print("\n".join(plan(trainer, asked).lines()))
             return 0
+        if asked.scaling.device == "cuda":
+            trainer.planned_gpu_bytes = plan(trainer, asked).gpu_bytes
         result = trainer.fit()
     except ValueError as error:
         print(f"elastic-ring train: {error}", file=sys.stderr)
@@ -185,6 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"weights {summary['weights_sha256'][:16]}, samples {summary['samples_sha256'][:16]}; all of it in "
         f"{asked.run.storage_uri}"
     )
+    if told := forecast_line(trainer.planned_gpu_bytes, summary.get("peak_gpu_bytes", 0)):
+        print(f"GPU memory: {told}")
     if summary.get("skipped_steps") == summary["steps"]:  # a summary of an earlier version does not say
         print("every step was skipped, because no gradient was finite: the weights are the initial ones")
     return 0

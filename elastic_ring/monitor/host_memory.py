@@ -1,4 +1,5 @@
-"""How much memory a node, or the container in it, has left, and how often the kernel's OOM killer struck.
+"""How much memory a node, or the container in it, has left, how much its processes wait for it, and how often the
+kernel's OOM killer struck.
 
 Reads /proc and the cgroup's files (versions 1 and 2), in some hundred microseconds. No decisions here.
 """
@@ -26,6 +27,25 @@ class MemoryReading:
         return self.used_bytes / self.total_bytes
 
 
+@dataclass(frozen=True)
+class Pressure:
+    """The kernel's pressure stall information (PSI): the share of the last ten seconds in which some task, or all of
+    them (`full`), stood still because memory had to be found first."""
+
+    some: float
+    full: float
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Of one process: resident now, resident at most so far, and the part of what is resident that is shared memory
+    (`/dev/shm`, mapped anonymously)."""
+
+    rss_bytes: int
+    peak_rss_bytes: int
+    shared_bytes: int
+
+
 class HostMemory:
     """Readings of this machine. `root`: where /proc and /sys are."""
 
@@ -46,6 +66,20 @@ class HostMemory:
             return int((self._root / f"proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
         except (FileNotFoundError, ProcessLookupError, IndexError):
             return 0
+
+    def process(self, pid: int) -> ProcessMemory | None:
+        """None for a process that is gone."""
+        fields = _kib(self._root / f"proc/{pid}/status")
+        if "VmRSS:" not in fields:
+            return None
+        return ProcessMemory(fields["VmRSS:"], fields["VmHWM:"], fields.get("RssShmem:", 0))
+
+    def pressure(self) -> Pressure | None:
+        """Of the node or of a cgroup around this process, whichever waits more; None where the kernel does not tell."""
+        files = [self._root / "proc/pressure/memory"]
+        files += [folder / "memory.pressure" for folder in self._with_parents("self")]
+        found = [pressure for path in files if (pressure := _pressure(path)) is not None]
+        return max(found, key=lambda pressure: (pressure.full, pressure.some), default=None)
 
     def kill_counter(self, pid: int) -> Path | None:
         """The file in which the kernel counts what its OOM killer took in the cgroup of a process; the node's, if that
@@ -93,6 +127,26 @@ def _limited(folder: Path, node_bytes: int) -> MemoryReading | None:
         if limit is not None and usage is not None and 0 < limit < node_bytes:
             return MemoryReading(limit, max(0, usage - _fields(folder / "memory.stat").get(cache_name, 0)))
     return None
+
+
+def _pressure(path: Path) -> Pressure | None:
+    """The lines `some avg10=1.23 ...` and `full avg10=...`, in percent; None without such a file, or with PSI off."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    shares = {words[0]: float(words[1].partition("=")[2]) / 100 for line in lines if len(words := line.split()) > 1}
+    return Pressure(shares.get("some", 0.0), shares.get("full", 0.0)) if shares else None
+
+
+def _kib(path: Path) -> dict[str, int]:
+    """The lines `Name:  123 kB` of a file, in bytes; {} if it cannot be read."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    split = [line.split() for line in lines if line.endswith(" kB")]
+    return {words[0]: int(words[1]) << 10 for words in split}
 
 
 def _number(path: Path) -> int | None:

@@ -38,7 +38,7 @@ this step are missing."""
 SUMMARY_KEYS = (
     "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact", "generations", "recoveries",
     "compilations_after_step_0", "skipped_steps", "lost_workers", "resumed_from", "checkpoints",
-    "memory",
+    "memory", "peak_gpu_bytes",
 )  # fmt: skip
 MEMORY_KEYS = ("step", "generation", "shortages", "reliefs", "why")
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
@@ -316,6 +316,7 @@ def build_summary(
     resumed_from: Iterable[Mapping[str, Any]] = (),
     checkpoints: Iterable[Mapping[str, Any]] = (),
     memory: Iterable[Mapping[str, Any]] = (),
+    peak_gpu_bytes: int = 0,
 ) -> dict[str, Any]:
     """The content of summary.json, with exactly the documented keys in the documented order.
 
@@ -336,6 +337,7 @@ def build_summary(
         "resumed_from": [dict(one) for one in resumed_from],
         "checkpoints": [dict(one) for one in checkpoints],
         "memory": [dict(one) for one in memory],
+        "peak_gpu_bytes": peak_gpu_bytes,
     }
 
 

@@ -112,6 +112,17 @@ TABLE: tuple[Metric, ...] = (
            "histogram"),
     Metric("elastic_ring_memory_shortages", "attempts", "attempts at a step so far that ran out of memory"),
     Metric("elastic_ring_memory_reliefs", "reliefs", "reliefs of the memory ladder in force; 0 while memory suffices"),
+    # memory by kind
+    Metric("elastic_ring_worker_memory_bytes", "bytes",
+           "host memory of the worker that has most of each kind: resident (rss), resident at most so far (peak), "
+           "shared memory (shared)", "part", ("rss", "peak", "shared")),
+    Metric("elastic_ring_gpu_memory_bytes", "bytes",
+           "GPU memory of global rank 0 after the newest step: tensors (allocated), what torch holds for them "
+           "(reserved), free pieces of blocks that are in use (fragmented), the most that tensors took so far (peak)",
+           "part", ("allocated", "reserved", "fragmented", "peak"), "on GPUs"),
+    Metric("elastic_ring_memory_pressure_ratio", "1",
+           "share of the last 10 s in which some or all tasks (full) of a node or its container waited for memory; of "
+           "the node that waits most (PSI)", "part", ("some", "full"), "where the kernel tells"),
     Metric("elastic_ring_undone_steps", "steps", "committed steps so far that a recovery undid"),
     Metric("elastic_ring_rerun_steps", "steps", "steps so far that ran again because nobody held their result"),
     # checkpoints

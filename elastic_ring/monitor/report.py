@@ -18,6 +18,8 @@ from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, STATUS_NAME,
 
 _PARTS = ("detect", "close", "heal", "rerun")
 _NUM_RECOVERIES_SHOWN = 5
+_FORECAST_IS_RIGHT = 0.1
+"""Where measured and planned memory differ by more than this share of the plan, the line says so."""
 _STALE_S = 10.0
 
 
@@ -66,6 +68,7 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
         _mesh_line(status, summary),
         _step_line(status, summary, steps),
         *_membership_lines(status, now),
+        *_memory_lines(folder / CONFIG_NAME, status or summary),
         *_recovery_lines(recoveries),
         *_summary_lines(summary),
         *_last_decision(folder / JOURNAL_NAME),
@@ -169,6 +172,34 @@ def _membership_lines(status: Mapping[str, Any], now: float) -> Iterable[str]:
         yield _row("spares", ", ".join(names) or "none: the next loss makes the mesh smaller")
         if _status_age_s(status, now) > _STALE_S:
             yield _row("", "members and spares are those of the last news, and may be gone")
+
+
+def forecast_line(planned_bytes: int | None, peak_bytes: int) -> str:
+    """The most that the tensors of a GPU took, beside the plan; empty where nothing was measured."""
+    if not peak_bytes:
+        return ""
+    peak = f"peak {peak_bytes / 2**30:.1f} GiB of tensors"
+    if not planned_bytes:
+        return peak
+    off = peak_bytes / planned_bytes - 1
+    beside = f"{peak}, planned {planned_bytes / 2**30:.1f} GiB"
+    if abs(off) <= _FORECAST_IS_RIGHT:
+        return beside
+    return f"{beside}: {abs(100 * off):.0f} % {'more' if off > 0 else 'less'} than planned"
+
+
+def _memory_lines(config: Path, newest: Mapping[str, Any]) -> Iterable[str]:
+    """What the run takes of GPUs, and of hosts."""
+    try:
+        planned = _load(config).get("planned_gpu_bytes")
+    except (OSError, ValueError):  # the versions' line says so
+        planned = None
+    if told := forecast_line(planned, int(newest.get("peak_gpu_bytes", 0))):
+        yield _row("GPU memory", told)
+    people = [*(newest.get("members") or []), *(newest.get("spares") or [])]
+    peaks = [one["peak_rss_bytes"] for one in people if isinstance(one, Mapping) and "peak_rss_bytes" in one]
+    if peaks:
+        yield _row("memory", f"peak {max(peaks) / 2**30:.2f} GiB of a worker's process")
 
 
 def _recovery_lines(recoveries: Sequence[Mapping[str, Any]]) -> Iterable[str]:

@@ -18,7 +18,7 @@ from elastic_ring.monitor.metrics_table import OF_RAY, PREFIX, TABLE
 from tests.ray.conftest import ALONE, tiny_trainer, wait_for
 
 NAME = "measured"
-OF_GPUS = {"elastic_ring_hop_latency_seconds"}
+OF_GPUS = {"elastic_ring_hop_latency_seconds", "elastic_ring_gpu_memory_bytes"}
 
 
 def scrape() -> dict[str, Family]:

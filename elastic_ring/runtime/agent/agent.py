@@ -19,6 +19,7 @@ from typing import Any
 from elastic_ring.config import Timeouts, environment
 from elastic_ring.monitor.detect import HangDetector, HangSettings, Observation, ProcReader
 from elastic_ring.monitor.exits import ExitNotice, ExitWatch, describe_exit, signal_name, tail
+from elastic_ring.monitor.host_memory import HostMemory, ProcessMemory
 from elastic_ring.monitor.stamps import Phase, Stamp, StampReader, phase_name
 from elastic_ring.runtime.agent.memory_guard import MemoryGuard, guard_limit, ray_threshold, warning
 from elastic_ring.runtime.agent.notices import Notices
@@ -68,7 +69,7 @@ class NodeAgent:
         `early`: report a death when the exit begins; freeing a GPU's memory takes the kernel tenths of a second."""
         self._node, self._timeouts, self._early = node, timeouts, early
         self._notices_of, self._leaves_at = notices, 0.0
-        self._memory_limit, self._guard = memory_limit, MemoryGuard(0.0)
+        self._memory_limit, self._guard, self._memory = memory_limit, MemoryGuard(0.0), HostMemory()
         self._exits = ExitWatch()
         self._detector = HangDetector(hang_settings(timeouts))
         self._proc = ProcReader()
@@ -203,7 +204,12 @@ class NodeAgent:
         message: dict[str, Any] = {"kind": "beat"}
         if now - self._progress_at >= PROGRESS_S:
             self._progress_at = now
-            message["progress"] = {worker: progress(watched.last) for worker, watched in self._watched.items()}
+            message["progress"] = {
+                worker: {**progress(watched.last), **memory_of(self._memory.process(watched.pid))}
+                for worker, watched in self._watched.items()
+            }
+            pressure = self._memory.pressure()
+            message["pressure"] = vars(pressure) if pressure is not None else {}
         self._connection.send(message)
 
     def _check_coordinator(self) -> None:
@@ -346,6 +352,11 @@ def progress(stamp: Stamp | None) -> dict[str, Any]:
         return {}
     in_phase_s = max(0.0, (time.monotonic_ns() - stamp.monotonic_ns) / 1e9)
     return {"at_step": stamp.step, "phase": phase_name(stamp.phase), "in_phase_s": round(in_phase_s, 3)}
+
+
+def memory_of(found: ProcessMemory | None) -> dict[str, Any]:
+    """What a worker's process takes of the host's memory; {} once it is gone."""
+    return vars(found) if found is not None else {}
 
 
 def hang_settings(timeouts: Timeouts) -> HangSettings:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic_ring.monitor.host_memory import HostMemory, MemoryReading, kills
+from elastic_ring.monitor.host_memory import HostMemory, MemoryReading, Pressure, kills
 
 MARGIN = 0.02
 """How far below Ray's threshold the guard acts: Ray looks every 250 ms, the guard every PERIOD_S."""
@@ -92,6 +92,7 @@ class MemoryGuard:
     def _choose(self, reading: MemoryReading) -> Verdict:
         full = (
             f"{100 * reading.share:.1f} % of {reading.total_bytes / GIB:.2f} GiB in use, limit {100 * self._limit:g} %"
+            f"{_waits(self._memory.pressure())}"
         )
         sizes = {worker: known.sizes[-1][1] for worker, known in self._known.items()}
         growth = {w: sizes[w] - min(size for _, size in known.sizes) for w, known in self._known.items()}
@@ -103,6 +104,13 @@ class MemoryGuard:
             return Verdict("", f"{full}, and no worker of the run holds enough to change that: look who else is there")
         grew = f"it grew by {growth[worker] / GIB:.2f} GiB to {sizes[worker] / GIB:.2f} GiB"
         return Verdict(worker, f"{full}; {grew} within {WINDOW_S:.0f} s")
+
+
+def _waits(pressure: Pressure | None) -> str:
+    """How much the node's tasks have waited for memory, for a log line; empty where the kernel does not tell."""
+    if pressure is None:
+        return ""
+    return f", for {100 * pressure.some:.0f} % of the last 10 s some task waited for memory"
 
 
 def _add(values: deque[tuple[float, int]], now: float, value: int, window_s: float) -> None:

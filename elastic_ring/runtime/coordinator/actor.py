@@ -232,6 +232,7 @@ class Coordinator:
         self.node_monitor = NodeMonitor(run_spec, self.address, self._put, secrets.token_hex(16))
         self.node_monitor.open()
         self.recorder.progress = self.node_monitor.progress
+        self.recorder.pressure = self.node_monitor.pressure
         self.dispatch = Dispatcher(run_spec, self.address, self.cluster, self.node_monitor, self.me, self._put)
         self.dispatch.open()
         self.dispatch.recall(self.state)

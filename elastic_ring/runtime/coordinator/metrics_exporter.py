@@ -108,6 +108,7 @@ def samples(state: State, recorder: RunRecorder, now: float, started_unix_s: flo
     yield from _of_recoveries(recorder.recoveries.records, recorder.recoveries.num_lost())
     yield from _of_checkpoints(recorder.checkpoints)
     yield from _of_copies(recorder.copied)
+    yield from _of_memory(state, recorder)
     yield from _of_time(recorder, now)
 
 
@@ -204,6 +205,14 @@ def _of_copies(newest: Mapping[str, Any] | None) -> Iterator[Sample]:
         yield "elastic_ring_copy_seconds", "total", newest["total_s"]
         yield "elastic_ring_copy_seconds", "blocked", newest["blocked_s"]
         yield "elastic_ring_copies_skipped", "", newest["skipped"]
+
+
+def _of_memory(state: State, recorder: RunRecorder) -> Iterator[Sample]:
+    told = [recorder.progress(worker) for worker in state.workers]
+    for part, key in (("rss", "rss_bytes"), ("peak", "peak_rss_bytes"), ("shared", "shared_bytes")):
+        yield "elastic_ring_worker_memory_bytes", part, max((one[key] for one in told if key in one), default=None)
+    yield from (("elastic_ring_gpu_memory_bytes", kind, size) for kind, size in recorder.gpu_memory.items())
+    yield from (("elastic_ring_memory_pressure_ratio", part, share) for part, share in recorder.pressure().items())
 
 
 def parts_of(record: Mapping[str, Any]) -> dict[str, float]:

@@ -53,6 +53,7 @@ class NodeMonitor:
         self._vacant: frozenset[str] = frozenset()
         self._vacant_since: dict[str, float] = {}
         self._progress: dict[str, dict[str, Any]] = {}
+        self._pressure: dict[str, dict[str, float]] = {}
         self._cause = CauseIds("monitor")
         # Guards the tables above. No call to Ray while it is held, and no use of it in a callback of Ray: callbacks run
         # in the thread that such a call waits for.
@@ -109,6 +110,12 @@ class NodeMonitor:
         with self._lock:
             return dict(self._progress.get(worker, {}))
 
+    def pressure(self) -> dict[str, float]:
+        """`some` and `full` of `host_memory.Pressure`, of the node that waits most; {} where no kernel tells."""
+        with self._lock:
+            told = [self._pressure[node] for node in self.nodes if self._pressure.get(node)]
+        return max(told, key=lambda one: (one["full"], one["some"]), default={})
+
     def listed(self) -> list[NodeInfo]:
         """The nodes that Ray lists."""
         with self._lock:
@@ -137,6 +144,7 @@ class NodeMonitor:
             case "beat":
                 with self._lock:
                     self._progress |= {w: told for w, told in message.get("progress", {}).items() if w in self._workers}
+                    self._pressure |= {node: message["pressure"]} if "pressure" in message else {}
                 self._put("beat", node)
             case "hello":
                 for entry in self._workers_on(node):

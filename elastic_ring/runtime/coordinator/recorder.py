@@ -49,7 +49,9 @@ class RunRecorder:
     def __init__(self, run: RunConfig, note: Note, clock: Callable[[], float]) -> None:
         self._run, self._note, self._clock = run, note, clock
         self.progress: Callable[[str], Mapping[str, Any]] = lambda worker: {}
-        """What a worker does right now."""
+        """What a worker does right now, and what memory its process takes."""
+        self.pressure: Callable[[], Mapping[str, float]] = dict
+        """How much the node that waits most waits for memory."""
         self.folder: Path = run.folder
         self.metrics = MetricsLog(self.folder)
         self.generations: list[dict[str, Any]] = []
@@ -72,6 +74,8 @@ class RunRecorder:
         self.checkpoint_unix_s: float | None = None
         self.memory: list[Mapping[str, Any]] = []  # each change of the memory ladder
         self._num_versions = 0  # later manifests of the corpus that are on record
+        self.gpu_memory: Mapping[str, int] = {}  # of global rank 0 after the newest step, by kind
+        self.peak_gpu_bytes = 0
         self.copied: Mapping[str, Any] | None = None  # the newest copies in peers' memory that are complete
         self.resumed_from: Sequence[Mapping[str, Any]] = ()
         self.started_s = 0.0
@@ -166,6 +170,9 @@ class RunRecorder:
             if record.get("spike"):
                 self._spiked(record)
             self._look_at_work(record, mesh)
+            if record.get("gpu_memory"):
+                self.gpu_memory = record["gpu_memory"]
+                self.peak_gpu_bytes = max(self.peak_gpu_bytes, self.gpu_memory["peak"])
             self.goodput.committed(record["step"], record["step_s"])
             self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["membership_id"]))
             self.recoveries.committed(record["step"], now)
@@ -296,7 +303,7 @@ class RunRecorder:
             "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(members(state))],
             "spares": [person(w) for w in spares(state)],
             "recoveries": self.recoveries.records[-20:], "updated_unix_s": time.time(), "ended": False,
-            "error": "", "end": {}, "story": describe(state)["story"],
+            "error": "", "end": {}, "peak_gpu_bytes": self.peak_gpu_bytes, "story": describe(state)["story"],
         }  # fmt: skip
 
     def write_summary(self, weights_sha256: str, exact: bool) -> dict[str, Any]:
@@ -323,6 +330,7 @@ class RunRecorder:
             resumed_from=self.resumed_from,
             checkpoints=self.checkpoints,
             memory=self.memory,
+            peak_gpu_bytes=self.peak_gpu_bytes,
         )
         write_summary(self.folder, summary)
         draw_run(self.folder, self.recoveries.records)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_ring.config import Timeouts
-from elastic_ring.monitor.host_memory import HostMemory, MemoryReading, kills
+from elastic_ring.monitor.host_memory import HostMemory, MemoryReading, Pressure, kills
 from elastic_ring.runtime.agent.agent import NodeAgent
 from elastic_ring.runtime.agent.memory_guard import (
     PERIOD_S,
@@ -44,6 +44,9 @@ class FakeMemory(HostMemory):
     def kill_counter(self, pid: int) -> None:
         return None
 
+    def pressure(self) -> Pressure:
+        return Pressure(0.25, 0.125)
+
 
 def guard_over(sizes: dict[int, int], others: int = 0) -> tuple[MemoryGuard, FakeMemory]:
     memory = FakeMemory(others)
@@ -64,7 +67,10 @@ def test_the_worker_that_grew_goes_though_another_is_larger_and_nobody_before_th
     verdict = guard.look(2.0, PIDS)
     assert verdict is not None
     assert verdict.worker == "b"
-    assert verdict.text == "91.0 % of 100.00 GiB in use, limit 90 %; it grew by 21.00 GiB to 31.00 GiB within 60 s"
+    assert verdict.text == (
+        "91.0 % of 100.00 GiB in use, limit 90 %, for 25 % of the last 10 s some task waited for memory; it grew by "
+        "21.00 GiB to 31.00 GiB within 60 s"
+    )
     assert guard.look(2.0 + REST_S / 2, PIDS) is None  # its memory is not free at once
     memory.sizes[3] = 30
     assert (guard.look(2.1 + REST_S, PIDS) or verdict).worker == "b"  # still there, and it grew most
@@ -144,6 +150,33 @@ def test_this_machine_can_be_read() -> None:
     assert 0 < reading.used_bytes < reading.total_bytes
     assert memory.rss_bytes(os.getpid()) > 10 << 20
     assert memory.rss_bytes(2**22 + 1) == 0
+
+
+def test_of_the_node_and_its_container_the_one_that_waits_more_counts(tmp_path: Path) -> None:
+    told = "some avg10={} avg60=0.00 avg300=0.00 total=7\nfull avg10={} avg60=0.00 avg300=0.00 total=6\n"
+    files = {"proc/pressure/memory": told.format("12.50", "1.00"), "proc/self/cgroup": "0::/pod\n"}
+    assert written(tmp_path, files).pressure() == Pressure(0.125, 0.01)
+    inside = written(tmp_path, {"sys/fs/cgroup/pod/memory.pressure": told.format("8.00", "2.00")})
+    assert inside.pressure() == Pressure(0.08, 0.02)
+    assert HostMemory(tmp_path / "elsewhere").pressure() is None
+
+
+def test_the_memory_of_a_process_is_told_by_kind() -> None:
+    """A child that takes 32 MiB, gives them back, and keeps 16 MiB of shared memory."""
+    code = (
+        "import mmap; a = bytearray(b'x') * (32 << 20); del a; m = mmap.mmap(-1, 16 << 20); "
+        "m.write(b'y' * (16 << 20)); print(flush=True); input()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    found = HostMemory().process(child.pid)
+    child.communicate(b"\n")
+    assert found is not None
+    assert 16 << 20 <= found.shared_bytes < 18 << 20
+    assert found.rss_bytes > found.shared_bytes
+    assert found.peak_rss_bytes > found.rss_bytes + (8 << 20)
+    assert HostMemory().process(child.pid) is None
 
 
 def test_the_guard_acts_before_rays_monitor_and_says_so_where_that_is_earlier_than_asked(tmp_path: Path) -> None:

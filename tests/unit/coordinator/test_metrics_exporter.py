@@ -58,12 +58,19 @@ def recorder(tmp_path: Path) -> RunRecorder:
     made.open(0.0)
     made.begun(0, (1, 1))
     made.publish([record(0), record(1, skipped=True, loss=math.nan, hop_wait_s=None, hop_latency_mean_s=None,
-                                    hop_latency_p99_s=None), {"step": 1, "val_loss": 2.0}])  # fmt: skip
+                                    hop_latency_p99_s=None, gpu_memory=GPU), {"step": 1, "val_loss": 2.0}])  # fmt: skip
     made.recoveries.begin(change(2), 2)
     made.recoveries.committed(2, 12.5)
     made.checkpoint({"step": 2, "path": "somewhere", "bytes": 1024, "blocked_s": 0.25, "total_s": 3.5})
     made.publish([COPIED])
+    sizes = {"a": {"rss_bytes": 5, "peak_rss_bytes": 9, "shared_bytes": 1},
+             "b": {"rss_bytes": 7, "peak_rss_bytes": 8, "shared_bytes": 0}}  # fmt: skip
+    made.progress = lambda worker: sizes.get(worker, {})
+    made.pressure = lambda: {"some": 0.25, "full": 0.125}
     return made
+
+
+GPU = {"allocated": 100, "reserved": 160, "fragmented": 30, "peak": 140}
 
 
 COPIED = {"step": 20, "copied": {"step": 20, "bytes": 512, "num_holders": 1, "blocked_s": 0.125, "total_s": 0.5,
@@ -106,6 +113,9 @@ def test_the_values_are_those_of_the_run(recorder: RunRecorder) -> None:
         ("elastic_ring_checkpoint_seconds", "blocked"): 0.25, ("elastic_ring_checkpoint_size_bytes", ""): 1024,
         ("elastic_ring_copy_step", ""): 20, ("elastic_ring_copy_seconds", "total"): 0.5,
         ("elastic_ring_copy_size_bytes", ""): 512, ("elastic_ring_copies_skipped", ""): 3,
+        ("elastic_ring_worker_memory_bytes", "rss"): 7, ("elastic_ring_worker_memory_bytes", "peak"): 9,
+        ("elastic_ring_worker_memory_bytes", "shared"): 1, ("elastic_ring_gpu_memory_bytes", "fragmented"): 30,
+        ("elastic_ring_gpu_memory_bytes", "peak"): 140, ("elastic_ring_memory_pressure_ratio", "full"): 0.125,
         ("elastic_ring_time_seconds", "steps"): 8.0, ("elastic_ring_time_seconds", "recovery"): 1.0,
         ("elastic_ring_time_seconds", "other"): 11.0, ("elastic_ring_goodput_ratio", ""): 0.4,
     }  # fmt: skip
@@ -118,6 +128,7 @@ def test_a_coordinator_that_starts_anew_exports_the_same(recorder: RunRecorder, 
     again.open(0.0)
     again.recall({"note": "recovery", "recovery": recorder.recoveries.records[0], "closes": True})
     again.publish([COPIED])
+    again.progress, again.pressure, again.gpu_memory = recorder.progress, recorder.pressure, GPU  # told again soon
     again.recall({"note": "checkpoint", "checkpoint": recorder.checkpoints[0], "unix_s": recorder.checkpoint_unix_s})
     assert again.checkpoint_unix_s == recorder.checkpoint_unix_s is not None
     before, after = exported(recorder), exported(again)

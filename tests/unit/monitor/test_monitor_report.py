@@ -272,6 +272,22 @@ def test_an_ended_run_is_shown_from_its_summary_alone(run: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("planned_gib", "says"),
+    [(107.8, "peak 110.1 GiB of tensors, planned 107.8 GiB"), (None, "peak 110.1 GiB of tensors"),
+     (90.0, "peak 110.1 GiB of tensors, planned 90.0 GiB: 22 % more than planned"),
+     (130.0, "peak 110.1 GiB of tensors, planned 130.0 GiB: 15 % less than planned")],
+)  # fmt: skip
+def test_the_measured_peak_stands_beside_the_planned_one(run: Path, planned_gib: float | None, says: str) -> None:
+    planned = {"planned_gpu_bytes": int(planned_gib * 2**30)} if planned_gib is not None else {}
+    write_json(run / "config.json", planned)
+    member = {"global_rank": 0, "worker": "a", "node": "n", "pid": 1, "peak_rss_bytes": 3 << 30}
+    write_json(run / "status.json", live_status(peak_gpu_bytes=int(110.1 * 2**30), members=[member]))
+    lines = render_status(run, now_unix_s=5000.0).splitlines()
+    assert f"  GPU memory {says}" in lines
+    assert "  memory     peak 3.00 GiB of a worker's process" in lines
+
+
 def test_a_run_that_is_just_beginning_has_a_status(tmp_path: Path) -> None:
     early = {"mesh": None, "members": [], "spares": [], "recoveries": [], "phase": "forming", "step": 0}
     write_json(tmp_path / "status.json", live_status(**early))
