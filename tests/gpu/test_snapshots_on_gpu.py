@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.optim import AdamW
 
 from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.errors import DigestMismatch
+from elastic_ring.state.checkpoints import checkpoint
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.snapshot import Buffers, load, take
+from elastic_ring.state.storage.folder import Storage
 
 AT = (1, 4)
 ROWS, NUM_LAYERS = 2048, 8
@@ -67,3 +71,26 @@ def test_a_flipped_byte_is_found_before_anything_is_on_the_device() -> None:
     with pytest.raises(DigestMismatch, match="it has digest"):
         load(taken.data, taken.id, 0, shard, "it")
     assert shard.digest() == before
+
+
+def test_a_checkpoint_is_the_state_before_the_step_that_is_queued_right_after_it(tmp_path: Path) -> None:
+    shard, stream = make_shard(0), torch.cuda.Stream()
+    shapes = {name: tuple(param.shape) for name, param in shard.params.items()}
+    last: checkpoint.Snapshot | None = None
+    storage = Storage(str(tmp_path)).open(write=False)
+    for number in range(1, 4):
+        step(shard)
+        before = shard.digest()
+        described = checkpoint.describe(shard, shapes, 1)
+        last = checkpoint.take(shard, described, 0, last, stream)
+        assert all(tensor.is_pinned() for tensor in last.tensors.values() if tensor.numel() > 1)
+        last.copied.wait()  # on the device, as the worker's saver has it: the host goes on
+        step(shard)
+        last.wait()
+        attempt = checkpoint.new_attempt(number, 1)
+        file = checkpoint.write_part(storage, attempt, last)
+        manifest = checkpoint.Manifest(number, 1, 1, "run", attempt, 1, 1, (file,), described, last.meta)
+        assert checkpoint.commit(storage, manifest)
+        other = make_shard(1)
+        checkpoint.Reader(storage, manifest).fill(other, 1)
+        assert other.digest() == before != shard.digest()
