@@ -22,15 +22,17 @@ from elastic_ring.model.config import preset
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 
-CONTEXT, STEPS = 16384, 5
+CONTEXT, STEPS = 16384, 9
 MODEL = replace(preset("100m"), checkpoint_activations=False)
 MIB = 1 << 20
-ROOMS_MIB = (6144, 3072, 2048, 1536, 1280, 1024, 896, 768, 640, 512, 384, 256)
+ROOMS_MIB = (4096, *range(2560, 0, -256))
+BALLAST_AT_CALL = 7
+"""By then some steps are committed and the optimizer has its state; a worker that starts passes through the loss, too."""
 
 
 @dataclass
 class BallastLoss:
-    """The usual loss. In the third step, once, a tensor takes all of the GPU's free memory but `room_bytes`, for good."""
+    """The usual loss. In one call, a tensor takes all of the GPU's free memory but `room_bytes`, for good."""
 
     room_bytes: int = 0
     num_calls: int = 0
@@ -38,7 +40,7 @@ class BallastLoss:
 
     def __call__(self, model: Any, batch: Any) -> tuple[Any, int]:
         self.num_calls += 1
-        if self.room_bytes and self.num_calls == 3:
+        if self.room_bytes and self.num_calls == BALLAST_AT_CALL:
             device = batch.tokens.device
             torch.cuda.empty_cache()
             free_bytes, _ = torch.cuda.mem_get_info(device)

@@ -192,6 +192,8 @@ def has_failed(device: torch.device) -> bool:
     try:
         torch.cuda.current_stream(device).query()
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            return False  # full, not broken
         log.error("%s has failed: %s", device, error)
         return True
     return False

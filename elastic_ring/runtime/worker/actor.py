@@ -248,7 +248,8 @@ class Worker:
             if not self._training.is_this:
                 return  # abandoned: another thread has taken over
             log.warning("build of %s failed: %s", identity[1:], error, exc_info=not is_transport_error(error))
-            kind = self._kind_of(error, healing=not command.fresh)
+            receives = any(self.spec.worker in heal.newcomers for heal in command.heals)
+            kind = self._kind_of(error, healing=receives)
             self._pause()
             if kind == "peer":
                 self._client.answer(BuildFailed(self._client.cause(), *identity, f"{type(error).__name__}: {error}"))

@@ -30,10 +30,10 @@ def trouble_kind(
 ) -> str:
     """Which kind of `MemberFailed` an exception is.
 
-    `device_failed` probes the device; it is called only before the user's code is blamed. `healing`: in a build for a
-    run that has state already. There the model fits and its kernel runs on other devices, so a device without memory
-    and a kernel mismatch are this device's failures. Elsewhere a lack of memory is neither the device's failure nor the
-    user's; that of a host never is, because a replacement would share the same host.
+    `device_failed` probes the device; it is called only before the user's code is blamed. `healing`: in a build that
+    brings this worker the state which others have. There the model fits and its kernel runs on other devices, so a
+    device without memory and a kernel mismatch are this device's failures. Elsewhere a lack of memory is neither the
+    device's failure nor the user's; that of a host never is, because a replacement would share the same host.
     """
     if isinstance(error, TooManySkipped):
         return "skipped"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elastic_ring.config import RunConfig, ScalingConfig
-from elastic_ring.control.messages import Build, BuildFailed, Finalize, MemberFailed, from_json
+from elastic_ring.control.messages import Build, BuildFailed, Finalize, Heal, MemberFailed, from_json
 from elastic_ring.errors import PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.agent.stamp_dir import remove_stale
@@ -26,8 +26,10 @@ NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB
 BROKEN = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\nmore of it")
 
 
-def order(fresh: bool = False) -> Build:
-    return Build("c", "w", 1, 3, Mesh(1, 2), ("w", "v"), 80_000, None, (), fresh)
+def order(kind: str) -> Build:
+    """For a newcomer, a survivor, or a run that has no state yet."""
+    heals = (Heal(0, "v", ("w",)),) if kind == "newcomer" else ()
+    return Build("c", "w", 1, 3, Mesh(1, 2), ("w", "v"), 80_000, None, heals, kind == "fresh")
 
 
 class Part:
@@ -57,7 +59,7 @@ class Part:
 
 
 def told(
-    folder: Path, error: BaseException, at: str, *, fresh: bool = False, aborted: bool = False
+    folder: Path, error: BaseException, at: str, *, build: str = "newcomer", aborted: bool = False
 ) -> tuple[Any, Part]:
     """What a worker's training thread answers first when `error` is raised at `at`; and its member."""
 
@@ -74,7 +76,7 @@ def told(
     actor._member = part  # type: ignore[assignment]
     actor._seen = actor._built = (1, 3)
     actor._training.start()
-    command = order(fresh)
+    command = order(build)
     run = {
         "build": lambda: actor._build_and_train(command, None),
         "train": lambda: actor._run(command),
@@ -100,8 +102,9 @@ def test_user_code_that_raises_in_a_newcomers_build_raises_in_the_runs_step(tmp_
     assert (trouble.kind, trouble.step, part.device_failed) == ("user", 80_000, False)
 
 
-def test_a_model_that_fits_nowhere_takes_the_memory_ladder_at_the_start(tmp_path: Path) -> None:
-    trouble, part = told(tmp_path, NO_ROOM, "build", fresh=True)
+@pytest.mark.parametrize("build", ["fresh", "survivor"])
+def test_a_build_without_room_takes_the_memory_ladder_and_keeps_who_has_state(tmp_path: Path, build: str) -> None:
+    trouble, part = told(tmp_path, NO_ROOM, "build", build=build)
     assert (trouble.kind, part.device_failed) == ("memory", False)
 
 
