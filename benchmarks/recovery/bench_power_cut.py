@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -105,7 +106,7 @@ class Run:
 
 
 def measure(system: str, num_cuts: int, folder: Path) -> list[dict[str, float]]:
-    from elastic_ring.cli.power_cut import kill_everything
+    from elastic_ring.cli.drills.power_cut import kill_everything
 
     folder.mkdir()
     run, moments, rows = Run(system, folder), random.Random(0), list[dict[str, float]]()
@@ -124,7 +125,9 @@ def measure(system: str, num_cuts: int, folder: Path) -> list[dict[str, float]]:
             submitted_s = time.monotonic()
             process = run.start()
             run.until("next step", lambda: any(s > last and at > submitted_s for s, at in run.steps()), process)  # noqa: B023
-            rows.append(row_of(number, num_killed, last, [one for one in run.steps() if one[1] > submitted_s], submitted_s))
+            rows.append(
+                row_of(number, num_killed, last, [one for one in run.steps() if one[1] > submitted_s], submitted_s)
+            )
             rows[-1]["step_s"] = step_s(before)
             results.show(f"  {system}: {rows[-1]}")
     finally:
@@ -144,7 +147,7 @@ def row_of(number: int, num_killed: int, last: int, after: list[Step], submitted
 def step_s(steps: list[Step]) -> float:
     """Median of the times from a step's commit to the next's, over the last ones before a cut."""
     ends = [min(at for step, at in steps if step == number) for number in sorted({step for step, _ in steps})[-12:]]
-    return round(median(later - earlier for earlier, later in zip(ends, ends[1:], strict=False)), 4)
+    return round(median(later - earlier for earlier, later in pairwise(ends)), 4)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A killed process that holds a GPU's memory: its death is seen when it begins, before the kernel has freed the memory."""
+"""A killed process that holds a GPU's memory: its death is seen before the kernel has freed the memory."""
 
 from __future__ import annotations
 

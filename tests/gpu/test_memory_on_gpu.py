@@ -1,7 +1,7 @@
-"""The twin of `tests/ray/test_memory.py` on a GPU: a ballast tensor takes memory in the middle of a run; one GPU is enough.
+"""The twin of `tests/ray/test_memory.py` on a GPU: a ballast tensor takes memory in the middle of a run.
 
 How much room a step needs with each relief depends on torch and on the kernels. So the room shrinks from run to run
-until the last relief, `offload`, has been in force in a run that ended; every run that ends has the bits of the calm one.
+until the last relief, `offload`, has been in force in a run that ended; every run that ends has the calm one's bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODEL = replace(preset("100m"), checkpoint_activations=False)
 MIB = 1 << 20
 ROOMS_MIB = (4096, *range(2560, 0, -256))
 BALLAST_AT_CALL = 7
-"""By then some steps are committed and the optimizer has its state; a worker that starts passes through the loss, too."""
+"""By then steps are committed and the optimizer has its state; a worker that starts passes through the loss, too."""
 
 
 @dataclass
@@ -76,7 +76,9 @@ def test_a_ballast_on_the_gpu_costs_no_bit_while_a_relief_is_left(tmp_path: Path
         for room_mib in ROOMS_MIB:
             summary = trained(tmp_path, room_mib * MIB)
             reliefs = summary["memory"][-1]["reliefs"] if summary and summary["memory"] else []
-            print(f"room {room_mib} MiB: {'ended' if summary else 'OutOfMemory'}, reliefs {', '.join(reliefs) or 'none'}")
+            print(
+                f"room {room_mib} MiB: {'ended' if summary else 'OutOfMemory'}, reliefs {', '.join(reliefs) or 'none'}"
+            )
             if summary is None:
                 break
             assert (summary["losses"], summary["weights_sha256"]) == (calm["losses"], calm["weights_sha256"])

@@ -50,8 +50,15 @@ for n in range(10**9):
 QUICK = HangSettings(
     period_s=0.02, floor_s=0.4, cap_s=2.0, stopped_limit_s=0.2, computing_floor_s=8.0, computing_cap_s=8.0
 )
-RANGE_OF_A_SECOND = 1 << 25  # its sum takes 0.5 to 3 s, on a busy machine too
+PROBED_RANGE, CALL_S = 1 << 22, 1.5
 FOR_EVER = 1 << 50
+
+
+def range_of_one_call() -> int:
+    """Whose sum takes this machine about CALL_S of CPU time in one call, which holds the GIL."""
+    begun_s = time.process_time()
+    sum(range(PROBED_RANGE))
+    return int(PROBED_RANGE * CALL_S / (time.process_time() - begun_s))
 
 
 class Agent:
@@ -160,7 +167,7 @@ def test_a_process_that_holds_the_gil_by_computing_is_not_hung_before_the_comput
     child = start("w-1")
     assert child.stdout is not None
     agent.until_warm()
-    tell(child, f"compute {RANGE_OF_A_SECOND}")
+    tell(child, f"compute {range_of_one_call()}")
     longest_s = 0.0
     while not select.select([child.stdout], [], [], 0)[0]:
         assert agent.ticks(1) == []
