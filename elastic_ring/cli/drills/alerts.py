@@ -24,14 +24,15 @@ PATIENT = (
 @dataclass(frozen=True)
 class AlertDrill:
     """`plants`: the fault, in words. `train`: settings of the run, beside SMALL. `cpus` of each node. `plant` is called
-    after `after_steps` steps. The rule's durations are divided by `speed`; `constants` are replaced in it, and those
-    that `measured` gives when the drill begins."""
+    when `after_steps` steps are done and `after_s` more are over. The rule's durations are divided by `speed`;
+    `constants` are replaced in it, and those that `measured` gives when the drill begins."""
 
     plants: str
     train: tuple[str, ...] = ()
     cpus: tuple[int, ...] = (4,)
     plant: Callable[[planted.Scene], None] | None = None
     after_steps: int = 5
+    after_s: float = 0.0
     speed: float = 60.0
     constants: Constants = ()
     measured: Callable[[], Constants] | None = None
@@ -66,7 +67,7 @@ DRILLS: Mapping[str, AlertDrill] = {
     ),
     "ElasticRingSlowSteps": AlertDrill(
         "a member is stopped for four fifths of the time",
-        (*PATIENT, "--cp", "2"), plant=planted.slow_last_rank, after_steps=150,
+        (*PATIENT, "--cp", "2"), plant=planted.slow_last_rank, after_s=75.0, speed=360.0,
     ),
     "ElasticRingRecoveryRate": AlertDrill(
         "the user's code raises in eight steps", ("--faults", raising(40, 80, 5))
