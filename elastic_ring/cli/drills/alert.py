@@ -39,14 +39,10 @@ def alert(options: argparse.Namespace) -> int:
     if shutil.which("prometheus") is None:
         raise ValueError("the program prometheus is not installed (Debian: apt install prometheus)")
     drill = DRILLS[name]
-    rule = faster(rule_of(rules.read_text(), name), drill.speed, (*drill.constants, *_measured(drill)))
+    rule = faster(rule_of(rules.read_text(), name), drill.speed, drill.constants)
     log.info("%s: %s; the rule's times are divided by %g", name, drill.plants, drill.speed)
     with tempfile.TemporaryDirectory(prefix="er-", ignore_cleanup_errors=True) as folder, ExitStack() as stack:
         return _watch(name, drill, rule, Path(folder), options, stack)
-
-
-def _measured(drill: AlertDrill) -> tuple[tuple[str, str], ...]:
-    return drill.measured() if drill.measured is not None else ()
 
 
 def _watch(name: str, drill: AlertDrill, rule: str, folder: Path, options: argparse.Namespace, stack: ExitStack) -> int:
@@ -67,7 +63,7 @@ def _watch(name: str, drill: AlertDrill, rule: str, folder: Path, options: argpa
     stack.callback(cluster.__exit__)
     stack.callback(scene.over.set)
     if drill.plant is not None:
-        _plant(name, drill, scene, prometheus, folder / "train.log")
+        _plant(name, drill, rule, scene, prometheus, folder / "train.log")
     begun_s, told = time.monotonic(), _fires(prometheus, folder / "train.log", training)
     if told is None:
         print(f"{name} has not fired within {FIRES_S:.0f} s; the run: {run.folder}")
@@ -80,7 +76,9 @@ def _watch(name: str, drill: AlertDrill, rule: str, folder: Path, options: argpa
     return 0
 
 
-def _plant(name: str, drill: AlertDrill, scene: Scene, prometheus: Prometheus, said: Path) -> None:
+def _plant(
+    name: str, drill: AlertDrill, rule: str, scene: Scene, prometheus: Prometheus, said: Path
+) -> None:  # fmt: skip
     """Once the run trains, Prometheus sees it, and the alert is silent."""
     if drill.after_steps:
         try:
@@ -93,6 +91,8 @@ def _plant(name: str, drill: AlertDrill, scene: Scene, prometheus: Prometheus, s
         if (early := prometheus.alert()) is not None and early["state"] == "firing":
             raise SystemExit(f"elastic-ring drill: {name} fires before anything is planted: a false alarm")
     assert drill.plant is not None
+    if drill.measured is not None:
+        prometheus.replace(faster(rule, 1.0, drill.measured()))
     drill.plant(scene)
     log.info("planted after %d steps", scene.num_steps())
 

@@ -25,7 +25,7 @@ PATIENT = (
 class AlertDrill:
     """`plants`: the fault, in words. `train`: settings of the run, beside SMALL. `cpus` of each node. `plant` is called
     when `after_steps` steps are done and `after_s` more are over. The rule's durations are divided by `speed`;
-    `constants` are replaced in it, and those that `measured` gives when the drill begins."""
+    `constants` are replaced in it, and those that `measured` gives when the run trains."""
 
     plants: str
     train: tuple[str, ...] = ()

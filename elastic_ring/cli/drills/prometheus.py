@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import urllib.request
 from collections.abc import Sequence
@@ -63,8 +64,7 @@ class Prometheus:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Prometheus:
-        rules = self._folder / "rules.yml"
-        rules.write_text(f"groups:\n  - name: drill\n    rules:\n{self._rule}")
+        rules = self._write(self._rule)
         # JSON is YAML.
         (self._folder / "prometheus.yml").write_text(json.dumps({
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"}, "rule_files": [str(rules)],
@@ -87,6 +87,17 @@ class Prometheus:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+    def replace(self, rule: str) -> None:
+        """Have it read another rule."""
+        self._write(rule)
+        if self._process is not None:
+            self._process.send_signal(signal.SIGHUP)
+
+    def _write(self, rule: str) -> Path:
+        path = self._folder / "rules.yml"
+        path.write_text(f"groups:\n  - name: drill\n    rules:\n{rule}")
+        return path
 
     def alert(self) -> dict[str, Any] | None:
         """The first alert that waits or fires, as Prometheus tells it; None while there is none, or it still starts."""
