@@ -100,9 +100,6 @@ DRILLS: Mapping[str, AlertDrill] = {
     "ElasticRingWorkersDoNotStart": AlertDrill(
         "every spare is killed while it starts", ("--spares", "1"), plant=planted.kill_starting
     ),
-    "ElasticRingGoodputLow": AlertDrill(
-        "the user's code raises once in every step", ("--faults", raising(40, 640, 1))
-    ),
     "ElasticRingMemoryPressure": AlertDrill(
         "another process takes 6 % of the node's memory, and the rule's limit is 3 % above what is used now",
         plant=planted.fill_memory, measured=planted.memory_limit,
