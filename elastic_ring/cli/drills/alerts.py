@@ -24,7 +24,7 @@ PATIENT = (
 @dataclass(frozen=True)
 class AlertDrill:
     """`plants`: the fault, in words. `train`: settings of the run, beside SMALL. `cpus` of each node. `plant` is called
-    when `after_steps` steps are done and `after_s` more are over. The rule's durations are divided by `speed`;
+    after `after_steps` steps. The rule's durations are divided by `speed`;
     `constants` are replaced in it, and those that `measured` gives when the run trains."""
 
     plants: str
@@ -32,7 +32,6 @@ class AlertDrill:
     cpus: tuple[int, ...] = (4,)
     plant: Callable[[planted.Scene], None] | None = None
     after_steps: int = 5
-    after_s: float = 0.0
     speed: float = 60.0
     constants: Constants = ()
     measured: Callable[[], Constants] | None = None
@@ -64,10 +63,6 @@ DRILLS: Mapping[str, AlertDrill] = {
     ),
     "ElasticRingDriverSilent": AlertDrill(
         "the driver is stopped (SIGSTOP)", ("--run.timeouts.lease-s", "30"), plant=planted.stop_driver
-    ),
-    "ElasticRingSlowSteps": AlertDrill(
-        "a member is stopped for four fifths of the time",
-        (*PATIENT, "--cp", "2"), plant=planted.slow_last_rank, after_s=75.0, speed=360.0,
     ),
     "ElasticRingRecoveryRate": AlertDrill(
         "the user's code raises in eight steps", ("--faults", raising(40, 80, 5))
