@@ -382,6 +382,12 @@ class RunConfig:
     """How many times as long as its peers a slow rank works for its sequences."""
     straggler_window_s: PositiveSeconds = 180.0
     """Over how many seconds of steps that is judged."""
+    corruption: Literal["off", "log", "act"] = "log"
+    """What follows when ranks that must agree do not: the run ends if replicas would part, else a line in the log; with
+    act the step runs again, and the rank that computed wrongly is replaced."""
+    corruption_every_steps: NonNegativeInt = 200
+    """In one step of so many each ring computes one sequence of another ring, too, and replicas compare their state; 0
+    for never. Norms of reduced gradients are compared in every step."""
     user_error_limit: PositiveInt = 2
     """A step on which the user's code raises this often ends the run."""
     memory_limit: Annotated[float, Field(ge=0, lt=1), Must("a share of the node's memory from 0 to below 1")] = 0.93

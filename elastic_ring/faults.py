@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 KINDS = (
     "kill", "freeze", "gil", "raise", "exit", "drain", "kill-node", "kill-coordinator", "freeze-coordinator",
-    "slow",
+    "slow", "flip",
 )  # fmt: skip
 PHASES = ("forward", "backward", "reduce", "vote", "apply", "idle", "heal")
+FLIPPED = ("backward", "reduce", "apply")
+"""After which a bit of the local gradient, the reduced one or the state is wrong."""
 ROLES = ("spare", "donor")
 
 
@@ -66,6 +68,8 @@ def _parse(part: str) -> Fault:
     phase = fields.get("phase", "idle")
     if phase not in PHASES:
         raise ValueError(f"faults: unknown phase {phase!r} in {part!r}; known: {', '.join(PHASES)}")
+    if kind == "flip" and phase not in FLIPPED:
+        raise ValueError(f"faults: flip in {part!r} needs phase=backward, phase=reduce or phase=apply")
     role = fields.get("role")
     if role is not None and (role not in ROLES or phase != "heal"):
         raise ValueError(f"faults: role={role!r} in {part!r}; use role=spare or role=donor, with phase=heal")

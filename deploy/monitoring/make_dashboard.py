@@ -17,7 +17,7 @@ from elastic_ring.monitor.metrics_table import OF_RAY, TABLE, Metric, by_name
 
 ROWS = {
     "Training": ("loss", "validation_loss", "gradient_norm", "learning_rate", "tokens_per_second", "step_seconds",
-                 "skipped_steps", "loss_spikes", "stragglers", "slowest_rank_ratio",
+                 "skipped_steps", "loss_spikes", "stragglers", "wrong_results", "slowest_rank_ratio",
                  "last_commit_timestamp_seconds"),
     "Mesh": ("phase", "mesh", "wanted_rings", "workers", "wanted_spares", "nodes", "failed_starts", "generation"),
     "Recoveries": ("recoveries", "lost_workers", "recovery_sum_seconds", "recovery_duration_seconds", "undone_steps",

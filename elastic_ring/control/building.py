@@ -100,6 +100,9 @@ def trouble(ctx: Transition, event: MemberFailed) -> None:
     if event.kind == "device":
         lost(ctx, phases.kill_broken(ctx, event))
         return
+    if event.accused:
+        lost(ctx, phases.quarantine(ctx, event))
+        return
     if event.kind == "checkpoint" and phase.order.restore is not None:
         forming.drop_checkpoint(ctx, phase.order, event)
         give_up(ctx, f"{event.worker} cannot use the checkpoint of step {event.step}")

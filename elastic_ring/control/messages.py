@@ -168,6 +168,8 @@ class MemberFailed:
     `memory_ladder`), `skipped` (too many skipped steps), `spike` (the loss rose too often), `check` (the
     start-up check refused the model, or the weights could not be written), `checkpoint` (the checkpoint of this build
     cannot be used; `detail` says why).
+    `corrupt`: ranks that must agree do not; `accused` are the workers that computed wrongly, none if the step must run
+    again to tell.
     `step` is the step that ran or that the ring was built for, not the worker's own count: a newcomer has applied none.
     """
 
@@ -178,6 +180,7 @@ class MemberFailed:
     kind: str
     step: int
     detail: str = ""
+    accused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elastic_ring.control import corpus, recovery
 from elastic_ring.control.capacity import growth, notices
-from elastic_ring.control.decisions import memory_ladder
+from elastic_ring.control.decisions import memory_ladder, stragglers
 from elastic_ring.control.messages import Finalize, Finalized, MemberFailed, Published, Report
 from elastic_ring.control.state import (
     Closing,
@@ -23,6 +23,8 @@ from elastic_ring.control.transition import Transition
 
 RELAX = "a relief of the memory ladder less"
 GREW = "more of the corpus"
+WRONG = "computed wrongly"
+"""Why a worker was lost whose results the others do not agree with."""
 
 # ---------------------------------------------------------------- running
 
@@ -46,6 +48,9 @@ def running_trouble(ctx: Transition, event: MemberFailed) -> None:
     if event.kind == "device":
         running_lost(ctx, kill_broken(ctx, event))
         return
+    if event.accused:
+        running_lost(ctx, quarantine(ctx, event))
+        return
     why = f"{event.kind} trouble in step {event.step}, told by {event.worker}"
     incident = recovery.open_incident(ctx, phase.membership, why)
     if event.kind == "user":
@@ -61,6 +66,18 @@ def kill_broken(ctx: Transition, event: MemberFailed) -> tuple[LostWorker, ...]:
     ctx.kill([event.worker], "device error", written_off=True)
     ctx.explain(f"the device of {event.worker} erred in step {event.step}, so it is killed: {event.detail}")
     return (LostWorker(event.worker, ctx.state.workers[event.worker].node, None, "device error", event.detail),)
+
+
+def quarantine(ctx: Transition, event: MemberFailed) -> tuple[LostWorker, ...]:
+    """Kill the workers that computed wrongly; their nodes are the last to be hired on."""
+    losses = []
+    for worker in ctx.ready_among(event.accused):
+        node = ctx.state.workers[worker].node
+        stragglers.avoid(ctx, worker)
+        ctx.kill([worker], WRONG, written_off=True)
+        ctx.explain(f"{worker} on {node} computed wrongly, so it is killed: {event.detail}")
+        losses.append(LostWorker(worker, node, None, WRONG, event.detail))
+    return tuple(losses)
 
 
 def is_fatal(ctx: Transition, event: MemberFailed) -> bool:

@@ -20,12 +20,12 @@ PREFIX = "ray_"
 PHASES = ("idle", "forming", "building", "running", "closing", "waiting", "finishing", "reconnecting", "ended")
 CAUSES = (
     "died", "hung", "exited", "node lost", "unreachable", "start-failed", "device error", "poisoned device",
-    "out of memory", "drained", "peer", "user", "memory", "coordinator",
+    "computed wrongly", "out of memory", "drained", "peer", "user", "memory", "corrupt", "coordinator",
 )  # fmt: skip
 """Why a recovery began: the reason of its first loss; `drained` after a notice; without a loss `peer` for a broken
-exchange, `user` for an error of the user's code and `memory` for a step that ran out of memory; `coordinator` when only
-that was replaced."""
-LOSSES = CAUSES[:9]
+exchange, `user` for an error of the user's code, `memory` for a step that ran out of memory, `corrupt` for ranks that
+did not agree; `coordinator` when only that was replaced."""
+LOSSES = CAUSES[:10]
 """Why a worker was lost."""
 RECOVERY_PARTS = ("detect", "close", "heal", "rerun", "total")
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 300.0)
@@ -90,6 +90,8 @@ TABLE: tuple[Metric, ...] = (
     Metric("elastic_ring_slowest_rank_ratio", "1",
            "how many times as long as its peers the slowest rank worked in the newest step that measured it",
            only=STEP_1),
+    Metric("elastic_ring_wrong_results", "findings",
+           "how often so far ranks that must agree did not (corruption), whatever was done about it"),
     # the mesh
     Metric("elastic_ring_mesh", "ranks", "rings (dp) and ranks of a ring (cp); 0 without a mesh", "part",
            ("dp", "cp")),

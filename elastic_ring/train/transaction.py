@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.ring import NUM_PLANS, RingAttention
+from elastic_ring.control.decisions.corruption import Digests, Suspicion, is_checked
 from elastic_ring.control.decisions.loss_spikes import WINDOW, SpikeBallot, SpikeWatch
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import ArrivedCopies, Loader, Slice, consumed_digest
@@ -34,18 +35,19 @@ from elastic_ring.errors import LossSpike, TooManySkipped
 from elastic_ring.mesh import Coordinate, Mesh
 from elastic_ring.state.checkpoints.checkpoint import Reader
 from elastic_ring.state.device.squares import squared_norm
-from elastic_ring.state.shard import Counters, Shard
+from elastic_ring.state.shard import Counters, Shard, digest_of
 from elastic_ring.train.abortable_collectives import ExchangeWaits, make_abortable
 from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.memory_relief import MemoryRelief
 from elastic_ring.train.optim import learning_rate, make_optimizer, make_own_optimizer
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import Batch, TrainingTask
-from elastic_ring.train.vote import Ballot, Outcome, count, start_vote
+from elastic_ring.train.vote import Ballot, ComputedWrongly, Outcome, count, start_vote
 from elastic_ring.train.work_clock import WorkClock
 from elastic_ring.train.wrap import ModuleMaker, full_shapes, largest_list, local_params
 
 BUCKET_ELEMENTS = 16 << 20
+DIGITS = 12  # hexadecimal, of a digest in the vote
 READ_AHEAD = 16  # sequences of this step and the next, while one is computed
 BUCKET_ELEMENTS_ON_DEVICE = 256 << 20  # on a GPU each bucket is a launch that waits for the one before
 
@@ -101,7 +103,8 @@ class Gradient:
 class Local:
     """Results of one rank's forward and backward passes of a step. `loss_sum`, a scalar, stays on its device: a read
     synchronises, so the vote reads it together with the gradient's norm. `data_wait_s`: how long it waited for data.
-    `work_s`: how long it worked itself for each of its sequences, once the device is synchronised; 0: not measured."""
+    `work_s`: how long it worked itself for each of its sequences, once the device is synchronised; 0: not measured.
+    `own` and `again` as in `Digests`."""
 
     loss_sum: Tensor
     num_tokens: int
@@ -110,6 +113,8 @@ class Local:
     arrived: ArrivedCopies
     data_wait_s: float = 0.0
     work_s: Callable[[], float] = lambda: 0.0
+    own: float = 0.0
+    again: float = 0.0
 
 
 class Transaction:
@@ -142,6 +147,12 @@ class Transaction:
         """The reliefs of the memory ladder; a new one counts from the next `enter` on."""
         self.model: nn.Module | None = None
         self._waits = ExchangeWaits()
+        self.corruption: Literal["off", "log", "act"] = "off"
+        """What follows when ranks that must agree do not."""
+        self.check_every_steps = 0
+        """In one step of so many, digests are compared and one sequence of each ring is computed by two; 0: in none."""
+        self._suspicion: Suspicion | None = None
+        self._flips: set[str] = set()  # planned faults: phases after which one bit is wrong
 
     # ------------------------------------------------------------ what a report says
 
@@ -268,12 +279,13 @@ class Transaction:
         assert self.model is not None
         self._clear_gradients()
         self.relief.before_step(self.device)
+        again = self._compute_again(step) if self._is_recomputed(step) else 0.0
         mine, following = (
             share(self._order.sample_ids(of), self._coordinate.dp_rank, self._mesh.dp) for of in (step, step + 1)
         )
         layout = self.layout
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        num_tokens, slices, hops = 0, [], HopTally(self.device.type == "cuda", step)
+        num_tokens, slices, hops, own = 0, [], HopTally(self.device.type == "cuda", step), 0.0
         arrived = ArrivedCopies(hops.is_watched)
         waited_s, clock = self.loader.waited_s, WorkClock(self.device, self._waits, self.loader, hops.is_watched)
         for i, (index, sample_id) in enumerate(mine):
@@ -289,12 +301,44 @@ class Transaction:
                 loss, num_targets = self.task.loss(self.model, batch)
             self._watch("backward", step)
             loss.backward()
+            self._flip("backward", self._local_gradients)
+            if i == 0 and self._is_recomputed(step):
+                own = checksum(self._local_gradients())
             loss_sum += loss.detach()
             num_tokens += int(num_targets)
             hops.add(attention.ledger)
         samples, waited_s = consumed_digest(step, slices), self.loader.waited_s - waited_s
         clock.stop(hops)
-        return Local(loss_sum, num_tokens, samples, hops, arrived, waited_s, partial(clock.per_sequence_s, len(mine)))
+        work_s = partial(clock.per_sequence_s, len(mine))
+        return Local(loss_sum, num_tokens, samples, hops, arrived, waited_s, work_s, own, again)
+
+    def _is_recomputed(self, step: int) -> bool:
+        """Whether each ring also computes a sequence of the ring before it: only where equal bits are promised."""
+        repeatable = self.device.type == "cpu" or self.task.step.deterministic
+        return self._is_checked(step) and self._mesh.dp > 1 and repeatable
+
+    def _is_checked(self, step: int) -> bool:
+        return self.corruption != "off" and is_checked(step, self.check_every_steps)
+
+    def _compute_again(self, step: int) -> float:
+        """The digest of the gradient of the first sequence of the ring before this one; leaves no gradients."""
+        assert self.model is not None
+        before = (self._coordinate.dp_rank - 1) % self._mesh.dp
+        index, sample_id = share(self._order.sample_ids(step), before, self._mesh.dp)[0]
+        piece = self.loader.load(sample_id, index, self.layout, self._coordinate.cp_rank)
+        torch.manual_seed(sequence_seed(self.task.step.seed, step, sample_id, self._coordinate.cp_rank))
+        with self.relief.offloading(self.device):
+            loss, _ = self.task.loss(self.model, self._batch(piece, self._attention(piece, step)))
+        self._watch("backward", step)
+        loss.backward()
+        found = checksum(self._local_gradients())
+        self._clear_gradients()
+        return found
+
+    def _local_gradients(self) -> list[Tensor]:
+        """This rank's shards of the gradients so far, summed over its ring."""
+        assert self.model is not None
+        return [param.grad._local_tensor for param in self.model.parameters() if param.grad is not None]  # type: ignore[attr-defined]
 
     def reduce(self, step: int) -> None:
         """fp32 sum over the rings, once, in the pinned order of the replica group."""
@@ -314,6 +358,7 @@ class Transaction:
             for bucket in gradient.flat.split(BUCKET_ELEMENTS_ON_DEVICE if gradient.flat.is_cuda else BUCKET_ELEMENTS):
                 if bucket.numel():
                     self._groups.replica.allreduce([bucket]).wait()
+        self._flip("reduce", lambda: [gradient.flat])
         gradient.step, gradient.membership_id = step, self._membership_id
 
     def vote(self, step: int, local: Local, *, boundary: bool, checkpoint: float = 0.0, copies: float = 0.0) -> Outcome:
@@ -324,6 +369,7 @@ class Transaction:
         norm_sq, loss_sum = torch.stack([squared_norm(flat), local.loss_sum]).tolist()
         # Squares of finite fp32 numbers cannot overflow fp64: only a norm that is not finite is worth a count.
         num_nonfinite = 0 if math.isfinite(norm_sq) else int(flat.numel() - torch.isfinite(flat).sum())
+        digests = self._digests(step, norm_sq, local)
         # An abort ends NCCL's exchanges without an error: the numbers just read may be garbage.
         self._groups.check()
         local.arrived.check(step)
@@ -339,12 +385,32 @@ class Transaction:
             copies,
             spike,
             local.work_s(),
+            digests,
+            self._first_attempt(step),
         )
         work, rows = start_vote(self._groups.world, ballot)
         self._watch("vote", step)
         work.wait()
-        self.unapplied = count(step, rows, self._mesh, self._membership_id)
+        try:
+            self.unapplied = count(step, rows, self._mesh, self._membership_id, self.corruption)
+        except ComputedWrongly as error:
+            self._suspicion = None if error.ranks else Suspicion(step, self._mesh, error.facts["what"], digests)
+            raise
         return self.unapplied
+
+    def _digests(self, step: int, norm_sq: float, local: Local) -> Digests:
+        """What this rank tells of its part in this step; without a check that is the gradient's norm only."""
+        assert self.shard is not None
+        assert self._gradient is not None
+        if not self._is_checked(step):
+            return Digests(norm_sq=norm_sq)
+        state = int(self.shard.digest()[:DIGITS], 16) + 1.0
+        return Digests(state, checksum([self._gradient.flat]), norm_sq, local.own, local.again)
+
+    def _first_attempt(self, step: int) -> Suspicion | None:
+        """The attempt at this step before, if ranks did not agree in it; on another mesh sums have other bits."""
+        known = self._suspicion
+        return known if known is not None and (known.step, known.mesh) == (step, self._mesh) else None
 
     def apply(self, outcome: Outcome) -> None:
         """Scale, clip and update the local shard; no exchange, never interrupted.
@@ -353,7 +419,7 @@ class Transaction:
         """
         assert self.shard is not None
         assert self._gradient is not None
-        step, optim = outcome.vote.step, self.task.optim
+        step, optim, shard = outcome.vote.step, self.task.optim, self.shard
         rate = learning_rate(step, optim, self.task.lr_schedule)  # may be the user's code: before anything changes
         assert step == self.applied == self._gradient.step, (step, self.applied, self._gradient.step)
         self.before_apply()
@@ -362,7 +428,8 @@ class Transaction:
         if not outcome.skip:
             self._gradient.flat.mul_(outcome.scale(optim.clip_norm))
             self.shard.apply(self._gradient.views, rate)
-        self._gradient.step = None
+            self._flip("apply", lambda: list(shard.params.values()))
+        self._gradient.step, self._suspicion = None, None
         self.shard.advance(skipped=outcome.skip)
         self.last, self.unapplied, self.applying = outcome.vote, None, False
         if self.spikes is not None:
@@ -463,6 +530,18 @@ class Transaction:
         for param in self.model.parameters():
             param.grad = None
 
+    def plan_flip(self, phase: str) -> None:
+        """A planned fault: one bit of what the next `phase` (backward, reduce, apply) computes is wrong."""
+        self._flips.add(phase)
+
+    def _flip(self, phase: str, tensors: Callable[[], Sequence[Tensor]]) -> None:
+        if phase in self._flips:
+            self._flips.discard(phase)
+            largest = max(tensors(), key=Tensor.numel).detach().view(-1)
+            place = int(largest.abs().argmax())
+            with torch.no_grad():
+                largest[place : place + 1].view(torch.int32).bitwise_xor_(1 << 18)
+
     def _make_optimizer(self, model: nn.Module, params: dict[str, Tensor]) -> torch.optim.Optimizer:
         trained = {name for name, param in model.named_parameters() if param.requires_grad}
         named = [(name, tensor) for name, tensor in params.items() if name in trained]
@@ -470,6 +549,11 @@ class Transaction:
             return make_own_optimizer(self.task.optimizer, named)
         ndims = {name: len(shape) for name, shape in full_shapes(model).items()}
         return make_optimizer(named, self.task.optim, ndims)
+
+
+def checksum(tensors: Sequence[Tensor]) -> float:
+    """A number of the tensors' bits that float64 holds exactly; never 0."""
+    return int(digest_of(Counters(), tensors)[:DIGITS], 16) + 1.0
 
 
 def sequence_seed(seed: int, step: int, sample_id: int, cp_rank: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from elastic_ring.control.decisions.corruption import LOCAL, WHATS, Digests, Finding, Suspicion, judge
 from elastic_ring.control.decisions.loss_spikes import CLIP_SHARE, VERDICTS, SpikeBallot
 from elastic_ring.control.messages import Vote
 from elastic_ring.errors import ElasticRingError
@@ -21,6 +22,8 @@ FIELDS = (
     "grad_norm_sq", "num_nonfinite", "loss_sum", "num_tokens", "boundary", "checkpoint", "copies",
     "samples_0", "samples_1", "samples_2", "samples_3",
     "spike_num_seen", "spike_limit", "spike_verdict", "spike_clips_harder", "work_s",
+    "told_state", "told_reduced", "told_norm_sq", "told_own", "told_again",
+    "first_what", "first_state", "first_reduced", "first_norm_sq", "first_own", "first_again",
 )  # fmt: skip
 NUM_SAMPLE_LIMBS = 4
 SPIKE_FIELDS = frozenset(name for name in FIELDS if name.startswith("spike_"))
@@ -29,6 +32,15 @@ DUE, BUSY = 1.0, -1048576.0
 """What ranks say of a checkpoint; a single `BUSY` outweighs the one `DUE`."""
 COPYING, COPY_FAILED = 1.0, 1048576.0
 """What ranks say of the last copies in peers' memory, where these are not complete."""
+
+
+class ComputedWrongly(ElasticRingError):
+    """Ranks that must agree do not. Facts: `what` differs, and the `ranks` that computed wrongly, none if the step must
+    run again to tell."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self.facts.get("ranks", ()))
 
 
 class ReplicasDiverged(ElasticRingError):
@@ -42,7 +54,8 @@ class Ballot:
     `checkpoint`: `DUE` from the rank that knows that one is due, `BUSY` from one that still writes the last, else 0.
     `copies`: `COPYING` or `COPY_FAILED` from a rank whose part of the last copies is not complete, else 0. `spike`:
     what it knows of the losses before. `work_s`: how long it worked itself for each of its sequences, without waits for
-    others, in seconds; 0 if not measured.
+    others, in seconds; 0 if not measured. `digests`: what it computed. `first`: the same of its attempt at this step
+    before, where ranks did not agree.
     """
 
     grad_norm_sq: float
@@ -55,11 +68,14 @@ class Ballot:
     copies: float = 0.0
     spike: SpikeBallot = field(default_factory=SpikeBallot)
     work_s: float = 0.0
+    digests: Digests = field(default_factory=Digests)
+    first: Suspicion | None = None
 
     def row(self) -> torch.Tensor:
+        first = (WHATS.index(self.first.what), *self.first.told.numbers()) if self.first else (0.0,) * 6
         values = (self.grad_norm_sq, self.num_nonfinite, self.loss_sum, self.num_tokens, self.boundary, self.checkpoint,
                   self.copies, *self.samples, self.spike.num_seen, self.spike.limit, self.spike.verdict,
-                  self.spike.clips_harder, self.work_s)  # fmt: skip
+                  self.spike.clips_harder, self.work_s, *self.digests.numbers(), *first)  # fmt: skip
         return torch.tensor([float(v) for v in values], dtype=torch.float64)
 
 
@@ -67,11 +83,13 @@ class Ballot:
 class Outcome:
     """The result of a vote. Gradients are of the summed loss; `grad_norm` is of the mean loss.
 
-    `work_s`: each rank's, as in `Ballot`; empty where the result came later, from another rank.
+    `work_s`: each rank's, as in `Ballot`; empty where the result came later, from another rank. `finding`: who computed
+    wrongly, where that is only told.
     """
 
     vote: Vote
     work_s: tuple[float, ...] = ()
+    finding: Finding | None = None
 
     @property
     def num_tokens(self) -> float:
@@ -155,13 +173,19 @@ def start_vote(group: Any, ballot: Ballot) -> tuple[Any, list[torch.Tensor]]:
     return group.allgather([rows], [ballot.row()]), rows
 
 
-def count(step: int, rows: list[torch.Tensor], mesh: Mesh, membership_id: tuple[int, int]) -> Outcome:
+def count(
+    step: int, rows: list[torch.Tensor], mesh: Mesh, membership_id: tuple[int, int], corruption: str = "off"
+) -> Outcome:
     """Reduce the table in rank order; `membership_id` is the (term, generation) of the voters.
 
-    Raises ReplicasDiverged when replicas of a shard disagree.
+    Raises ReplicasDiverged when replicas of a shard disagree, and with corruption "act" ComputedWrongly for what a
+    replacement or a second try may mend.
     """
     table = [row.tolist() for row in rows]
+    finding = _look_for_wrong(step, table, mesh, corruption)
     _check_replicas(step, table, mesh)
+    if finding is not None and finding.what != LOCAL and not finding.is_over:
+        raise ReplicasDiverged(finding.told(step), step=step)
     totals = []
     seen = FIELDS.index("spike_num_seen")
     longest = max(range(mesh.size), key=lambda rank: (table[rank][seen], -rank))
@@ -176,7 +200,29 @@ def count(step: int, rows: list[torch.Tensor], mesh: Mesh, membership_id: tuple[
             total += table[rank][column]
         totals.append(total)
     work_s = tuple(row[FIELDS.index("work_s")] for row in table)
-    return Outcome(Vote(step, tuple(totals), membership_id), work_s)
+    return Outcome(Vote(step, tuple(totals), membership_id), work_s, finding)
+
+
+def _look_for_wrong(step: int, table: list[list[float]], mesh: Mesh, corruption: str) -> Finding | None:
+    """What is only told; raises for all else."""
+    if corruption == "off":
+        return None
+    told_at, first_at = FIELDS.index("told_state"), FIELDS.index("first_what")
+    now = [Digests(*row[told_at:first_at]) for row in table]
+    first = [Digests(*row[first_at + 1 :]) if row[first_at] else None for row in table]
+    what = WHATS[int(max(row[first_at] for row in table))]
+    finding = judge(now, first, what, mesh)
+    if finding is None or corruption == "log":
+        return finding
+    if finding.ranks or not (what or finding.is_over):
+        raise ComputedWrongly(finding.told(step), step=step, ranks=finding.ranks, what=finding.what)
+    if not finding.is_over:
+        raise ReplicasDiverged(
+            f"{finding.told(step)}, in two attempts. Nothing of it was applied: go on from a checkpoint, on other "
+            "machines, or with three rings, which show who is wrong",
+            step=step,
+        )
+    return finding
 
 
 def _check_replicas(step: int, table: list[list[float]], mesh: Mesh) -> None:

@@ -100,3 +100,26 @@ def test_a_slow_worker_is_found_told_and_replaced_by_a_spare_at_a_boundary(local
     assert result.summary["weights_sha256"] == calm.summary["weights_sha256"]
     step_s = [line["step_s"] for line in read_metrics(result.path)]
     assert min(step_s[6 : notes[0]["step"]]) > max(sorted(step_s[-10:])[:5]), "no step waits for it any more"
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_a_gradient_is_found_its_rank_named_replaced_and_the_bits_are_those_of_no_fault(
+    local_ray: None, tmp_path: Path
+) -> None:
+    steps, checking = 12, {"corruption": "act", "corruption_every_steps": 4}
+    calm = tiny_trainer(tmp_path, "right", steps=steps, spares=0, run=checking).fit()
+    assert calm.summary["recoveries"] == [], "healthy ranks agree"
+    trainer = tiny_trainer(
+        tmp_path, "wrong", steps=steps, spares=1, faults="flip@step=7,phase=backward,rank=3", run=checking
+    )
+    result = trainer.fit()
+    assert left_behind("wrong") == []
+    check_records(trainer, result)
+    notes = [line for line in read(result.path / JOURNAL_NAME) if line.get("note") == "wrong"]
+    assert [len(note["workers"]) for note in notes] == [0, 1], "a second attempt tells who"
+    assert "step 7: the local gradient" in notes[0]["told"]
+    assert "wrong is rank 3" in notes[1]["told"]
+    assert result.summary["lost_workers"] == {"computed wrongly": 1}
+    assert all(recovery["exact"] for recovery in result.summary["recoveries"])
+    assert result.summary["losses"] == calm.summary["losses"]
+    assert result.summary["weights_sha256"] == calm.summary["weights_sha256"]

@@ -14,7 +14,7 @@ from elastic_ring.control.decisions.memory_ladder import OUT_OF_MEMORY
 from elastic_ring.control.state import Crash, Incident, LostWorker
 from elastic_ring.mesh import Mesh
 
-OF_ONE_DEVICE = ("poisoned device", "device error")
+OF_ONE_DEVICE = ("poisoned device", "device error", "computed wrongly")
 """Loss reasons that mean a failed GPU; they say nothing about the step."""
 STEP_PHASES = ("forward", "backward", "compile", "apply")
 FINALIZE = "finalize"

@@ -331,6 +331,8 @@ class Coordinator:
     def _on_event(self, event: Any, extra: dict[str, Any]) -> None:
         if isinstance(event, MemberFailed):
             self.recorder.recoveries.trouble(event.worker, event.kind, event.step, event.detail)
+            if event.kind == "corrupt":
+                self.recorder.broke_off_wrong(event.detail, (event.term, event.generation), event.accused)
         if isinstance(event, Resumed):
             self.recorder.recoveries.resumed(event.worker, extra)
         if isinstance(event, WorkerReady):

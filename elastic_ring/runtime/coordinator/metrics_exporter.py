@@ -161,6 +161,7 @@ def _of_steps(recorder: RunRecorder) -> Iterator[Sample]:
     newest = recorder.metrics.newest
     yield "elastic_ring_skipped_steps", "", newest.num_skipped
     yield "elastic_ring_loss_spikes", "", recorder.num_spikes
+    yield "elastic_ring_wrong_results", "", recorder.num_wrong
     yield "elastic_ring_stragglers", "", recorder.num_stragglers
     yield "elastic_ring_validation_loss", "", newest.val_loss
     if (step := newest.step) is not None:

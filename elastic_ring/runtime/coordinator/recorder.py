@@ -68,7 +68,8 @@ class RunRecorder:
         self.stragglers = (
             StragglerWatch(run.straggler_window_s, run.straggler_factor) if run.straggler != "off" else None
         )
-        self.num_stragglers = 0
+        self.num_stragglers = self.num_wrong = 0
+        self._wrong_in: tuple[int, int] = (0, 0)  # (term, generation) of the newest attempt that was told
         self._straggler: tuple[Straggler, tuple[int, int]] | None = None
         self.checkpoints: list[Mapping[str, Any]] = []
         self.checkpoint_unix_s: float | None = None
@@ -173,6 +174,8 @@ class RunRecorder:
             if record.get("gpu_memory"):
                 self.gpu_memory = record["gpu_memory"]
                 self.peak_gpu_bytes = max(self.peak_gpu_bytes, self.gpu_memory["peak"])
+            if record.get("wrong"):
+                self.found_wrong(record["wrong"])
             self.goodput.committed(record["step"], record["step_s"])
             self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["membership_id"]))
             self.recoveries.committed(record["step"], now)
@@ -211,6 +214,18 @@ class RunRecorder:
         self._note({"note": "straggler", "worker": worker, "node": node, "rank": found.global_rank,
                     "ratio": round(found.ratio, 3), "step": self.metrics.last_step, "told": told})  # fmt: skip
         self.recoveries.say(told)
+
+    def broke_off_wrong(self, told: str, membership_id: tuple[int, int], workers: Sequence[str]) -> None:
+        """As `found_wrong`, of a step that is not applied: every member of `membership_id` says so; it counts once."""
+        if self._wrong_in != membership_id:
+            self._wrong_in = membership_id
+            self.found_wrong(told, workers)
+
+    def found_wrong(self, told: str, workers: Sequence[str] = ()) -> None:
+        """Ranks that must agree do not. `workers`: who computed wrongly and is replaced."""
+        self.num_wrong += 1
+        self._note({"note": "wrong", "told": told, "workers": list(workers)})
+        self.recoveries.say(f"wrong result: {told}")
 
     def _count_compilations(self, note: Mapping[str, Any]) -> None:
         self.num_compiled_late += len(note["compiled"])
@@ -362,6 +377,7 @@ class RunRecorder:
             self.memory.append({k: line[k] for k in MEMORY_KEYS})
         self.num_spikes += line.get("note") == "spike"
         self.num_stragglers += line.get("note") == "straggler"
+        self.num_wrong += line.get("note") == "wrong"
         if line.get("note") == "compiled":
             self._count_compilations(line)
         self.recoveries.recall(line)

@@ -73,7 +73,12 @@ class RecoveryLog:
     def trouble(self, worker: str, kind: str, step: int, detail: str) -> None:
         """A member's step broke off: what to say of it if nobody turns out to be dead."""
         what = (detail.strip().splitlines() or [""])[-1]
-        did = {"user": "raised", "device": "had a device error", "memory": "ran out of memory"}.get(kind, "lost a peer")
+        did = {
+            "user": "raised",
+            "device": "had a device error",
+            "memory": "ran out of memory",
+            "corrupt": "did not agree with the others",
+        }.get(kind, "lost a peer")
         self._own_failures[worker] = f"{did} in step {step} ({what})"
         self._own_failure_kinds.append(kind)
 
@@ -264,7 +269,7 @@ class RecoveryLog:
             return change.lost[0].reason
         if change.drained:
             return "drained"
-        return next((kind for kind in ("user", "memory") if kind in self._own_failure_kinds), "peer")
+        return next((kind for kind in ("user", "memory", "corrupt") if kind in self._own_failure_kinds), "peer")
 
     def _take_faults(self) -> list[int]:
         taken, self._open_faults = self._open_faults, []

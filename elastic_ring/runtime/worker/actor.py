@@ -46,6 +46,7 @@ from elastic_ring.runtime.worker.start_reports import start_reports
 from elastic_ring.runtime.worker.training_thread import TrainingThread
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
 from elastic_ring.train.memory import drop_frames
+from elastic_ring.train.vote import ComputedWrongly
 
 log = logging.getLogger(__name__)
 
@@ -312,13 +313,17 @@ class Worker:
             return "peer"  # an abort leaves garbage in the buffers; the device is probed before the report
         if kind == "device":
             member.fail_device(error)  # reports must say so even if this message is lost
+        if isinstance(error, ComputedWrongly) and self.spec.worker in member.names_of(error.ranks):
+            member.fail_device(error)  # no other process takes this GPU
         return kind
 
     def _report_failure(self, kind: str, error: BaseException, identity: tuple[str, int, int], step: int) -> None:
         if kind == "memory":
             drop_frames(error)  # first: the text needs memory, too
         text = trouble_text(error, kind)
-        self._client.answer(MemberFailed(self._client.cause(), *identity, kind, step, text))
+        assert self._member is not None
+        accused = self._member.names_of(error.ranks) if isinstance(error, ComputedWrongly) else ()
+        self._client.answer(MemberFailed(self._client.cause(), *identity, kind, step, text, accused))
 
     def _pause(self) -> None:
         """Pause before the report is sent, so that the next order never waits for this thread."""

@@ -22,7 +22,7 @@ from elastic_ring.runtime.groups.transport import is_transport_error
 from elastic_ring.train.memory import chain, describe_shortage, is_out_of_host_memory, is_out_of_memory
 from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.startup.kernels import KernelMismatch
-from elastic_ring.train.vote import ReplicasDiverged
+from elastic_ring.train.vote import ComputedWrongly, ReplicasDiverged
 
 
 def trouble_kind(
@@ -45,6 +45,8 @@ def trouble_kind(
         return "checkpoint"
     if isinstance(error, StorageFailed):
         return "peer"  # read again in the next build
+    if isinstance(error, ComputedWrongly):
+        return "corrupt"
     if isinstance(error, (ModelRefused, ReplicasDiverged)):
         return "check"
     if isinstance(error, KernelMismatch):

@@ -34,6 +34,8 @@ class Injector:
         self._ask = ask
         self._notify = notify
         self._is_slow = False
+        self.flip: Callable[[str], None] = lambda phase: None
+        """Makes one bit of what this phase computes wrong."""
 
     def check(self, *, phase: str, step: int, rank: int, hop: int | None = None, role: str | None = None) -> None:
         """Fire the faults planned for this phase, step and rank."""
@@ -60,6 +62,8 @@ class Injector:
                 os._exit(3)
             case "kill-node":
                 kill_node()
+            case "flip":
+                self.flip(fault.phase)
             case "slow":
                 self._is_slow = True
             case _:  # the coordinator carries out drain and its own faults

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -120,6 +120,8 @@ class Member:
         run = self._spec.run
         if run.loss_spike != "off":
             self._transaction.spikes = SpikeWatch(run.loss_spike_actions if run.loss_spike == "act" else ())
+        self._transaction.corruption, self._transaction.check_every_steps = run.corruption, run.corruption_every_steps
+        self._injector.flip = self._transaction.plan_flip
         self._transaction.warm_up(self._spec.scaling.cp, self._spec.scaling.device)
         warm_up(task)
         self._num_parameters = num_parameters(task)
@@ -205,6 +207,11 @@ class Member:
         """Keep the groups that an abandoned thread waits in: freeing them would block."""
         self._abandoned.append((self._groups, self._connector, self._transaction.model))
         self._transaction.leave()
+
+    def names_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """The workers of these ranks."""
+        assert self._command is not None
+        return tuple(self._command.members[rank] for rank in ranks)
 
     def fail_device(self, error: BaseException) -> None:
         """Record that this worker's GPU failed: for its reports, and for the next process that would take it."""
