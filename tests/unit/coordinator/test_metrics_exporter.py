@@ -184,4 +184,4 @@ def test_a_defect_of_the_exporter_is_logged_and_does_not_reach_the_run(
 
 
 def test_every_reason_of_a_loss_is_a_cause() -> None:
-    assert set(LOSSES) == set(CAUSES) - {"drained", "peer", "user", "memory", "coordinator"}
+    assert set(LOSSES) == set(CAUSES) - {"drained", "peer", "user", "memory", "corrupt", "coordinator"}
