@@ -296,7 +296,7 @@ class PatternedAttention:
         return SparseRingAttention(
             plan_sparse(pattern, self.layout, q.size(2), k.size(2)), self.cp_rank, self._group, ledger=self.ledger,
             observer=self._observer, kernel=kernel, deterministic=self._deterministic, buffers=self._buffers,
-            plans=plans,
+            plans=plans, cache_dir=self._cache_dir,
         )  # fmt: skip
 
 

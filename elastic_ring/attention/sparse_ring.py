@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from elastic_ring.attention.checks import check_captured, check_group, check_loc
 from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopLedger
 from elastic_ring.attention.comm.packed_exchange import PackedExchange
 from elastic_ring.attention.comm.sparse_exchange import SparseExchange, as_index, select_heads
-from elastic_ring.attention.kernels.adapters import masked_cpu
+from elastic_ring.attention.kernels import verify
+from elastic_ring.attention.kernels.adapters import aten_cpu
 from elastic_ring.attention.kernels.sparse_registry import SparseKernel, select_sparse
 from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward, merge_
 from elastic_ring.attention.plan.device_blocks import DeviceBlocks, on_device
@@ -87,6 +89,7 @@ class SparseRingAttention(RecomputableRing):
     - `keep_keys` keeps fetched keys for backward, which then does not fetch them again. None: if they are one stage and
       at most a quarter of any rank's own keys. `stage_bytes` and `keep_keys` must be the same on all ranks.
     - `coalesced` posts the messages of one direction as one operation; None: on a GPU.
+    - `cache_dir` stores that a kernel passed its self-test, for later processes.
 
     Raises: `ValueError` if schedule, cp_rank and group do not match. After a call that raised, buffers that the group
     may still write to are kept until this object is dropped.
@@ -110,6 +113,7 @@ class SparseRingAttention(RecomputableRing):
         keep_keys: bool | None = None,
         coalesced: bool | None = None,
         plans: SparsePlans | None = None,
+        cache_dir: Path | None = None,
     ) -> None:
         check_group(schedule, cp_rank, group)
         if ahead < 1:
@@ -128,6 +132,7 @@ class SparseRingAttention(RecomputableRing):
         self._buffers = HopBuffers() if buffers is None else buffers
         self._stage_bytes, self._keep_keys = stage_bytes, keep_keys
         self._coalesced = coalesced
+        self._cache_dir = cache_dir
         self._abandoned: list[torch.Tensor] = []
         # Kept here because the module-level caches skip schedules that content chose.
         self._plans = SparsePlans() if plans is None else plans
@@ -174,7 +179,7 @@ class SparseRingAttention(RecomputableRing):
         if self._in_blocks(q):
             self._keeps(self._blocks_for(q))
             self._sparse_kernel(q)
-        elif (failure := masked_cpu.self_test(q.dtype, q.size(-1))) is not None:
+        elif (failure := verify.masked_self_test(q.dtype, q.size(-1))) is not None:
             raise RunFailed(f"the sparse CPU kernel fails its self-test: {failure}")
 
     def check_graphable(self, q: torch.Tensor, k: torch.Tensor) -> None:
@@ -203,7 +208,7 @@ class SparseRingAttention(RecomputableRing):
                 self._observe("forward", call_index, index)
                 for tile in own:
                     rows, tile_q, tile_k, tile_v = _gather(tile, q, keys)
-                    part, part_lse = masked_cpu.forward(
+                    part, part_lse = aten_cpu.forward(
                         tile_q, tile_k, tile_v, causal=tile.causal, scale=scale, mask=_mask(tile)
                     )
                     merged, merged_lse = out[:, rows], lse[:, rows]
@@ -268,7 +273,7 @@ class SparseRingAttention(RecomputableRing):
         q, _, _, out, lse = saved
         rows, tile_q, tile_k, tile_v = _gather(tile, q, keys)
         tile_dout, tile_out, tile_lse = (_heads(x[:, rows], tile.heads) for x in (dout, out, lse))
-        part_q, part_k, part_v = masked_cpu.backward(
+        part_q, part_k, part_v = aten_cpu.backward(
             tile_dout, tile_q, tile_k, tile_v, tile_out, tile_lse, causal=tile.causal, scale=scale, mask=_mask(tile)
         )
         _put(dq, rows, tile.heads, _heads(dq[:, rows], tile.heads) + part_q)
@@ -312,7 +317,9 @@ class SparseRingAttention(RecomputableRing):
 
     def _sparse_kernel(self, q: torch.Tensor) -> SparseKernel:
         head_ratio = self.schedule.num_heads // self.schedule.num_kv_heads
-        return select_sparse(q.size(-1), head_ratio, q.dtype, self._deterministic, self._kernel, q.device.type)
+        return select_sparse(
+            q.size(-1), head_ratio, q.dtype, self._deterministic, self._kernel, q.device.type, self._cache_dir
+        )
 
     def _partial_dtype(self, q: torch.Tensor) -> torch.dtype:
         if self._partials is not None:

@@ -15,19 +15,19 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
+from elastic_ring.attention.comm.all_to_all import AllToAll
 from elastic_ring.attention.layouts.layout import Layout, Range
 from elastic_ring.attention.merge import accumulate_dtype
 from elastic_ring.attention.patterns.content import Choices, Chosen
 from elastic_ring.attention.patterns.rules import Rule
 from elastic_ring.attention.plan.sparse_schedule import chunks_of
 from elastic_ring.attention.routing.router import choose_blocks
-from elastic_ring.contrib.all_to_all import AllToAll
 
 _SUMS, _SHARES, _CHOICES = range(3)
 _NUM_KINDS = 3
 _NUM_TAGGED_CALLS = 1024
 _FIRST_TAG = 1 << 25
-"""Larger than all tags of hops, smaller than those of `routing.exchange`."""
+"""Larger than all tags of hops, smaller than those of `router`."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class BlockMeans:
             mine if rank == self.cp_rank else mine.new_empty(batch, num_heads, len(held), num_chosen)
             for rank, held in enumerate(owned)
         ]
-        self.all_to_all.swap([mine] * self.all_to_all.cp, choices, "forward", _tag(call_index, _CHOICES))
+        self.all_to_all.swap([mine] * self.all_to_all.cp, choices, _tag(call_index, _CHOICES), "forward")
         past: Choices = np.full((batch, num_heads, num_blocks, num_chosen), -1, dtype=np.int32)
         for held, numbers in zip(owned, choices, strict=True):
             past[:, :, held] = numbers.numpy()
@@ -160,7 +160,7 @@ class BlockMeans:
             outgoing.append(torch.cat([sums[: blocks.num_served(me, rank)].flatten(), sums_q[whose].flatten()]))
             size = served[rank] * _row(sums) + len(lent[rank]) * _row(sums_q)
             incoming.append(outgoing[me] if rank == me else sums.new_empty(size))
-        self.all_to_all.swap(outgoing, incoming, "forward", _tag(call_index, _SUMS))
+        self.all_to_all.swap(outgoing, incoming, _tag(call_index, _SUMS), "forward")
         rows = {block: row for row, block in enumerate(blocks.owned(me))}
         total = sums.new_zeros(blocks.num_past(me), *sums.shape[1:])
         total_q = sums_q.new_zeros(len(rows), *sums_q.shape[1:])
@@ -182,7 +182,7 @@ class BlockMeans:
             outgoing.append(shares[[part.block for part in parts]])
             empty = shares.new_empty(blocks.num_served(me, rank), *shares.shape[1:])
             incoming.append(outgoing[me] if rank == me else empty)
-        self.all_to_all.swap(outgoing, incoming, "backward", _tag(call_index, _SHARES))
+        self.all_to_all.swap(outgoing, incoming, _tag(call_index, _SHARES), "backward")
         total = shares.new_zeros(len(blocks.parts[me]), *shares.shape[1:])
         for found in incoming:
             total[: len(found)] += found

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from elastic_ring.attention.checks import check_local_length, check_tensors
+from elastic_ring.attention.comm.all_to_all import AllToAll
 from elastic_ring.attention.comm.exchange import Group, HopLedger
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.patterns.rules import Rule, Window
@@ -19,7 +20,6 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import Direction
 from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
 from elastic_ring.attention.sparse_ring import SparseRingAttention
-from elastic_ring.contrib.all_to_all import AllToAll
 from elastic_ring.contrib.block_means import BlockMeans, block_map
 from elastic_ring.contrib.compressed import attend_to_first
 

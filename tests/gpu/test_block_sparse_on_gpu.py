@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_ring.attention.kernels.sparse_verify import as_tokens, reference
+from elastic_ring.attention.kernels.adapters import reference
+from elastic_ring.attention.kernels.sparse_verify import as_tokens
 from elastic_ring.attention.patterns.blocks import block_kinds
 from elastic_ring.attention.patterns.families import BigBird, Hierarchical, Profile, longnet
 from elastic_ring.attention.patterns.rules import Dense, Rule, Strided, Window
@@ -60,7 +61,7 @@ def test_outputs_and_gradients_are_those_of_a_masked_softmax(kernel: SparseKerne
     out = BlockSparseAttention(pattern, kernel=kernel.name, deterministic=False)(*leaves)
     grads = torch.autograd.grad(out, leaves, dout)
     kept = torch.stack([torch.from_numpy(block_kinds(rule, LENGTH, 128) != 0) for rule in pattern.rules(4)]).cuda()
-    wanted = reference(q, k, v, dout, as_tokens(kept), 128**-0.5)
+    wanted = reference.attention(q, k, v, dout, as_tokens(kept), 128**-0.5)
     for part, got, want in zip(("out", "dq", "dk", "dv"), (out, *grads), (wanted[0], *wanted[2:]), strict=True):
         assert ((got.double() - want).norm() / want.norm()).item() < 6e-3, part
 
@@ -75,7 +76,7 @@ def test_content_keeps_the_own_block_and_at_most_top_k_and_trains(kernel: Sparse
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     out = BlockSparseAttention(top_k=4, kernel=kernel.name, deterministic=False)(*leaves)
     grads = torch.autograd.grad(out, leaves, dout)
-    wanted = reference(q, k, v, dout, as_tokens(kept), 128**-0.5)
+    wanted = reference.attention(q, k, v, dout, as_tokens(kept), 128**-0.5)
     for got, want in zip((out, *grads), (wanted[0], *wanted[2:]), strict=True):
         assert ((got.double() - want).norm() / want.norm()).item() < 6e-3
 

@@ -74,7 +74,12 @@ class Backend:
 
     def version(self) -> str | None:
         """The version of `package` (None if it is not installed), or of torch for a backend without a package."""
-        try:
-            return metadata.version(self.package) if self.package is not None else torch.__version__
-        except metadata.PackageNotFoundError:
-            return None
+        return version_of(self.package)
+
+
+def version_of(package: str | None) -> str | None:
+    """The version of `package`, None if it is not installed; torch's for None."""
+    try:
+        return metadata.version(package) if package is not None else torch.__version__
+    except metadata.PackageNotFoundError:
+        return None

@@ -9,11 +9,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import metadata
+from pathlib import Path
 
 import torch
 
 from elastic_ring.attention.kernels.adapters import block_reference, block_sparse
+from elastic_ring.attention.kernels.backend import version_of
 from elastic_ring.attention.kernels.block_tables import BlockTables
 from elastic_ring.attention.kernels.sparse_verify import self_test
 from elastic_ring.errors import RunFailed
@@ -61,12 +62,13 @@ class SparseKernel:
             return f"takes head_dim {', '.join(map(str, self.head_dims))}, not {head_dim}"
         if dtype not in self.dtypes:
             return f"takes {', '.join(str(each).removeprefix('torch.') for each in self.dtypes)}, not {dtype}"
-        if self.package is not None:
-            try:
-                metadata.version(self.package)
-            except metadata.PackageNotFoundError:
-                return f"needs {self.package}, which is not installed"
+        if self.package is not None and self.version() is None:
+            return f"needs {self.package}, which is not installed"
         return None
+
+    def version(self) -> str | None:
+        """The version of `package` (None if it is not installed), or of torch for a kernel without a package."""
+        return version_of(self.package)
 
 
 KERNELS = (
@@ -96,9 +98,10 @@ def select_sparse(
     deterministic: bool,
     pin: str | None = None,
     device: str = "cuda",
+    cache_dir: Path | None = None,
 ) -> SparseKernel:
     """The first kernel that can serve calls with `head_ratio` query heads per K/V head and passes its self-test with
-    that ratio; `pin` names the only candidate.
+    that ratio; `pin` names the only candidate, `cache_dir` stores passed tests.
 
     Raises: `ValueError` if `pin` is unknown or cannot serve the call, `RunFailed` if no kernel passes.
     """
@@ -111,7 +114,7 @@ def select_sparse(
         reason = kernel.refusal(head_dim, dtype, deterministic, device)
         if reason is not None and pin is not None:
             raise ValueError(f"kernel={pin!r} {reason}; leave kernel out to have one chosen")
-        reason = reason or self_test(kernel, head_dim, head_ratio, dtype, device)
+        reason = reason or self_test(kernel, head_dim, head_ratio, dtype, device, cache_dir)
         if reason is None:
             return kernel
         log.warning("sparse kernel %s passed over: %s", kernel.name, reason)

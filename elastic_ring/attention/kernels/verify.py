@@ -1,7 +1,7 @@
-"""Self-tests of backends on this device: out, lse and gradients of two tiles against the fp64 reference.
+"""Self-tests of kernels on this device: out, lse and gradients of two tiles against the fp64 reference.
 
 Results are cached per process. Passes are also cached on disk if a folder is given; the key has the versions and the
-device.
+device. Block-sparse kernels have cases of their own in `sparse_verify`, by the same measure.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import json
 import logging
 import os
 import random
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
-from elastic_ring.attention.kernels.adapters import reference
+from elastic_ring.attention.kernels.adapters import aten_cpu, reference
 from elastic_ring.attention.kernels.backend import Backend, Backward, Forward
 from elastic_ring.attention.merge import Accumulator, lse_for_backward
 
 logger = logging.getLogger(__name__)
 
-_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 @lru_cache(maxsize=256)
@@ -41,38 +42,39 @@ def self_test(
     `head_ratio` query heads share a K/V head. A deterministic backend runs twice on the GPU and must repeat bitwise.
     `cache_dir` stores passes only. Raises: torch.OutOfMemoryError.
     """
-    proof = (
-        None if cache_dir is None else cache_dir / f"kernel-{_key(backend, device, dtype, head_dim, head_ratio)}.json"
-    )
-    if proof is not None and proof.exists():
+    return proved(
+        backend.name, backend.version(), (backend.deterministic, str(dtype), head_dim, head_ratio), device, cache_dir,
+        lambda: warm_up_kernels(backend, device, dtype, head_dim, head_ratio),
+    )  # fmt: skip
+
+
+def proved(
+    name: str, version: str | None, case: tuple[object, ...], device: str, cache_dir: Path | None,
+    test: Callable[[], str | None],
+) -> str | None:  # fmt: skip
+    """What `test` finds of kernel `name`; None at once where `cache_dir` has a proof of this `case`."""
+    if cache_dir is None:
+        return test()
+    proof = cache_dir / f"kernel-{_key(name, version, case, device)}.json"
+    if proof.exists():
         return None
-    failure = warm_up_kernels(backend, device, dtype, head_dim, head_ratio)
-    if failure is None and proof is not None:
+    failure = test()
+    if failure is None:
         try:
             proof.parent.mkdir(parents=True, exist_ok=True)
             scratch = proof.with_suffix(f".{os.getpid()}")
-            scratch.write_text(json.dumps({"backend": backend.name, "version": backend.version()}))
+            scratch.write_text(json.dumps({"backend": name, "version": version}))
             scratch.replace(proof)
         except OSError as error:  # e.g. another user's folder; the next process runs the test again
-            logger.warning("that %s passed its test is not kept: %s", backend.name, error)
+            logger.warning("that %s passed its test is not kept: %s", name, error)
     return failure
 
 
-def _key(backend: Backend, device: str, dtype: torch.dtype, head_dim: int, head_ratio: int) -> str:
+def _key(name: str, version: str | None, case: tuple[object, ...], device: str) -> str:
     where = ""
     if device == "cuda":
         where = f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()} {torch.version.cuda}"
-    parts = (
-        backend.name,
-        backend.version(),
-        backend.deterministic,
-        torch.__version__,
-        where,
-        dtype,
-        head_dim,
-        head_ratio,
-    )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+    return hashlib.sha256(repr((name, version, torch.__version__, where, case)).encode()).hexdigest()[:24]
 
 
 def warm_up_kernels(backend: Backend, device: str, dtype: torch.dtype, head_dim: int, head_ratio: int) -> str | None:
@@ -81,18 +83,70 @@ def warm_up_kernels(backend: Backend, device: str, dtype: torch.dtype, head_dim:
     Raises torch.OutOfMemoryError: a full GPU is no failure of the kernel, and falling back to another kernel would
     change the results bitwise.
     """
-    try:
+
+    def test() -> str | None:
         inputs = _sample(device, dtype, head_dim, head_ratio)
         found = _two_tiles(backend.forward, backend.backward, *inputs)
         again = found
         if device != "cpu" and backend.deterministic:
             again = _two_tiles(backend.forward, backend.backward, *inputs)
-        wanted = _two_tiles(reference.forward, reference.backward, *(x.double() for x in inputs))
-        return _disagreement(found, again, wanted, _TOLERANCE[dtype])
+        q, k, v, dout = inputs
+        wanted = reference.attention(q, k, v, dout, _seen(q, k), head_dim**-0.5)
+        return disagreement(found, again, wanted, TOLERANCE[dtype])
+
+    return told(test)
+
+
+@lru_cache(maxsize=16)
+def masked_self_test(dtype: torch.dtype, head_dim: int) -> str | None:
+    """As `self_test`, of a full and a masked tile on the CPU, with grouped heads: what sparse rings there run."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 40, 4, head_dim), (1, 56, 2, head_dim), (1, 56, 2, head_dim), (1, 40, 4, head_dim)]
+    q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    mask = torch.rand(40, 24, generator=generator) < 0.3
+    mask[:, 0] = True
+    scale = head_dim**-0.5
+    total = Accumulator(q)
+    tiles = [(slice(0, 32), None), (slice(32, 56), mask)]
+    for keys, own in tiles:
+        total.add((0, 40), *aten_cpu.forward(q, k[:, keys], v[:, keys], causal=False, scale=scale, mask=own))
+    shares = [
+        aten_cpu.backward(dout, q, k[:, keys], v[:, keys], total.out, total.lse, causal=False, scale=scale, mask=own)
+        for keys, own in tiles
+    ]
+    found = [total.out, total.lse, shares[0][0] + shares[1][0], *(torch.cat([s[i] for s in shares], 1) for i in (1, 2))]
+    seen = torch.cat([torch.ones(40, 32, dtype=torch.bool), mask], dim=1)
+    wanted = reference.attention(q, k, v, dout, seen[None], scale)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32  # 16-bit inputs are computed in fp32
+    return disagreement(found, found, wanted, TOLERANCE[exact], " of a masked tile")
+
+
+def told(test: Callable[[], str | None]) -> str | None:
+    """What `test` finds, or the error that the kernel meets. Raises `torch.OutOfMemoryError`: a full GPU says nothing
+    about the kernel."""
+    try:
+        return test()
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ImportError, NotImplementedError, TypeError, AssertionError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+def disagreement(
+    found: list[torch.Tensor], again: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float, of: str = ""
+) -> str | None:
+    """The first of out, lse, dq, dk, dv that differs from `wanted` by more than `tolerance`, relative, or between two
+    runs; None if all agree."""
+    for name, got, repeated, want in zip(("out", "lse", "dq", "dk", "dv"), found, again, wanted, strict=True):
+        if not torch.equal(got.isinf(), want.isinf()):
+            return f"{name}{of} is infinite elsewhere than where a query sees nothing"
+        difference = (got.double() - want).masked_fill(want.isinf(), 0.0)
+        worst = (difference.norm() / want.masked_fill(want.isinf(), 0.0).norm()).item()
+        if not worst <= tolerance:
+            return f"{name}{of} differs by {worst:.2e} relative, allowed {tolerance:.0e}"
+        if not torch.equal(got, repeated):
+            return f"{name}{of} is not the same in a second run, though the kernel claims to be deterministic"
+    return None
 
 
 def length_classes(tile_tokens: tuple[int, ...], group: int) -> tuple[int, ...]:
@@ -129,18 +183,6 @@ def warm_up_variants(backend: Backend, device: str, dtype: torch.dtype, head_dim
     return len(tiles)
 
 
-def _disagreement(
-    found: list[torch.Tensor], again: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float
-) -> str | None:
-    for name, got, repeated, want in zip(("out", "lse", "dq", "dk", "dv"), found, again, wanted, strict=True):
-        worst = ((got.double() - want).norm() / want.norm()).item()
-        if not worst <= tolerance:
-            return f"{name} differs by {worst:.2e} relative, allowed {tolerance:.0e}"
-        if not torch.equal(got, repeated):
-            return f"{name} is not the same in a second run, though the backend claims to be deterministic"
-    return None
-
-
 def _sample(device: str, dtype: torch.dtype, head_dim: int, head_ratio: int) -> list[torch.Tensor]:
     """q, k, v, dout for a batch of 2: queries that see earlier keys fully and their own keys causally.
 
@@ -167,3 +209,9 @@ def _two_tiles(forward: Forward, backward: Backward, *inputs: torch.Tensor) -> l
     dq = sum((share[0].to(total.out.dtype) for share in shares), torch.zeros_like(total.out))
     dk, dv = (torch.cat([share[i].to(total.out.dtype) for share in shares], dim=1) for i in (1, 2))
     return [out, lse, dq, dk, dv]
+
+
+def _seen(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """(1, Sq, Sk): every earlier key, and the own keys causally."""
+    before = k.size(1) - q.size(1)
+    return torch.ones(1, q.size(1), k.size(1), dtype=torch.bool, device=q.device).tril(before)

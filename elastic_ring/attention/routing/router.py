@@ -16,12 +16,17 @@ import numpy as np
 import torch
 
 from elastic_ring.attention.checks import check_local_length, check_tensors
+from elastic_ring.attention.comm.all_to_all import AllToAll
 from elastic_ring.attention.comm.exchange import Group, HopLedger
 from elastic_ring.attention.layouts.layout import Layout, Range
 from elastic_ring.attention.patterns.content import ByDocument, Choices, Chosen, TopK, resolved, top_ks_of
 from elastic_ring.attention.patterns.rules import Positions, Rule
-from elastic_ring.attention.routing.exchange import RoutingExchange
 from elastic_ring.attention.routing.plan import RoutingPlan, SentBlocks, plan_routing
+
+_NUM_TAGGED_CALLS = 1024
+_NUM_SWAPS = 2
+_FIRST_TAG = 1 << 30
+"""Larger than all tags of hops, of any call."""
 
 _STRIP_ELEMENTS = 1 << 24
 """Number of scores ranked at a time; each takes about 30 bytes of temporaries."""
@@ -49,10 +54,9 @@ class Router:
         coalesced: bool | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        self._layout, self._cp_rank, self._group = layout, cp_rank, group
-        self._documents, self._ledger = documents, ledger
-        self._coalesced, self._check = coalesced, check
-        self._abandoned: list[torch.Tensor] = []
+        self._layout, self._cp_rank, self._documents = layout, cp_rank, documents
+        self._check = check
+        self._all_to_all = AllToAll(layout.cp, cp_rank, group, ledger, coalesced=coalesced)
 
     @torch.no_grad()
     def __call__(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor, call_index: int) -> tuple[Rule, ...]:
@@ -81,33 +85,33 @@ class Router:
     def _choose(self, requests: list[_RoutingRequest], q: torch.Tensor, call_index: int) -> list[Choices]:
         """For each of `requests` the choices of all blocks, (its heads, blocks, width)."""
         ranks = range(self._layout.cp)
-        exchange = RoutingExchange(
-            self._cp_rank, self._layout.cp, self._group, call_index, self._ledger,
-            coalesced=q.is_cuda if self._coalesced is None else self._coalesced,
+        tag = _FIRST_TAG + call_index % _NUM_TAGGED_CALLS * _NUM_SWAPS
+        received = self._swap(
+            [torch.cat([each.outgoing(peer) for each in requests]) for peer in ranks],
+            [sum(each.num_incoming(peer) for each in requests) for peer in ranks], tag,
         )  # fmt: skip
-        try:
-            received = exchange.swap(
-                [torch.cat([each.outgoing(peer) for each in requests]) for peer in ranks],
-                [sum(each.num_incoming(peer) for each in requests) for peer in ranks],
-            )
-            mine, offset = [], [0] * len(ranks)
-            for each in requests:
-                ends = [begin + each.num_incoming(peer) for peer, begin in zip(ranks, offset, strict=True)]
-                mine.append(each.choose([
-                    piece[begin:end] for piece, begin, end in zip(received, offset, ends, strict=True)
-                ]))  # fmt: skip
-                offset = ends
-            flat = torch.cat([choices.flatten() for choices in mine])
-            all_choices = exchange.swap(
-                [flat for _ in ranks], [sum(each.num_choices(peer) for each in requests) for peer in ranks]
-            )
-        except BaseException:
-            self._abandoned += exchange.abandon()
-            raise
+        mine, offset = [], [0] * len(ranks)
+        for each in requests:
+            ends = [begin + each.num_incoming(peer) for peer, begin in zip(ranks, offset, strict=True)]
+            mine.append(each.choose([
+                piece[begin:end] for piece, begin, end in zip(received, offset, ends, strict=True)
+            ]))  # fmt: skip
+            offset = ends
+        flat = torch.cat([choices.flatten() for choices in mine])
+        all_choices = self._swap(
+            [flat for _ in ranks], [sum(each.num_choices(peer) for each in requests) for peer in ranks], tag + 1
+        )
         found = torch.cat(all_choices).cpu().numpy()
         if self._check is not None:
             self._check()
         return self._tables(requests, found)
+
+    def _swap(self, given: list[torch.Tensor], sizes: list[int], tag: int) -> list[torch.Tensor]:
+        """What each rank sends here, flat, `sizes[rank]` elements, for `given[rank]`. All ranks know all sizes."""
+        own = given[self._cp_rank]
+        inbox = [own if rank == self._cp_rank else own.new_empty(size) for rank, size in enumerate(sizes)]
+        self._all_to_all.swap([message.contiguous() for message in given], inbox, tag)
+        return inbox
 
     def _tables(self, requests: list[_RoutingRequest], found: Choices) -> list[Choices]:
         """Choice tables from the concatenated choices of all ranks, in rank order."""

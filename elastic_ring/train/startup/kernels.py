@@ -48,7 +48,13 @@ def kernels_of(
             names.append(found.name)
         if task.pattern is not None and task.pattern.any_sparse and device.type == "cuda":
             kernel = select_sparse(
-                head_dim, num_heads // num_kv_heads, dtype, step.deterministic, sparse_form(step.kernel)
+                head_dim,
+                num_heads // num_kv_heads,
+                dtype,
+                step.deterministic,
+                sparse_form(step.kernel),
+                "cuda",
+                cache_dir,
             )
             names.append(kernel.name)
     return tuple(names)

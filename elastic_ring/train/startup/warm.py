@@ -143,7 +143,9 @@ def _choose(
                 warm_up_kernels, backend, str(device), dtype, head_dim, head_ratio
             )
         if task.pattern is not None and task.pattern.any_sparse:
-            kernel = select_sparse(head_dim, head_ratio, dtype, step.deterministic, sparse_form(step.kernel))
+            kernel = select_sparse(
+                head_dim, head_ratio, dtype, step.deterministic, sparse_form(step.kernel), "cuda", cache_dir
+            )
             kernels[f"sparse attention, {shape}"] = kernel.name
             by_length.update({whole: None} if kernel.by_length else {})
             proofs[f"sparse attention kernel {kernel.name}, {shape}"] = partial(

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elastic_ring import ElasticRingTrainer, ScalingConfig, StepConfig
+from elastic_ring.attention.comm.all_to_all import AllToAll
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.content import TopK
-from elastic_ring.attention.routing.exchange import RoutingExchange
 from elastic_ring.cli.train import build, parse
 from elastic_ring.data.loader import Loader, slice_sample
 from elastic_ring.data.sampling.order import Order
@@ -129,17 +129,17 @@ def test_training_is_masked_training_and_every_ring_gives_its_losses(
 
 def interrupt_in(me: Any, swap: int, kill: bool) -> None:
     """In step 1, when this process would tell the others its sums (0) or its choices (1)."""
-    real = RoutingExchange.swap
+    real = AllToAll.swap
 
-    def struck(self: RoutingExchange, given: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        if self._num_swaps == swap and me.state.applied == 1:
+    def struck(self: AllToAll, outgoing: list[Tensor], incoming: list[Tensor], tag: int) -> None:
+        if tag % 2 == swap and me.state.applied == 1:
             if kill:
                 os.kill(os.getpid(), signal.SIGKILL)
-            RoutingExchange.swap = real  # type: ignore[method-assign]
+            AllToAll.swap = real  # type: ignore[method-assign]
             raise Broken("while blocks are chosen")
-        return real(self, given, sizes)
+        real(self, outgoing, incoming, tag)
 
-    RoutingExchange.swap = struck  # type: ignore[method-assign]
+    AllToAll.swap = struck  # type: ignore[method-assign]
 
 
 def undisturbed(six: Membership) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.kernels import sparse_verify
 from elastic_ring.attention.kernels.adapters.block_reference import seen_by, seen_by_key
 from elastic_ring.attention.kernels.block_tables import tables_for
-from elastic_ring.attention.kernels.sparse_registry import KERNELS, REFERENCE, select_sparse
+from elastic_ring.attention.kernels.sparse_registry import KERNELS, REFERENCE, SparseKernel, select_sparse
 from elastic_ring.attention.layouts.layout import contiguous, zigzag
 from elastic_ring.attention.merge import add_placed_
 from elastic_ring.attention.patterns.rules import Window
@@ -240,6 +241,28 @@ def test_kernels_are_refused_where_they_cannot_serve() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_spelled_out_kernel_passes_the_self_test(dtype: torch.dtype) -> None:
     assert sparse_verify.self_test(REFERENCE, 16, 2, dtype, "cpu") is None
+
+
+def test_a_pass_of_a_sparse_kernel_is_remembered_on_disk_and_a_failure_is_not(tmp_path: Path) -> None:
+    def kernel(name: str, factor: float) -> tuple[SparseKernel, list[int]]:
+        calls: list[int] = []
+
+        def forward(*arguments: Any) -> Any:
+            calls.append(len(calls))
+            out, lse = REFERENCE.forward(*arguments)
+            return out * factor, lse
+
+        return replace(REFERENCE, name=name, forward=forward), calls
+
+    for name, factor, runs_again in (("right", 1.0, False), ("wrong", 1.1, True)):
+        first, calls = kernel(name, factor)
+        found = sparse_verify.self_test(first, 16, 2, torch.float64, "cpu", tmp_path)
+        assert (found is None) == (factor == 1.0)
+        assert calls
+        later, calls = kernel(name, factor)  # as in another process: no cache in memory knows it
+        assert sparse_verify.self_test(later, 16, 2, torch.float64, "cpu", tmp_path) == found
+        assert bool(calls) == runs_again
+    assert len(list(tmp_path.glob("kernel-*.json"))) == 1
 
 
 def test_a_gpu_that_is_full_passes_over_no_sparse_kernel() -> None:

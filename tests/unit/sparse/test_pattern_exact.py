@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_ring.attention.kernels.adapters import masked_cpu
+from elastic_ring.attention.kernels import verify
+from elastic_ring.attention.kernels.adapters import aten_cpu
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import balanced, residue_class, striped
 from elastic_ring.attention.patterns import families, parse
@@ -175,20 +176,20 @@ def test_a_peer_that_is_lost_raises_on_the_others_and_leaves_no_work_behind(ring
 def test_a_kernel_with_wrong_gradients_or_values_is_refused_by_its_self_test(
     monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
-    right = getattr(masked_cpu, planted)
+    right = getattr(aten_cpu, planted)
 
     def wrong(*tensors: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
         first, *rest = right(*tensors, **options)
         return (first if options["mask"] is None else first * 1.001, *rest)
 
-    monkeypatch.setattr(masked_cpu, planted, wrong)
-    masked_cpu.self_test.cache_clear()
+    monkeypatch.setattr(aten_cpu, planted, wrong)
+    verify.masked_self_test.cache_clear()
     schedule = plan_sparse(SparsePattern((Dense(),), 4), contiguous(8, 1), 1, 1)
     x = torch.zeros(1, 8, 1, 24)
     with pytest.raises(RunFailed, match="out of a masked" if planted == "forward" else "dq of a masked"):
         SparseRingAttention(schedule, 0, None)(x, x, x)
     monkeypatch.undo()
-    masked_cpu.self_test.cache_clear()
+    verify.masked_self_test.cache_clear()
     assert SparseRingAttention(schedule, 0, None)(x, x, x).shape == x.shape
 
 

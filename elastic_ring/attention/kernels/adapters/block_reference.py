@@ -1,7 +1,6 @@
-"""Reference implementation of block-sparse attention in fp64: the kernels are tested against it; runs on any device.
+"""The fp64 reference over block tables, as a kernel for tests on any device.
 
-Simple rather than fast: it stores the whole score matrix. It takes the same tables as the GPU kernels and must share
-no other code with them.
+It takes the same tables as the GPU kernels and must share no other code with them.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import math
 
 import torch
 
+from elastic_ring.attention.kernels.adapters import reference
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockTables
 from elastic_ring.attention.merge import accumulate_dtype
 
@@ -36,11 +36,8 @@ def forward(
 
     A query that sees none of these keys gets out 0 and lse -inf.
     """
-    seen, scores = _scores(q, k, seen_by(tables), scale)
-    lse = scores.logsumexp(-1)
-    weights = torch.where(seen, torch.exp(scores - lse.unsqueeze(-1)), 0.0)
-    out = torch.einsum("bhqk,bkhd->bqhd", weights, _expand(v, q))
-    return out.to(q.dtype), lse.transpose(1, 2).to(accumulate_dtype(q.dtype))
+    out, lse = reference.forward(q, k, v, causal=False, scale=scale, mask=seen_by(tables))
+    return out.to(q.dtype), lse.to(accumulate_dtype(q.dtype))
 
 
 def backward(
@@ -51,15 +48,10 @@ def backward(
 
     If `dk` and `dv`, shaped like k and v, are given, the gradients are written to them.
     """
-    seen, scores = _scores(q, k, seen_by_key(tables), scale)
-    weights = torch.where(seen, torch.exp(scores - lse.double().transpose(1, 2).unsqueeze(-1)), 0.0)
-    dout = dout.double()
-    row_sums = (dout * out.double()).sum(-1).transpose(1, 2).unsqueeze(-1)
-    dscores = weights * (torch.einsum("bqhd,bkhd->bhqk", dout, _expand(v, q)) - row_sums) * scale
-    dq = torch.einsum("bhqk,bkhd->bqhd", dscores, _expand(k, q))
-    of_k = _fold(torch.einsum("bhqk,bqhd->bkhd", dscores, q.double()), k)
-    of_v = _fold(torch.einsum("bhqk,bqhd->bkhd", weights, dout), v)
-    return dq.to(q.dtype), of_k if dk is None else dk.copy_(of_k), of_v if dv is None else dv.copy_(of_v)
+    seen = seen_by_key(tables)
+    dq, of_k, of_v = reference.backward(dout, q, k, v, out, lse, causal=False, scale=scale, mask=seen)
+    own_k, own_v = of_k.to(k.dtype), of_v.to(v.dtype)
+    return dq.to(q.dtype), own_k if dk is None else dk.copy_(own_k), own_v if dv is None else dv.copy_(own_v)
 
 
 class _Function(torch.autograd.Function):
@@ -95,16 +87,3 @@ def _dense(lists: BlockLists, num_columns: int) -> torch.Tensor:
 
 def _of_tokens(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.repeat_interleave(BLOCK_TOKENS, 1).repeat_interleave(BLOCK_TOKENS, 2)
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), _expand(k, q)) * scale
-    return seen, scores.masked_fill(~seen, -math.inf)
-
-
-def _expand(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return x.double().repeat_interleave(q.size(2) // x.size(2), dim=2)
-
-
-def _fold(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return x.reshape(*x.shape[:2], like.size(2), -1, x.size(3)).sum(3).to(like.dtype)
