@@ -14,7 +14,7 @@ from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.plan.schedule import plan
-from elastic_ring.attention.ring import Observer, RingAttention
+from elastic_ring.attention.ring import DensePlans, Observer, RingAttention
 from elastic_ring.data.loader import Slice
 from elastic_ring.train.task import Batch, TrainingTask
 
@@ -41,10 +41,14 @@ def attention_of(
             backend=task.step.kernel or None, deterministic=task.step.deterministic, cache_dir=kernel_cache,
             buffers=buffers, check=check, plans=plans,
         )  # fmt: skip
-    schedule = plan(Pattern(causal=True, document_starts=piece.document_starts), layout)
+    schedule, kernel = (
+        plan(Pattern(causal=True, document_starts=piece.document_starts), layout),
+        task.step.kernel or None,
+    )
+    place = (layout, cp_rank, piece.document_starts, kernel, task.step.deterministic)
     return RingAttention(
-        schedule, cp_rank, group, backend=task.step.kernel or None, deterministic=task.step.deterministic,
-        cache_dir=kernel_cache, observer=observer, buffers=buffers,
+        schedule, cp_rank, group, backend=kernel, deterministic=task.step.deterministic, cache_dir=kernel_cache,
+        observer=observer, buffers=buffers, plans=None if plans is None else plans.get(place, DensePlans),
     )  # fmt: skip
 
 

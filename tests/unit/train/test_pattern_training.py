@@ -16,15 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elastic_ring import ElasticRingTrainer, RunConfig, ScalingConfig, StepConfig
+from elastic_ring.attention import sparse_ring
 from elastic_ring.attention.layers import PatternedAttention, of_layer
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.attention.plan.plan_cache import LRUCache
+from elastic_ring.attention.ring import RingAttention
 from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.source import StdlibText
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer
+from elastic_ring.train.attention_context import attention_of
 from elastic_ring.train.startup.check_pattern import check_pattern
 from elastic_ring.train.task import Batch, TrainingTask
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
@@ -129,6 +133,27 @@ def test_a_dense_pattern_gives_the_bits_of_no_pattern(six: Membership, layout: s
     step = replace(STEP, layout=layout)
     mesh = Mesh(1, 2)
     assert losses_on(six, mesh, patterned("dense", step=step)) == losses_on(six, mesh, make_task(step=step))
+
+
+@pytest.mark.parametrize("pattern", [None, "dense", "window:8"])
+def test_sequences_of_one_membership_are_planned_once_for_each_shape(
+    pattern: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three sequences with equal documents, and one with others: two plans."""
+    made: list[int] = []
+    for kind, planner in ((RingAttention, "_make_call_plan"), (sparse_ring, "tiles")):
+        real = getattr(kind, planner)
+        monkeypatch.setattr(kind, planner, lambda *a, real=real: made.append(1) or real(*a))
+    task, plans = make_task() if pattern is None else patterned(pattern), LRUCache(4)
+    layout = make_layout("zigzag", CONTEXT, 1)
+    x = torch.zeros(1, CONTEXT, 2, 8)
+    for starts in ((0,), (0,), (0, 9), (0,)):
+        piece = slice_sample(Sample(np.zeros(CONTEXT + 1, dtype=np.int64), starts), layout, 0, sample_id=0,
+                             index_in_batch=0)  # fmt: skip
+        attention = attention_of(task, piece, layout, 0, None, plans=plans)
+        for layer in range(2):
+            of_layer(attention, layer)(x, x, x)
+    assert len(made) == 2
 
 
 @pytest.mark.thinned(num=1)
