@@ -132,10 +132,11 @@ def _told(
     cuts: list[Cut], last_s: float, left: list[int], summary: dict[str, Any], expected: dict[str, Any]
 ) -> int:  # fmt: skip
     equal = {key: summary[key] == expected[key] for key in ("losses", "samples_sha256", "weights_sha256")}
-    seconds = [*(cut.to_next_step_s for cut in cuts[1:]), last_s]
+    # A submission that is cut before it is past the steps on record has committed none of its own.
+    seconds = [s for s in (*(cut.to_next_step_s for cut in cuts[1:]), last_s) if math.isfinite(s)]
     print(f"{len(cuts)} power cut(s), {sum(cut.num_killed for cut in cuts)} processes killed\n"
           f"resumed at steps {', '.join(str(one['step']) for one in summary['resumed_from'])}\n"
-          f"from a new submission to its first committed step: {', '.join(f'{s:.1f}' for s in seconds)} s\n"
+          f"from a new submission to its first new step: {', '.join(f'{s:.1f}' for s in seconds)} s\n"
           f"checkpoints left: {', '.join(map(str, left))}\n"
           f"as in the undisturbed run: {', '.join(f'{key} {same}' for key, same in equal.items())}")  # fmt: skip
     return 0 if all(equal.values()) else 1
