@@ -102,8 +102,8 @@ class Run:
         if self.system == "ray_train":
             return last + 1 - min(step for step, _ in after)
         lines = [json.loads(line) for line in (self.folder / NAME / JOURNAL_NAME).read_text().splitlines()]
-        resumed = [one["event"]["checkpoints"] for one in lines if one.get("event", {}).get("type") == "CheckpointsKnown"]
-        return last - max(found["step"] for found in resumed[-1])
+        known = [one["event"] for one in lines if one.get("event", {}).get("type") == "CheckpointsKnown"]
+        return last - max(found["step"] for found in known[-1]["checkpoints"])
 
     def until(self, what: str, found: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -132,10 +132,12 @@ def measure(system: str, num_cuts: int, folder: Path) -> list[dict[str, float]]:
             submitted_s = time.monotonic()
             process = run.start()
             run.until("next step", lambda: any(s > last and at > submitted_s for s, at in run.steps()), process)  # noqa: B023
-            rows.append(
-                row_of(number, num_killed, last, [one for one in run.steps() if one[1] > submitted_s], submitted_s)
-            )
-            rows[-1]["step_s"] = step_s(before)
+            after = [one for one in run.steps() if one[1] > submitted_s]
+            rows.append({
+                "cut": number, "killed": num_killed,
+                "next_step_s": round(min(at for step, at in after if step > last) - submitted_s, 3),
+                "steps_again": run.steps_again(last, after), "step_s": step_s(before),
+            })  # fmt: skip
             results.show(f"  {system}: {rows[-1]}")
     finally:
         kill_everything(run.token)
