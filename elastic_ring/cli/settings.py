@@ -105,10 +105,11 @@ class ShortFlags:
     grow_delay_s: float | None = None
     """How long new capacity must last before the mesh grows."""
     grow_interval_s: float | None = None
-    corpus_look_s: float | None = None
     """The mesh grows no sooner than this after its size has changed."""
     grow_cost_s: float | None = None
     """What a growth must save; what the last rebuild took if left out."""
+    corpus_look_s: float | None = None
+    """How often to look whether the manifest of the data has become longer."""
     steps: int | None = None
     """Steps to train."""
     seed: int | None = None

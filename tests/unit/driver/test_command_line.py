@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 import tomllib
@@ -39,12 +40,15 @@ def test_help_imports_neither_torch_nor_ray_and_an_unknown_command_is_answered_w
 def test_every_setting_is_a_flag_and_the_short_flags_keep_their_spelling(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"])
-    words = set(capsys.readouterr().out.replace(",", " ").split())
+    told = capsys.readouterr().out
+    words = set(told.replace(",", " ").split())
     dotted = {
         f"--{section}.{name.replace('_', '-')}" for section, cls in SECTIONS.items()
         for name in cls.__pydantic_fields__ if name not in NESTED
     }  # fmt: skip
     assert (dotted | {"--run.timeouts.start-s", "--run.checkpoint-config.every-s", *SHORT.split()}) - words == set()
+    blank = re.findall(r"│ (--[\w-]+) [^│]*│\n│ +\(default", told)
+    assert blank == [], "short flags of which the help says nothing"
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path) -> None:
