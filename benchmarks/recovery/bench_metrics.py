@@ -1,0 +1,169 @@
+"""What exporting a run's metrics costs a step: one run, the export off and on in turns.
+
+    python benchmarks/recovery/bench_metrics.py [--blocks 20] [--block-steps 12] [--save]
+
+The laptop preset on a Ray of its own. In a block with metrics the coordinator sets every gauge once a second, as in any
+run, and the endpoint of Ray's agent is scraped every 5 s; in a block without, it sets none. Which comes first swaps
+with each pair of blocks, against drift. A step's time is from one commit to the next on rank 0; the first two steps of
+a block, in which it is switched, are left out, and so is the first pair. The bounds are those of 90 % of the
+ratios of means when pairs of blocks are drawn with replacement. What the workers measure for the metrics (memory,
+clocks of a step's phases) is part of a step in both.
+
+`CPU` is the share of one core that the coordinator and Ray's agent, which carries the metrics, take: of what it rises a
+step pays at most as much where all cores work on it.
+
+Exits 1 when the step's ratio is above 0.5 %.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run as a script
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import psutil
+import ray
+
+from benchmarks.harness import results, runs
+from benchmarks.harness.arguments import at_least_one, bench_parser
+from elastic_ring import RunConfig
+from elastic_ring.cli import train
+from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
+
+LIMIT = 0.005
+NEVER, NUM_DRAWS, SWITCHING = 1_000_000, 4000, 2
+SCRAPE_S = 5.0
+SIDES = ("without", "with")
+Figures = dict[str, Any]
+
+
+class Scraper:
+    """Reads the node's endpoint as Prometheus does while it is switched on, and counts this run's series."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.is_on, self.num_series, self.num_scrapes = url, False, 0, 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        over = threading.Event()
+        thread = threading.Thread(target=self._scrape, args=(over,))
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _scrape(self, over: threading.Event) -> None:
+        while not over.wait(SCRAPE_S):
+            if self.is_on:
+                with urllib.request.urlopen(self.url, timeout=SCRAPE_S) as answer:
+                    text = answer.read().decode()
+                self.num_series = sum("elastic_ring_" in line for line in text.splitlines() if line[:1] != "#")
+                self.num_scrapes += 1
+
+
+def exporters() -> list[psutil.Process]:
+    """The coordinator and the agent of this process's own Ray."""
+    found = [psutil.Process(pid) for pid in runs.actor_pids("Coordinator")]
+    for process in psutil.Process().children(recursive=True):
+        words = process.cmdline()
+        if any(word.endswith("dashboard/agent.py") for word in words):
+            found.append(process)
+    if len(found) < 2:
+        raise runs.WatchFailed(f"found {len(found)} of the coordinator and Ray's agent")
+    return found
+
+
+def cpu_s(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def alternate(name: str, scraper: Scraper, num_blocks: int, block_steps: int, run: runs.Watcher) -> list[Figures]:
+    """A row for each block: which side, its steps' times and its share of a core."""
+    run.whole(1)
+    coordinator = ray.get_actor(actor_name(name, "coordinator"), namespace=NAMESPACE)
+    processes, rows = exporters(), list[Figures]()
+    for block in range(2 * num_blocks):
+        side = SIDES[(block + block // 2) % 2]
+        scraper.is_on = side == "with"
+        switch(coordinator, side == "with")
+        begun, used = time.monotonic(), cpu_s(processes)
+        first = len(run.steps())
+        run.more_steps(block_steps)
+        share = (cpu_s(processes) - used) / (time.monotonic() - begun)
+        moments = [line["committed_monotonic_s"] for line in run.steps()[first : first + block_steps]]
+        rows.append({"side": side, "step_s": np.diff(moments)[SWITCHING - 1 :].tolist(), "cores": share})
+        results.show(f"  block {block + 1} of {2 * num_blocks}, {side}: {np.mean(rows[-1]['step_s']):.3f} s a step")
+    return rows[2:]
+
+
+def switch(coordinator: Any, on: bool) -> None:
+    """Let the coordinator export from now on, or not: it looks when it exported last."""
+
+    def exported_at(actor: Any) -> None:
+        actor.metrics_exporter._exported_at = float("-inf" if on else "inf")
+
+    ray.get(coordinator.__ray_call__.remote(exported_at), timeout=30.0)
+
+
+def measure(num_blocks: int, block_steps: int) -> tuple[list[Figures], Scraper]:
+    with runs.scratch() as folder, runs.local_ray():
+        name = "bench-metrics"
+        options = ["--preset", "laptop", "--faults", "none", "--steps", str(NEVER), "--run-dir", str(folder / name)]
+        trainer = train.build(train.parse(options))
+        trainer.run_config = RunConfig(name, run_dir=str(folder / name), progress=False)
+        scraper = Scraper(f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics")
+        with scraper.running():
+            rows = runs.train_while(trainer, lambda run: alternate(name, scraper, num_blocks, block_steps, run))
+    if not scraper.num_series:
+        raise runs.WatchFailed(f"{scraper.num_scrapes} scrapes of {scraper.url} showed no metric of the run")
+    return rows, scraper
+
+
+def report(rows: list[Figures], scraper: Scraper) -> tuple[str, Figures, bool]:
+    blocks = {side: np.array([np.mean(row["step_s"]) for row in rows if row["side"] == side]) for side in SIDES}
+    cores = {side: float(np.mean([row["cores"] for row in rows if row["side"] == side])) for side in SIDES}
+    without, with_them = blocks["without"], blocks["with"]
+    draws = np.random.default_rng(0).integers(len(without), size=(NUM_DRAWS, len(without)))
+    ratios = [with_them[draw].mean() / without[draw].mean() for draw in draws]
+    ratio = float(with_them.mean() / without.mean())
+    low, high = (float(np.percentile(ratios, percent)) for percent in (5, 95))
+    more = (cores["with"] - cores["without"]) / (os.cpu_count() or 1)
+    table = [[one, float(blocks[one].mean()), cores[one]] for one in SIDES]
+    text = "\n".join([
+        results.table(["metrics", "step s", "CPU, cores"], table),
+        f"{len(without)} pairs of blocks; {scraper.num_series} series, {scraper.num_scrapes} scrapes",
+        f"step {100 * (ratio - 1):+.2f} % (90 % of draws from {100 * (low - 1):+.2f} to {100 * (high - 1):+.2f} %)",
+        f"CPU of coordinator and agent {100 * more:+.3f} % of the machine's cores",
+    ])  # fmt: skip
+    record = {"rows": rows, "ratio": ratio, "from": low, "to": high, "cores": cores,
+              "cores_share": more, "series": scraper.num_series}  # fmt: skip
+    return text, record, ratio - 1 <= LIMIT
+
+
+def main() -> int:
+    parser = bench_parser(__doc__)
+    parser.add_argument("--blocks", type=at_least_one, default=20, help="pairs of blocks, one more for warming up")
+    parser.add_argument("--block-steps", type=at_least_one, default=12)
+    parser.add_argument("--save", action="store_true", help="write the table and a JSON into benchmarks/results/")
+    options = parser.parse_args()
+    text, record, good = report(*measure(options.blocks + 1, options.block_steps))
+    results.show("\n" + text)
+    if options.save:
+        results.save("bench_metrics", text, record)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
