@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from tests.ray.head_driver import STEPS
 
 ROOT = Path(__file__).parents[2]
 HEAD, WORKER, PORT = "127.0.0.2", "127.0.0.3", 7491
-RECONNECT_S, LEASE_S, SHORT_LEASE_S = 40, 60.0, 4.0
+SHORT_LEASE_S = 4.0
 SAME = ("losses", "weights_sha256", "samples_sha256")
 
 Known = dict[tuple[int, int, int], dict[str, Any]]
@@ -49,11 +50,12 @@ class Driver:
 class TwoNodes:
     """A head without CPUs and a node of five workers, each with an address and folders of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, reconnect_s: int) -> None:
+        """The worker node waits for `reconnect_s` for a head that does not answer."""
         self.folder = folder
         self.environment = {
             **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT),
-            "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_S),
+            "RAY_gcs_rpc_server_reconnect_timeout_s": str(reconnect_s),
         }  # fmt: skip
         self.drivers: list[Driver] = []
 
@@ -93,8 +95,8 @@ class TwoNodes:
         every = psutil.process_iter(["cmdline"])
         return [process for process in every if str(self.folder) in " ".join(process.info["cmdline"] or [])]
 
-    def driver(self, name: str, gate: Path, lease_s: float) -> Driver:
-        words = [f"{HEAD}:{PORT}", WORKER, str(self.folder), "run", str(gate), str(lease_s)]
+    def driver(self, name: str, gate: Path, lease_s: float, step_s: float) -> Driver:
+        words = [f"{HEAD}:{PORT}", WORKER, str(self.folder), "run", str(gate), str(lease_s), str(step_s)]
         log = self.folder / f"{name}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
@@ -115,11 +117,24 @@ class TwoNodes:
                 process.kill()
 
 
+@dataclass
+class Outage:
+    """For how long the head is away, and for how long a node and a driver wait for it."""
+
+    away_s: float
+    reconnect_s: int
+    lease_s: float
+    step_s: float
+
+
+SHORT, LONG = Outage(0.0, 40, 60.0, 1.0), Outage(75.0, 600, 300.0, 5.0)
+
+
 @pytest.fixture
-def nodes() -> Iterator[TwoNodes]:
+def nodes(outage: Outage) -> Iterator[TwoNodes]:
     ray.shutdown()  # the other modules' Ray
     # A short path: Ray puts sockets in it, whose paths may have 107 bytes.
-    nodes = TwoNodes(Path(tempfile.mkdtemp(prefix="head-")))
+    nodes = TwoNodes(Path(tempfile.mkdtemp(prefix="head-")), outage.reconnect_s)
     try:
         nodes.start_head()
         nodes.start_worker_node()
@@ -136,21 +151,26 @@ def calm(local_ray: None, undisturbed: Known, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("outage", [SHORT, pytest.param(LONG, marks=pytest.mark.soak)], ids=["short", "75 s"])
 def test_a_head_that_is_lost_and_comes_back_costs_no_step_and_drivers_attach_again(
-    calm: dict[str, Any], nodes: TwoNodes
+    calm: dict[str, Any], nodes: TwoNodes, outage: Outage
 ) -> None:
     folder, gate = nodes.folder / "run", nodes.folder / "gate"
-    first = nodes.driver("first", gate, LEASE_S)
-    wait_for(lambda: first.says("may be away for 40 s only, not for timeouts.lease_s=60: Ray then ends this driver"))
-    wait_for(lambda: first.says("Ray then ends all processes of node"), lambda: num_steps(folder) > 1)
+    first = nodes.driver("first", gate, outage.lease_s, outage.step_s)
+    wait_for(lambda: num_steps(folder) > 1)
+    warned = ("may be away for 40 s only, not for timeouts.lease_s=60: Ray then ends this driver",
+              "Ray then ends all processes of node")  # fmt: skip
+    assert [first.says(text) for text in warned] == [outage.reconnect_s < outage.lease_s] * 2
     members = pids(folder)
-    hasty = nodes.driver("hasty", gate, SHORT_LEASE_S)
+    hasty = nodes.driver("hasty", gate, SHORT_LEASE_S, outage.step_s)
     wait_for(lambda: hasty.says("attached to run run"))
     nodes.kill_head()
-    before = num_steps(folder)
+    before, killed_s = num_steps(folder), time.monotonic()
     wait_for(lambda: first.says(f"the head of the Ray cluster at {HEAD}:{PORT} does not answer; the workers train on"))
     wait_for(lambda: hasty.says("no head of the Ray cluster and no coordinator answered run run for 4 s"))
     wait_for(lambda: hasty.says("Submit the same command again: it attaches to the run if that is still alive"))
+    time.sleep(max(0.0, killed_s + outage.away_s - time.monotonic()))
+    assert num_steps(folder) - before >= outage.away_s / 10, "they have trained on meanwhile"
     nodes.start_head()
     wait_for(lambda: first.says("the head and the coordinator answer again after"))
     wait_for(lambda: status(folder)["phase"] == "running")
@@ -158,7 +178,7 @@ def test_a_head_that_is_lost_and_comes_back_costs_no_step_and_drivers_attach_aga
     assert "CoordinatorLost" in hasty.end()
     assert hasty.process.returncode == 1
     first.process.kill()
-    again = nodes.driver("again", gate, LEASE_S)
+    again = nodes.driver("again", gate, outage.lease_s, outage.step_s)
     wait_for(lambda: again.says("attached to run run"))
     psutil.Process(members[1]).kill()
     wait_for(lambda: members[1] not in pids(folder) and status(folder)["phase"] == "running")
