@@ -39,12 +39,12 @@ M_MMAP_THRESHOLD = -3
 @dataclass
 class LimitedLoss:
     """The usual loss. In the third step one process, the first that makes the file `claim`, may have no more than
-    ROOM_BYTES beyond what it has then. The limit ends with that step's forward pass that recomputes: what Ray itself
-    needs at another moment must not meet it."""
+    ROOM_BYTES beyond what it has then. The limit ends with that step: what Ray itself needs at another moment must
+    not meet it."""
 
     claim: str = ""
     num_calls: int = 0
-    limited_calls: int = 0
+    is_limited: bool = False
 
     def __call__(self, model: Any, batch: Any) -> tuple[Any, int]:
         self.num_calls += 1
@@ -52,9 +52,8 @@ class LimitedLoss:
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
         if self.claim and self.num_calls == 3:
             self._limit()
-        if self.limited_calls > NUM_RELIEFS:
+        if self.is_limited and self.num_calls == 6:  # two attempts more have freed caches and recomputed layers
             resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        self.limited_calls += self.limited_calls > 0
         return language_model_loss(model, batch)
 
     def _limit(self) -> None:
@@ -65,7 +64,7 @@ class LimitedLoss:
         status = Path("/proc/self/status").read_text()
         (data_kib,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:"))
         resource.setrlimit(resource.RLIMIT_DATA, ((data_kib << 10) + ROOM_BYTES, resource.RLIM_INFINITY))
-        self.limited_calls = 1
+        self.is_limited = True
 
 
 def trained(folder: Path, name: str, loss: LimitedLoss) -> dict[str, Any]:

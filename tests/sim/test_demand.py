@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from elastic_ring.control.capacity.demand import TRY_AGAIN_S, Ask, next_ask, sizes
+from elastic_ring.control.capacity.demand import TRY_AGAIN_S, Ask, next_ask, outstanding, sizes
 
 
 def test_only_whole_rings_with_and_without_spares_are_of_use() -> None:
@@ -52,7 +52,7 @@ def test_a_refused_request_is_tried_again_later_by_a_little_more_than_there_is()
     ask = next_ask(ask, wanted, 2, True, 2.0)
     assert (ask.num_workers, ask.refused) == (4, 6)
     ask = next_ask(ask, wanted, 2, True, 3.0)
-    assert (ask.num_workers, ask.refused) == (2, 4), "what is here stays asked for: other requests are added to it"
+    assert (ask.num_workers, ask.refused) == (2, 4)
     assert next_ask(ask, wanted, 2, False, 2.9 + TRY_AGAIN_S) == ask
     trial = next_ask(ask, wanted, 2, False, 3.0 + TRY_AGAIN_S)
     assert trial == Ask(4, is_trial=True)
@@ -72,3 +72,11 @@ def test_a_request_is_withdrawn_when_nothing_is_wanted_and_lowered_with_what_is_
     asks = list(itertools.accumulate([(2, 4), (2,), ()], lambda ask, wanted: next_ask(ask, wanted, 4, False, 0.0),
                                      initial=Ask()))  # fmt: skip
     assert [ask.num_workers for ask in asks] == [0, 4, 2, 0]
+
+
+def test_nothing_is_outstanding_once_all_that_is_asked_for_is_placed() -> None:
+    """A request that stays would hold a node that the run has left."""
+    assert [outstanding(Ask(4), placed) for placed in (0, 2, 3, 4, 6)] == [4, 4, 4, 0, 0]
+    assert outstanding(Ask(2, refused=4), 2) == 0
+    assert outstanding(Ask(4, is_trial=True), 4) == 4
+    assert outstanding(Ask(), 0) == 0

@@ -33,6 +33,15 @@ def sizes(min_dp: int, max_dp: int, cp: int, spares: int) -> tuple[int, ...]:
     return tuple(sorted({dp * cp for dp in rings} | {dp * cp + spares for dp in rings}))
 
 
+def outstanding(ask: Ask, num_placed: int) -> int:
+    """What of `ask` to send to the autoscaler while `num_placed` workers have a process.
+
+    Nothing once they are as many: their nodes are busy, and Ray (v2) counts a request that stays against any node that
+    it fits, also against one that the run has left, which then never counts as idle.
+    """
+    return ask.num_workers if ask.is_trial or ask.num_workers > num_placed else 0
+
+
 def next_ask(ask: Ask, wanted: tuple[int, ...], num_here: int, is_refused: bool, now: float) -> Ask:
     """What to ask for now.
 

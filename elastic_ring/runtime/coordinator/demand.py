@@ -1,7 +1,7 @@
 """Keeps the autoscaler told what the run wants, in a thread: Ray's answers may take long, and decisions must not wait.
 
 How much that is comes from `demand`. A run asks from the moment when the cluster has too little room for what
-it wants until its end; a static cluster that holds all of it is never asked.
+it wants until all that it can have is placed; a static cluster that holds all of it is never asked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_ring.config import ScalingConfig
-from elastic_ring.control.capacity.demand import Ask, next_ask, sizes
+from elastic_ring.control.capacity.demand import Ask, next_ask, outstanding, sizes
 from elastic_ring.control.state import Ended, Finishing, Idle, State
 from elastic_ring.runtime.autoscaler import RENEW_S
 from elastic_ring.runtime.driver.cluster import NodeInfo, autoscaler_of, num_room
@@ -105,10 +105,13 @@ class DemandKeeper:
         self._ask = next_ask(self._ask, wish.wanted, wish.num_room, is_refused, now)
         if before.is_trial and not self._ask.is_trial and not is_refused:
             self._tell({"text": f"the autoscaler has more: room for {wish.num_room}", "num_workers": asked})
-        if self._ask.num_workers == self._sent and (not self._sent or now < self._sent_at + RENEW_S):
+        num_workers = outstanding(self._ask, wish.num_placed)
+        if num_workers == self._sent and (not self._sent or now < self._sent_at + RENEW_S):
             return
         why = f"{asked} were refused" if is_refused else f"there is room for {wish.num_room}"
-        self._send(self._ask.num_workers, "" if self._ask.is_trial or (before.is_trial and is_refused) else why)
+        if not num_workers and wish.wanted:
+            why += f", {wish.num_placed} are placed"
+        self._send(num_workers, "" if self._ask.is_trial or (before.is_trial and is_refused) else why)
 
     def _begins(self, num_room: int, wish: Wish, now: float) -> bool:
         """Whether the cluster has too little room, or room that others use."""
