@@ -161,6 +161,9 @@ class ScalingConfig:
     """Threads of a worker's computations on a CPU."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where workers compute."""
+    cpu_offload: Literal["none", "optimizer"] = "none"
+    """What of a rank's state waits in host memory and visits its GPU for each update, with equal bits: nothing, or the
+    optimizer's moments, 8 bytes a parameter."""
     release_contexts: bool = True
     """Members on GPUs destroy their unused CUDA contexts after step 2; such a worker exits instead of becoming a
     spare again."""

@@ -77,7 +77,7 @@ from elastic_ring.runtime.head import reconnect_s, warn_if_shorter
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoints.checkpoint import located
 from elastic_ring.state.storage.folder import open_or_refuse
-from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule, check_schedule
+from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule, check_cpu_offload, check_schedule
 from elastic_ring.train.startup.check_pattern import check_pattern
 from elastic_ring.train.startup.compiling import check_compiles
 from elastic_ring.train.startup.layouts import AUTO, Layouts, check_layers
@@ -159,6 +159,7 @@ class ElasticRingTrainer:
         check_parts(self.task)
         check_vocabulary(parts, data)
         check_schedule(lr_schedule, self.task.optim, step.steps)
+        check_cpu_offload(self.scaling_config.cpu_offload, optimizer)
         if self.task.cost_model is not None and step.layout != AUTO:
             raise ValueError(
                 f"cost_model={cost_model}: layout={step.layout!r} prices nothing; set layout='auto', "

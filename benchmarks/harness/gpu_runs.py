@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -87,6 +87,7 @@ class GpuRun:
     pattern: str = ""
     compile: bool = False
     release_contexts: bool = True
+    cpu_offload: Literal["none", "optimizer"] = "none"
 
     @property
     def model(self) -> ModelConfig:
@@ -105,7 +106,7 @@ class GpuRun:
             optim_config=OptimConfig(peak_lr=3e-4, min_lr=3e-5, warmup_steps=min(10, steps), total_steps=steps),
             scaling_config=ScalingConfig(
                 dp=self.dp, cp=self.cp, spares=self.spares, device="cuda", resources_per_worker={"CPU": 1.0},
-                release_contexts=self.release_contexts,
+                release_contexts=self.release_contexts, cpu_offload=self.cpu_offload,
             ),
             run_config=RunConfig(name, run_dir=str(folder / name), faults=faults, progress=False, timeouts=TIMEOUTS),  # type: ignore[arg-type]
             initial=QuickInitial(self.model.num_layers), pattern=self.pattern or None,

@@ -190,6 +190,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fast", action="store_true", help="kernels that need not repeat their bits")
     parser.add_argument("--no-checkpoint", action="store_true", help="keep all activations")
     parser.add_argument("--offload", action="store_true", help="activations wait in host memory")
+    parser.add_argument("--cpu-offload", choices=["none", "optimizer"], default="none", help="state in host memory")
     parser.add_argument("--compile", action="store_true", help="compile the layers' pieces; speed also times without")
     parser.add_argument("--warm-all", action="store_true", help="warm every GPU, as a standby does")
     parser.add_argument("--profile", default="", help="write a profile to this file")
@@ -198,7 +199,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     run = GpuRun(
         args.preset, args.context, args.batch, args.cp, args.dp, deterministic=not args.fast, kernel=args.kernel,
-        checkpoint=not args.no_checkpoint, offload=args.offload,
+        checkpoint=not args.no_checkpoint, offload=args.offload, cpu_offload=args.cpu_offload,
     )  # fmt: skip
     text = Path(args.pattern).read_text(encoding="utf-8") if Path(args.pattern).is_file() else args.pattern
     if text and args.compile and args.what == "speed":
@@ -214,7 +215,8 @@ def main(argv: list[str]) -> int:
 
 
 def show(answers: list[dict[str, Any]], args: argparse.Namespace, variant: str = "") -> None:
-    chosen = ("what", "preset", "context", "kernel", "fast", "no_checkpoint", "offload", "dp", "cp", "batch", "env")
+    chosen = ("what", "preset", "context", "kernel", "fast", "no_checkpoint", "offload", "cpu_offload", "dp", "cp",
+              "batch", "env")  # fmt: skip
     asked = {name: value for name, value in vars(args).items() if name in chosen}
     for answer in answers:
         print(json.dumps({**asked, **({"variant": variant} if variant else {}), **answer}), flush=True)

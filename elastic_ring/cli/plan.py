@@ -1,9 +1,10 @@
 """What a preset needs, printed before anything is started: built on the meta device, so that a laptop can plan 1 T.
 
-State of a rank, in bytes for each parameter of its shard: 4 for the fp32 master, 8 for Adam's two, 4 for the buffer
-that is summed over the rings, 4 for FSDP2's gradients. Activations are what checkpointing keeps for each layer and
-local token: the block's input, and attention's out and lse, in the type that is computed in. Not counted: the blocks
-that are gathered at the moment, one block's recomputed activations, a chunk of logits, the communicators.
+State of a rank, in bytes for each parameter of its shard: 4 for the fp32 master, 8 for Adam's two moments (in host
+memory with cpu_offload="optimizer"), 4 for the buffer that is summed over the rings, 4 for FSDP2's gradients.
+Activations are what checkpointing keeps for each layer and local token: the block's input, and attention's out and lse,
+in the type that is computed in. Not counted: the blocks that are gathered at the moment, one block's recomputed
+activations, a chunk of logits, the communicators.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from elastic_ring.cli import train
 from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.model.config import ModelConfig, num_parameters
 
-STATE_BYTES = 4 + 8 + 4 + 4
+MOMENTS_BYTES = 8
+STATE_BYTES = 4 + MOMENTS_BYTES + 4 + 4
 LSE_BYTES = 4
-SNAPSHOT_BYTES = 4 + 8
+SNAPSHOT_BYTES = 4 + MOMENTS_BYTES
 KEPT = 2
 """Snapshots that are held at a time, each with its copies: the last complete one, and the one that follows it."""
 CONTEXT_BYTES = int(0.8 * 2**30)
@@ -28,7 +30,8 @@ CONTEXT_BYTES = int(0.8 * 2**30)
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """`*_bytes` are those of one rank; `flops` of one sequence, forward and backward, recomputation not counted."""
+    """`*_bytes` are those of one rank: `host_bytes` its state in host memory, `state_bytes` its other state. `flops` is
+    that of one sequence, forward and backward, recomputation not counted."""
 
     num_parameters: int
     num_ranks: int
@@ -41,6 +44,7 @@ class ModelPlan:
     on_gpu: bool = False
     copies: str = "0"
     snapshot_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def gpu_bytes(self) -> int:
@@ -55,6 +59,7 @@ class ModelPlan:
             f"{self.num_parameters:,} parameters on {self.num_ranks} ranks, {self.tokens_per_rank:,} tokens on each",
             f"a rank holds {size(self.state_bytes)} of state and {size(self.activation_bytes)} of "
             f"checkpointed activations{' in host memory' * self.offloaded}",
+            *([f"{size(self.host_bytes)} of the optimizer's state wait in host memory"] if self.host_bytes else []),
             f"the largest block is {size(self.largest_unit_bytes)} when gathered",
             f"{self.flops:.3g} FLOP for a sequence",
             *([] if self.copies == "0" else [self._of_copies()]),
@@ -110,11 +115,12 @@ def plan_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, copie
     tokens = -(-step.context_tokens // scaling.cp)
     per_token = (config.width + config.num_heads * config.head_dim) * element + config.num_heads * LSE_BYTES
     block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    shard, in_host = -(-built // scaling.cp), 0 if scaling.cpu_offload == "none" else MOMENTS_BYTES
     return ModelPlan(
-        built, scaling.mesh.size, tokens, STATE_BYTES * -(-built // scaling.cp),
+        built, scaling.mesh.size, tokens, (STATE_BYTES - in_host) * shard,
         tokens * per_token * config.num_layers if config.checkpoint_activations else 0, block * element,
         model_flops(config, step.context_tokens), config.offload_activations, scaling.device == "cuda",
-        copies, SNAPSHOT_BYTES * -(-built // scaling.cp),
+        copies, SNAPSHOT_BYTES * shard, in_host * shard,
     )  # fmt: skip
 
 

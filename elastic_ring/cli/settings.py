@@ -79,6 +79,7 @@ SHORT = {
     "run_dir": "run.run_dir", "storage_path": "run.storage_path", "resume": "run.resume",
     "checkpoint_every_steps": "run.checkpoint_config.every_steps",
     "checkpoint_keep_last": "run.checkpoint_config.keep_last", "copies": "run.copies",
+    "cpu_offload": "scaling.cpu_offload",
 }  # fmt: skip
 
 
@@ -143,6 +144,8 @@ class ShortFlags:
     """Pin one attention kernel instead of the best that passes its test."""
     offload_activations: tyro.conf.FlagCreatePairsOff[bool] = False
     """Keep checkpointed activations in host memory."""
+    cpu_offload: Literal["none", "optimizer"] | None = None
+    """Keep the optimizer's moments in host memory."""
     compile: tyro.conf.FlagCreatePairsOff[bool] = False
     """Have torch.compile fuse what a layer computes around attention."""
     plan: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -18,18 +18,24 @@ from torch.optim import Optimizer
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state.device.digest import device_digests
 from elastic_ring.state.header import NO_DIGEST, Counters, Header, TensorSpec, put_tensors, take_tensors
+from elastic_ring.state.host_optimizer import step_from_host
 
 __all__ = ["Counters", "Shard", "digest_of", "raw_bytes"]
 
 
 @dataclass
 class Shard:
-    """The state of one `cp_rank`. `params` maps names to this rank's slices, in the module's order."""
+    """The state of one `cp_rank`. `params` maps names to this rank's slices, in the module's order.
+
+    With `optimizer_in_host` the optimizer's state stays in host memory between steps; the optimizer must treat each
+    parameter by itself.
+    """
 
     cp_rank: int
     params: dict[str, Tensor]
     optimizer: Optimizer
     counters: Counters = field(default_factory=Counters)
+    optimizer_in_host: bool = False
 
     def rebind(self, params: Mapping[str, Tensor]) -> None:
         """Move the values into other tensors (a freshly wrapped module's) and point the optimizer at them."""
@@ -50,6 +56,9 @@ class Shard:
         """One optimizer step on the local slices. No communication; must not be interrupted."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
+        if self.optimizer_in_host:
+            step_from_host(self.optimizer, {param: gradients[name] for name, param in self.params.items()})
+            return
         for name, param in self.params.items():
             param.grad = gradients[name]
         self.optimizer.step()
@@ -97,8 +106,10 @@ class Shard:
         with torch.no_grad():
             for name, value in state["params"].items():
                 self.params[name].copy_(value)
-        self.optimizer.load_state_dict(state["optimizer"])
-        # load_state_dict casts state to its parameter's type; what was verified must arrive as it was.
+        # load_state_dict moves state to its parameter's device, where there may be no room for it.
+        moved = {} if self.optimizer_in_host else state["optimizer"]["state"]
+        self.optimizer.load_state_dict({**state["optimizer"], "state": moved})
+        # And it casts state to its parameter's type; what was verified must arrive as it was.
         order = [param for group in self.optimizer.param_groups for param in group["params"]]
         for index, value in state["optimizer"]["state"].items():
             self.optimizer.state[order[index]] = value
@@ -116,17 +127,24 @@ class Shard:
 
 
 def digest_of(counters: Counters, tensors: Sequence[Tensor]) -> str:
-    """sha256 over the counters and the tensors in order: the raw bytes of those in host memory, sums over those on
-    a device (`state.device.digest`), which are read there."""
+    """sha256 over the counters and the tensors in order: raw bytes, or where any of the tensors is on a device, sums
+    that are computed there (`state.device.digest`), also over large ones that wait in host memory."""
     total = hashlib.sha256(repr(counters).encode())
-    on_device = iter(device_digests([tensor for tensor in tensors if tensor.is_cuda]))
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    sums = iter(device_digests([tensor for tensor in tensors if device is not None and uses_device(tensor)], device))
     for tensor in tensors:
-        if tensor.is_cuda:
-            total.update(next(on_device))
+        if device is not None and uses_device(tensor):
+            total.update(next(sums))
         else:
             for chunk in raw_bytes([tensor]):
                 total.update(chunk)
     return total.hexdigest()
+
+
+def uses_device(tensor: Tensor) -> bool:
+    """Whether a tensor of a shard on a device is digested and sent from there: all but what is small and in host
+    memory."""
+    return tensor.is_cuda or tensor.numel() > 1
 
 
 def raw_bytes(tensors: Sequence[Tensor]) -> Iterator[memoryview]:

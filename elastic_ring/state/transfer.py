@@ -2,7 +2,8 @@
 
 A newcomer's shard counts only after its own digest over what arrived equals the donor's digest over what was sent. A
 link is two process groups with the donor at rank 0: one for host memory, which also carries the header
-(`state.header`), and one for tensors on a device. On CPUs there is only the first.
+(`state.header`), and one for tensors on a device, and for large ones in host memory by way of it. On CPUs there is only
+the first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state.header import MAX_HEADER_BYTES, Header
-from elastic_ring.state.shard import Shard, digest_of
+from elastic_ring.state.shard import Shard, digest_of, uses_device
 
 CHUNK_BYTES = 64 << 20
 BATCH_BYTES = 1 << 30
@@ -28,8 +29,8 @@ DONOR = 0
 
 @dataclass(frozen=True)
 class Link:
-    """The groups of one heal. `host` carries tensors in host memory, `device` those on a device (a backend that
-    can join several sends into one operation, as NCCL's does)."""
+    """The groups of one heal. `host` carries tensors in host memory, `device` those on a device and large
+    ones (a backend that can join several sends into one operation, as NCCL's does)."""
 
     host: Any
     device: Any = None
@@ -53,6 +54,7 @@ def send_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] = la
     receivers = [rank for rank in range(link.size()) if rank != DONOR]
     head = torch.frombuffer(bytearray(hashlib.sha256(header).digest() + header), dtype=torch.uint8)
     in_memory, on_device = _parts(tensors, link)
+    device = next(iter(shard.params.values())).device
     num_bytes = 0
     for piece in (torch.tensor([head.numel()]), head, *_chunks(in_memory)):
         works = [link.host.send([piece], receiver, 0) for receiver in receivers]
@@ -61,14 +63,15 @@ def send_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] = la
         num_bytes += piece.numel() * piece.element_size()
         after_chunk()
     for batch in _batches(_chunks(on_device)):
+        staged = [piece.to(device) for piece in batch]
         link.device._start_coalescing()
-        for piece in batch:
+        for piece in staged:
             for receiver in receivers:
                 link.device.send([piece], receiver, 0)
         link.device._end_coalescing().wait()
         num_bytes += sum(piece.numel() for piece in batch)
         after_chunk()
-    _synchronise(on_device)
+    _synchronise(device)
     sent = time.monotonic()
     for receiver in receivers:
         link.host.recv([torch.empty(1, dtype=torch.uint8)], receiver, 0).wait()
@@ -104,13 +107,17 @@ def receive_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] =
         num_bytes += chunk.numel()
         after_chunk()
     for batch in _batches(_chunks(on_device)):
+        staged = [piece if piece.device == device else torch.empty_like(piece, device=device) for piece in batch]
         link.device._start_coalescing()
-        for piece in batch:
+        for piece in staged:
             link.device.recv([piece], DONOR, 0)
         link.device._end_coalescing().wait()
+        for piece, arrived_piece in zip(batch, staged, strict=True):
+            if arrived_piece is not piece:
+                piece.copy_(arrived_piece)
         num_bytes += sum(piece.numel() for piece in batch)
         after_chunk()
-    _synchronise(on_device)
+    _synchronise(device)
     arrived = time.monotonic()
     found = digest_of(header.counters, tensors)
     link.host.send([torch.ones(1, dtype=torch.uint8)], DONOR, 0).wait()  # acknowledges arrival, before the verdict
@@ -126,14 +133,14 @@ def receive_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] =
 
 def _parts(tensors: list[Tensor], link: Link) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors for the host group and those for the device group; all for the host group if there is no other."""
-    on_device = [tensor for tensor in tensors if tensor.is_cuda and link.device is not None]
-    return [tensor for tensor in tensors if not (tensor.is_cuda and link.device is not None)], on_device
+    on_device = [tensor for tensor in tensors if link.device is not None and uses_device(tensor)]
+    return [tensor for tensor in tensors if link.device is None or not uses_device(tensor)], on_device
 
 
-def _synchronise(tensors: list[Tensor]) -> None:
+def _synchronise(device: torch.device) -> None:
     """Wait until what was queued for the device is done."""
-    if tensors:
-        torch.cuda.current_stream(tensors[0].device).synchronize()
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _batches(pieces: list[Tensor]) -> Iterator[list[Tensor]]:

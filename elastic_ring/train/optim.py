@@ -78,6 +78,16 @@ def make_own_optimizer(factory: OptimizerFactory, local_shards: list[tuple[str, 
     return made
 
 
+def check_cpu_offload(cpu_offload: str, factory: OptimizerFactory | None) -> None:
+    """Raises ValueError for an optimizer of one's own in host memory: it might count its steps, or look at all
+    parameters together, and an offloaded state is updated a few parameters at a time."""
+    if cpu_offload != "none" and factory is not None:
+        raise ValueError(
+            f"cpu_offload={cpu_offload!r}: serves the built-in AdamW, and optimizer= gives one of your own: leave "
+            "one of them out"
+        )
+
+
 def check_optimizer(optimizer: object, local_shards: Sequence[tuple[str, Tensor]]) -> None:
     """Raises ValueError for an optimizer of one's own that cannot work on slices, or has other parameters than these.
 

@@ -151,6 +151,8 @@ class Transaction:
         """What follows when ranks that must agree do not."""
         self.check_every_steps = 0
         """In one step of so many, digests are compared and one sequence of each ring is computed by two; 0: in none."""
+        self.cpu_offload: Literal["none", "optimizer"] = "none"
+        """What of a new shard waits in host memory between steps."""
         self._suspicion: Suspicion | None = None
         self._flips: set[str] = set()  # planned faults: phases after which one bit is wrong
 
@@ -217,7 +219,7 @@ class Transaction:
         else:
             optimizer = self._make_optimizer(model, params)
             self.filled = False
-            self.shard = Shard(coordinate.cp_rank, params, optimizer)
+            self.shard = Shard(coordinate.cp_rank, params, optimizer, optimizer_in_host=self.cpu_offload == "optimizer")
             self.unapplied, self.last, self.applying = None, None, False
             self._gradient = Gradient.like(params)
         self.model = model

@@ -37,17 +37,24 @@ log = logging.getLogger(__name__)
 
 KERNEL_CACHE = Path("/dev/shm/elastic_ring-kernels")
 """Results of the kernels' self-tests, shared by the processes of a node."""
-STATE_BYTES = 2 * (4 + 8) + 4
-"""What a newcomer allocates per parameter of its shard: value and two moments of Adam, twice while they are received,
-and the gradient."""
 MUCH_BYTES = 1 << 30
+
+
+def newcomer_bytes(cpu_offload: str) -> int:
+    """What a newcomer allocates on its GPU per parameter of its shard: the value and, unless they stay in host memory,
+    two moments of Adam, twice while they are received, and the gradient."""
+    moments = 8 if cpu_offload == "none" else 0
+    return 2 * (4 + moments) + 4
 
 
 class DeviceLease:
     """One worker's lease on its device: taken when it first joins the mesh, given back when it becomes a spare."""
 
-    def __init__(self, kind: str, run: str = "", folder: Path = leases.FOLDER) -> None:
-        self._kind = kind
+    def __init__(
+        self, kind: str, run: str = "", folder: Path = leases.FOLDER, *, state_bytes: int = newcomer_bytes("none")
+    ) -> None:
+        """`state_bytes`: what a newcomer needs per parameter of its shard."""
+        self._kind, self._state_bytes = kind, state_bytes
         self._lease = GpuLease(run, folder)
         self.device = torch.device("cpu")
         self.avoided: frozenset[str] = frozenset()  # GPUs that failed in this process before it took one
@@ -77,7 +84,7 @@ class DeviceLease:
         if not probe(self.device):
             self.failed("it failed its probe when it was taken")
             raise PeerFailed(f"GPU {gpu.index} ({gpu.name}) failed its probe when it was taken")
-        need_bytes = STATE_BYTES * num_parameters
+        need_bytes = self._state_bytes * num_parameters
         free = wait_for_memory(
             lambda: _free_bytes(gpu.index), need_bytes, lambda: self._lease.previous_owner_is_alive, check, timeout_s
         )

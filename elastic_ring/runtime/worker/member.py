@@ -29,6 +29,7 @@ from elastic_ring.runtime.gpu.device import (
     DeviceLease,
     be_deterministic,
     empty_cache,
+    newcomer_bytes,
     visible_gpus,
     warm_devices,
 )
@@ -93,7 +94,9 @@ class Member:
         self._command: Build | None = None
         self.records = StepRecords(publish)
         self._abandoned: list[tuple[Any, ...]] = []
-        self._device_lease = DeviceLease(spec.scaling.device, spec.run.name)
+        self._device_lease = DeviceLease(
+            spec.scaling.device, spec.run.name, state_bytes=newcomer_bytes(spec.scaling.cpu_offload)
+        )
         self._context_releaser = ContextReleaser(spec.scaling.release_contexts and spec.scaling.device == "cuda")
         self.gpus: list[str] = []  # names of the GPUs that this process sees
         self.environment: dict[str, Any] = {}  # what its bits depend on, beside what every worker tells
@@ -121,6 +124,7 @@ class Member:
         if run.loss_spike != "off":
             self._transaction.spikes = SpikeWatch(run.loss_spike_actions if run.loss_spike == "act" else ())
         self._transaction.corruption, self._transaction.check_every_steps = run.corruption, run.corruption_every_steps
+        self._transaction.cpu_offload = self._spec.scaling.cpu_offload
         self._injector.flip = self._transaction.plan_flip
         self._transaction.warm_up(self._spec.scaling.cp, self._spec.scaling.device)
         warm_up(task)

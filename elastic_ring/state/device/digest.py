@@ -32,14 +32,16 @@ def device_digest(tensor: Tensor) -> bytes:
     return device_digests([tensor])[0]
 
 
-def device_digests(tensors: Sequence[Tensor]) -> list[bytes]:
-    """The digests of several tensors on one device, with one synchronisation."""
+def device_digests(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[bytes]:
+    """The digests of several tensors, with one synchronisation. Those that lie elsewhere are copied to `device` (the
+    first one's if left out), one at a time."""
     if not tensors:
         return []
-    sums = torch.zeros(len(tensors), len(_SECRETS), dtype=torch.int64, device=tensors[0].device)
+    device = device or tensors[0].device
+    sums = torch.zeros(len(tensors), len(_SECRETS), dtype=torch.int64, device=device)
     for tensor, lanes in zip(tensors, sums, strict=True):
-        words = _words(tensor)
-        fused = _triton_kernel() if tensor.is_cuda else None
+        words = _words(tensor.to(device))
+        fused = _triton_kernel() if words.is_cuda else None
         if fused is not None:
             fused.add_sums(words, lanes, _SECRETS, (_GOLDEN, _FIRST, _SECOND))
         else:

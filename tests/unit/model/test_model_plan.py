@@ -53,6 +53,20 @@ def test_the_plan_says_what_host_memory_copies_take(copies: str, held: str, caps
     assert held in printed
 
 
+def test_the_plan_of_8_b_on_two_gpus_splits_the_state_between_gpu_and_host(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--preset", "8b", "--dp", "1", "--global-batch", "1", "--plan"]
+    assert train.main([*settings, "--cpu-offload", "optimizer"]) == 0
+    printed = capsys.readouterr().out
+    assert "a rank holds 44.9 GiB of state" in printed
+    assert "29.9 GiB of the optimizer's state wait in host memory" in printed
+    assert "together about 78 GiB of a GPU" in printed
+    assert train.main(settings) == 0
+    printed = capsys.readouterr().out
+    assert "a rank holds 74.8 GiB of state" in printed
+    assert "wait in host memory" not in printed
+    assert "together about 108 GiB of a GPU" in printed
+
+
 def test_flops_are_six_for_each_parameter_and_token_plus_the_causal_triangle() -> None:
     model = PRESETS["8b"]()["model"]
     table = model.vocab_size * model.width

@@ -1,0 +1,161 @@
+"""Optimizer state that waits in host memory between steps: the bits of a run without, however the shard is moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastic_ring.control.placement.copies import SnapshotId
+from elastic_ring.state import host_optimizer, snapshot, transfer
+from elastic_ring.state.checkpoints import checkpoint
+from elastic_ring.state.shard import Shard
+from elastic_ring.state.snapshot import Buffers
+from elastic_ring.state.storage.folder import Storage
+from elastic_ring.state.transfer import Link, receive_shard, send_shard
+from elastic_ring.train.optim import OptimConfig, check_cpu_offload, make_optimizer
+from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
+
+SHAPES = {"embed": (11, 7), "norm": (7,), "late": (0, 5), "middle": (3, 2, 2), "single": (1,), "head": (11, 7)}
+AT = (1, 4)
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """77 + 7 + 0 elements exceed a bucket, 7 + 0 + 12 + 1 fit: four buckets."""
+    monkeypatch.setattr(host_optimizer, "BUCKET_ELEMENTS", 20)
+    with one_thread():
+        yield
+
+
+def drawn(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def make_shard(*, in_host: bool, seed: int = 0, steps: int = 0) -> Shard:
+    params = drawn(seed)
+    optimizer = make_optimizer(
+        [(name, param) for name, param in params.items() if name != "middle"],  # which is frozen
+        OptimConfig(), {name: len(shape) for name, shape in SHAPES.items()},
+    )  # fmt: skip
+    shard = Shard(0, params, optimizer, optimizer_in_host=in_host)
+    for step in range(steps):
+        take_step(shard, step)
+    return shard
+
+
+def take_step(shard: Shard, step: int) -> None:
+    shard.apply(drawn(100 + step), 0.01 * (step + 1))
+    shard.advance(skipped=False)
+
+
+def assert_same_bits(shard: Shard, other: Shard) -> None:
+    left, right = checkpoint.tensors_of(shard), checkpoint.tensors_of(other)
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+    assert shard.counters == other.counters
+
+
+def test_steps_in_buckets_have_the_bits_of_steps_on_the_whole() -> None:
+    offloaded, plain = make_shard(in_host=True), make_shard(in_host=False)
+    seen: list[int] = []
+    offloaded.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.append(
+            sum(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+        )
+    )
+    for step in range(4):
+        take_step(offloaded, step)
+        take_step(plain, step)
+        assert_same_bits(offloaded, plain)
+    assert seen == [1, 3, 1] * 4, "parameters of the optimizer in each bucket"
+    assert all(param.grad is None for param in offloaded.params.values())
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_it_moves_into_a_fresh_module_and_back_to_a_snapshot(steps: int) -> None:
+    shard, plain = make_shard(in_host=True, steps=steps), make_shard(in_host=False, steps=steps)
+    taken = snapshot.take(shard, AT, Buffers())
+    taken.finish()
+    take_step(shard, steps)
+    shard.rebind({name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()})
+    for healed in (shard, make_shard(in_host=True, seed=1, steps=1)):
+        snapshot.load(taken.data, SnapshotId(steps, AT), 0, healed, "it")
+        assert_same_bits(healed, plain)
+        take_step(healed, steps)
+    take_step(plain, steps)
+    assert_same_bits(shard, plain)
+    assert_same_bits(healed, plain)
+
+
+@pytest.mark.parametrize("saved_in_host", [False, True])
+def test_a_checkpoint_of_one_setting_goes_on_with_the_other(tmp_path: Any, saved_in_host: bool) -> None:
+    saved, storage = make_shard(in_host=saved_in_host, steps=3), Storage(str(tmp_path)).open()
+    described, attempt = checkpoint.describe(saved, SHAPES, 1), checkpoint.new_attempt(3, 1)
+    taken = checkpoint.take(saved, described, 0)
+    file = checkpoint.write_part(storage, attempt, taken)
+    manifest = checkpoint.Manifest(3, 1, 1, "run", attempt, 1, 1, (file,), described, taken.meta)
+    assert checkpoint.commit(storage, manifest)
+    resumed = make_shard(in_host=not saved_in_host, seed=1)
+    checkpoint.Reader(storage, manifest).fill(resumed, 1)
+    for step in (3, 4):
+        take_step(saved, step)
+        take_step(resumed, step)
+        assert_same_bits(resumed, saved)
+
+
+@pytest.fixture(scope="module")
+def links() -> ThreadRings:
+    return ThreadRings()
+
+
+class JoiningGroup:
+    """A gloo group that also takes the calls by which a device's backend joins operations."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.num_bytes, self.pending = group, 0, list[Any]()
+
+    def _start_coalescing(self) -> None:
+        self.pending = []
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> None:
+        self.num_bytes += tensors[0].nbytes
+        self.pending.append(self.group.send(tensors, rank, tag))
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> None:
+        self.pending.append(self.group.recv(tensors, rank, tag))
+
+    def _end_coalescing(self) -> JoiningGroup:
+        return self
+
+    def wait(self) -> None:
+        for work in self.pending:
+            work.wait()
+
+
+def test_a_newcomer_gets_large_state_over_the_devices_link(links: ThreadRings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(transfer, "BATCH_BYTES", 150)
+    donor, newcomer = make_shard(in_host=True, steps=2), make_shard(in_host=True, seed=1, steps=1)
+    host, device = links.groups(2), [JoiningGroup(group) for group in links.groups(2, fresh=True)]
+
+    def work(rank: int) -> int:
+        link = Link(host[rank], device[rank])
+        return send_shard(donor, link) if rank == 0 else receive_shard(newcomer, link)
+
+    in_threads(2, work)
+    assert_same_bits(newcomer, donor)
+    assert device[0].num_bytes == sum(tensor.nbytes for tensor in donor.describe()[1] if tensor.numel() > 1)
+    for shard in (donor, newcomer):
+        take_step(shard, 2)
+    assert_same_bits(newcomer, donor)
+
+
+def test_an_optimizer_of_ones_own_is_refused_by_name() -> None:
+    check_cpu_offload("none", torch.optim.SGD)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"cpu_offload='optimizer': serves the built-in AdamW"):
+        check_cpu_offload("optimizer", torch.optim.SGD)  # type: ignore[arg-type]
