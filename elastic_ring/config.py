@@ -23,6 +23,8 @@ from elastic_ring.faults import Fault, parse_faults
 from elastic_ring.mesh import Mesh
 from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, PositiveSeconds, Seconds, settings
 
+CpuOffload = Literal["none", "optimizer", "all"]
+
 _WORKING_COPY = "/runtime_resources/working_dir_files/"  # where Ray unpacks what a job was submitted with
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
@@ -161,9 +163,9 @@ class ScalingConfig:
     """Threads of a worker's computations on a CPU."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where workers compute."""
-    cpu_offload: Literal["none", "optimizer"] = "none"
-    """What of a rank's state waits in host memory and visits its GPU for each update, with equal bits: nothing, or the
-    optimizer's moments, 8 bytes a parameter."""
+    cpu_offload: CpuOffload = "none"
+    """What of a rank's state waits in host memory and visits its GPU when it is needed, with equal bits: nothing, the
+    optimizer's moments (8 bytes a parameter), or all but the gradients that are summed over the rings (16)."""
     release_contexts: bool = True
     """Members on GPUs destroy their unused CUDA contexts after step 2; such a worker exits instead of becoming a
     spare again."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.cli.plan import model_flops
-from elastic_ring.config import Timeouts
+from elastic_ring.config import CpuOffload, Timeouts
 from elastic_ring.data.packing import Sample
 from elastic_ring.model.config import ModelConfig, preset
 from elastic_ring.model.transformer import Transformer
@@ -87,7 +87,7 @@ class GpuRun:
     pattern: str = ""
     compile: bool = False
     release_contexts: bool = True
-    cpu_offload: Literal["none", "optimizer"] = "none"
+    cpu_offload: CpuOffload = "none"
 
     @property
     def model(self) -> ModelConfig:

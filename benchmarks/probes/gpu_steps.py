@@ -29,7 +29,7 @@ def build(run: GpuRun, groups: Groups, device: torch.device) -> Transaction:
         task, Loader(source), Order(task.step.seed, task.step.global_batch, source.num_sequences),
         lambda phase, step, hop=None: None, KERNEL_CACHE,
     )  # fmt: skip
-    state.cpu_offload = run.cpu_offload
+    state.offload(run.cpu_offload)
     state.use(device)
     state.enter(groups, (1, 1), keep=False)
     state.initialise()

@@ -190,7 +190,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fast", action="store_true", help="kernels that need not repeat their bits")
     parser.add_argument("--no-checkpoint", action="store_true", help="keep all activations")
     parser.add_argument("--offload", action="store_true", help="activations wait in host memory")
-    parser.add_argument("--cpu-offload", choices=["none", "optimizer"], default="none", help="state in host memory")
+    parser.add_argument(
+        "--cpu-offload", choices=["none", "optimizer", "all"], default="none", help="state in host memory"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the layers' pieces; speed also times without")
     parser.add_argument("--warm-all", action="store_true", help="warm every GPU, as a standby does")
     parser.add_argument("--profile", default="", help="write a profile to this file")

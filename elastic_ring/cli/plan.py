@@ -1,7 +1,7 @@
 """What a preset needs, printed before anything is started: built on the meta device, so that a laptop can plan 1 T.
 
-State of a rank, in bytes for each parameter of its shard: 4 for the fp32 master, 8 for Adam's two moments (in host
-memory with cpu_offload="optimizer"), 4 for the buffer that is summed over the rings, 4 for FSDP2's gradients.
+State of a rank, in bytes for each parameter of its shard: 4 for the fp32 master, 8 for Adam's two moments, 4 for the
+buffer that is summed over the rings, 4 for FSDP2's gradients; `cpu_offload` says what of it is in host memory.
 Activations are what checkpointing keeps for each layer and local token: the block's input, and attention's out and lse,
 in the type that is computed in. Not counted: the blocks that are gathered at the moment, one block's recomputed
 activations, a chunk of logits, the communicators.
@@ -19,6 +19,8 @@ from elastic_ring.model.config import ModelConfig, num_parameters
 
 MOMENTS_BYTES = 8
 STATE_BYTES = 4 + MOMENTS_BYTES + 4 + 4
+IN_HOST_BYTES = {"none": 0, "optimizer": MOMENTS_BYTES, "all": STATE_BYTES - 4}
+"""Of these, by `cpu_offload`; only the buffer that is summed over the rings never is."""
 LSE_BYTES = 4
 SNAPSHOT_BYTES = 4 + MOMENTS_BYTES
 KEPT = 2
@@ -59,7 +61,7 @@ class ModelPlan:
             f"{self.num_parameters:,} parameters on {self.num_ranks} ranks, {self.tokens_per_rank:,} tokens on each",
             f"a rank holds {size(self.state_bytes)} of state and {size(self.activation_bytes)} of "
             f"checkpointed activations{' in host memory' * self.offloaded}",
-            *([f"{size(self.host_bytes)} of the optimizer's state wait in host memory"] if self.host_bytes else []),
+            *([f"{size(self.host_bytes)} of its state wait in host memory"] if self.host_bytes else []),
             f"the largest block is {size(self.largest_unit_bytes)} when gathered",
             f"{self.flops:.3g} FLOP for a sequence",
             *([] if self.copies == "0" else [self._of_copies()]),
@@ -115,7 +117,7 @@ def plan_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, copie
     tokens = -(-step.context_tokens // scaling.cp)
     per_token = (config.width + config.num_heads * config.head_dim) * element + config.num_heads * LSE_BYTES
     block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
-    shard, in_host = -(-built // scaling.cp), 0 if scaling.cpu_offload == "none" else MOMENTS_BYTES
+    shard, in_host = -(-built // scaling.cp), IN_HOST_BYTES[scaling.cpu_offload]
     return ModelPlan(
         built, scaling.mesh.size, tokens, (STATE_BYTES - in_host) * shard,
         tokens * per_token * config.num_layers if config.checkpoint_activations else 0, block * element,

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import tyro
 
 from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data
-from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig
+from elastic_ring.config import CpuOffload, OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.model.config import ModelConfig, preset
 from elastic_ring.validation import from_plain, unknown_setting
 
@@ -144,8 +144,8 @@ class ShortFlags:
     """Pin one attention kernel instead of the best that passes its test."""
     offload_activations: tyro.conf.FlagCreatePairsOff[bool] = False
     """Keep checkpointed activations in host memory."""
-    cpu_offload: Literal["none", "optimizer"] | None = None
-    """Keep the optimizer's moments in host memory."""
+    cpu_offload: CpuOffload | None = None
+    """Keep the optimizer's moments, or all of the state, in host memory."""
     compile: tyro.conf.FlagCreatePairsOff[bool] = False
     """Have torch.compile fuse what a layer computes around attention."""
     plan: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -1,7 +1,7 @@
 """An optimizer's step whose state waits in host memory and visits the device in buckets, a few parameters at a time.
 
-The step is the optimizer's own, on the parameters' device: each parameter gets the bits that it gets when the state
-stays there. On a CPU the copies are plain ones. Nothing here knows what the state means.
+The step is the optimizer's own, on the device: each parameter gets the bits that it gets when the state stays there. On
+a CPU the copies are plain ones. Nothing here knows what the state means.
 """
 
 from __future__ import annotations
@@ -16,25 +16,36 @@ from torch.optim import Optimizer
 BUCKET_ELEMENTS = 32 << 20
 
 
-def step_from_host(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor]) -> None:
-    """One step with the gradient of each parameter. All tensors of the state are in host memory before and after.
+def step_from_host(
+    optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], device: torch.device, *, with_params: bool = False
+) -> None:
+    """One step on `device` with the gradient of each parameter, which is there; `with_params`: parameters are not, and
+    visit it, too. All tensors of the state are in host memory before and after.
 
-    `optimizer` must treat each parameter by itself, whatever others a step has, as AdamW does. The state of at most two
-    buckets is on the device at a time. Returns once all of it is in host memory again.
+    `optimizer` must treat each parameter by itself, whatever others a step has, as AdamW does. What visits for at most
+    two buckets is on the device at a time. Returns once all of it is in host memory again.
     """
-    way_back = _WayBack(next(iter(gradients)).device)
-    for bucket in _buckets(list(gradients)):
+    way_back = _WayBack(device)
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    for bucket in _buckets([param for group in groups for param in group]):
         waiting = {param: optimizer.state.get(param, {}) for param in bucket}
-        for param, state in waiting.items():
-            param.grad = gradients[param]
-            if state:  # else the optimizer makes it, on the device
-                optimizer.state[param] = {key: _on(param.device, value) for key, value in state.items()}
+        visitors = {param: _on(device, param) if with_params else param for param in bucket}
+        for param, visitor in visitors.items():
+            visitor.grad = gradients[param]
+            if waiting[param]:  # else the optimizer makes it, on the device
+                optimizer.state[visitor] = {key: _on(device, value) for key, value in waiting[param].items()}
+        for group, params in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [visitors[param] for param in params if param in visitors]
         optimizer.step()
-        for param, state in waiting.items():
-            param.grad = None
-            if param in optimizer.state:
-                optimizer.state[param] = way_back.take(optimizer.state[param], state)
+        for param, visitor in visitors.items():
+            visitor.grad = None
+            state = optimizer.state.pop(visitor) if with_params else optimizer.state[param]
+            optimizer.state[param] = way_back.take_state(state, waiting[param])
+            if with_params:
+                way_back.take(visitor, param)
         way_back.begin()
+    for group, params in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = params
     way_back.finish()
 
 
@@ -63,14 +74,17 @@ class _WayBack:
         self._under_way: list[tuple[Tensor, Tensor]] = []
         self._arrived: Any = None  # the event behind those under way
 
-    def take(self, state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    def take(self, value: Tensor, place: Tensor) -> Tensor:
+        """`place`, to which `value` will be copied."""
+        self._next.append((place, value))
+        return place
+
+    def take_state(self, state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
         """The state of one parameter as it will be in host memory, in that of `before` if it is pinned."""
-        found = dict(state)
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                found[key] = self._place_for(value, before.get(key))
-                self._next.append((found[key], value))
-        return found
+        return {
+            key: self.take(value, self._place_for(value, before.get(key))) if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }
 
     def _place_for(self, value: Tensor, before: Any) -> Tensor:
         """Host memory that nobody else reads; what came from a peer or a file is not pinned, and copied slowly."""

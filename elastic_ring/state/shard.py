@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from elastic_ring.config import CpuOffload
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state.device.digest import device_digests
 from elastic_ring.state.header import NO_DIGEST, Counters, Header, TensorSpec, put_tensors, take_tensors
@@ -27,15 +28,21 @@ __all__ = ["Counters", "Shard", "digest_of", "raw_bytes"]
 class Shard:
     """The state of one `cp_rank`. `params` maps names to this rank's slices, in the module's order.
 
-    With `optimizer_in_host` the optimizer's state stays in host memory between steps; the optimizer must treat each
-    parameter by itself.
+    With `cpu_offload` the optimizer's state, or that and the parameters, stay in host memory between steps; the
+    optimizer must treat each parameter by itself then. `computes_on` is None where that is the parameters' device.
     """
 
     cp_rank: int
     params: dict[str, Tensor]
     optimizer: Optimizer
     counters: Counters = field(default_factory=Counters)
-    optimizer_in_host: bool = False
+    cpu_offload: CpuOffload = "none"
+    computes_on: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where its steps are computed."""
+        return self.computes_on or next(iter(self.params.values())).device
 
     def rebind(self, params: Mapping[str, Tensor]) -> None:
         """Move the values into other tensors (a freshly wrapped module's) and point the optimizer at them."""
@@ -56,8 +63,9 @@ class Shard:
         """One optimizer step on the local slices. No communication; must not be interrupted."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
-        if self.optimizer_in_host:
-            step_from_host(self.optimizer, {param: gradients[name] for name, param in self.params.items()})
+        if self.cpu_offload != "none":
+            by_param = {param: gradients[name] for name, param in self.params.items()}
+            step_from_host(self.optimizer, by_param, self.device, with_params=self.cpu_offload == "all")
             return
         for name, param in self.params.items():
             param.grad = gradients[name]
@@ -82,7 +90,7 @@ class Shard:
     def pack(self) -> tuple[Header, list[Tensor]]:
         """As `describe`, with the digest."""
         header, tensors = self.describe()
-        return replace(header, digest=digest_of(self.counters, tensors)), tensors
+        return replace(header, digest=digest_of(self.counters, tensors, self.device)), tensors
 
     def check_header(self, header: Header) -> None:
         """Raises DigestMismatch for a shard that does not fit this one's parameters."""
@@ -107,7 +115,7 @@ class Shard:
             for name, value in state["params"].items():
                 self.params[name].copy_(value)
         # load_state_dict moves state to its parameter's device, where there may be no room for it.
-        moved = {} if self.optimizer_in_host else state["optimizer"]["state"]
+        moved = {} if self.cpu_offload != "none" else state["optimizer"]["state"]
         self.optimizer.load_state_dict({**state["optimizer"], "state": moved})
         # And it casts state to its parameter's type; what was verified must arrive as it was.
         order = [param for group in self.optimizer.param_groups for param in group["params"]]
@@ -117,7 +125,7 @@ class Shard:
 
     def digest(self) -> str:
         """sha256 over counters, parameters and optimizer state; equal for equal bits."""
-        return digest_of(self.counters, self._flatten()[1])
+        return digest_of(self.counters, self._flatten()[1], self.device)
 
     def _flatten(self) -> tuple[Any, list[Tensor]]:
         """The state with a `Slot` for each tensor, and the tensors."""
@@ -126,14 +134,14 @@ class Shard:
         return take_tensors(state, tensors), tensors
 
 
-def digest_of(counters: Counters, tensors: Sequence[Tensor]) -> str:
-    """sha256 over the counters and the tensors in order: raw bytes, or where any of the tensors is on a device, sums
-    that are computed there (`state.device.digest`), also over large ones that wait in host memory."""
+def digest_of(counters: Counters, tensors: Sequence[Tensor], device: torch.device | None = None) -> str:
+    """sha256 over the counters and the tensors in order: raw bytes, or for a shard on a GPU (`device`) sums that are
+    computed there (`state.device.digest`), also over large tensors that wait in host memory."""
     total = hashlib.sha256(repr(counters).encode())
-    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-    sums = iter(device_digests([tensor for tensor in tensors if device is not None and uses_device(tensor)], device))
+    device = device or (tensors[0].device if tensors else torch.device("cpu"))
+    sums = iter(device_digests([tensor for tensor in tensors if uses_device(tensor, device)], device))
     for tensor in tensors:
-        if device is not None and uses_device(tensor):
+        if uses_device(tensor, device):
             total.update(next(sums))
         else:
             for chunk in raw_bytes([tensor]):
@@ -141,10 +149,10 @@ def digest_of(counters: Counters, tensors: Sequence[Tensor]) -> str:
     return total.hexdigest()
 
 
-def uses_device(tensor: Tensor) -> bool:
-    """Whether a tensor of a shard on a device is digested and sent from there: all but what is small and in host
-    memory."""
-    return tensor.is_cuda or tensor.numel() > 1
+def uses_device(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor of a shard that computes on `device` is digested and sent from there: on a GPU all but what is
+    small and in host memory."""
+    return tensor.is_cuda or (device.type == "cuda" and tensor.numel() > 1)
 
 
 def raw_bytes(tensors: Sequence[Tensor]) -> Iterator[memoryview]:

@@ -53,9 +53,8 @@ def send_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] = la
     packed = time.monotonic()
     receivers = [rank for rank in range(link.size()) if rank != DONOR]
     head = torch.frombuffer(bytearray(hashlib.sha256(header).digest() + header), dtype=torch.uint8)
-    in_memory, on_device = _parts(tensors, link)
-    device = next(iter(shard.params.values())).device
-    num_bytes = 0
+    in_memory, on_device = _parts(tensors, shard.device, link)
+    device, num_bytes = shard.device, 0
     for piece in (torch.tensor([head.numel()]), head, *_chunks(in_memory)):
         works = [link.host.send([piece], receiver, 0) for receiver in receivers]
         for work in works:
@@ -95,13 +94,13 @@ def receive_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] =
         raise DigestMismatch("the header of a healed shard arrived damaged")
     header = Header.from_bytes(raw[DIGEST_BYTES:])
     shard.check_header(header)
-    device = next(iter(shard.params.values())).device
+    device = shard.device
     tensors = [
         torch.empty(spec.shape, dtype=spec.dtype, device=device if spec.is_cuda else "cpu") for spec in header.layout
     ]
     num_bytes = length.element_size() + head.numel()
     begun = time.monotonic()
-    in_memory, on_device = _parts(tensors, link)
+    in_memory, on_device = _parts(tensors, device, link)
     for chunk in _chunks(in_memory):
         link.host.recv([chunk], DONOR, 0).wait()
         num_bytes += chunk.numel()
@@ -119,7 +118,7 @@ def receive_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] =
         after_chunk()
     _synchronise(device)
     arrived = time.monotonic()
-    found = digest_of(header.counters, tensors)
+    found = digest_of(header.counters, tensors, device)
     link.host.send([torch.ones(1, dtype=torch.uint8)], DONOR, 0).wait()  # acknowledges arrival, before the verdict
     if found != header.digest:
         raise DigestMismatch(
@@ -131,10 +130,12 @@ def receive_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] =
     return num_bytes
 
 
-def _parts(tensors: list[Tensor], link: Link) -> tuple[list[Tensor], list[Tensor]]:
+def _parts(tensors: list[Tensor], device: torch.device, link: Link) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors for the host group and those for the device group; all for the host group if there is no other."""
-    on_device = [tensor for tensor in tensors if link.device is not None and uses_device(tensor)]
-    return [tensor for tensor in tensors if link.device is None or not uses_device(tensor)], on_device
+    if link.device is None:
+        return tensors, []
+    on_device = [tensor for tensor in tensors if uses_device(tensor, device)]
+    return [tensor for tensor in tensors if not uses_device(tensor, device)], on_device
 
 
 def _synchronise(device: torch.device) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from elastic_ring.config import OptimConfig
+from elastic_ring.config import CpuOffload, OptimConfig
 
 __all__ = ["OptimConfig", "OptimizerFactory", "Schedule", "learning_rate", "make_optimizer"]
 
@@ -78,7 +78,7 @@ def make_own_optimizer(factory: OptimizerFactory, local_shards: list[tuple[str, 
     return made
 
 
-def check_cpu_offload(cpu_offload: str, factory: OptimizerFactory | None) -> None:
+def check_cpu_offload(cpu_offload: CpuOffload, factory: OptimizerFactory | None) -> None:
     """Raises ValueError for an optimizer of one's own in host memory: it might count its steps, or look at all
     parameters together, and an offloaded state is updated a few parameters at a time."""
     if cpu_offload != "none" and factory is not None:
@@ -110,12 +110,16 @@ def check_optimizer(optimizer: object, local_shards: Sequence[tuple[str, Tensor]
 
 
 def make_optimizer(
-    local_shards: list[tuple[str, Tensor]], config: OptimConfig, full_ndims: Mapping[str, int]
+    local_shards: list[tuple[str, Tensor]],
+    config: OptimConfig,
+    full_ndims: Mapping[str, int],
+    device: torch.device | None = None,
 ) -> torch.optim.AdamW:
     """AdamW over a rank's shards, which may be empty: plain tensors, two groups, each in the given order.
 
     Weight decay applies to parameters of two or more dimensions; `full_ndims` has those of each whole
-    parameter, since a shard may be flat. Raises ValueError for a name that it lacks.
+    parameter, since a shard may be flat. Steps are computed on `device`, by default the shards'. Raises ValueError for
+    a name that `full_ndims` lacks.
     """
     missing = [name for name, _ in local_shards if name not in full_ndims]
     if missing:
@@ -128,7 +132,7 @@ def make_optimizer(
         if tensors
     ]
     # Fused: one pass over memory instead of a dozen. On a CPU it would change the bits for no gain.
-    fused = any(tensor.is_cuda for _, tensor in local_shards)
+    fused = any((device or tensor.device).type == "cuda" for _, tensor in local_shards)
     return torch.optim.AdamW(
         groups, lr=learning_rate(0, config), betas=config.betas, eps=config.eps, foreach=not fused, fused=fused
     )

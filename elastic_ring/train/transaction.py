@@ -26,6 +26,7 @@ from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.ring import NUM_PLANS, RingAttention
+from elastic_ring.config import CpuOffload
 from elastic_ring.control.decisions.corruption import Digests, Suspicion, is_checked
 from elastic_ring.control.decisions.loss_spikes import WINDOW, SpikeBallot, SpikeWatch
 from elastic_ring.control.messages import Vote
@@ -89,8 +90,7 @@ class Gradient:
     membership_id: tuple[int, int] = (0, 0)
 
     @classmethod
-    def like(cls, params: Mapping[str, Tensor]) -> Gradient:
-        device = next(iter(params.values())).device
+    def like(cls, params: Mapping[str, Tensor], device: torch.device) -> Gradient:
         flat = torch.zeros(sum(p.numel() for p in params.values()), dtype=torch.float32, device=device)
         views, offset = {}, 0
         for name, param in params.items():
@@ -151,8 +151,7 @@ class Transaction:
         """What follows when ranks that must agree do not."""
         self.check_every_steps = 0
         """In one step of so many, digests are compared and one sequence of each ring is computed by two; 0: in none."""
-        self.cpu_offload: Literal["none", "optimizer"] = "none"
-        """What of a new shard waits in host memory between steps."""
+        self._cpu_offload: CpuOffload = "none"
         self._suspicion: Suspicion | None = None
         self._flips: set[str] = set()  # planned faults: phases after which one bit is wrong
 
@@ -189,6 +188,11 @@ class Transaction:
     def device(self) -> torch.device:
         return self._maker.device
 
+    def offload(self, what: CpuOffload) -> None:
+        """Keep `what` of the shard in host memory between steps; only without state, which is not moved."""
+        assert self.shard is None
+        self._cpu_offload, self._maker.params_in_host = what, what == "all"
+
     def warm_up(self, cp: int, device_type: str) -> None:
         """Prepare what does not depend on the rank, for rings of `cp` ranks."""
         self._maker.keep_buffers()
@@ -219,9 +223,11 @@ class Transaction:
         else:
             optimizer = self._make_optimizer(model, params)
             self.filled = False
-            self.shard = Shard(coordinate.cp_rank, params, optimizer, optimizer_in_host=self.cpu_offload == "optimizer")
+            self.shard = Shard(
+                coordinate.cp_rank, params, optimizer, cpu_offload=self._cpu_offload, computes_on=self.device
+            )
             self.unapplied, self.last, self.applying = None, None, False
-            self._gradient = Gradient.like(params)
+            self._gradient = Gradient.like(params, self.device)
         self.model = model
 
     def initialise(self) -> None:
@@ -550,7 +556,7 @@ class Transaction:
         if self.task.optimizer is not None:
             return make_own_optimizer(self.task.optimizer, named)
         ndims = {name: len(shape) for name, shape in full_shapes(model).items()}
-        return make_optimizer(named, self.task.optim, ndims)
+        return make_optimizer(named, self.task.optim, ndims, self.device)
 
 
 def checksum(tensors: Sequence[Tensor]) -> float:

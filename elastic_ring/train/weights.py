@@ -109,6 +109,7 @@ class _Gather:
     def __init__(self, state: Any, groups: Any) -> None:
         shapes = full_shapes(state.model)
         self._params, self._groups, self._total = state.shard.params, groups, hashlib.sha256()
+        self._device = state.device
         self._shapes = {name: shapes[name] for name in sorted(shapes)}
         self._all_gather = AbortableAllGather(groups.launching)
         self.num_ranks, self.cp_rank = groups.mesh.cp, groups.mesh.coordinate(groups.global_rank).cp_rank
@@ -134,8 +135,7 @@ class _Gather:
 
     def exchange(self, own: bytes) -> list[bytes]:
         """As many bytes of each rank, in the order of the ring. Raises GroupAborted."""
-        device = next(iter(self._params.values())).device
-        found = self._gathered(torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device))
+        found = self._gathered(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         self._groups.check()
         return [bytes(row.tolist()) for row in found.reshape(self.num_ranks, len(own))]
 
@@ -153,6 +153,7 @@ class _Gather:
 
     def _gathered(self, own: Tensor) -> Tensor:
         """`own` of every rank, one after another, in host memory."""
+        own = own.to(self._device)
         found = own.new_empty((self.num_ranks * own.shape[0], *own.shape[1:]))
         work = self._all_gather(found, own, self._groups.shard, async_op=True)
         assert work is not None

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from elastic_ring.train.optim import check_optimizer
@@ -29,6 +29,8 @@ class ModuleMaker:
     def __init__(self, task: TrainingTask, device: torch.device | None = None) -> None:
         self._task = task
         self.device = device or torch.device("cpu")
+        self.params_in_host = False
+        """Parameters and their gradients are in host memory; each unit's are on the device while it is gathered."""
         self._buffers: dict[str, Tensor] | None = None
 
     def wrap(self, device_mesh: DeviceMesh) -> nn.Module:
@@ -43,15 +45,17 @@ class ModuleMaker:
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
+        in_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        offload = in_host if self.params_in_host else OffloadPolicy()
         choose = self._task.units or largest_list
         for unit in choose(model):
-            fully_shard(unit, mesh=device_mesh, mp_policy=policy)
-        fully_shard(model, mesh=device_mesh, mp_policy=policy)
+            fully_shard(unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(model, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        model.to_empty(device=self.device)
+        model.to_empty(device="cpu" if self.params_in_host else self.device)
         self._fill_buffers(model)
         model.train()
         return model
@@ -93,11 +97,13 @@ class ModuleMaker:
             return self._task.model()
 
     def _fill_buffers(self, model: nn.Module) -> None:
-        buffers = dict(model.named_buffers())
-        if buffers and self._buffers is None:
+        """Also moves them to the device, where `to_empty` may not have put them."""
+        if self._buffers is None and any(True for _ in model.buffers()):
             self.keep_buffers()
-        for name, buffer in buffers.items():
+        for name, buffer in model.named_buffers():
             assert self._buffers is not None
+            if buffer.device != self.device:
+                buffer.data = torch.empty_like(buffer, device=self.device)
             buffer.copy_(self._buffers[name])
 
 

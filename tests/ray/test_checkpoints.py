@@ -134,22 +134,25 @@ def test_never_and_a_step_begin_a_lineage_of_their_own_and_other_settings_are_re
 
 
 @pytest.mark.slow
-def test_moments_in_host_memory_change_no_bit_through_kills_and_a_checkpoint_of_them_resumes_without(
+def test_state_in_host_memory_changes_no_bit_through_kills_and_in_resuming_with_another_setting(
     local_ray: None, undisturbed: Known, tmp_path: Path
 ) -> None:
-    """A donor heals one newcomer, copies in peers' memory bring both holders of a shard back; the undisturbed run, and
-    the one that goes on from the checkpoint, have their moments beside the parameters."""
+    """A donor heals one newcomer, and copies in peers' memory bring both holders of a shard back. The undisturbed run
+    has its state on the devices."""
     reference = fault_free(undisturbed, tmp_path)
     settings = {"checkpoint_config": CheckpointConfig(every_steps=6, keep_last=9), "copies": "1", "copy_every_steps": 1}
-    struck = run(tmp_path, "offloaded", spares=3, cpu_offload="optimizer", run=settings,
-                 faults="kill@step=3,phase=apply,rank=3;"
-                 "kill@step=8,phase=forward,rank=0; kill@step=8,phase=forward,rank=2").summary  # fmt: skip
-    assert [recovery.get("source") for recovery in struck["recoveries"]][1:] == ["copy"]
-    assert same(struck, reference)
-    path = next(one["path"] for one in struck["checkpoints"] if one["step"] == 6)
-    resumed = run(tmp_path, "resumed", spares=0, cpu_offload="none", run={"resume": path}).summary
-    assert resumed["resumed_from"] == [{"step": 6, "path": path}]
-    assert same(resumed, reference)
+    moments = run(tmp_path, "moments", spares=3, cpu_offload="optimizer", run=settings,
+                  faults="kill@step=3,phase=apply,rank=3;"
+                  "kill@step=8,phase=forward,rank=0; kill@step=8,phase=forward,rank=2").summary  # fmt: skip
+    assert [len(recovery["faults"]) for recovery in moments["recoveries"]] == [1, 2]
+    assert moments["recoveries"][1]["source"] == "copy"
+    assert same(moments, reference)
+    path = next(one["path"] for one in moments["checkpoints"] if one["step"] == 6)
+    whole = run(tmp_path, "all", spares=1, cpu_offload="all", run={"resume": path},
+                faults="kill@step=9,phase=backward,rank=1").summary  # fmt: skip
+    assert whole["resumed_from"] == [{"step": 6, "path": path}]
+    assert [recovery["steps_undone"] for recovery in whole["recoveries"]] == [0]
+    assert same(whole, reference)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.plan.device_blocks import forget_plans
+from elastic_ring.config import CpuOffload
 from elastic_ring.errors import PeerFailed, RunFailed
 from elastic_ring.runtime.gpu import leases
 from elastic_ring.runtime.gpu.leases import (
@@ -40,11 +41,11 @@ KERNEL_CACHE = Path("/dev/shm/elastic_ring-kernels")
 MUCH_BYTES = 1 << 30
 
 
-def newcomer_bytes(cpu_offload: str) -> int:
-    """What a newcomer allocates on its GPU per parameter of its shard: the value and, unless they stay in host memory,
-    two moments of Adam, twice while they are received, and the gradient."""
-    moments = 8 if cpu_offload == "none" else 0
-    return 2 * (4 + moments) + 4
+def newcomer_bytes(cpu_offload: CpuOffload) -> int:
+    """What a newcomer allocates on its GPU per parameter of its shard: the value and two moments of Adam, twice while
+    they are received, unless they are for host memory, and the gradient."""
+    on_gpu = {"none": 4 + 8, "optimizer": 4, "all": 0}[cpu_offload]
+    return 2 * on_gpu + 4
 
 
 class DeviceLease:

@@ -124,7 +124,7 @@ class Member:
         if run.loss_spike != "off":
             self._transaction.spikes = SpikeWatch(run.loss_spike_actions if run.loss_spike == "act" else ())
         self._transaction.corruption, self._transaction.check_every_steps = run.corruption, run.corruption_every_steps
-        self._transaction.cpu_offload = self._spec.scaling.cpu_offload
+        self._transaction.offload(self._spec.scaling.cpu_offload)
         self._injector.flip = self._transaction.plan_flip
         self._transaction.warm_up(self._spec.scaling.cp, self._spec.scaling.device)
         warm_up(task)

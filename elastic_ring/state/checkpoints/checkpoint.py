@@ -456,7 +456,7 @@ def _fill_optimizer(shard: Shard, reader: Reader, cp: int) -> None:
             part = key.removeprefix(prefix)
             value = reader.tensor(key, shard.cp_rank, cp)
             # As `torch.optim.Optimizer.load_state_dict` does, which would cast what must arrive as it was.
-            stays = shard.optimizer_in_host or (part == "step" and not on_device.get(id(param), False))
+            stays = shard.cpu_offload != "none" or (part == "step" and not on_device.get(id(param), False))
             state[part] = value if stays else value.to(param.device)
         if state:
             shard.optimizer.state[param] = state

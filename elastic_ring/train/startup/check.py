@@ -100,7 +100,7 @@ def _pass(task: TrainingTask, state: Any, sample: Sample, groups: Any, *, cp: in
     loss, num_targets = _checked(task.loss(model, batch))
     loss.backward()
     gradients = [
-        (p.grad if p.grad is not None else torch.zeros_like(p))._local_tensor.reshape(-1).double()  # type: ignore[attr-defined]
+        (p.grad if p.grad is not None else torch.zeros_like(p))._local_tensor.reshape(-1).to(state.device).double()  # type: ignore[attr-defined]
         for p in model.parameters()
     ]
     for param in model.parameters():
@@ -133,7 +133,7 @@ def _batch(task: TrainingTask, state: Any, sample: Sample, groups: Any, cp: int)
         kernel_cache=state.kernel_cache,
         check=groups.check,
     )
-    return batch_of(piece, attention, next(state.model.parameters()).device)
+    return batch_of(piece, attention, state.device)
 
 
 def _short_sample(task: TrainingTask, loader: Any, cp: int) -> Sample:

@@ -58,7 +58,7 @@ def test_the_plan_of_8_b_on_two_gpus_splits_the_state_between_gpu_and_host(capsy
     assert train.main([*settings, "--cpu-offload", "optimizer"]) == 0
     printed = capsys.readouterr().out
     assert "a rank holds 44.9 GiB of state" in printed
-    assert "29.9 GiB of the optimizer's state wait in host memory" in printed
+    assert "29.9 GiB of its state wait in host memory" in printed
     assert "together about 78 GiB of a GPU" in printed
     assert train.main(settings) == 0
     printed = capsys.readouterr().out

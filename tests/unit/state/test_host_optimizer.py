@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from elastic_ring.config import CpuOffload, OptimConfig
 from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.state import host_optimizer, snapshot, transfer
 from elastic_ring.state.checkpoints import checkpoint
@@ -16,7 +18,7 @@ from elastic_ring.state.shard import Shard
 from elastic_ring.state.snapshot import Buffers
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.state.transfer import Link, receive_shard, send_shard
-from elastic_ring.train.optim import OptimConfig, check_cpu_offload, make_optimizer
+from elastic_ring.train.optim import check_cpu_offload, make_optimizer
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
 
 SHAPES = {"embed": (11, 7), "norm": (7,), "late": (0, 5), "middle": (3, 2, 2), "single": (1,), "head": (11, 7)}
@@ -25,7 +27,7 @@ AT = (1, 4)
 
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """77 + 7 + 0 elements exceed a bucket, 7 + 0 + 12 + 1 fit: four buckets."""
+    """The matrices, which decay, come first, and two of them exceed a bucket; the norm and the single one share one."""
     monkeypatch.setattr(host_optimizer, "BUCKET_ELEMENTS", 20)
     with one_thread():
         yield
@@ -36,13 +38,13 @@ def drawn(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def make_shard(*, in_host: bool, seed: int = 0, steps: int = 0) -> Shard:
+def make_shard(cpu_offload: CpuOffload, *, seed: int = 0, steps: int = 0) -> Shard:
     params = drawn(seed)
     optimizer = make_optimizer(
         [(name, param) for name, param in params.items() if name != "middle"],  # which is frozen
         OptimConfig(), {name: len(shape) for name, shape in SHAPES.items()},
     )  # fmt: skip
-    shard = Shard(0, params, optimizer, optimizer_in_host=in_host)
+    shard = Shard(0, params, optimizer, cpu_offload=cpu_offload)
     for step in range(steps):
         take_step(shard, step)
     return shard
@@ -60,8 +62,10 @@ def assert_same_bits(shard: Shard, other: Shard) -> None:
     assert shard.counters == other.counters
 
 
-def test_steps_in_buckets_have_the_bits_of_steps_on_the_whole() -> None:
-    offloaded, plain = make_shard(in_host=True), make_shard(in_host=False)
+@pytest.mark.parametrize("cpu_offload", ["optimizer", "all"])
+def test_steps_in_buckets_have_the_bits_of_steps_on_the_whole(cpu_offload: CpuOffload) -> None:
+    offloaded, plain = make_shard(cpu_offload), make_shard("none")
+    order = [[id(param) for param in group["params"]] for group in offloaded.optimizer.param_groups]
     seen: list[int] = []
     offloaded.optimizer.register_step_pre_hook(
         lambda optimizer, *_: seen.append(
@@ -72,18 +76,21 @@ def test_steps_in_buckets_have_the_bits_of_steps_on_the_whole() -> None:
         take_step(offloaded, step)
         take_step(plain, step)
         assert_same_bits(offloaded, plain)
-    assert seen == [1, 3, 1] * 4, "parameters of the optimizer in each bucket"
+    assert seen == [1, 1, 1, 2] * 4, "parameters in each bucket"
+    assert order == [[id(param) for param in group["params"]] for group in offloaded.optimizer.param_groups]
+    assert set(offloaded.optimizer.state) < set(offloaded.params.values()), "all but the frozen one"
     assert all(param.grad is None for param in offloaded.params.values())
 
 
+@pytest.mark.parametrize("cpu_offload", ["optimizer", "all"])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_it_moves_into_a_fresh_module_and_back_to_a_snapshot(steps: int) -> None:
-    shard, plain = make_shard(in_host=True, steps=steps), make_shard(in_host=False, steps=steps)
+def test_it_moves_into_a_fresh_module_and_back_to_a_snapshot(steps: int, cpu_offload: CpuOffload) -> None:
+    shard, plain = make_shard(cpu_offload, steps=steps), make_shard("none", steps=steps)
     taken = snapshot.take(shard, AT, Buffers())
     taken.finish()
     take_step(shard, steps)
     shard.rebind({name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()})
-    for healed in (shard, make_shard(in_host=True, seed=1, steps=1)):
+    for healed in (shard, make_shard(cpu_offload, seed=1, steps=1)):
         snapshot.load(taken.data, SnapshotId(steps, AT), 0, healed, "it")
         assert_same_bits(healed, plain)
         take_step(healed, steps)
@@ -92,15 +99,15 @@ def test_it_moves_into_a_fresh_module_and_back_to_a_snapshot(steps: int) -> None
     assert_same_bits(healed, plain)
 
 
-@pytest.mark.parametrize("saved_in_host", [False, True])
-def test_a_checkpoint_of_one_setting_goes_on_with_the_other(tmp_path: Any, saved_in_host: bool) -> None:
-    saved, storage = make_shard(in_host=saved_in_host, steps=3), Storage(str(tmp_path)).open()
+@pytest.mark.parametrize(("one", "other"), [("none", "all"), ("optimizer", "none"), ("all", "optimizer")])
+def test_a_checkpoint_of_one_setting_goes_on_with_another(tmp_path: Path, one: CpuOffload, other: CpuOffload) -> None:
+    saved, storage = make_shard(one, steps=3), Storage(str(tmp_path)).open()
     described, attempt = checkpoint.describe(saved, SHAPES, 1), checkpoint.new_attempt(3, 1)
     taken = checkpoint.take(saved, described, 0)
     file = checkpoint.write_part(storage, attempt, taken)
     manifest = checkpoint.Manifest(3, 1, 1, "run", attempt, 1, 1, (file,), described, taken.meta)
     assert checkpoint.commit(storage, manifest)
-    resumed = make_shard(in_host=not saved_in_host, seed=1)
+    resumed = make_shard(other, seed=1)
     checkpoint.Reader(storage, manifest).fill(resumed, 1)
     for step in (3, 4):
         take_step(saved, step)
@@ -137,10 +144,15 @@ class JoiningGroup:
             work.wait()
 
 
-def test_a_newcomer_gets_large_state_over_the_devices_link(links: ThreadRings, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cpu_offload", ["optimizer", "all"])
+def test_a_newcomer_gets_large_state_over_the_devices_link(
+    links: ThreadRings, monkeypatch: pytest.MonkeyPatch, cpu_offload: CpuOffload
+) -> None:
+    """The device is said to be one; the tensors are in host memory, where parameters would be on a GPU or not."""
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 64)
     monkeypatch.setattr(transfer, "BATCH_BYTES", 150)
-    donor, newcomer = make_shard(in_host=True, steps=2), make_shard(in_host=True, seed=1, steps=1)
+    monkeypatch.setattr(transfer, "uses_device", lambda tensor, device: tensor.numel() > 1)
+    donor, newcomer = make_shard(cpu_offload, steps=2), make_shard(cpu_offload, seed=1, steps=1)
     host, device = links.groups(2), [JoiningGroup(group) for group in links.groups(2, fresh=True)]
 
     def work(rank: int) -> int:

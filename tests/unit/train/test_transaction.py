@@ -162,6 +162,17 @@ def test_a_step_that_breaks_off_and_runs_again_gives_the_same_bits(
     assert four.all(facts) == after_a_rebuild(undisturbed)
 
 
+@pytest.mark.parametrize("what", ["optimizer", "all"])
+def test_state_in_host_memory_has_the_same_bits_also_in_the_module_of_another_generation(
+    four: Membership, undisturbed: list[dict[str, Any]], what: str
+) -> None:
+    four.all(begin, four.meeting(), SQUARE, make_task(), what)
+    four.all(run_steps, 1)
+    four.all(rebuild, four.meeting(), SQUARE)
+    four.all(run_steps, NUM_STEPS - 1)
+    assert four.all(facts) == after_a_rebuild(undisturbed)
+
+
 def after_a_rebuild(expected: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same, but the last gradient was reduced in the generation after."""
     return [{**fact, "gradient_membership_id": (1, 1)} for fact in expected]

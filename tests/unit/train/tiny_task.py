@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_ring.attention.layouts.layout import make_layout
-from elastic_ring.config import StepConfig
+from elastic_ring.config import CpuOffload, StepConfig
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import Loader, slice_sample
 from elastic_ring.data.packing import Sample
@@ -101,7 +101,7 @@ class Broken(RuntimeError):
     """The planned break of a step."""
 
 
-def begin(me: Any, where: Rendezvous, mesh: Mesh, task: TrainingTask) -> None:
+def begin(me: Any, where: Rendezvous, mesh: Mesh, task: TrainingTask, cpu_offload: CpuOffload = "none") -> None:
     """A fresh Transaction in a fresh generation, parameters from the seed."""
     POISON.on = False
     me.break_at, me.paused = None, threading.Event()
@@ -117,6 +117,7 @@ def begin(me: Any, where: Rendezvous, mesh: Mesh, task: TrainingTask) -> None:
     source = task.data.open()
     order = Order(task.step.seed, task.step.global_batch, source.num_sequences)
     me.state = Transaction(task, Loader(source), order, watch)
+    me.state.offload(cpu_offload)
     me.membership_id = (1, 0)
     connect(me, where, mesh)
     me.state.enter(me.groups, me.membership_id, keep=False)
