@@ -27,6 +27,7 @@ PLACES = ("none", "cpu", "nvme")
 # Flags of the elastic ring that mean nothing here, and what to use.
 ELSEWHERE = {
     "dp": "it follows from --workers and --cp", "spares": "Ray Train starts lost workers again",
+    "cpu-offload": "give --offload-optimizer and --offload-param",
     "min-dp": "give --workers MIN:MAX", "max-dp": "give --workers MIN:MAX",
     "faults": "kill a process; this door plans no faults", "resume": "Ray Train resumes by the run's name",
     "run-dir": "Ray Train's folder is --storage-path/--run-name", "val-every": "this door does not validate",
