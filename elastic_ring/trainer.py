@@ -40,6 +40,7 @@ from elastic_ring.config import (
     digest,
     environment,
 )
+from elastic_ring.data.growth import grown, may_grow
 from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, materialised
 from elastic_ring.data.sampling.order import SampleOrder
 from elastic_ring.data.source import SourceConfig, hold_out, open_source, order_of
@@ -286,13 +287,24 @@ class ElasticRingTrainer:
         return {name: str(value) for name, value in found.items() if name != "units" and not name.startswith("metric ")}
 
     def _resume(self) -> Resume:
-        """Where this submission begins. Raises ValueError for what cannot be resumed, and where nothing can be read."""
+        """Where this submission begins. Raises ValueError for what cannot be resumed, for a later manifest that is not
+        what it was, and where nothing can be read."""
         try:
-            return find_resume(self.run_config, identity_digest(self._identity), self._identity)
+            found = find_resume(
+                self.run_config, identity_digest(self._identity), self._identity, grows=may_grow(self.task.data)
+            )
         except errors.StorageFailed as error:
             raise ValueError(f"storage_path={self.run_config.storage_uri!r}: {error}") from error
         except errors.CheckpointDamaged as error:
             raise ValueError(f"resume={self.run_config.resume!r}: {error}") from error
+        except errors.JournalDamaged as error:
+            raise ValueError(
+                f"resume={self.run_config.resume!r}: {error}, so nobody can tell which manifests the run has used: "
+                "restore that file, or give resume='never' to begin at step 0"
+            ) from error
+        if found.corpus:
+            open_source(grown(self.task.data, found.corpus))
+        return found
 
     @property
     def _digest(self) -> str:

@@ -2,10 +2,14 @@
 
 All members are between two steps when a mesh is built, so a build is where a manifest begins to hold: nobody has
 computed that step with fewer shards, and what was read ahead is only a cache. The versions so far travel with each
-`Build`, to newcomers as well. A run that goes back keeps them: the same steps use the same sequences again.
+`Build`, to newcomers as well. A run that goes back keeps them, and so does one that is submitted again; none begins at
+a step that was committed before: the same steps use the same sequences again.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from elastic_ring.control.messages import CorpusGrew, CorpusRecalled, CorpusVersion
 from elastic_ring.control.state import State
@@ -13,12 +17,13 @@ from elastic_ring.control.transition import Transition
 
 
 def recalled(ctx: Transition, event: CorpusRecalled) -> None:
-    """The versions of the checkpoint at which this submission begins."""
-    if ctx.state.corpus:
+    """The versions of the earlier submissions that this one goes on from."""
+    if ctx.state.corpus or (not event.versions and event.num_steps <= ctx.state.reached):
         ctx.explain("the corpus is known already")
         return
-    ctx.set(corpus=event.versions)
-    ctx.explain(f"{len(event.versions)} later manifest(s), from steps {[one.first_step for one in event.versions]} on")
+    ctx.set(corpus=event.versions, reached=max(ctx.state.reached, event.num_steps))
+    firsts = [one.first_step for one in event.versions]
+    ctx.explain(f"{len(firsts)} later manifest(s), from steps {firsts} on; {event.num_steps} step(s) ran before")
 
 
 def grew(ctx: Transition, event: CorpusGrew) -> None:
@@ -42,6 +47,24 @@ def begin(ctx: Transition, step: int) -> None:
 
 
 def _may_begin(state: State, step: int) -> bool:
-    """Versions rise in their steps, also where a run went back behind the last one. Step 0 has the first manifest."""
+    """Versions rise in their steps, and a step that runs again keeps its own. Step 0 has the first manifest."""
     last = state.corpus[-1].first_step if state.corpus else 0
-    return last < step < state.options.total_steps
+    return last < step < state.options.total_steps and step >= state.reached
+
+
+def version_at(versions: Iterable[CorpusVersion], step: int) -> CorpusVersion | None:
+    """The version that holds at a step; None for the manifest with which the run began."""
+    return max((one for one in versions if one.first_step <= step), key=lambda one: one.first_step, default=None)
+
+
+def journalled(lines: Iterable[Mapping[str, Any]]) -> tuple[CorpusVersion, ...]:
+    """The versions that the journal lines of one submission know in the end: those with which it began, or those of its
+    last `Build`, which has all so far."""
+    known: list[Mapping[str, Any]] = []
+    for line in lines:
+        if line.get("note") == "begin":
+            known = line.get("corpus", [])
+        for command in line.get("commands", ()):
+            if command["type"] == "Build":
+                known = command.get("corpus", [])
+    return tuple(CorpusVersion(**version) for version in known)

@@ -279,10 +279,12 @@ class CheckpointsKnown:
 
 @dataclass(frozen=True)
 class CorpusRecalled:
-    """The checkpoint at which this submission begins has these versions of the corpus after the first."""
+    """What earlier submissions of this lineage decided: the versions of the corpus after the first, also those that
+    hold from a step after the checkpoint on. They ran `num_steps` steps in all, from step 0 on."""
 
     cause: str
     versions: tuple[CorpusVersion, ...]
+    num_steps: int = 0
 
 
 @dataclass(frozen=True)

@@ -297,6 +297,7 @@ class State:
     that count, by step; `damaged`: folders of those that did not verify. `given_up`: step and (term, generation) of the
     newest `Build` that went back; live state older than that, and older snapshots of later steps, count no more.
     `corpus`: the later manifests of the corpus, by step; `grown`: one that waits for the next build.
+    `reached`: the most steps that ever were committed, by earlier submissions as well.
     `story`: the last (event, reason) pairs that changed the state.
     """
 
@@ -327,6 +328,7 @@ class State:
     memory: MemoryLadder = field(default_factory=MemoryLadder)
     corpus: tuple[CorpusVersion, ...] = ()
     grown: CorpusGrew | None = None
+    reached: int = 0
     story: tuple[tuple[str, str], ...] = ()
 
 

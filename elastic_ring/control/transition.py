@@ -46,6 +46,7 @@ class Transition:
             self.set(
                 committed=num_steps,
                 committed_at=self.now,
+                reached=max(self.state.reached, num_steps),
                 user_errors=errors if errors.step >= num_steps else Counted(),
             )
 

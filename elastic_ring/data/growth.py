@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from pyarrow import fs
 
+from elastic_ring.control.messages import CorpusVersion
 from elastic_ring.data.filesystem import located
 from elastic_ring.data.manifest import MANIFEST, Manifest, read_manifest
-from elastic_ring.data.prepared import check_grown
+from elastic_ring.data.prepared import Later, PreparedTokens, check_grown
 
 _NUMBERED = re.compile(r"^manifest-(\d+)\.json$")
+
+
+def may_grow(data: Any) -> bool:
+    """Whether a run may take longer manifests over: its own is a beginning's, and `later` does not say what follows."""
+    if not isinstance(data, PreparedTokens) or data.later:
+        return False
+    return _NUMBERED.match(data.uri.rpartition("/")[2]) is not None
+
+
+def grown(data: Any, versions: Iterable[CorpusVersion]) -> Any:
+    """The data of a run once it has taken these manifests over; `data` themselves where there are none."""
+    later = tuple(Later(one.first_step, one.uri, one.digest) for one in versions)
+    if not later:
+        return data
+    assert isinstance(data, PreparedTokens), "no other data grow"
+    return replace(data, later=later)
 
 
 def longer_manifest(uri: str, now: Manifest) -> tuple[str, Manifest] | None:
     """(URI, manifest) of the longest manifest in the folder of `uri`, if it is longer than `now`, which `uri` names.
 
     None where there is none, and for a manifest that is complete. Raises ValueError that names a manifest which lacks
-    shards of `now`, has others in their place, or cannot be read; and for a folder that cannot be listed.
+    shards of `now`, has others in their place, or cannot be read; and for a folder that cannot be listed. It reads
+    "FILE: what is wrong: details; expected ...", where the details may be others at each look.
     """
     if now.is_complete:
         return None
@@ -27,8 +47,11 @@ def longer_manifest(uri: str, now: Manifest) -> tuple[str, Manifest] | None:
     if _length(newest) <= _length(name):
         return None
     found = f"{folder}/{newest}"
-    manifest = read_manifest(found)
-    check_grown(now, manifest, found)
+    try:
+        manifest = read_manifest(found)
+        check_grown(now, manifest, found)
+    except ValueError as error:
+        raise ValueError(f"{error}; expected one that begins with the {now.num_shards} shard(s) of {name}") from error
     return found, manifest
 
 
@@ -37,7 +60,7 @@ def _names(folder: str) -> list[str]:
     try:
         files: list[Any] = filesystem.get_file_info(fs.FileSelector(path, recursive=False))
     except OSError as error:
-        raise ValueError(f"{folder}: cannot be listed: {error}") from error
+        raise ValueError(f"{folder}: cannot be listed: {error}; expected the manifests of the run's corpus") from error
     return [file.base_name for file in files if file.base_name == MANIFEST or _NUMBERED.match(file.base_name)]
 
 

@@ -66,7 +66,8 @@ class PreparedTokens:
 
     def open(self) -> PreparedCorpus:
         """Read the manifests, and no shard. Raises ValueError for one that is not what it was."""
-        manifests = [_pinned(self.uri, self.digest), *(_pinned(later.uri, later.digest) for later in self.later)]
+        used = [(self.uri, self.digest), *((later.uri, later.digest) for later in self.later)]
+        manifests = [pinned_manifest(uri, digest) for uri, digest in used]
         uris = [later.uri for later in self.later]
         for (before, after), uri in zip(pairwise(manifests), uris, strict=True):
             check_grown(before, after, uri)
@@ -194,7 +195,8 @@ def apportioned(num: int, weights: Sequence[float]) -> tuple[int, ...]:
 # ------------------------------------------------------------ manifests
 
 
-def _pinned(uri: str, digest: str) -> Manifest:
+def pinned_manifest(uri: str, digest: str) -> Manifest:
+    """The manifest that a run uses. Raises ValueError where it is not what it was."""
     found = read_manifest(uri)
     if found.digest != digest:
         raise ValueError(

@@ -6,6 +6,7 @@ journal must not enter this module.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -101,6 +102,12 @@ def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     with open(path, "rb") as file:
         for record, _ in _lines(file, path):
             yield record
+
+
+def parse(data: bytes, name: str) -> Iterator[dict[str, Any]]:
+    """The records in a journal's bytes; as `read`, which says `name` instead of a path."""
+    for record, _ in _lines(io.BytesIO(data), name):
+        yield record
 
 
 def claim_term(directory: str | os.PathLike[str]) -> int:

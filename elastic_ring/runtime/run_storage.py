@@ -70,6 +70,12 @@ def mirrored(storage: Storage, name: str) -> bytes:
     return b"".join(storage.read(piece) for piece in sorted(pieces) if piece.startswith(_prefix(name, term)))
 
 
+def growing(storage: Storage, name: str) -> bytes:
+    """A growing file in a store or in a run's folder, also where a run has ended; empty where there is none."""
+    found = mirrored(storage, name)
+    return storage.read(name) if not found and storage.exists(name) else found
+
+
 def _current_term(storage: Storage) -> int:
     return int(json.loads(storage.read(CURRENT))["term"]) if storage.exists(CURRENT) else 0
 

@@ -188,11 +188,11 @@ def test_training_begins_while_preparation_goes_on_and_a_run_that_replays_it_has
     beginning = str(out / "manifest-000004.json")
     wait_for(Path(beginning).exists)
     data = PreparedTokens.of(beginning, 96)
-    mesh = {"cp": 1, "steps": 32, "gate": gate}
+    mesh, kept = {"cp": 1, "steps": 32, "gate": gate}, CheckpointConfig(every_steps=2, keep_last=16)
     killed = train(
         "growing", data=data, faults="kill@step=26,phase=backward,rank=1", **mesh,
         callbacks=(Growth(more, folder / "journal.jsonl", gate),),
-        run={"run_dir": str(folder), "corpus_look_s": 0.2, "checkpoint_config": CheckpointConfig(every_steps=24)},
+        run={"run_dir": str(folder), "corpus_look_s": 0.2, "checkpoint_config": kept},
     )  # fmt: skip
     preparing.join(60)
     assert sum(killed["lost_workers"].values()) == 1
@@ -202,12 +202,16 @@ def test_training_begins_while_preparation_goes_on_and_a_run_that_replays_it_has
     grown = dataclasses.replace(data, later=later)
     assert max(order_of(grown.open(), 0, 6).sample_ids(26)) >= data.open().num_sequences
     calm = train("replayed", data=grown, spares=0, **mesh)
-    resumed = train("resumed", data=data, spares=0, **mesh, run={"resume": str(folder)})
+    checkpoint = f"{folder}/checkpoints/step-00000002/lineage-000"
+    assert later[0].first_step > 2, "the resumed run is told of no manifest by its checkpoint"
+    again = {"run_dir": str(tmp_path / "again"), "resume": checkpoint, "corpus_look_s": 0.2}
+    resumed = train("resumed", data=data, spares=0, **mesh, run=again)
+    assert versions_of(tmp_path / "again" / "journal.jsonl") == found
     for other in (calm, resumed):
         assert other["losses"] == killed["losses"]
         assert other["samples_sha256"] == killed["samples_sha256"]
         assert other["weights_sha256"] == killed["weights_sha256"]
-    assert resumed["resumed_from"][-1]["step"] == 24
+    assert resumed["resumed_from"][-1]["step"] == 2
 
 
 def test_a_run_whose_manifest_changed_is_refused_when_it_goes_on(tmp_path: Path, local_ray: None) -> None:

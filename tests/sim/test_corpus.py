@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from elastic_ring.control.messages import Build, CorpusGrew, CorpusRecalled, CorpusVersion, Stop
+import json
+
+from elastic_ring.control.corpus import journalled
+from elastic_ring.control.messages import (
+    Build,
+    Checkpoint,
+    CheckpointsKnown,
+    CorpusGrew,
+    CorpusRecalled,
+    CorpusVersion,
+    Stop,
+)
 from elastic_ring.control.state import members
+from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench, build_in, only
 
 NODES = {"a": 3, "b": 3}
+STORED = CheckpointsKnown("k", (Checkpoint(2, "step-2", Mesh(2, 2)),))
 FIRST, LAST = CorpusGrew("c", "x/manifest-8.json", "8"), CorpusGrew("c", "x/manifest.json", "all")
 
 
@@ -64,3 +77,55 @@ def test_the_versions_of_a_checkpoint_stand_and_new_ones_follow_them() -> None:
         run.commit(step)
     run.lose(1)
     assert build_in(run.report_all(4)).corpus == (at(3, FIRST), at(4, LAST))
+
+
+def trained(run: Bench, steps: range) -> Bench:
+    for step in steps:
+        run.commit(step)
+    return run
+
+
+def gone_back() -> Bench:
+    """A run that has committed five steps, and lost every holder of a shard: it begins again at step 2."""
+    run = trained(Bench(NODES, spares=0).form(), range(5))
+    run.handle(STORED)
+    run.handle(FIRST)
+    run.lose(1, 3)  # all that hold cp_rank 1
+    run.report_all(5)
+    run.all_ready()
+    return run
+
+
+def test_steps_that_run_again_keep_their_manifest_though_a_longer_one_is_there_already() -> None:
+    run = gone_back()
+    assert (run.change.step, run.state.reached, run.state.corpus) == (2, 5, ())
+    run.resume_all()
+    for step in (2, 3):
+        run.commit(step)
+        assert "more of the corpus" not in run.reason
+    run.lose(0)
+    assert build_in(run.report_all(4)).corpus == (), "step 4 was committed with the first manifest"
+    run.resume_all()
+    run.commit(4)
+    assert "more of the corpus" in run.reason
+    assert build_in(run.report_all(5, kind="boundary")).corpus == (at(5, FIRST),)
+
+
+def test_a_run_that_is_submitted_again_meets_what_its_journal_tells_at_the_same_steps() -> None:
+    first = trained(Bench(NODES).form(), range(4))
+    first.handle(FIRST)
+    first.report_all(4, kind="boundary")
+    lines = [{"note": "begin"}, *map(json.loads, first.journal)]
+    assert journalled(lines) == (at(4, FIRST),)
+    assert journalled([{"note": "begin", "corpus": [vars(at(4, FIRST))]}]) == (at(4, FIRST),), "it came to no build"
+    again = Bench(NODES)
+    again.handle(STORED)
+    again.handle(CorpusRecalled("c", journalled(lines), num_steps=7))
+    again.handle(LAST)
+    again.form()
+    assert again.state.phase.membership.step == 2  # type: ignore[union-attr]
+    for step in range(2, 6):
+        again.commit(step)
+        assert not only(Stop, again.sent), "no boundary among the steps that ran before"
+    again.commit(6)
+    assert build_in(again.report_all(7, kind="boundary")).corpus == (at(4, FIRST), at(7, LAST))

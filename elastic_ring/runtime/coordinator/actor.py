@@ -171,8 +171,9 @@ class Coordinator:
             self._decide(CoordinatorStarted(self._cause(), self._term))
             if self.run_spec.resume.checkpoints and not self._is_restart:
                 self._decide(CheckpointsKnown(self._cause(), self.run_spec.resume.checkpoints))
-            if self.run_spec.resume.corpus and not self._is_restart:
-                self._decide(CorpusRecalled(self._cause(), self.run_spec.resume.corpus))
+            resume = self.run_spec.resume
+            if resume.corpus or resume.num_steps:  # again, where one that died did not come to it
+                self._decide(CorpusRecalled(self._cause(), resume.corpus, resume.num_steps))
             self.corpus.open(self.state)
             while self._ended is None:
                 self._take()
@@ -213,14 +214,14 @@ class Coordinator:
         self.journal = Journal(run_spec.run.folder / JOURNAL_NAME, durable=True).open()
         self._term = opened.term
         self.mirror = Mirror(run_spec.run, opened.term)
-        self.mirror.open()
         self._note(term_note(opened.term, opened.num_written))
         self.recorder = RunRecorder(run_spec.run, self._note, self.clock)
         begin = opened.begin
         if begin is None:
             begin = {"note": "begin", "attempt": run_spec.attempt, "now": self.clock(), "run": run_spec.run.name,
-                     "versions": versions(run_spec.scaling.device)}  # fmt: skip
+                     "versions": versions(run_spec.scaling.device), **run_spec.resume.journalled()}  # fmt: skip
             self._note(begin)
+        self.mirror.open()  # not before: where this journal comes, that of an earlier submission leaves the store
         self.recorder.open(begin["now"], run_spec.resume.step)
         self.recorder.resumed_from = run_spec.resume.resumed_from
         for line in opened.lines:

@@ -12,13 +12,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.messages import Checkpoint, CorpusVersion
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.coordinator.lineage import Earlier, earlier
 from elastic_ring.state.checkpoints.checkpoint import (
     COMMIT,
     FOLDER,
@@ -53,12 +54,19 @@ class Resume:
     resumed_from: tuple[Mapping[str, Any], ...] = ()
     """The resumes so far, this one last: {"step", "path"}."""
     corpus: tuple[CorpusVersion, ...] = ()
-    """The later manifests of the corpus by then."""
+    """The later manifests of the corpus: those by then, and those that earlier submissions took after it."""
+    num_steps: int = 0
+    """How many steps earlier submissions ran, where the corpus may grow: these use the same sequences again."""
 
     @property
     def step(self) -> int:
         """The step that runs first, if the newest verifies."""
         return self.checkpoints[-1].step if self.checkpoints else 0
+
+    def journalled(self) -> dict[str, Any]:
+        """What the next submission needs to know of this one's beginning, for the journal's first note."""
+        corpus = [asdict(version) for version in self.corpus]
+        return {"lineage": self.lineage, "corpus": corpus, "num_steps": self.num_steps}
 
 
 @dataclass
@@ -289,11 +297,11 @@ def lineage_of(checkpoint: Checkpoint) -> int:
     return int(checkpoint.folder.rpartition("lineage-")[2])
 
 
-def find_resume(run: RunConfig, identity: str, settings: Mapping[str, Any]) -> Resume:
-    """Where a submission of these settings begins, as `run.resume` asks.
+def find_resume(run: RunConfig, identity: str, settings: Mapping[str, Any], *, grows: bool = False) -> Resume:
+    """Where a submission of these settings begins, as `run.resume` asks. `grows`: the corpus may grow while it trains.
 
     Raises: ValueError for a step without a checkpoint, a path that is none, and a checkpoint of another run's settings
-    (it names what differs) or of a newer format; StorageFailed.
+    (it names what differs) or of a newer format; StorageFailed; JournalDamaged.
     """
     writes = run.checkpoint_config.is_on and not Storage(run.storage_uri).is_local  # a folder is tried elsewhere
     storage = open_or_refuse(run.storage_uri, write=writes, timeout_s=run.timeouts.storage_s)
@@ -308,15 +316,17 @@ def find_resume(run: RunConfig, identity: str, settings: Mapping[str, Any]) -> R
             usable = [checkpoint for checkpoint in found if checkpoint.folder in begun[newest]["from"]]
         if not usable:
             _refuse_where_all_were_rejected(storage, newest)
-        return _resume(run, storage, usable, max(newest, 0), identity, settings)
+        before = earlier(storage, max(newest, 0)) if grows else Earlier()
+        return _resume(storage, usable, max(newest, 0), identity, settings, before)
     if run.resume.isdigit():
         usable = [checkpoint for checkpoint in found if checkpoint.step == int(run.resume)][-1:]
         if not usable:
             steps = ", ".join(str(checkpoint.step) for checkpoint in found)
             raise ValueError(f"resume={run.resume!r}: no checkpoint of that step in {storage.uri}; "
                              f"there are {steps or 'none'}")  # fmt: skip
-        return _resume(run, storage, usable, newest + 1, identity, settings)
-    return _resume_from(run, newest + 1, identity, settings)
+        before = earlier(storage, lineage_of(usable[-1])) if grows else Earlier()
+        return _resume(storage, usable, newest + 1, identity, settings, before)
+    return _resume_from(run, newest + 1, identity, settings, grows)
 
 
 def _refuse_where_all_were_rejected(storage: Storage, lineage: int) -> None:
@@ -334,7 +344,7 @@ def lineage_name(lineage: int) -> str:
     return f"{LINEAGES}/{lineage:03d}.json"
 
 
-def _resume_from(run: RunConfig, lineage: int, identity: str, settings: Mapping[str, Any]) -> Resume:
+def _resume_from(run: RunConfig, lineage: int, identity: str, settings: Mapping[str, Any], grows: bool) -> Resume:
     """From a path: of one checkpoint, or of a run, whose newest is taken."""
     uri, folder = located("", run.resume.rstrip("/"))
     where = uri or run.resume.rstrip("/")
@@ -344,15 +354,16 @@ def _resume_from(run: RunConfig, lineage: int, identity: str, settings: Mapping[
         raise ValueError(f"resume={run.resume!r}: there is no checkpoint; give auto, never, a step, or the path of a "
                          "run or of one of its checkpoints (elastic-ring checkpoints list PATH)")  # fmt: skip
     whole = [Checkpoint(one.step, _uri(storage, one.folder), one.mesh) for one in usable]
-    return _resume(run, storage, whole, lineage, identity, settings)
+    before = earlier(storage, lineage_of(usable[-1])) if grows else Earlier()
+    return _resume(storage, whole, lineage, identity, settings, before)
 
 
 def _resume(
-    run: RunConfig, storage: Storage, usable: Sequence[Checkpoint], lineage: int, identity: str,
-    settings: Mapping[str, Any],
+    storage: Storage, usable: Sequence[Checkpoint], lineage: int, identity: str, settings: Mapping[str, Any],
+    before: Earlier,
 ) -> Resume:  # fmt: skip
     if not usable:
-        return Resume(lineage)
+        return Resume(lineage, corpus=before.corpus, num_steps=before.num_steps)
     newest = usable[-1]
     _, folder = located(storage.uri, newest.folder)
     manifest = read_manifest(storage, folder)
@@ -362,9 +373,10 @@ def _resume(
             f"{_uri(storage, folder)} is a checkpoint of other settings ({differing}): submit the same, choose another "
             "run name, or give resume='never' in a new storage_path"
         )
-    before = tuple(manifest.run.get("resumed_from", ()))
-    corpus = tuple(CorpusVersion(**version) for version in manifest.run.get("corpus", ()))
-    return Resume(lineage, tuple(usable), (*before, {"step": newest.step, "path": _uri(storage, folder)}), corpus)
+    resumed_from = (*manifest.run.get("resumed_from", ()), {"step": newest.step, "path": _uri(storage, folder)})
+    by_then = tuple(CorpusVersion(**version) for version in manifest.run.get("corpus", ()))
+    corpus = max(by_then, before.corpus, key=len)  # of one lineage, so the longer begins with the shorter
+    return Resume(lineage, tuple(usable), resumed_from, corpus, before.num_steps)
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

@@ -78,9 +78,7 @@ def _bring_metrics(run_spec: RunSpec) -> None:
         return
     uri, _ = located(run_spec.run.storage_uri, resume.checkpoints[-1].folder)
     source = Storage(uri, timeout_s=run_spec.run.timeouts.storage_s).open(write=False)
-    found = run_storage.mirrored(source, METRICS_NAME)
-    if not found and source.exists(METRICS_NAME):
-        found = source.read(METRICS_NAME)
+    found = run_storage.growing(source, METRICS_NAME)
     lines = [json.loads(line) for line in found.splitlines() if line.endswith(b"}")]
     with Journal(path, durable=True) as journal:
         for line in lines_before(lines, resume.step):

@@ -11,15 +11,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from elastic_ring.control.decisions.loss_spikes import SpikeWatch
 from elastic_ring.control.messages import Build, CorpusVersion, Finalized, Heal, Report, Resumed
+from elastic_ring.data.growth import grown
 from elastic_ring.data.loader import Loader
-from elastic_ring.data.prepared import Later, PreparedTokens
 from elastic_ring.data.source import hold_out, open_source, order_of
 from elastic_ring.errors import GroupAborted
 from elastic_ring.monitor.stamps import Phase, StampWriter
@@ -320,10 +319,8 @@ class Member:
         """
         if versions == self._corpus:
             return
-        data, step = self._spec.task.data, self._spec.task.step
-        assert isinstance(data, PreparedTokens), "no other data grow"
-        later = tuple(Later(one.first_step, one.uri, one.digest) for one in versions)
-        training, _ = hold_out(open_source(replace(data, later=later)), num_sequences=self._num_held_out)
+        data, step = grown(self._spec.task.data, versions), self._spec.task.step
+        training, _ = hold_out(open_source(data), num_sequences=self._num_held_out)
         order = order_of(training, step.seed, step.global_batch)
         self._transaction.read_from(Loader(training, self._while_data_comes), order)
         self._corpus = versions

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from elastic_ring.config import CheckpointConfig, RunConfig, Timeouts
-from elastic_ring.control.messages import Checkpoint
-from elastic_ring.errors import RunFailed, StorageFailed
+from elastic_ring.control.messages import Checkpoint, CorpusVersion
+from elastic_ring.errors import JournalDamaged, RunFailed, StorageFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, read_metrics
@@ -227,6 +227,62 @@ def test_a_submission_finds_where_to_begin_and_other_settings_are_named(tmp_path
         find_resume(replace(run.config, resume=str(tmp_path / "nothing")), IDENTITY, SETTINGS)
 
 
+# ---------------------------------------------------------------- a corpus that grows
+
+
+EIGHT, WHOLE = CorpusVersion(2, "x/manifest-000008.json", "8"), CorpusVersion(5, "x/manifest.json", "all")
+
+
+def journalled(folder: Path, *versions: CorpusVersion, resume: Resume | None = None, ran: int = 0) -> None:
+    """The records of a submission that ordered a build with these versions, and published `ran` steps."""
+    lines = [{"note": "term", "term": 1, "num_lines": 0}, {"note": "begin", **(resume or Resume()).journalled()}]
+    if versions:
+        build = {"type": "Build", "corpus": [vars(version) for version in versions]}
+        lines.append({"event": {}, "term": 1, "commands": [build]})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "journal.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"torn')
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {k}, "loss_hex": "0x1p0"}}\n' for k in range(ran)))
+
+
+def test_manifests_that_were_taken_after_the_newest_checkpoint_hold_at_the_same_steps_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
+    run.keeper._corpus = lambda: [vars(EIGHT)]
+    for step in (2, 3):
+        run.commit(step)
+    journalled(tmp_path, EIGHT, WHOLE, ran=7)
+    found = find_resume(run.config, IDENTITY, SETTINGS, grows=True)
+    assert (found.step, found.corpus, found.num_steps) == (3, (EIGHT, WHOLE), 7)
+    assert find_resume(run.config, IDENTITY, SETTINGS).corpus == (EIGHT,), "of the checkpoint alone"
+    other = replace(run.config, run_dir=str(tmp_path / "other"), resume=str(tmp_path))
+    for elsewhere in (other, replace(run.config, resume="2")):
+        chosen = find_resume(elsewhere, IDENTITY, SETTINGS, grows=True)
+        assert (chosen.corpus, chosen.num_steps) == ((EIGHT, WHOLE), 7)
+    begins_anew = find_resume(replace(run.config, resume="never"), IDENTITY, SETTINGS, grows=True)
+    assert begins_anew == Resume(1)
+
+
+def test_what_one_submission_knew_stands_though_the_next_is_cut_before_its_first_build(tmp_path: Path) -> None:
+    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
+    run.commit(1)
+    journalled(tmp_path / "attempt-001", WHOLE, ran=7)
+    find = lambda: find_resume(run.config, IDENTITY, SETTINGS, grows=True)  # noqa: E731
+    assert (find().corpus, find().num_steps) == ((WHOLE,), 7), "its own journal is not there yet"
+    journalled(tmp_path, resume=find(), ran=1)
+    assert (find().corpus, find().num_steps) == ((WHOLE,), 7)
+    journalled(tmp_path, resume=replace(find(), lineage=1), ran=3)
+    assert find().num_steps == 7, "another lineage's records say nothing"
+    (tmp_path / "journal.jsonl").write_text("?\n{}\n")
+    with pytest.raises(JournalDamaged, match=rf"line 1 of {tmp_path}/journal\.jsonl"):
+        find()
+
+
+def test_a_run_without_a_checkpoint_begins_at_step_0_with_the_manifests_of_before(tmp_path: Path) -> None:
+    config = RunConfig("none-yet", run_dir=str(tmp_path), checkpoint_config=CheckpointConfig(every_steps=100))
+    journalled(tmp_path, EIGHT, ran=4)
+    found = find_resume(config, IDENTITY, SETTINGS, grows=True)
+    assert found == Resume(0, corpus=(EIGHT,), num_steps=4)
+
+
 def test_a_rank_that_still_writes_says_so_and_only_rank_0_knows_what_is_due(tmp_path: Path) -> None:
     run = RunConfig("due", run_dir=str(tmp_path), checkpoint_config=CheckpointConfig(every_steps=5))
     saver = Saver(run, lambda part: None)
@@ -326,6 +382,19 @@ def test_records_come_back_from_the_store_alone_and_a_later_term_wins(
     assert (fresh / "journal.jsonl").read_bytes() == longer
     first.close(10.0)
     assert first.newest_term >= 1
+
+
+def test_the_manifests_of_a_run_come_from_its_records_in_the_store(
+    object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**object_store.environment, "TMPDIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    run = RunConfig("growing", storage_path=f"s3://{object_store.new_bucket()}/runs")
+    journalled(run.folder, WHOLE, ran=6)
+    run_storage.Mirror(run, run_storage.next_term(run)).flush()  # the cluster is gone after that
+    found = find_resume(run, IDENTITY, SETTINGS, grows=True)
+    assert (found.corpus, found.num_steps) == ((WHOLE,), 6)
 
 
 def test_a_store_that_does_not_answer_is_told_and_ends_nothing(

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.config import RunConfig, ScalingConfig
+import pytest
+
+from elastic_ring import ElasticRingTrainer
+from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
+from elastic_ring.control.messages import CorpusVersion
+from elastic_ring.data.prepared import PreparedTokens
+from elastic_ring.model.config import preset
+from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.metrics import STATUS_NAME, SUMMARY_NAME, write_json
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.driver.attach import end_on_record
+from tests.unit.data.corpora import prepared, texts, write_jsonl
 
 
 def test_an_end_is_believed_of_the_attempt_that_was_followed_only(tmp_path: Path) -> None:
@@ -25,6 +36,30 @@ def test_an_end_is_believed_of_the_attempt_that_was_followed_only(tmp_path: Path
     found = end_on_record(run, "b")
     assert found is not None
     assert (found["error"], found["summary"]) == ("", {"steps": 3})
+
+
+def grown_run(folder: Path) -> tuple[ElasticRingTrainer, CorpusVersion]:
+    """A trainer on the beginning of a corpus, and the version by which it grows at step 5."""
+    manifest = prepared(folder / "out", write_jsonl(folder / "a.jsonl", texts(300)))
+    data = PreparedTokens.of(str(folder / "out" / "manifest-000004.json"), 96)
+    run, step = RunConfig("loop", run_dir=str(folder / "run")), StepConfig(steps=8, global_batch=6, context_tokens=96)
+    trainer = ElasticRingTrainer(partial(Transformer, preset("laptop")), data, run_config=run, step_config=step)
+    return trainer, CorpusVersion(5, str(folder / "out" / "manifest.json"), manifest.digest)
+
+
+def test_a_submission_whose_later_manifest_is_gone_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    trainer, version = grown_run(tmp_path)
+    begin = {"note": "begin", "lineage": 0, "corpus": [asdict(version)], "num_steps": 6}
+    trainer.run_config.folder.mkdir()
+    (trainer.run_config.folder / "journal.jsonl").write_text(json.dumps(begin) + "\n")
+    found = trainer._resume()
+    assert (found.corpus, found.num_steps) == ((version,), 6)
+    Path(version.uri).unlink()
+    with pytest.raises(ValueError, match=r"manifest\.json: cannot be read"):
+        trainer._resume()
+    (trainer.run_config.folder / "journal.jsonl").write_text("?\n{}\n")
+    with pytest.raises(ValueError, match=r"resume='auto': line 1 of .*journal\.jsonl .*restore that file, or give"):
+        trainer._resume()
 
 
 class Refusing:

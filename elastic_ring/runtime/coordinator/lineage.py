@@ -1,0 +1,48 @@
+"""What earlier submissions of a run decided about a corpus that grows, read from their records in the run's storage.
+
+A checkpoint has the manifests by its step. Steps that ran after it run again when the run is submitted again, and must
+use the same sequences: the journal says which manifests held there, the metrics how far the run came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ring.control.corpus import journalled
+from elastic_ring.control.messages import CorpusVersion
+from elastic_ring.control.replay import standing
+from elastic_ring.monitor.journal import parse
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME
+from elastic_ring.runtime.run_storage import growing
+from elastic_ring.state.storage.folder import Storage
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The later manifests that were decided, and how many steps ran, from step 0 on."""
+
+    corpus: tuple[CorpusVersion, ...] = ()
+    num_steps: int = 0
+
+
+def earlier(storage: Storage, lineage: int) -> Earlier:
+    """Of the last submission of `lineage`, which began with what those before it knew.
+
+    Nothing where its records are not in `storage` any more: an object store has those of the last submission only.
+    Raises StorageFailed; JournalDamaged.
+    """
+    attempts = [f"{name}/" for name in storage.folders() if name.startswith("attempt-")]
+    for folder in ("", *reversed(attempts)):
+        lines = standing(_records(storage, folder + JOURNAL_NAME))
+        begin = next((line for line in lines if line.get("note") == "begin"), None)
+        if begin is None or begin.get("lineage", 0) != lineage:
+            continue
+        ran = [line["step"] + 1 for line in _records(storage, folder + METRICS_NAME) if "loss_hex" in line]
+        return Earlier(journalled(lines), max([*ran, begin.get("num_steps", 0)]))
+    return Earlier()
+
+
+def _records(storage: Storage, name: str) -> Iterator[dict[str, Any]]:
+    return parse(growing(storage, name), f"{storage.uri.rstrip('/')}/{name}")
