@@ -40,6 +40,7 @@ from elastic_ring.config import (
     digest,
     environment,
 )
+from elastic_ring.control.corpus import take_fact, version_at
 from elastic_ring.data.growth import grown, may_grow
 from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, materialised
 from elastic_ring.data.sampling.order import SampleOrder
@@ -498,14 +499,24 @@ class ElasticRingTrainer:
         if end["error"]:
             kind = getattr(errors, end["error"], errors.RunFailed)
             if kind is errors.CrashLoop and int(end["facts"]["step"]) < self.task.step.steps:
-                ids = training_order(self.task).sample_ids(int(end["facts"]["step"]))
-                end["facts"]["samples"] = ids
-                named = ", ".join(map(str, ids))
-                end["message"] += f"\nThe batch of that step is sequences {named} of {self.task.data}"
+                self._name_batch(end)
             raise kind(end["message"], **end["facts"])
         if "summary" not in end:
             raise errors.RunFailed(f"the run ended before its last step: {end['message']}")
         return self._good(end["summary"])
+
+    def _name_batch(self, end: dict[str, Any]) -> None:
+        """Add to the end of a crash loop which sequences its step has, by the manifest that holds there."""
+        step, versions = int(end["facts"]["step"]), take_fact(end["facts"])
+        try:
+            ids = training_order(replace(self.task, data=grown(self.task.data, versions))).sample_ids(step)
+        except ValueError as error:  # the crashes say more than a manifest that is gone
+            end["message"] += f"\nThe batch of that step cannot be named: {error}"
+            return
+        end["facts"]["samples"] = ids
+        version, named = version_at(versions, step), ", ".join(map(str, ids))
+        of = self.task.data if version is None else f"{version.uri} (which holds from step {version.first_step} on)"
+        end["message"] += f"\nThe batch of that step is sequences {named} of {of}"
 
     def _good(self, summary: dict[str, Any]) -> Result:
         run = self.run_config

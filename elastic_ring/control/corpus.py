@@ -8,7 +8,9 @@ a step that was committed before: the same steps use the same sequences again.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from elastic_ring.control.messages import CorpusGrew, CorpusRecalled, CorpusVersion
@@ -68,3 +70,13 @@ def journalled(lines: Iterable[Mapping[str, Any]]) -> tuple[CorpusVersion, ...]:
             if command["type"] == "Build":
                 known = command.get("corpus", [])
     return tuple(CorpusVersion(**version) for version in known)
+
+
+def facts(state: State) -> dict[str, str]:
+    """The versions as a fact of the run's end; none where the corpus has not grown."""
+    return {"corpus": json.dumps([asdict(version) for version in state.corpus])} if state.corpus else {}
+
+
+def take_fact(found: dict[str, Any]) -> tuple[CorpusVersion, ...]:
+    """The versions out of an end's facts."""
+    return tuple(CorpusVersion(**version) for version in json.loads(found.pop("corpus", "[]")))

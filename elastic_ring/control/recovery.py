@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elastic_ring.control import forming
+from elastic_ring.control import corpus, forming
 from elastic_ring.control.decisions import crash_loop, memory_ladder, quorum, step_back
 from elastic_ring.control.messages import Report, Vote, WorkerLost
 from elastic_ring.control.ordering import Beginning, order_build
@@ -181,6 +181,7 @@ def _is_crash_loop(ctx: Transition, incident: Incident, mesh: Mesh, step: int) -
         f"{crash_loop.told(counted)}. Look at {look}. The last death: {crash.deaths[0].detail}",
         step=crash.step,
         recoveries=len(counted),
+        **corpus.facts(ctx.state),
     )
     return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from elastic_ring.control.corpus import journalled
+from elastic_ring.control.corpus import journalled, take_fact
 from elastic_ring.control.messages import (
     Build,
     Checkpoint,
@@ -12,6 +12,7 @@ from elastic_ring.control.messages import (
     CorpusGrew,
     CorpusRecalled,
     CorpusVersion,
+    EndRun,
     Stop,
 )
 from elastic_ring.control.state import members
@@ -129,3 +130,17 @@ def test_a_run_that_is_submitted_again_meets_what_its_journal_tells_at_the_same_
         assert not only(Stop, again.sent), "no boundary among the steps that ran before"
     again.commit(6)
     assert build_in(again.report_all(7, kind="boundary")).corpus == (at(4, FIRST), at(7, LAST))
+
+
+def test_the_end_of_a_crash_loop_has_the_manifests_by_which_its_batch_is_named() -> None:
+    run = trained(Bench(NODES, spares=2).form(), range(2))
+    run.handle(FIRST)
+    run.report_all(2, kind="boundary")
+    for _ in range(3):
+        run.resume_all()
+        run.lose(3, step=2, phase="forward", signal="SIGSEGV")
+        run.all_ready()
+        sent = run.report_all(2)
+    (end,) = only(EndRun, sent)
+    assert end.error == "CrashLoop"
+    assert take_fact(dict(end.facts)) == (at(2, FIRST),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ import pytest
 from elastic_ring import ElasticRingTrainer
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control.messages import CorpusVersion
-from elastic_ring.data.prepared import PreparedTokens
+from elastic_ring.data.prepared import Later, PreparedTokens
+from elastic_ring.data.source import order_of
+from elastic_ring.errors import CrashLoop
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.metrics import STATUS_NAME, SUMMARY_NAME, write_json
@@ -45,6 +47,25 @@ def grown_run(folder: Path) -> tuple[ElasticRingTrainer, CorpusVersion]:
     run, step = RunConfig("loop", run_dir=str(folder / "run")), StepConfig(steps=8, global_batch=6, context_tokens=96)
     trainer = ElasticRingTrainer(partial(Transformer, preset("laptop")), data, run_config=run, step_config=step)
     return trainer, CorpusVersion(5, str(folder / "out" / "manifest.json"), manifest.digest)
+
+
+def test_a_crash_loop_names_the_batch_by_the_manifest_of_its_step(tmp_path: Path) -> None:
+    trainer, version = grown_run(tmp_path)
+    data: Any = trainer.task.data
+    order = order_of(replace(data, later=(Later(*asdict(version).values()),)).open(), 0, 6)
+    corpus = json.dumps([asdict(version)])
+    for step, of in ((4, str(data)), (6, f"{version.uri} (which holds from step 5 on)")):
+        facts = {"step": str(step), "corpus": corpus}
+        with pytest.raises(CrashLoop) as caught:
+            trainer._result({"error": "CrashLoop", "message": "3 times", "facts": facts})
+        ids = order.sample_ids(step)
+        named = ", ".join(map(str, ids))
+        assert caught.value.facts == {"step": str(step), "samples": ids}
+        assert caught.value.message == f"3 times\nThe batch of that step is sequences {named} of {of}"
+    assert max(ids) >= data.open().num_sequences, "else the first manifest would name them as well"
+    Path(version.uri).unlink()
+    with pytest.raises(CrashLoop, match=r"The batch of that step cannot be named: .*manifest\.json: cannot be read"):
+        trainer._result({"error": "CrashLoop", "message": "3 times", "facts": {"step": "6", "corpus": corpus}})
 
 
 def test_a_submission_whose_later_manifest_is_gone_is_refused_before_anything_starts(tmp_path: Path) -> None:
