@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_ring.control.state import State
-from elastic_ring.data.growth import longer_manifest
-from elastic_ring.data.manifest import Manifest, read_manifest
-from elastic_ring.data.source import PreparedTokens
+from elastic_ring.data.growth import longer_manifest, may_grow
+from elastic_ring.data.manifest import Manifest
+from elastic_ring.data.prepared import pinned_manifest
 
 log = logging.getLogger(__name__)
 
@@ -20,17 +20,17 @@ Tell = Callable[[str, str], None]
 class CorpusWatcher:
     """Watches the folder of a run's manifest until the corpus is complete.
 
-    `grew(uri, digest)` is called in the thread for each longer manifest, `refused(text)` once for each reason why one
-    cannot be used.
+    `grew(uri, digest)` is called in the thread for each longer manifest, `refused(text)` once for each reason why the
+    corpus does not grow: what is wrong with which file.
     """
 
     def __init__(self, data: Any, look_s: float, grew: Tell, refused: Callable[[str], None]) -> None:
         """Watches nothing where `look_s` is 0, the data have no manifest, or they say themselves how they grow."""
-        self._is_on = look_s > 0 and isinstance(data, PreparedTokens) and not data.later
-        self._uri = data.uri if self._is_on else ""
+        self._is_on = look_s > 0 and may_grow(data)
+        self._uri, self._digest = (data.uri, data.digest) if self._is_on else ("", "")
         self._look_s, self._grew, self._refused = look_s, grew, refused
         self._now: Manifest | None = None
-        self._told = ""
+        self._told: set[tuple[str, ...]] = set()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="corpus", daemon=True)
 
@@ -38,10 +38,9 @@ class CorpusWatcher:
         """Go on behind the last manifest that `state` knows."""
         if not self._is_on:
             return
-        if state.grown is not None:
-            self._uri = state.grown.uri
-        elif state.corpus:
-            self._uri = state.corpus[-1].uri
+        newest = state.grown or (state.corpus[-1] if state.corpus else None)
+        if newest is not None:
+            self._uri, self._digest = newest.uri, newest.digest
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
@@ -56,19 +55,33 @@ class CorpusWatcher:
                 self._look()
             except ValueError as error:
                 self._refuse(str(error))
-            except Exception:
-                log.exception("could not look for a longer manifest; it is looked for again")
+            except Exception as error:
+                if self._is_new(type(error).__name__):
+                    log.exception("could not look for a longer manifest; it is looked for again")
             self._over.wait(self._look_s)
 
     def _look(self) -> None:
-        self._now = self._now or read_manifest(self._uri)
+        self._now = self._now or self._in_use()
         found = longer_manifest(self._uri, self._now)
         if found is None or self._over.is_set():
             return
         self._uri, self._now = found
         self._grew(self._uri, self._now.digest)
 
+    def _in_use(self) -> Manifest:
+        """The manifest that the longer one must begin with."""
+        try:
+            return pinned_manifest(self._uri, self._digest)
+        except ValueError as error:
+            raise ValueError(f"{error}; expected the manifest in use, of digest {self._digest[:16]}") from error
+
     def _refuse(self, why: str) -> None:
-        if why != self._told and not self._over.is_set():
-            self._told = why
-            self._refused(f"a longer manifest is not used, and training goes on with the corpus so far: {why}")
+        file_and_fault = why.split(": ", 2)[:2]
+        if not self._over.is_set() and self._is_new(*file_and_fault):
+            self._refused(f"the corpus does not grow for now, and training goes on with what is in use: {why}")
+
+    def _is_new(self, *reason: str) -> bool:
+        if reason in self._told:
+            return False
+        self._told.add(reason)
+        return True

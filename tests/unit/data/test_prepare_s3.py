@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import queue
+import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from elastic_ring.control.messages import CorpusVersion
+from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.state import State
+from elastic_ring.data.growth import grown
+from elastic_ring.data.manifest import MANIFEST, read_manifest
+from elastic_ring.data.preparation.inputs import Piece
+from elastic_ring.data.preparation.piece import PieceRecord, PieceWorker
 from elastic_ring.data.prepared import PreparedTokens
-from elastic_ring.data.source import order_of
+from elastic_ring.data.source import open_source, order_of
+from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
 from tests.object_store.store import ObjectStore
 from tests.unit.data.corpora import prepared, texts, write_jsonl, write_table
 
@@ -64,3 +76,66 @@ def test_a_shard_that_the_store_has_lost_is_named(object_store: ObjectStore, buc
     object_store.client().delete_object(Bucket=bucket, Key=f"out/shards/{name}")
     with pytest.raises(ValueError, match=rf"s3://{bucket}/out/shards/{name}: cannot be read as token shard"):
         source.read(0)
+
+
+@pytest.mark.slow
+def test_a_run_on_an_object_store_finds_what_is_prepared_meanwhile_and_reads_the_same_as_from_a_folder(
+    object_store: ObjectStore, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more, whole = threading.Event(), PieceWorker.prepare
+
+    def held(worker: PieceWorker, piece: Piece) -> PieceRecord:
+        assert piece.number < 4 or more.wait(60)
+        return whole(worker, piece)
+
+    source, uri = write_jsonl(tmp_path / "a.jsonl", texts(80)), f"s3://{bucket}/out"
+    prepared(tmp_path / "out", source)
+    monkeypatch.setattr(PieceWorker, "prepare", held)
+    preparing = threading.Thread(target=prepared, args=(uri, source))
+    preparing.start()
+    found, refused = queue.Queue[tuple[str, str]](), queue.Queue[str]()
+    data = PreparedTokens.of(first_manifest(object_store, bucket), 48)
+    watcher = CorpusWatcher(data, 0.05, lambda uri, digest: found.put((uri, digest)), refused.put)
+    watcher.open(State(ControlOptions("run", 1, 1, 10)))
+    more.set()
+    preparing.join(60)
+    versions = [CorpusVersion(3, *found.get(timeout=10))]
+    while not versions[-1].uri.endswith(MANIFEST):
+        versions.append(CorpusVersion(versions[-1].first_step + 3, *found.get(timeout=10)))
+    watcher.close(10)
+    assert (found.empty(), refused.empty()) == (True, True)
+    assert versions[-1].digest == read_manifest(str(tmp_path / "out" / MANIFEST)).digest
+    read = {}
+    for place in (uri, str(tmp_path / "out")):
+        there = [CorpusVersion(one.first_step, one.uri.replace(uri, place), one.digest) for one in versions]
+        corpus = open_source(grown(PreparedTokens.of(data.uri.replace(uri, place), 48), there))
+        order = order_of(corpus, 0, 4)
+        read[place] = [corpus.read(i).tokens.tolist() for step in range(12) for i in order.sample_ids(step)]
+    assert read[uri] == read[str(tmp_path / "out")]
+
+
+def first_manifest(store: ObjectStore, bucket: str) -> str:
+    for _ in range(600):
+        if store.client().list_objects_v2(Bucket=bucket, Prefix="out/manifest-000004.json").get("Contents"):
+            return f"s3://{bucket}/out/manifest-000004.json"
+        time.sleep(0.05)
+    raise AssertionError("no manifest of a beginning came")
+
+
+def test_a_watcher_names_what_the_store_lost_once_and_goes_on_when_it_is_back(
+    object_store: ObjectStore, bucket: str, tmp_path: Path
+) -> None:
+    prepared(f"s3://{bucket}/out", write_jsonl(tmp_path / "a.jsonl", texts(80)))
+    store, key = object_store.client(), "out/manifest-000004.json"
+    data, body = PreparedTokens.of(f"s3://{bucket}/{key}", 48), store.get_object(Bucket=bucket, Key=key)["Body"].read()
+    store.delete_object(Bucket=bucket, Key=key)
+    found, refused = queue.Queue[tuple[str, str]](), queue.Queue[str]()
+    watcher = CorpusWatcher(data, 0.02, lambda uri, digest: found.put((uri, digest)), refused.put)
+    watcher.open(State(ControlOptions("run", 1, 1, 10)))
+    told = refused.get(timeout=10)
+    assert re.search(rf"s3://{bucket}/{key}: cannot be read: .*; expected the manifest in use, of digest ", told)
+    time.sleep(0.3)
+    store.put_object(Bucket=bucket, Key=key, Body=body)
+    assert found.get(timeout=10)[0] == f"s3://{bucket}/out/{MANIFEST}"
+    watcher.close(10)
+    assert refused.empty()

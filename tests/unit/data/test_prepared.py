@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import queue
+import re
 import shutil
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -256,21 +258,53 @@ def test_the_longest_manifest_is_found_and_one_that_lost_or_changed_shards_is_re
             longer_manifest(uris[0 if "another" in reason else 1], first if "another" in reason else second)
 
 
-def test_a_watcher_tells_of_each_longer_manifest_once_and_names_what_it_refuses(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("broken", "how", "reason"),
+    [
+        ("manifest.json", "torn", r"is no manifest.*; expected one that begins with the 8 shard\(s\) of manifest-"),
+        ("manifest-000008.json", "torn", "is no manifest.*; expected the manifest in use, of digest {digest}"),
+        ("manifest-000008.json", "gone", "cannot be read.*; expected the manifest in use, of digest {digest}"),
+        ("manifest-000008.json", "another", "has the digest .*; expected the manifest in use, of digest {digest}"),
+    ],
+)
+def test_a_watcher_tells_of_a_longer_manifest_once_and_of_each_fault_once(
+    tmp_path: Path, broken: str, how: str, reason: str
+) -> None:
     prepared(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts(200)))
-    uris = sorted(map(str, (tmp_path / "out").glob("manifest-*.json")))
-    last, found, refused = tmp_path / "out" / "manifest.json", queue.Queue(), queue.Queue()  # type: ignore[var-annotated]
-    kept = last.read_bytes()
-    last.write_bytes(kept[:-20])
-    data = PreparedTokens.of(uris[1], CONTEXT)
+    last, bad = tmp_path / "out" / "manifest.json", tmp_path / "out" / broken
+    data, whole = PreparedTokens.of(str(tmp_path / "out" / "manifest-000008.json"), CONTEXT), bad.read_bytes()
+    break_it(bad, how, 20)
+    found, refused = queue.Queue[tuple[str, str]](), queue.Queue[str]()
     watcher = CorpusWatcher(data, 0.01, lambda uri, digest: found.put((uri, digest)), refused.put)
     watcher.open(State(ControlOptions("run", 1, 1, 10)))
-    assert str(last) in refused.get(timeout=10)
-    last.write_bytes(kept)
+    told = refused.get(timeout=10)
+    assert re.search(rf"training goes on with .*{re.escape(str(bad))}: {reason.format(digest=data.digest[:16])}", told)
+    for num_bytes in range(30, 80, 10):  # still being written: another line of it is incomplete at each look
+        break_it(bad, how, num_bytes)
+        time.sleep(0.03)
+    put(bad, whole)
     assert found.get(timeout=10) == (str(last), read_manifest(str(last)).digest)
     watcher.close(10)
     assert found.empty()
     assert refused.empty()
+
+
+def break_it(path: Path, how: str, num_bytes: int) -> None:
+    if how == "torn":
+        put(path, path.read_bytes()[:-num_bytes])
+    elif how == "gone":
+        path.unlink(missing_ok=True)
+    else:
+        other = path.parent.parent / "other"
+        if not other.exists():
+            prepared(other, write_jsonl(other.with_suffix(".jsonl"), texts(100, 7)))
+        put(path, (other / "manifest-000004.json").read_bytes())
+
+
+def put(path: Path, data: bytes) -> None:
+    """At once: nobody sees a part of it."""
+    path.with_suffix(".new").write_bytes(data)
+    path.with_suffix(".new").replace(path)
 
 
 # ------------------------------------------------------------ the command line
