@@ -68,12 +68,14 @@ class Endless(AssertionError):
 def run_many(first: int, num_schedules: int) -> int:
     ends: collections.Counter[str] = collections.Counter()
     sources: collections.Counter[str] = collections.Counter()
-    num_events, num_copied, num_stored, failed = 0, 0, 0, []
+    num_events, num_copied, num_stored, num_grown, num_cut, failed = 0, 0, 0, 0, 0, []
     signal.signal(signal.SIGVTALRM, _endless)
     for seed in range(first, first + num_schedules):
         schedule, seen = faults.random_schedule(seed), _Sources()
         num_copied += schedule.options.copies != "0"
         num_stored += schedule.save_every > 0
+        kinds = {kind for _, kind in schedule.faults}
+        num_grown, num_cut = num_grown + ("grow" in kinds), num_cut + ("cut" in kinds)
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, SEED_LIMIT_S)
             outcome = simulate.simulate(seed, schedule, listen=seen.listen)
@@ -85,6 +87,7 @@ def run_many(first: int, num_schedules: int) -> int:
         sources += seen.counted
         ends[outcome.end.error or outcome.end.message.split(":")[0]] += 1
     print(f"{num_schedules} schedules, {num_copied} with copies, {num_stored} with checkpoints, {num_events} decisions")
+    print(f"a corpus grows in {num_grown} of them, the power goes in {num_cut}")
     print(f"recoveries from: {dict(sources.most_common())}; ends: {dict(ends.most_common())}")
     if failed:
         print(f"{len(failed)} FAILED; look closer: python benchmarks/recovery/sim_core.py --replay {failed[0]}")

@@ -15,6 +15,7 @@ from elastic_ring.control.messages import (
     Build,
     BuildFailed,
     Checkpoint,
+    CorpusRecalled,
     EndRun,
     Event,
     Finalized,
@@ -37,7 +38,8 @@ class InvariantBroken(AssertionError):
     1: agreement on term, generation and build. 2: stale messages have no effect. 3: committed steps are never lost
     while each shard has a holder; else no more of them than the best source that is left undoes. 4: each step and
     sequence counts once (checked by the simulator). 5: only verified shards are used. 6: holders of a shard are spread
-    over nodes. 7: no node gets more members than it has GPUs.
+    over nodes. 7: no node gets more members than it has GPUs. 8: manifests of a growing corpus hold for good, each
+    from a step on that was never committed before (of earlier submissions the simulator knows).
     """
 
 
@@ -49,6 +51,7 @@ def check(before: State, event: Event, decision: Decision) -> None:
     _stale(before, event, decision)
     _committed(before, event, after, builds)
     _best_source(before, event, after)
+    _manifests(before, event, after, builds)
     if builds and builds[0].generation > (before.last_change.generation if before.last_change else 0):
         reports = _reports(before, event)
         _verified(builds[0], reports, before)
@@ -217,6 +220,19 @@ def _restored(before: State, after: State, build: Build, restore: Checkpoint, re
     _nobody_holds(before, after, reports, build.mesh.cp, "a checkpoint is")
     require(restore == after.checkpoints[-1], 3, f"the checkpoint of step {restore.step} is not the newest")
     require(restore.folder not in after.damaged, 5, f"{restore.folder} did not verify")
+
+
+def _manifests(before: State, event: Event, after: State, builds: list[Build]) -> None:
+    require(after.corpus[: len(before.corpus)] == before.corpus, 8, "a manifest that holds was changed")
+    for build in builds:
+        require(build.corpus == after.corpus, 8, "a build without the manifests that hold")
+    new = after.corpus[len(before.corpus) :]
+    if not new or isinstance(event, CorpusRecalled):
+        return
+    last = before.corpus[-1].first_step if before.corpus else 0
+    require([version.first_step for version in new] == [build.step for build in builds[:1]], 8, "one holds by itself")
+    require(new[0].first_step > last, 8, f"a manifest from step {new[0].first_step} on follows one from {last} on")
+    require(new[0].first_step >= before.committed, 8, "a manifest begins at a step that was committed before")
 
 
 def _reports(before: State, event: Event) -> Mapping[str, Report]:

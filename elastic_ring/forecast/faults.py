@@ -36,6 +36,8 @@ SHORT = ("memory", "memory-kill")
 """A worker whose steps need some reliefs of the memory ladder, or more than there are; one that its agent kills."""
 STORED = ("damage",)
 """What happens to checkpoints."""
+GROWN = ("grow", "cut")
+"""A longer manifest of the corpus is written; the power goes, and the run is submitted again."""
 HELD = ("flip", "lose-copies", "flip-in-transfer")
 """What happens to copies in memory and on their way."""
 
@@ -120,6 +122,8 @@ def random_schedule(seed: int) -> Schedule:
         schedule = replace(schedule, num_zones=zones.randint(1, 3), spot=zones.choice([0.0, 0.5, 1.0]))
     short = random.Random(f"memory of {seed}")
     schedule = _with_shortages(schedule, short) if short.random() < 0.25 else schedule
+    growing = random.Random(f"corpus of {seed}")
+    schedule = _with_growing_corpus(schedule, growing) if growing.random() < 0.3 else schedule
     held = random.Random(f"copies of {seed}")
     return _with_copies(schedule, held) if held.random() < 0.5 else schedule
 
@@ -163,6 +167,14 @@ def _with_checkpoints(schedule: Schedule, rng: random.Random) -> Schedule:
 def _with_scaling(schedule: Schedule, rng: random.Random) -> Schedule:
     """The same for a run that is asked for fewer or more rings and spares while it trains."""
     more = [(rng.uniform(0.5, schedule.faults_end_s), "scale") for _ in range(rng.randint(1, 3))]
+    return replace(schedule, faults=tuple(sorted([*schedule.faults, *more])))
+
+
+def _with_growing_corpus(schedule: Schedule, rng: random.Random) -> Schedule:
+    """The same while longer manifests are written, and now and then a power cut after which it is submitted again."""
+    last_s = schedule.faults_end_s
+    more = [(rng.uniform(0.1, last_s), "grow") for _ in range(rng.randint(1, 6))]
+    more += [(rng.uniform(1.0, last_s), "cut") for _ in range(rng.choice([0, 0, 1, 2]))]
     return replace(schedule, faults=tuple(sorted([*schedule.faults, *more])))
 
 

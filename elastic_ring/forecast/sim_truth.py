@@ -1,4 +1,4 @@
-"""Checks the control core's decisions against the actual state of simulated workers: invariants 3 to 5. Read-only."""
+"""Checks the core's decisions against the actual state of simulated workers: invariants 3 to 5, and 8. Read-only."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def check_decision(world: World, before: State, after: State, commands: tuple[Co
     if vote is not None and vote is not before.newest_vote:
         known = world.published.setdefault(vote.step, vote)
         require(known == vote, 3, f"step {vote.step} was committed twice, by different votes")
+        world.corpus.committed(vote)
     if isinstance(before.phase, Closing):
         world.healthy_reports = {name for name, report in before.phase.reports.items() if report.healthy}
     elif isinstance(after.phase, Ended):
@@ -121,13 +122,15 @@ def _check_committed(world: World) -> None:
     require(len(histories) == 1, 3, f"the members end with {len(histories)} different histories")
     (history,) = histories
     require([vote.step for vote in history] == list(range(total)), 4, "a step twice or never")
+    world.corpus.check_end(history, world.coordinators[-1].state)
     for step, vote in world.published.items():
         require(history[step] == vote, 3, f"step {step} was published and is not in the weights")
 
 
 def _check_nobody_starts(world: World, state: State) -> None:
     """True only before the first ring, after enough starts with an error of their own on each node that counts."""
-    require(not world.groups, 3, "a run that had formed ended because no worker starts")
+    formed = any(term >= world.first_term for term, _ in world.groups)
+    require(not formed, 3, "a run that had formed ended because no worker starts")
     limit = world.options.start_failure_limit
     for node in state.nodes.values():
         if node.num_slots and node.num_gpus != 0 and not node.draining:

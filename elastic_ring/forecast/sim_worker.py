@@ -12,11 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from elastic_ring.control.corpus import version_at
 from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import (
     Build,
     BuildFailed,
     Command,
+    CorpusVersion,
     Finalize,
     Finalized,
     Hello,
@@ -47,6 +49,7 @@ SETTLED_STEPS = 2
 class Group:
     """The process groups of one `Build`. `left`: who tore them down or died; peers notice, sooner or later.
 
+    `read_by`: by step the manifest by which its members read it.
     `entered`: by step who entered the vote, whether for a boundary, and whether its copies are under way. `stored`: by
     step of a snapshot (owner, holder) of each copy that arrived. `taken`, `skipped`: steps of snapshots.
     """
@@ -64,6 +67,7 @@ class Group:
     taken: set[int] = field(default_factory=set)
     skipped: set[int] = field(default_factory=set)
     votes: dict[int, Vote] = field(default_factory=dict)
+    read_by: dict[int, CorpusVersion | None] = field(default_factory=dict)
     base: tuple[Vote, ...] | None = None
 
     @property
@@ -94,6 +98,7 @@ class SimWorker:
         self.placed_at: int | None = None  # the steps applied when it got its place
         self.copies = SimCopies(self)
         self.state_id = (0, 0)
+        self.manifests: tuple[CorpusVersion, ...] = ()  # the later ones, as the last order has them
 
     # ------------------------------------------------------------ commands
 
@@ -144,7 +149,7 @@ class SimWorker:
             if self.group is not group:
                 self._abort("joining")
                 self.copies.obeyed(command)
-                self.group = group
+                self.group, self.manifests = group, command.corpus
                 self.joins_until = self.world.now + self.world.options.report_s
                 self._soon()
         elif isinstance(command, Standby) and self._settled:
@@ -398,6 +403,7 @@ class SimWorker:
         if self._broken(group) and self.world.random.random() < 0.5:
             self.trouble()
         else:
+            self.world.corpus.read(group, self.applied, version_at(self.manifests, self.applied))
             group.reduced.setdefault(self.applied, set()).add(self.name)
             self.doing = "reduce"
 

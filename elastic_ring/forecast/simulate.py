@@ -18,6 +18,7 @@ from elastic_ring.control import coordination, invariants, replay
 from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import (
     Build,
+    CheckpointsKnown,
     Command,
     CoordinatorStarted,
     DrainNode,
@@ -39,6 +40,7 @@ from elastic_ring.control.messages import (
 from elastic_ring.control.state import State
 from elastic_ring.forecast import sim_truth
 from elastic_ring.forecast.faults import Schedule, random_schedule
+from elastic_ring.forecast.sim_corpus import SimCorpus
 from elastic_ring.forecast.sim_storage import SimStorage
 from elastic_ring.forecast.sim_worker import Group, SimWorker
 
@@ -111,6 +113,8 @@ class World:
         self.healthy_reports: set[str] = set()
         self.most_reliefs_needed = 0
         self.storage = SimStorage(self)
+        self.corpus = SimCorpus(self)
+        self.first_term = 1  # of this submission
         self.memory_faults = 0  # how often copies in memory were damaged or lost
         self.given_up = (0, 0)  # (term, generation) of the newest build that went back
 
@@ -147,9 +151,19 @@ class World:
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self.queue, (self.now + delay_s, next(self.order), action))
 
+    def _of_this_submission(self, action: Callable[[], object]) -> Callable[[], None]:
+        """The action, which does nothing any more once the power has gone."""
+        first_term = self.first_term
+
+        def act() -> None:
+            if first_term == self.first_term:
+                action()
+
+        return act
+
     def tell(self, event: Event, reliable: bool = False) -> None:
         """To whatever coordinators there are; the agents' own news is repeated until somebody hears it."""
-        self._carry(lambda: self._hear(event, reliable), reliable)
+        self._carry(self._of_this_submission(lambda: self._hear(event, reliable)), reliable)
 
     def _carry(self, action: Callable[[], None], reliable: bool) -> None:
         calm = self.now >= self.schedule.faults_end_s
@@ -166,21 +180,23 @@ class World:
         if reliable and (not alive or alive[-1] is not self.coordinators[-1]):
             self.unheard.append(event)
         for coordinator in alive:
-            self._advance(coordinator, event)
+            self.advance(coordinator, event)
 
     # ------------------------------------------------------------ coordinators
 
-    def _start_coordinator(self, state: State, journal: list[str]) -> None:
-        coordinator = Coordinator(state, state.term + 1, list(journal))
+    def _start_coordinator(self, state: State, journal: list[str], term: int = 0) -> Coordinator:
+        coordinator = Coordinator(state, max(term, state.term + 1), list(journal))
         self.coordinators.append(coordinator)
-        self._advance(coordinator, CoordinatorStarted("c", coordinator.term))
+        self.advance(coordinator, CoordinatorStarted("c", coordinator.term))
         if self.storage.stored:
             self.storage.tell()
+        self.corpus.watched_by(coordinator)
         unheard, self.unheard = self.unheard, []
         for event in unheard:
-            self._advance(coordinator, event)
+            self.advance(coordinator, event)
+        return coordinator
 
-    def _advance(self, coordinator: Coordinator, event: Event) -> None:
+    def advance(self, coordinator: Coordinator, event: Event) -> None:
         if self.end is not None:
             return
         self.num_events += 1
@@ -217,7 +233,7 @@ class World:
         if coordinator.tick_at == due:
             coordinator.tick_at = None
             if coordinator.alive:
-                self._advance(coordinator, Tick("t"))
+                self.advance(coordinator, Tick("t"))
 
     def _restart(self, old_lives_on: bool) -> None:
         """The next coordinator takes the term first and reads the journal then, so nothing is missing in it."""
@@ -225,10 +241,38 @@ class World:
         old.alive = False
         state = replay.replay(self.options, old.journal)
         require(state == old.state, 1, "the replayed journal gives another state")
-        self.later(self.random.uniform(0.0, 1.0), lambda: self._start_coordinator(state, old.journal))
+        start = self._of_this_submission(lambda: self._start_coordinator(state, old.journal))
+        self.later(self.random.uniform(0.0, 1.0), start)
         if old_lives_on:
-            self.later(1.1, lambda: setattr(old, "alive", True))
+            self.later(1.1, self._of_this_submission(lambda: setattr(old, "alive", True)))
             self.later(6.0, lambda: setattr(old, "alive", False))
+
+    def _cut(self) -> None:
+        """The power goes: every process ends at once, and nothing that is on its way arrives. Then the run is submitted
+        again, on new nodes."""
+        last = self.coordinators[-1]
+        for coordinator in self.coordinators:
+            coordinator.alive = False
+        for worker in [worker for worker in self.workers.values() if worker.alive]:
+            worker.alive = False
+            worker._abort("gone")
+        self.nodes.clear()
+        self.gpus.clear()
+        self.unheard.clear()
+        self.healthy_reports = set()
+        self.first_term = max(self.first_term, last.term) + 1
+        submit = self._of_this_submission(lambda: self._submit_again(last))
+        self.later(self.random.uniform(0.5, 2.0), submit)
+
+    def _submit_again(self, last: Coordinator) -> None:
+        """From the newest checkpoint, or from step 0, with what `last` wrote down of the corpus."""
+        stored = tuple(stored.checkpoint for stored in self.storage.stored)
+        self.published = {k: vote for k, vote in self.published.items() if stored and k < stored[-1].step}
+        coordinator = self._start_coordinator(coordination.initial(self.options), [], self.first_term)
+        self.advance(coordinator, CheckpointsKnown("k", stored))
+        self.advance(coordinator, self.corpus.recalled(last))
+        for index, slots in enumerate(self.schedule.nodes):
+            self._join(slots, self.schedule.gpus[index] if self.schedule.gpus else None)
 
     # ------------------------------------------------------------ commands
 
@@ -334,6 +378,10 @@ class World:
             self._restart(old_lives_on=kind == "split")
         elif kind == "damage":
             self.storage.damage()
+        elif kind == "grow":
+            self.corpus.write()
+        elif kind == "cut":
+            self._cut()
         elif kind == "scale":
             limit = self.random.randint(self.options.min_dp, self.options.dp_limit)
             self.tell(ScaleRequested("u", limit, self.random.choice([None, 0, 1, 2])), reliable=True)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.control import coordination, recovery, worker_pool
+from elastic_ring.control import coordination, corpus, recovery, worker_pool
 from elastic_ring.control.decisions import quorum, step_back
 from elastic_ring.control.messages import Report
 from elastic_ring.control.placement import copies, policy
 from elastic_ring.control.placement.gpu_capacity import placeable
+from elastic_ring.forecast import sim_corpus
 from elastic_ring.forecast.sim_copies import SimCopies
 from elastic_ring.forecast.sim_shard import Shard
 from elastic_ring.forecast.sim_worker import SimWorker
@@ -196,6 +197,15 @@ def _drop_copies_at_builds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimCopies, "obeyed", lambda self, order: self.forget())
 
 
+def _new_manifest_among_old_steps(patch: pytest.MonkeyPatch) -> None:
+    honest = corpus._may_begin
+    patch.setattr(corpus, "_may_begin", lambda state, step: honest(replace(state, reached=0), step))
+
+
+def _forget_later_manifests(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sim_corpus, "journalled", lambda lines: ())
+
+
 PLANTED: dict[str, Plant] = {
     "stale reports are accepted": _accept_stale,
     "votes do not travel": _skip_roll_forward,
@@ -217,6 +227,8 @@ PLANTED: dict[str, Plant] = {
     "a damaged copy is used": _use_damaged_copies,
     "each rank decides alone which snapshots it skips": _skip_alone,
     "copies are dropped before new ones have arrived": _drop_copies_at_builds,
+    "a longer manifest begins at a step that ran before": _new_manifest_among_old_steps,
+    "a new submission forgets the manifests after its checkpoint": _forget_later_manifests,
 }
 
 FIRST_SEEDS = {

@@ -11,12 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from elastic_ring.control.coordination import Decision
 from elastic_ring.control.invariants import InvariantBroken
-from elastic_ring.control.messages import Build, Event, Finalize, MemberFailed, Standby, Stop
+from elastic_ring.control.messages import Build, Event, Finalize, MemberFailed, Standby, Stop, Vote
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import phase_name
 from elastic_ring.errors import IllegalTransition
 from elastic_ring.forecast import sim_worker
-from elastic_ring.forecast.faults import FAULTS, HELD, OWN, STORED, random_schedule
+from elastic_ring.forecast.faults import FAULTS, GROWN, HELD, OWN, STORED, random_schedule
+from elastic_ring.forecast.sim_corpus import SimCorpus
 from elastic_ring.forecast.sim_worker import SimWorker
 from elastic_ring.forecast.simulate import NotFinished, World, simulate
 from elastic_ring.runtime.gpu import cuda_contexts
@@ -90,7 +91,7 @@ class Upheaval(RuleBasedStateMachine):
         self.world = World(seed, schedule)
         self.world.begin()
 
-    @rule(kind=st.sampled_from(sorted({*FAULTS, *OWN, *STORED, *HELD})))
+    @rule(kind=st.sampled_from(sorted({*FAULTS, *OWN, *STORED, *HELD, *GROWN})))
     def fault(self, kind: str) -> None:
         self.world.fault(kind)
 
@@ -125,6 +126,23 @@ def test_random_schedules_have_devices_that_err_in_steps_and_in_builds() -> None
 
         simulate(seed, listen=listen)
     assert {"running", "building"} <= struck
+
+
+def test_random_schedules_have_steps_of_longer_manifests_that_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a new submission or after going back; the simulator itself compares the manifests."""
+    votes, again = dict[tuple[int, int], Vote](), set[int]()
+    committed = SimCorpus.committed
+
+    def listen(self: SimCorpus, vote: Vote) -> None:
+        committed(self, vote)
+        known = votes.setdefault((self.world.seed, vote.step), vote)
+        if known != vote and self._ran_by[vote.step] is not None:
+            again.add(self.world.seed)
+
+    monkeypatch.setattr(SimCorpus, "committed", listen)
+    for seed in [seed for seed in range(300) if "cut" in {kind for _, kind in random_schedule(seed).faults}]:
+        simulate(seed)
+    assert len(again) >= 3
 
 
 @pytest.mark.slow

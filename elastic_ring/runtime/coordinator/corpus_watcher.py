@@ -27,7 +27,8 @@ class CorpusWatcher:
     def __init__(self, data: Any, look_s: float, grew: Tell, refused: Callable[[str], None]) -> None:
         """Watches nothing where `look_s` is 0, the data have no manifest, or they say themselves how they grow."""
         self._is_on = look_s > 0 and may_grow(data)
-        self._uri, self._digest = (data.uri, data.digest) if self._is_on else ("", "")
+        self._uri: str = data.uri if self._is_on else ""
+        self._digest: str = data.digest if self._is_on else ""
         self._look_s, self._grew, self._refused = look_s, grew, refused
         self._now: Manifest | None = None
         self._told: set[tuple[str, ...]] = set()
