@@ -90,8 +90,8 @@ def test_a_run_goes_on_where_its_cluster_ended_past_a_damaged_checkpoint_and_its
 @pytest.mark.parametrize(
     ("dp", "cp"),
     [
-        *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((1, 3), (3, 2), (2, 1))),
-        *(pytest.param(*mesh, marks=pytest.mark.soak) for mesh in ((1, 2), (2, 4), (1, 1))),
+        *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((1, 3), (3, 2))),
+        *(pytest.param(*mesh, marks=pytest.mark.soak) for mesh in ((2, 1), (1, 2), (2, 4), (1, 1))),
     ],
 )
 def test_a_checkpoint_goes_on_on_another_mesh_with_the_same_samples(

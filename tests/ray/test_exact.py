@@ -80,7 +80,7 @@ def test_three_rings_of_three_survive_a_donor_that_dies_in_a_heal(
     assert faults_of(summary) == [1, 2, 1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_each_other_rank_of_three_rings_may_die_too(train: Train, undisturbed: Known, tmp_path: Path) -> None:
     reference = fault_free(undisturbed, tmp_path, 3, 3)
     summary = train("three-rings-more", dp=3, cp=3, spares=4, faults=THREE_RINGS_MORE)
