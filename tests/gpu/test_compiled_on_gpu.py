@@ -27,7 +27,7 @@ from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.attention_context import attention_of
 from elastic_ring.train.optim import OptimConfig
-from elastic_ring.train.startup.compiling import CompileWatch, warm_up_model
+from elastic_ring.train.startup.compiling import CompileWatch
 from elastic_ring.train.startup.warm import warm_up_attention, warm_up_device
 from elastic_ring.train.task import TrainingTask
 
@@ -68,7 +68,8 @@ class ContiguousCopy:
 
 
 def test_warmed_up_operations_are_not_compiled_again_and_give_the_eager_loss() -> None:
-    warm_up_model(task_of(), torch.device("cuda", 0), CP)
+    shape = (MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim)
+    assert warm_up_device(task_of(), torch.device("cuda", 0), [shape], CP, None, {}) == ""
     watch = CompileWatch()
     for cp_rank in range(CP):
         compiled = pass_of(task_of(), cp_rank, MODEL)

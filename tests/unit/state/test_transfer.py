@@ -111,9 +111,9 @@ def test_a_donor_stays_until_the_last_newcomer_has_everything(
     group, gone = links.groups(1 + num_newcomers), threading.Event()
     digest, seen = transfer.digest_of, list[bool]()
 
-    def digest_late(counters: Any, tensors: list[torch.Tensor]) -> str:
+    def digest_late(*arguments: Any) -> str:
         seen.append(gone.wait(0.2))
-        return digest(counters, tensors)
+        return digest(*arguments)
 
     monkeypatch.setattr(transfer, "digest_of", digest_late)
 
