@@ -77,8 +77,7 @@ def exporters() -> list[psutil.Process]:
     """The coordinator and the agent of this process's own Ray."""
     found = [psutil.Process(pid) for pid in runs.actor_pids("Coordinator")]
     for process in psutil.Process().children(recursive=True):
-        words = process.cmdline()
-        if any(word.endswith("dashboard/agent.py") for word in words):
+        if process.cmdline()[:1] == ["ray::DashboardAgent"]:  # as it calls itself once it is up
             found.append(process)
     if len(found) < 2:
         raise runs.WatchFailed(f"found {len(found)} of the coordinator and Ray's agent")
