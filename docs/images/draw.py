@@ -105,7 +105,7 @@ def attention() -> str:
         at(260, 100, ["schedule", "plan/schedule.py", "plan/sparse_schedule.py", "hops, ranges, bytes"]),
         at(260, 250, ["rank's plan", "plan/rank_plan.py", "plan/sparse_blocks.py", "stages, calls, pieces"]),
         at(500, 100, ["ring", "ring.py", "sparse_ring.py, block_pass.py", "one loop over stages"], BLUE),
-        at(500, 250, ["exchange", "comm/exchange.py", "comm/packed_exchange.py", "pieces of K/V, of dK/dV"], BLUE),
+        at(500, 250, ["exchange", "comm/exchange.py", "plan/traffic.py", "pieces of K/V, of dK/dV"], BLUE),
         at(740, 100, ["kernel", "kernels/registry.py", "kernels/sparse_registry.py", "kernels/adapters/"], GREEN),
         at(740, 250, ["merge", "merge.py, gradients.py", "fused_merge.py on GPUs", "(out, lse) in fp32"], GREEN),
         line("M220 79 L260 119"), line("M220 199 L260 159"),

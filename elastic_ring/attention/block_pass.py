@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from elastic_ring.attention.comm.packed_exchange import PackedExchange
+from elastic_ring.attention.comm.exchange import HopExchange
 from elastic_ring.attention.kernels.block_tables import BlockTables
 from elastic_ring.attention.kernels.sparse_registry import SparseKernel
 from elastic_ring.attention.kv_grad_accumulation import KVGradAccumulator
@@ -47,7 +47,7 @@ class BlockPass:
         self,
         blocks: DeviceBlocks,
         kernel: SparseKernel,
-        exchange: PackedExchange,
+        exchange: HopExchange,
         observe: Callable[[int], None],
         scale: float,
     ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -19,16 +20,28 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from elastic_ring.attention.checks import check_captured, check_group, check_local_length, check_options, check_tensors
-from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopExchange, HopLedger, HopMemory
+from elastic_ring.attention.comm.exchange import (
+    Frame,
+    Group,
+    HopBuffers,
+    HopExchange,
+    HopLedger,
+    HopMemory,
+    Pack,
+    token_frame,
+)
+from elastic_ring.attention.comm.packing import gather_ranges_, parts_of_hops
 from elastic_ring.attention.gradients import Gradients, OwnGradients, part, partial_dtype, running_dtype
 from elastic_ring.attention.kernels.registry import Backend, select
 from elastic_ring.attention.layouts.layout import Layout, make_layout
 from elastic_ring.attention.merge import Accumulator, lse_for_backward
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.plan_cache import LRUCache
-from elastic_ring.attention.plan.rank_plan import RankPlan, Traffic, rank_plan, traffic
+from elastic_ring.attention.plan.rank_plan import RankPlan, rank_plan, traffic
 from elastic_ring.attention.plan.schedule import Direction, Schedule, plan
+from elastic_ring.attention.plan.sparse_tiles import num_tokens
 from elastic_ring.attention.plan.stages import Stage, choose_hops_per_stage
+from elastic_ring.attention.plan.traffic import ExchangePlan
 from elastic_ring.attention.recomputation import RecomputableRing, Result
 
 Observer = Callable[[Direction, int, int], None]
@@ -49,9 +62,10 @@ class _CallPlan:
     """How calls with keys of one shape and type run."""
 
     plan: RankPlan
-    traffic: tuple[Traffic, ...]
+    exchange: ExchangePlan
+    frame: Frame
+    pack: Pack | None
     by_copies: bool
-    coalesced: bool
 
 
 @dataclass(eq=False)
@@ -169,19 +183,18 @@ class RingAttention(RecomputableRing):
         self._next_call_index += 1
         total = Accumulator(q, running_dtype(backend, q, call_plan.plan.row_visits[0]))
         with self._exchange("forward", call_index, k, backend, call_plan) as exchange:
-            for index, stage in enumerate(call_plan.plan.stages):
-                keys = (k, v) if index == 0 else exchange.take_keys(index)
-                exchange.post_keys(index + 1, k, v)
+            exchange.begin(k, v)
+            for index, stage in enumerate(call_plan.plan.stages, start=-1):
+                keys = (k, v) if index < 0 else exchange.take_keys(index)
                 self._observe("forward", call_index, stage)
                 if stage.by_rows:
-                    assert keys is not None
                     own_k, own_v = keys.unbind(0) if isinstance(keys, torch.Tensor) else keys
                 for tile in stage.by_rows:
                     found = backend.forward(
                         part(q, tile.q), part(own_k, tile.k), part(own_v, tile.k), causal=tile.causal, scale=scale
                     )
                     total.add(tile.q, *found)
-                exchange.push_keys(index + 1, k, v)
+                exchange.free_keys(index)
         # Skipped where the schedule gives every row a key: no lse is -inf then.
         lse = total.lse if call_plan.plan.every_row_sees else lse_for_backward(total.lse)
         return Result(total.out.to(q.dtype), lse, call_index)
@@ -202,32 +215,32 @@ class RingAttention(RecomputableRing):
         # Own queries contribute to own keys once; other ranks' contributions arrive as the stages' partials.
         own = OwnGradients(backend, q, k, v, len(plan_))
         with self._exchange("backward", call_index, k, backend, call_plan) as exchange:
-            for index, stage in enumerate(plan_):
-                keys = (k, v) if index == 0 else exchange.take_keys(index)
-                exchange.post_keys(index + 1, k, v)
+            exchange.begin(k, v)
+            self._observe("backward", call_index, plan_[0])
+            own.run_first_part(tiles, plan_[0])
+            exchange.free_keys(-1)
+            for index, stage in enumerate(plan_[1:]):
+                keys = exchange.take_keys(index)
                 self._observe("backward", call_index, stage)
-                if index == 0:
-                    own.run_first_part(tiles, stage)
-                    exchange.push_keys(index + 1, k, v)
-                    continue
-                partials = None
+                partials = exchange.partials_buffer(index)
                 if stage.num_tokens:
-                    assert keys is not None
-                    partials = exchange.partials_buffer(index, k)
                     tiles.run(stage, keys, partials)
-                exchange.push_keys(index + 1, k, v)
-                exchange.swap_partials(index, partials, k)
+                exchange.free_keys(index)
+                exchange.swap_partials(index, partials)
                 # One stage late, which gives the ranks that use own keys time to return their partials.
                 self._add_partials(own, exchange, call_plan, index - 1)
             own.run_last_part(tiles, plan_[0])
-            self._add_partials(own, exchange, call_plan, len(plan_) - 1)
+            self._add_partials(own, exchange, call_plan, len(plan_) - 2)
         total = own.total.to(k.dtype)
         return tiles.dq.total.to(q.dtype), total[0], total[1]
 
     def _add_partials(self, own: OwnGradients, exchange: HopExchange, call_plan: _CallPlan, index: int) -> None:
         """Add the partials of stage `index` to own keys' gradients, in hop order, which decides the bits."""
-        if index >= 1:
-            own.add(call_plan.plan.sums[index], exchange.take_partials(index))
+        if index < 0:
+            return
+        returned, parts = exchange.take_partials(index), call_plan.exchange.stages[index].inbox
+        if parts:
+            own.add(call_plan.plan.sums[index + 1], parts_of_hops(returned, parts, call_plan.frame))
 
     def _backend_for(self, q: torch.Tensor, k: torch.Tensor) -> Backend:
         if isinstance(self._backend, Backend):
@@ -248,8 +261,13 @@ class RingAttention(RecomputableRing):
         memory, coalesced = self._memory, k.is_cuda if self._coalesced is None else self._coalesced
         by_copies = memory is not None and self.schedule.cp > 1 and k.device.type == memory.device.type
         plan_ = rank_plan(self.schedule, self.cp_rank, self._hops(k))
-        messages = traffic(plan_, k.size(0), k.size(2) * k.size(3), packed=not (coalesced or by_copies))
-        return _CallPlan(plan_, messages, by_copies, coalesced)
+        packed = not (coalesced or by_copies)
+        exchange = ExchangePlan(
+            self.schedule.cp, traffic(plan_, k.size(0), k.size(2) * k.size(3), packed=packed), packed=packed,
+            coalesced=not packed, most=plan_.most_tokens if by_copies else (0, 0),
+        )  # fmt: skip
+        frame = token_frame(k)
+        return _CallPlan(plan_, exchange, frame, partial(_pack, plan_, frame) if packed else None, by_copies)
 
     def _hops(self, k: torch.Tensor) -> int:
         """How many hops share a stage: equal on all ranks, since their K and V differ in length only."""
@@ -265,15 +283,15 @@ class RingAttention(RecomputableRing):
         self, direction: Direction, call_index: int, k: torch.Tensor, backend: Backend, call_plan: _CallPlan
     ) -> Iterator[HopExchange]:
         arguments = (
-            call_plan.plan, call_plan.traffic, self._group, direction, call_index, self.ledger, self._buffers,
+            call_plan.exchange, call_plan.frame, self._group, direction, call_index, self.ledger, self._buffers, k,
             partial_dtype(backend, k),
         )  # fmt: skip
         exchange: HopExchange
         if call_plan.by_copies:
             assert self._memory is not None
-            exchange = self._memory.open_exchange(arguments, k)
+            exchange = self._memory.open_exchange(arguments)
         else:
-            exchange = HopExchange(*arguments, coalesced=call_plan.coalesced)
+            exchange = HopExchange(*arguments, pack=call_plan.pack)
         try:
             yield exchange
             exchange.finish()
@@ -306,6 +324,14 @@ class _RingFunction(torch.autograd.Function):
         saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
         grads = ctx.ring.run_backward(dout.contiguous(), saved, ctx.scale, ctx.call_index)
         return (*grads, None, None)
+
+
+def _pack(plan: RankPlan, frame: Frame, index: int, packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Gather what others fetch in stage `index`: one part for each hop."""
+    asked = {hop: plan.schedule.requested(plan.cp_rank, hop) for hop in plan.stages[index + 1].hops}
+    sizes = tuple((hop, num_tokens(ranges)) for hop, ranges in asked.items() if ranges)
+    for hop, part_ in parts_of_hops(packed, sizes, frame).items():
+        gather_ranges_(part_, k, v, asked[hop])
 
 
 def ring_attention(

@@ -21,9 +21,15 @@ from torch.autograd.function import once_differentiable
 
 from elastic_ring.attention.block_pass import BlockPass
 from elastic_ring.attention.checks import check_captured, check_group, check_local_length, check_tensors
-from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopLedger
-from elastic_ring.attention.comm.packed_exchange import PackedExchange
-from elastic_ring.attention.comm.sparse_exchange import SparseExchange, as_index, select_heads
+from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopExchange, HopLedger, row_frame
+from elastic_ring.attention.comm.packing import (
+    Pairs,
+    as_index,
+    gather_groups_,
+    gather_rows_,
+    parts_of_groups,
+    select_heads,
+)
 from elastic_ring.attention.kernels import verify
 from elastic_ring.attention.kernels.adapters import aten_cpu
 from elastic_ring.attention.kernels.sparse_registry import SparseKernel, select_sparse
@@ -31,11 +37,10 @@ from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward, mer
 from elastic_ring.attention.plan.device_blocks import DeviceBlocks, on_device
 from elastic_ring.attention.plan.schedule import Direction
 from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
-from elastic_ring.attention.plan.sparse_tiles import SparseTile, tiles
+from elastic_ring.attention.plan.sparse_tiles import SparseTile, tile_exchange, tiles
+from elastic_ring.attention.plan.traffic import ExchangePlan
 from elastic_ring.attention.recomputation import RecomputableRing, Result
 from elastic_ring.errors import RunFailed
-
-_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 Observer = Callable[[Direction, int, int], None]
 """Called as observer(direction, call_index, hop) just before a hop's tiles run."""
@@ -66,6 +71,7 @@ class SparsePlans:
 
     blocks: dict[tuple[torch.device, int], DeviceBlocks] = field(default_factory=dict)
     tiles: tuple[tuple[SparseTile, ...], ...] | None = None
+    exchanges: dict[tuple[object, ...], ExchangePlan] = field(default_factory=dict)
 
 
 class SparseRingAttention(RecomputableRing):
@@ -201,10 +207,10 @@ class SparseRingAttention(RecomputableRing):
                 return Result(out, lse, call_index, fetched)
         out = torch.zeros(q.shape, dtype=accumulate_dtype(q.dtype), device=q.device)
         lse = torch.full(q.shape[:3], -math.inf, dtype=out.dtype, device=q.device)
-        with self._exchange("forward", call_index) as exchange:
+        with self._exchange("forward", call_index, k) as exchange:
+            exchange.begin(k, v)
             for index, own in enumerate(self._tiles()):
                 keys = self._keys(exchange, index, k, v)
-                exchange.post_keys(index, k, v)
                 self._observe("forward", call_index, index)
                 for tile in own:
                     rows, tile_q, tile_k, tile_v = _gather(tile, q, keys)
@@ -233,27 +239,25 @@ class SparseRingAttention(RecomputableRing):
         dq = torch.zeros(q.shape, dtype=accumulate_dtype(q.dtype), device=q.device)
         dk = torch.zeros(k.shape, dtype=dq.dtype, device=k.device)
         dv = torch.zeros_like(dk)
-        with self._exchange("backward", call_index) as exchange:
+        with self._exchange("backward", call_index, k) as exchange:
+            exchange.begin(k, v)
             for index, own in enumerate(self._tiles()):
                 keys = self._keys(exchange, index, k, v)
-                exchange.post_keys(index, k, v)
                 self._observe("backward", call_index, index)
-                fetch = self.schedule.hops[self.cp_rank][index].fetch
-                if index > 0:
-                    exchange.expect_partials(index, k)
                 if index == 0:
                     shares = [tuple(torch.zeros_like(x, dtype=dq.dtype) for x in pair) for pair in keys]
                 else:
-                    message = exchange.empty(fetch, k, dq.dtype).zero_()
-                    shares = list(exchange.views(message, fetch, k))
+                    partials = exchange.partials_buffer(index - 1).zero_()
+                    fetch = self.schedule.hops[self.cp_rank][index].fetch
+                    shares = list(parts_of_groups(partials, self.schedule.groups, fetch, k))
                 for tile in own:
                     self._tile_gradients(tile, keys, dout, saved, scale, dq, shares[tile.group])
                 if index == 0:
                     for group, share in zip(self.schedule.groups, shares, strict=True):
                         _put(dk, slice(None), group.kv_heads, share[0])
                         _put(dv, slice(None), group.kv_heads, share[1])
-                elif message.numel():
-                    exchange.send_partials(index, message)
+                else:
+                    exchange.swap_partials(index - 1, partials)
                 # One hop late, which gives the reader of hop t - 1 the time of one hop to compute and return them.
                 self._add_partials(dk, dv, exchange, index - 1)
             self._add_partials(dk, dv, exchange, self.schedule.cp - 1)
@@ -262,7 +266,7 @@ class SparseRingAttention(RecomputableRing):
     def _tile_gradients(
         self,
         tile: SparseTile,
-        keys: _Pairs,
+        keys: Pairs,
         dout: torch.Tensor,
         saved: tuple[torch.Tensor, ...],
         scale: float,
@@ -281,22 +285,20 @@ class SparseRingAttention(RecomputableRing):
         share[0][:, columns] += part_k
         share[1][:, columns] += part_v
 
-    def _keys(self, exchange: SparseExchange, index: int, k: torch.Tensor, v: torch.Tensor) -> _Pairs:
+    def _keys(self, exchange: HopExchange, index: int, k: torch.Tensor, v: torch.Tensor) -> Pairs:
         """For each head group the K and V that hop `index` computes on."""
         if index == 0:
             return [(select_heads(k, g.kv_heads), select_heads(v, g.kv_heads)) for g in self.schedule.groups]
-        message = exchange.take_keys(index)
         fetch = self.schedule.hops[self.cp_rank][index].fetch
-        return [] if message is None else exchange.views(message, fetch, k)
+        return parts_of_groups(exchange.take_keys(index - 1), self.schedule.groups, fetch, k)
 
-    def _add_partials(self, dk: torch.Tensor, dv: torch.Tensor, exchange: SparseExchange, hop: int) -> None:
+    def _add_partials(self, dk: torch.Tensor, dv: torch.Tensor, exchange: HopExchange, hop: int) -> None:
         """Add the dK and dV that the reader of `hop` computed for this rank's keys. Call in hop order, which fixes the
         sums' bits."""
-        message = exchange.take_partials(hop)
-        if message is None:
+        if hop < 1:
             return
         requested = self.schedule.requested(self.cp_rank, hop)
-        cut = exchange.views(message, requested, dk)
+        cut = parts_of_groups(exchange.take_partials(hop - 1), self.schedule.groups, requested, dk)
         for group, ranges, parts in zip(self.schedule.groups, requested, cut, strict=True):
             if ranges:
                 rows = as_index(ranges)
@@ -350,10 +352,17 @@ class SparseRingAttention(RecomputableRing):
         self, direction: Direction, call_index: int, q: torch.Tensor, k: torch.Tensor, scale: float
     ) -> Iterator[BlockPass]:
         blocks, kernel = self._blocks_for(q), self._sparse_kernel(q)
-        exchange = PackedExchange(
-            blocks, self.schedule.cp, self._group, direction, call_index, self.ledger, self._buffers, k,
-            self._partial_dtype(q), keep=direction == "forward" and self._keeps(blocks),
-            coalesced=q.is_cuda if self._coalesced is None else self._coalesced,
+        coalesced = q.is_cuda if self._coalesced is None else self._coalesced
+        key, plans = (blocks, coalesced), self._plans.exchanges
+        if key not in plans:
+            plans[key] = blocks.plan.exchange(self.schedule.cp, coalesced=coalesced)
+
+        def pack(index: int, packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+            gather_rows_(packed, k, v, blocks.stages[index].served_rows)
+
+        exchange = HopExchange(
+            plans[key], row_frame(k), self._group, direction, call_index, self.ledger, self._buffers, k,
+            self._partial_dtype(q), pack=pack, keep=direction == "forward" and self._keeps(blocks),
         )  # fmt: skip
         observe = partial(self._observe, direction, call_index)
         try:
@@ -364,10 +373,19 @@ class SparseRingAttention(RecomputableRing):
             raise
 
     @contextmanager
-    def _exchange(self, direction: Direction, call_index: int) -> Iterator[SparseExchange]:
-        exchange = SparseExchange(
-            self.schedule, self.cp_rank, self._group, direction, call_index, self.ledger, self._ahead
-        )
+    def _exchange(self, direction: Direction, call_index: int, k: torch.Tensor) -> Iterator[HopExchange]:
+        key, plans = (self._ahead,), self._plans.exchanges
+        if key not in plans:
+            plans[key] = tile_exchange(self.schedule, self.cp_rank, self._ahead)
+
+        def pack(index: int, packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+            requested = self.schedule.requested(self.cp_rank, index + 1)
+            gather_groups_(packed, k, v, self.schedule.groups, requested)
+
+        exchange = HopExchange(
+            plans[key], row_frame(k), self._group, direction, call_index, self.ledger, self._buffers, k,
+            accumulate_dtype(k.dtype), pack=pack,
+        )  # fmt: skip
         try:
             yield exchange
             exchange.finish()
@@ -395,7 +413,7 @@ class _SparseFunction(torch.autograd.Function):
         return (*grads, None, None)
 
 
-def _gather(tile: SparseTile, q: torch.Tensor, keys: _Pairs) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gather(tile: SparseTile, q: torch.Tensor, keys: Pairs) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The tile's row index, and its q, k, v."""
     rows, columns = as_index(tile.q), as_index(tile.k)
     k, v = keys[tile.group]

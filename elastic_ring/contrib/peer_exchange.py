@@ -14,7 +14,7 @@ import torch
 
 from elastic_ring.attention.comm.exchange import HopExchange, _now
 from elastic_ring.attention.comm.ledger import HopEvents
-from elastic_ring.attention.plan.rank_plan import PeerTransfer
+from elastic_ring.attention.plan.traffic import PeerTransfer
 from elastic_ring.contrib.peer_memory import (
     ARRIVED_KEYS,
     ARRIVED_PARTIALS,
@@ -27,92 +27,84 @@ from elastic_ring.contrib.peer_memory import (
 class PeerExchange(HopExchange):
     """`HopExchange` for ranks that share `memory`. Streams, not the host, wait for the flags.
 
-    A pass runs in one thread on one kernel stream: the current stream at `start`, looked up once because the lookup
+    A pass runs in one thread on one kernel stream: the current stream at its start, looked up once because the lookup
     takes the host as long as a flag operation.
     """
 
     def __init__(self, *arguments: Any, memory: PeerMemory) -> None:
-        super().__init__(*arguments, coalesced=True)
+        super().__init__(*arguments)
         self._memory = memory
-        self._most_tokens = arguments[0].most_tokens
         self._awaited: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
         self._opened: dict[tuple[int, int], HopEvents] = {}
         self._touched: set[int] = set()
         self._returns: dict[int, list[Any]] = {}
-        self._stream: Any = None
+        self._stream = torch.cuda.current_stream(self._like.device.index)
         self._ready: Any = None
-        self._row_shape: tuple[int, ...] = ()
-        self._itemsizes: dict[int, int] = {}
+        self._itemsizes = {ARRIVED_KEYS: self._like.element_size(), ARRIVED_PARTIALS: self.partial_dtype.itemsize}
 
-    def start(self, k: torch.Tensor) -> None:
+    def reserve(self) -> None:
         """Reserve the buffers. Sizes are the same on every rank, so that either all ranks grow them or none does."""
-        self._stream = torch.cuda.current_stream(k.device.index)
-        self._row_shape = (k.size(0), *k.shape[2:])
-        self._itemsizes = {ARRIVED_KEYS: k.element_size(), ARRIVED_PARTIALS: self._partial_dtype.itemsize}
-        keys, inbox = self._most_tokens
-        per_token = 2 * k.size(0) * k.size(2) * k.size(3)
-        for slot in sorted({index % 2 for index in range(1, len(self._plan))}):
-            self._memory.reserve("keys", slot, keys * per_token, k.dtype)
+        keys, inbox = self._plan.most
+        for slot in range(min(2, len(self._traffic))):
+            self._memory.reserve("keys", slot, keys * self._row, self._like.dtype)
             if self._direction == "backward":
-                self._memory.reserve("inbox", slot, inbox * per_token, self._partial_dtype)
+                self._memory.reserve("inbox", slot, inbox * self._row, self.partial_dtype)
 
-    def post_keys(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        if index >= len(self._plan):
+    def begin(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._source = (k, v)
+        self._offer_keys(0)
+
+    def _offer_keys(self, index: int) -> None:
+        if index >= len(self._traffic):
             return
         for leg in self._traffic[index].keys_in:
             self._offer(index, leg, FREE_KEYS, ARRIVED_KEYS)
         self._ready = self._stream.record_event()
 
-    def push_keys(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Launch the copies, apart from `post_keys` because this takes the host longer than launching a kernel."""
-        if index >= len(self._plan):
-            return
-        for leg in self._traffic[index].keys_out:
-            self._write("keys", index, leg, (k, v), self._ready, FREE_KEYS, ARRIVED_KEYS)
+    def free_keys(self, index: int) -> None:
+        """Launch the copies of the next stage: behind the kernels, for this takes the host longer than a launch."""
+        if index + 1 < len(self._traffic):
+            for leg in self._traffic[index + 1].keys_out:
+                self._write("keys", index + 1, leg, self._source, self._ready, FREE_KEYS, ARRIVED_KEYS)
 
-    def take_keys(self, index: int) -> torch.Tensor | None:
-        stage = self._plan[index]
-        if not stage.num_tokens:
-            return None
-        self._await(index, ARRIVED_KEYS)
-        return self._memory.own("keys", index % 2, self._keys_shape(stage.num_tokens))
+    def take_keys(self, index: int) -> torch.Tensor:
+        num_rows = self._traffic[index].num_fetched
+        if num_rows:
+            self._await(index, ARRIVED_KEYS)
+        self._offer_keys(index + 1)
+        return self._memory.own("keys", index % 2, self._frame.shape(num_rows))
 
-    def partials_buffer(self, index: int, k: torch.Tensor) -> torch.Tensor:
+    def partials_buffer(self, index: int) -> torch.Tensor:
         # The copies of its last use, two stages ago, may still be in flight.
         for event in self._returns.pop(index - 2, []):
             self._stream.wait_event(event)
-        return super().partials_buffer(index, k)
+        return super().partials_buffer(index)
 
-    def swap_partials(self, index: int, partials: torch.Tensor | None, k: torch.Tensor) -> None:
+    def swap_partials(self, index: int, partials: torch.Tensor) -> None:
         traffic = self._traffic[index]
         for leg in traffic.partials_in:
             self._offer(index, leg, FREE_PARTIALS, ARRIVED_PARTIALS)
         ready = self._stream.record_event()
         for leg in traffic.partials_out:
-            assert partials is not None
             self._write("inbox", index, leg, (partials,), ready, FREE_PARTIALS, ARRIVED_PARTIALS)
             self._returns.setdefault(index, []).append(self._memory.streams[leg.peer].record_event())
 
-    def take_partials(self, index: int) -> dict[int, torch.Tensor]:
-        num_requested = self._traffic[index].num_requested
-        if not num_requested:
-            return {}
-        self._await(index, ARRIVED_PARTIALS)
-        return self._by_hop(self._memory.own("inbox", index % 2, self._keys_shape(num_requested)), index)
+    def take_partials(self, index: int) -> torch.Tensor:
+        num_rows = self._traffic[index].num_served
+        if num_rows:
+            self._await(index, ARRIVED_PARTIALS)
+        return self._memory.own("inbox", index % 2, self._frame.shape(num_rows))
 
     def finish(self) -> None:
         """Make the kernels' stream wait for all copies, after which their sources may be freed."""
         self._join()
+        self._source = ()
         assert not self._awaited, sorted(self._awaited)
 
     def abandon(self) -> list[torch.Tensor]:
-        self._group = None
+        self._group, self._source = None, ()
         regions = [region.own for region in self._memory.regions.values()]
         return regions + self._buffers.drop()
-
-    def _keys_shape(self, num_tokens: int) -> tuple[int, ...]:
-        batch, *rest = self._row_shape
-        return (2, batch, num_tokens, *rest)
 
     def _offer(self, index: int, leg: PeerTransfer, free: int, arrived: int) -> None:
         """Raise the free flag for the sender of `leg`, and record the message to wait for."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.comm.exchange import HopExchange
-from elastic_ring.attention.plan.rank_plan import ContiguousCopy
+from elastic_ring.attention.plan.traffic import ContiguousCopy
 
 _NUM_COUNTERS = 4
 ARRIVED_KEYS, ARRIVED_PARTIALS, FREE_KEYS, FREE_PARTIALS = range(_NUM_COUNTERS)
@@ -69,12 +69,12 @@ class PeerMemory:
             self.regions.pop((name, slot), None)
             self._map(name, slot, num_elements, dtype)
 
-    def open_exchange(self, arguments: tuple[Any, ...], k: torch.Tensor) -> HopExchange:
+    def open_exchange(self, arguments: tuple[Any, ...]) -> HopExchange:
         """The exchange of a pass through this memory; see `exchange.HopMemory`. Collective if a buffer has to grow."""
         from elastic_ring.contrib.peer_exchange import PeerExchange  # imports this module
 
         exchange = PeerExchange(*arguments, memory=self)
-        exchange.start(k)
+        exchange.reserve()
         return exchange
 
     def own(self, name: str, slot: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """All-to-all of small messages between the ranks of a ring: every rank sends one of its own to every other.
 
 Receives and sends are posted before any wait, so waits cannot form a cycle. On a GPU they are one coalesced operation,
-and a wait blocks the stream, not the host, as in `packed_exchange`. Group and tags are arguments; what messages mean
+and a wait blocks the stream, not the host, as in `exchange`. Group and tags are arguments; what messages mean
 must not enter. Exceptions of `Work.wait()` are not wrapped.
 """
 

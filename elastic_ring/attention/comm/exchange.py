@@ -1,27 +1,29 @@
 """Moving K/V to the ranks that need them and dK/dV partials back to their owner, stage by stage.
 
-One `HopExchange` serves one forward or backward pass of one attention call. It posts, waits, counts bytes and keeps
-buffers alive. The schedule decides what moves; kernels and merging stay outside. Errors of `Work.wait()` (GroupAborted,
-PeerFailed, a backend's own) pass through; `abandon` then returns the buffers that the group may still write to.
+One `HopExchange` serves one forward or backward pass of one attention call, under any pattern. It posts, waits, counts
+bytes and hands out buffers, as its `ExchangePlan` says; kernels and merging stay outside. Errors of `Work.wait()`
+(GroupAborted, PeerFailed, a backend's own) pass through; `abandon` then returns the buffers that the group may still
+write to.
 
-On a GPU all messages of a stage are one coalesced operation: NCCL serializes unbatched sends and receives of one
-communicator, so two ranks that both receive first would deadlock. Waits are stream waits, and all hops and calls share
-the ring's buffers.
+On a GPU the messages of one direction of a stage are one coalesced operation: NCCL serializes unbatched sends and
+receives of one communicator, so two ranks that both receive first would deadlock. Waits are stream waits. Rows that are
+gathered before they leave are gathered and posted on a side stream, so that a rank with much work on its own keys does
+not delay those that wait for them; contiguous pieces leave from where they lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from elastic_ring.attention.comm.ledger import HopEvents, HopLedger
-from elastic_ring.attention.layouts.layout import Range
-from elastic_ring.attention.plan.rank_plan import PeerTransfer, RankPlan, Traffic
 from elastic_ring.attention.plan.schedule import Direction
+from elastic_ring.attention.plan.traffic import ExchangePlan, PeerTransfer
 
 __all__ = ["Group", "HopBuffers", "HopExchange", "HopLedger", "PendingWork"]
 
@@ -45,12 +47,6 @@ def one_operation(backend: Any) -> Iterator[list[Any]]:
             backend._end_coalescing()
         raise
     works.append(backend._end_coalescing())
-
-
-def hop_number(call_index: int, direction: Direction, cp: int, hop: int) -> int:
-    """The number that tags are made from, below NUM_TAGGED_CALLS * 2 * cp: equal on both ranks, different for other
-    calls, passes and hops, so that a late message is not matched."""
-    return (call_index % NUM_TAGGED_CALLS * 2 + (direction == "backward")) * cp + hop
 
 
 class PendingWork(Protocol):
@@ -82,15 +78,22 @@ class HopBuffers:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def get(
-        self, name: str, slot: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        slot: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        most: int = 0,
+        start: int = 0,
     ) -> torch.Tensor:
-        num_elements = 1
-        for size in shape:
-            num_elements *= size
+        """A tensor of `shape`, from element `start` on, of a buffer with room for at least `most` elements."""
+        stop = start + math.prod(shape)
+        most = max(most, stop)
         kept = self._storages.get((name, slot, dtype))
-        if kept is None or kept.numel() < num_elements or kept.device != device:
-            kept = self._storages[name, slot, dtype] = torch.empty(num_elements, dtype=dtype, device=device)
-        return kept[:num_elements].view(shape)
+        if kept is None or kept.numel() < most or kept.device != device:
+            kept = self._storages[name, slot, dtype] = torch.empty(most, dtype=dtype, device=device)
+        return kept[start:stop].view(shape)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The GPU's high-priority stream for filling these buffers while kernels run."""
@@ -113,241 +116,320 @@ class HopBuffers:
         return dropped
 
 
+class Frame(NamedTuple):
+    """A buffer of n rows has the shape (*before, n, *after); pieces count in units of `unit` elements."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    unit: int
+
+    @property
+    def row(self) -> int:
+        return math.prod(self.before) * math.prod(self.after)
+
+    def shape(self, num_rows: int) -> tuple[int, ...]:
+        return (*self.before, num_rows, *self.after)
+
+
+def row_frame(k: torch.Tensor) -> Frame:
+    """For rows of (token, K/V head) of keys like k (B, S_local, Hkv, D): K and V, or dK and dV, side by side."""
+    return Frame((), (k.size(0), 2, k.size(3)), 2 * k.size(0) * k.size(3))
+
+
+def token_frame(k: torch.Tensor) -> Frame:
+    """For whole tokens: K, then V, (2, B, n, Hkv, D); pieces count in elements."""
+    return Frame((2, k.size(0)), (k.size(2), k.size(3)), 1)
+
+
+Pack = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Called as pack(stage, buffer, k, v): gathers what others want of k and v in that stage into the buffer's rows."""
+
+
 class HopMemory(Protocol):
     """Memory that the ranks of a ring share, and through which a pass may send its hops."""
 
     @property
     def device(self) -> torch.device: ...
 
-    def open_exchange(self, arguments: tuple[Any, ...], k: torch.Tensor) -> HopExchange:
-        """The exchange of a pass over keys like `k` (B, S_local, Hkv, D); `arguments` are those of `HopExchange`."""
+    def open_exchange(self, arguments: tuple[Any, ...]) -> HopExchange:
+        """The exchange of a pass; `arguments` are those of `HopExchange`."""
 
 
 @dataclass(eq=False)
-class _Completion:
-    """The work of one message, or of all messages posted together. Waited for once: a pass uses one stream, where a
-    second wait would only cost host time."""
+class _End:
+    """The work of one message, or of all messages posted together. `is_over` on the kernels' stream, where a second
+    wait would only cost host time."""
 
     work: PendingWork | None
     is_over: bool = False
 
 
 @dataclass(eq=False)
-class _HopMessage:
+class _Message:
     hop: int
     buffer: torch.Tensor
-    end: _Completion
+    end: _End
 
 
 @dataclass(eq=False)
-class _Arrival:
-    """The buffer that a stage's `take` returns, the messages that fill it, and its timing events."""
+class _Operation:
+    """What was posted together: the buffer that it fills, its messages, and its timing events."""
 
     buffer: torch.Tensor
-    messages: list[_HopMessage] = field(default_factory=list)
+    receives: list[_Message] = field(default_factory=list)
+    sends: list[_Message] = field(default_factory=list)
     events: HopEvents | None = None
 
 
 _KEYS, _PARTIALS = 0, 1
-NUM_TAGGED_CALLS, NUM_TAGS = 1024, 2**31 - 1
+_NUM_TAGGED_CALLS, _NUM_CHANNELS, _NUM_TAGS = 1024, 64, 2**31 - 1
 
 
 class HopExchange:
-    """The messages of one pass. Packed buffers have shape (2, B, n, Hkv, D): K then V, or dK then dV.
+    """The messages of one pass. Stages count from 0, the first after a rank's own keys.
 
-    Double-buffered: `post_keys(t + 1)` before stage t's kernels; it first waits for sends older than stage
-    t, so at most two stages' buffers live at once. No cycle of waits can form, because a rank that posts
-    stage t+1 waits only for messages of stages before t. `coalesced`, which NCCL needs and gloo does not know: what
-    is posted together is one operation, keys leave from where they lie and buffers are those that all hops share; then
-    stage t's kernels wait for the partials of stage t-2 alone, whose buffer they write to, and hide those of t-1.
+    Call `begin`, then for each stage, empty ones too, `take_keys`, `free_keys` and, in backward, `partials_buffer` and
+    `swap_partials`; `free_keys(-1)` once the kernels on own keys are launched. Before `swap_partials` of a stage, what
+    `take_partials` gave for the stage `plan.turns` earlier must have been read.
 
-    `traffic` says by stage what goes where: each piece of a leg is a message.
+    Waits cannot form a cycle: a message waits only for messages that come earlier in an order common to all ranks. With
+    `plan.late` it is K0 K1 K2 P0 K3 P1 ...: no post waits, and no keys queue behind partials that their owner waits
+    for. Without, it is K0 K1 P0 K2 P1 ..., with K1 posted after K0 has arrived.
+
+    `like` is k (B, S_local, Hkv, D). `frame` gives the buffers' shape. `pack` gathers what is sent, if `plan.packed`.
+    With `keep`, fetched keys get memory of their own that outlives the pass.
     """
 
     def __init__(
         self,
-        plan: RankPlan,
-        traffic: tuple[Traffic, ...],
+        plan: ExchangePlan,
+        frame: Frame,
         group: Group | None,
         direction: Direction,
         call_index: int,
         ledger: HopLedger,
         buffers: HopBuffers,
+        like: torch.Tensor,
         partial_dtype: torch.dtype,
         *,
-        coalesced: bool = False,
+        pack: Pack | None = None,
+        keep: bool = False,
     ) -> None:
-        self._schedule = plan.schedule
-        self._cp_rank = plan.cp_rank
-        self._plan = plan.stages
-        self._traffic = traffic
+        assert plan.packed == (pack is not None)
+        self._plan, self._traffic, self._frame, self._row = plan, plan.stages, frame, frame.row
         self._group = group
         self._direction = direction
         self._call_index = call_index
         self._ledger = ledger
         self._buffers = buffers
-        self._partial_dtype = partial_dtype
-        self._coalesced = coalesced
-        self._sends: list[tuple[int, _HopMessage]] = []
-        self._keys: dict[int, _Arrival] = {}
-        self._partials: dict[int, _Arrival] = {}
-        self._posting = 0
+        self._like = like.detach()
+        self.partial_dtype = partial_dtype
+        self._pack, self._keep = pack, keep
+        self._posted: dict[tuple[int, int], _Operation] = {}
+        self._open: _Operation | None = None
+        self._num_posted = 0
+        # Kept until all posts are waited for: memory that is freed would be the kernels' stream's to reuse at once.
+        self._source: tuple[torch.Tensor, ...] = ()
+        self._first_keys: list[torch.Tensor] = []
 
-    def post_keys(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Start receiving the keys of stage `index` and sending what others want; k, v (B, S_local, Hkv, D)."""
-        if index >= len(self._plan):
+    @property
+    def keeps(self) -> bool:
+        return self._keep
+
+    def begin(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Post the first stages: send what others want of k and v (B, S_local, Hkv, D), contiguous unless they are
+        packed on a CPU, and receive this rank's keys."""
+        if not self._traffic:
             return
-        if not self._coalesced:
-            self._settle_sends(before=index - 1)
-        traffic, arrival = self._traffic[index], None
-        if not (traffic.keys_in or traffic.keys_out):
-            return
-        if traffic.keys_in:
-            buffer = self._buffer("keys", index, k, self._plan[index].num_tokens, k.dtype)
-            arrival = self._keys[index] = _Arrival(buffer)
-        with self._together(index, arrival, k.device):
-            self._receive_all(arrival, traffic.keys_in, _KEYS)
-            whole = (k.flatten(), v.flatten()) if self._coalesced and traffic.keys_out else ()
-            for leg in traffic.keys_out:
-                requested = () if self._coalesced else self._schedule.requested(self._cp_rank, leg.hop)
-                self._send_all(leg, whole or (_pack(k, v, requested).view(-1),), _KEYS)
+        self._source = (k, v)
+        # Allocate everything now: memory taken later may be in use by kernels that the side stream does not wait for.
+        self._first_keys = [self._keys_buffer(i) for i in range(min(len(self._plan.key_slots), len(self._traffic)))]
+        if self._pack is not None:
+            self._served_buffer(0)
+            self._wait_for_kernels()
+        self._post_keys_until(self._plan.ahead - 1)
 
-    def push_keys(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """The part of `post_keys` that may follow the launch of overlapping kernels. Nothing here."""
+    def take_keys(self, index: int) -> torch.Tensor:
+        """Wait for the fetched K and V of stage `index`, as `frame` shapes them."""
+        keys = self._take(_KEYS, index)
+        if not self._plan.late:
+            self._post_keys_until(index + self._plan.ahead)
+        return keys
 
-    def take_keys(self, index: int) -> torch.Tensor | None:
-        """The packed K and V of stage `index`, or None when it needs none. Blocks until they have arrived."""
-        return self._take(self._keys, index)
+    def free_keys(self, index: int) -> None:
+        """Call once the kernels that read the keys of stage `index` are launched: their buffer may be refilled."""
+        if self._plan.late:
+            self._post_keys_until(index + self._plan.ahead)
 
-    def partials_buffer(self, index: int, k: torch.Tensor) -> torch.Tensor:
-        """Where the kernels of stage `index` leave dK and dV of its keys, (2, B, n, Hkv, D). Not initialized."""
-        self._settle_sends(before=index - 1)
-        return self._buffer("partials", index, k, self._plan[index].num_tokens, self._partial_dtype)
+    def partials_buffer(self, index: int) -> torch.Tensor:
+        """Wait until the slot's last partials have left; then it is the uninitialized buffer for dK and dV of the
+        fetched keys of stage `index`, in the order of the keys."""
+        turn = index % self._plan.turns
+        self._settle(_PARTIALS, index - self._plan.turns)
+        num_rows = self._traffic[index].num_fetched
+        return self._buffer("partials", turn, self._plan.partial_slots[turn], num_rows, self.partial_dtype)
 
-    def swap_partials(self, index: int, partials: torch.Tensor | None, k: torch.Tensor) -> None:
-        """Return stage `index`'s packed dK and dV to the keys' owners, and start receiving those of own keys."""
-        traffic, arrival = self._traffic[index], None
-        if not (traffic.partials_in or traffic.partials_out):
-            return
-        if traffic.partials_in:
-            inbox = self._buffer("inbox", index, k, traffic.num_requested, self._partial_dtype)
-            arrival = self._partials[index] = _Arrival(inbox)
-        with self._together(index, arrival, k.device):
-            self._receive_all(arrival, traffic.partials_in, _PARTIALS)
-            for leg in traffic.partials_out:
-                assert partials is not None
-                self._send_all(leg, (partials.view(-1),), _PARTIALS)
+    def swap_partials(self, index: int, partials: torch.Tensor) -> None:
+        """Post the sends of dK and dV of the fetched keys to their owners, and the receives of those of own keys."""
+        stage = self._traffic[index]
+        inbox, sources = self._inbox_of(index), (partials.view(-1),)
+        self._post(_PARTIALS, index, inbox, stage.partials_in, sources, stage.partials_out)
 
-    def take_partials(self, index: int) -> dict[int, torch.Tensor]:
-        """By hop of stage `index`, the packed dK and dV for `schedule.requested(cp_rank, hop)`."""
-        inbox = self._take(self._partials, index)
-        return {} if inbox is None else self._by_hop(inbox, index)
+    def take_partials(self, index: int) -> torch.Tensor:
+        """Wait for dK and dV of the own keys that stage `index` served, `num_served` rows as `frame` shapes them."""
+        return self._take(_PARTIALS, index)
+
+    @property
+    def inbox(self) -> torch.Tensor:
+        """The received dK and dV of the last stages, each at its `plan.inbox_rows`, as `frame` shapes them."""
+        shape = self._frame.shape(sum(self._plan.inbox_slots))
+        return self._buffers.get("inbox", 0, shape, self.partial_dtype, self._like.device)
 
     def finish(self) -> None:
-        """Wait until the last buffer has left; the pass is over."""
-        self._settle_sends(before=len(self._plan))
-        assert not self._keys, sorted(self._keys)
-        assert not self._partials, sorted(self._partials)
+        """Wait until the last message has left; the pass is over."""
+        for kind, index in list(self._posted):
+            self._settle(kind, index)
+        begun, self._source = bool(self._source), ()
+        if begun and self._packs_beside and torch.cuda.is_current_stream_capturing():
+            self._wait_for_gathering()  # a capture requires the side stream to be joined again
 
     def abandon(self) -> list[torch.Tensor]:
         """Drop the group and its works after an error; return the buffers of messages in flight.
 
         Works and group must not live as long as the error's traceback: they keep sockets open, and peers detect a
-        failed rank by its closed sockets.
+        failed rank by its closed sockets. On a GPU the kernels' stream waits for the gathers on the side stream, and
+        those may wait for keys that never arrive: a device synchronization then blocks until the group is aborted.
         """
-        arrivals = (*self._keys.values(), *self._partials.values())
-        messages = [message for _, message in self._sends]
-        messages += [message for arrival in arrivals for message in arrival.messages]
-        for message in messages:
-            message.end.work = None
+        in_flight = [operation.buffer for operation in self._posted.values()]
+        for operation in self._posted.values():
+            for message in (*operation.receives, *operation.sends):
+                message.end.work = None
+                in_flight.append(message.buffer)
+        self._posted.clear()
         self._group = None
-        return [message.buffer for message in messages] + self._buffers.drop()
+        if self._source and self._packs_beside:
+            self._wait_for_gathering()  # the sources may be freed only after the gathers that read them
+        self._source = ()
+        self._first_keys.clear()
+        return in_flight + self._buffers.drop()
 
-    def _by_hop(self, inbox: torch.Tensor, index: int) -> dict[int, torch.Tensor]:
-        """The parts of a stage's inbox, each packed (2, B, n, Hkv, D), one after another."""
-        parts = self._traffic[index].inbox
-        if len(parts) == 1:
-            return {parts[0][0]: inbox}
-        per_token, at = inbox.numel() // inbox.size(2), 0
-        found: dict[int, torch.Tensor] = {}
-        for hop, num_tokens in parts:
-            flat = inbox.view(-1)[at * per_token : (at + num_tokens) * per_token]
-            found[hop] = flat.view(2, inbox.size(1), num_tokens, *inbox.shape[3:])
-            at += num_tokens
-        return found
+    # ------------------------------------------------------------ keys and buffers
 
-    def _buffer(self, name: str, index: int, k: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
-        shape = (2, k.size(0), num_tokens, *k.shape[2:])
-        if self._coalesced:
-            return self._buffers.get(name, index % 2, shape, dtype, k.device)
-        return torch.empty(shape, dtype=dtype)
+    def _post_keys_until(self, index: int) -> None:
+        while self._num_posted <= min(index, len(self._traffic) - 1):
+            self._post_keys(self._num_posted)
+            self._num_posted += 1
+
+    def _post_keys(self, index: int) -> None:
+        """Send the rows requested in stage `index`, gathered or from where they lie, and receive its keys."""
+        assert self._source, "a pass begins with `begin`"
+        stage, first = self._traffic[index], self._first_keys
+        fetched = first[index] if index < len(first) else self._keys_buffer(index)
+        if self._pack is None:
+            sources = tuple(x.flatten() for x in self._source) if stage.keys_out else ()
+            self._post(_KEYS, index, fetched, stage.keys_in, sources, stage.keys_out)
+            return
+        served = self._served_buffer(index)
+        refills = index >= len(self._plan.key_slots) and bool(stage.keys_in)  # overwrites a buffer that kernels read
+        with self._beside(after_kernels=refills):
+            self._wait_sent(_KEYS, index - self._plan.send_slots)  # the send buffer is about to be refilled
+            if stage.num_served:
+                self._pack(index, served, *self._source)
+            self._post(_KEYS, index, fetched, stage.keys_in, (served.view(-1),), stage.keys_out)
+
+    def _served_buffer(self, index: int) -> torch.Tensor:
+        slot, plan = index % self._plan.send_slots, self._plan
+        return self._buffer("served", slot, plan.served_slots[slot], plan.stages[index].num_served, self._like.dtype)
+
+    def _keys_buffer(self, index: int) -> torch.Tensor:
+        num_rows, slots = self._traffic[index].num_fetched, self._plan.key_slots
+        if self._keep:
+            return self._like.new_empty(self._frame.shape(num_rows))
+        slot = index % len(slots)
+        return self._buffer("keys", slot, slots[slot], num_rows, self._like.dtype)
+
+    def _inbox_of(self, index: int) -> torch.Tensor:
+        plan = self._plan
+        start, stop = plan.inbox_rows(index)
+        return self._buffers.get(
+            "inbox", 0, self._frame.shape(stop - start), self.partial_dtype, self._like.device,
+            sum(plan.inbox_slots) * self._row, start * self._row,
+        )  # fmt: skip
+
+    def _buffer(self, name: str, slot: int, most: int, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
+        """A shared buffer of `num_rows`, allocated for the `most` rows of any stage that uses it."""
+        shape = self._frame.shape(num_rows)
+        return self._buffers.get(name, slot, shape, dtype, self._like.device, most * self._row)
+
+    # ------------------------------------------------------------ posting and waiting
+
+    def _post(
+        self,
+        kind: int,
+        index: int,
+        inbox: torch.Tensor,
+        incoming: tuple[PeerTransfer, ...],
+        sources: tuple[torch.Tensor, ...],
+        outgoing: tuple[PeerTransfer, ...],
+    ) -> None:
+        operation = self._posted[kind, index] = self._open = _Operation(inbox)
+        if not (incoming or outgoing):
+            return
+        unit, flat = self._frame.unit, inbox.view(-1)
+        with self._together(operation):
+            for leg in incoming:
+                for channel, piece in enumerate(leg.pieces):
+                    part = flat.narrow(0, piece.target * unit, piece.size * unit)
+                    operation.receives.append(self._receive(leg.hop, 2 * channel + kind, leg.peer, part))
+            for leg in outgoing:
+                for channel, piece in enumerate(leg.pieces):
+                    part = sources[piece.kind].narrow(0, piece.source * unit, piece.size * unit)
+                    self._send(leg.hop, 2 * channel + kind, leg.peer, part)
 
     @contextmanager
-    def _together(self, index: int, arrival: _Arrival | None, device: torch.device) -> Iterator[None]:
+    def _together(self, operation: _Operation) -> Iterator[None]:
         """Where coalesced, one operation out of all that is sent and received inside."""
-        self._posting = index
-        if not self._coalesced:
+        if not self._plan.coalesced:
             yield
             return
-        first_send = len(self._sends)
-        group = self._group
-        assert group is not None
-        backend: Any = group._get_backend(device) if hasattr(group, "_get_backend") else group
+        backend: Any = self._group
+        backend = backend._get_backend(self._like.device) if hasattr(backend, "_get_backend") else backend
         with one_operation(backend) as works:
             yield
-        end = _Completion(works[0])
-        posted = [message for _, message in self._sends[first_send:]]
-        posted += arrival.messages if arrival is not None else []
-        for message in posted:
+        end = _End(works[0])
+        for message in (*operation.receives, *operation.sends):
             message.end = end
-        if arrival is not None and self._ledger.keep_events:
-            hop = self._plan[index].hops[0]
-            arrival.events = HopEvents(self._direction, hop, _now())
-
-    def _receive_all(self, arrival: _Arrival | None, legs: tuple[PeerTransfer, ...], kind: int) -> None:
-        flat = None if arrival is None else arrival.buffer.view(-1)
-        for leg in legs:
-            assert arrival is not None
-            assert flat is not None
-            for channel, piece in enumerate(leg.pieces):
-                buffer = flat.narrow(0, piece.target, piece.size)
-                arrival.messages.append(self._receive(leg.hop, 2 * channel + kind, leg.peer, buffer))
-
-    def _send_all(self, leg: PeerTransfer, sources: tuple[torch.Tensor, ...], kind: int) -> None:
-        for channel, piece in enumerate(leg.pieces):
-            buffer = sources[piece.kind].narrow(0, piece.source, piece.size)
-            self._send(leg.hop, 2 * channel + kind, leg.peer, buffer)
+        if operation.receives and self._ledger.keep_events:
+            operation.events = HopEvents(self._direction, operation.receives[0].hop, _now())
 
     def _send(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> None:
         assert self._group is not None
-        assert buffer.is_contiguous()
+        assert self._open is not None
         work = self._group.send([buffer], peer, self._tag(hop, kind))
         self._ledger.sent_bytes[self._direction, hop] += buffer.nbytes
-        assert work is not None or self._coalesced, "this rank is not in the group"
-        self._sends.append((self._posting, _HopMessage(hop, buffer, _Completion(work))))
+        assert work is not None or self._plan.coalesced, "this rank is not in the group"
+        self._open.sends.append(_Message(hop, buffer, _End(work)))
 
-    def _receive(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> _HopMessage:
+    def _receive(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> _Message:
         assert self._group is not None
         work = self._group.recv([buffer], peer, self._tag(hop, kind))
-        assert work is not None or self._coalesced, "this rank is not in the group"
-        return _HopMessage(hop, buffer, _Completion(work))
+        assert work is not None or self._plan.coalesced, "this rank is not in the group"
+        return _Message(hop, buffer, _End(work))
 
-    def _take(self, arrivals: dict[int, _Arrival], index: int) -> torch.Tensor | None:
-        arrival = arrivals.get(index)
-        if arrival is None:
-            return None
-        if arrival.events is not None:
-            self._watch(arrival.events, arrival.messages[0])
-        for message in arrival.messages:
+    def _take(self, kind: int, index: int) -> torch.Tensor:
+        operation = self._posted[kind, index]
+        if operation.events is not None:
+            self._watch(operation.events, operation.receives[0])
+        for message in operation.receives:
             self._wait(message)
             self._ledger.received_bytes[self._direction, message.hop] += message.buffer.nbytes
-        if arrival.events is not None:
-            arrival.events.had = _now()
-            self._ledger.events.append(arrival.events)
-        del arrivals[index]
-        return arrival.buffer
+        operation.receives = []
+        if operation.events is not None:
+            operation.events.had = _now()
+            self._ledger.events.append(operation.events)
+        return operation.buffer
 
-    def _watch(self, events: HopEvents, message: _HopMessage) -> None:
+    def _watch(self, events: HopEvents, message: _Message) -> None:
         """Note on a stream of its own when the exchange has arrived, and that the kernels now want it."""
         assert message.end.work is not None
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -355,44 +437,73 @@ class HopExchange:
             events.arrived = _now()
         events.wanted = _now()
 
-    def _settle_sends(self, before: int) -> None:
-        early = [message for index, message in self._sends if index < before]
-        for message in early:
+    def _settle(self, kind: int, index: int) -> None:
+        """Wait until this operation's messages have left, and drop it."""
+        operation = self._posted.get((kind, index))
+        if operation is None:
+            return
+        assert not operation.receives, "something was posted and never taken"
+        for message in operation.sends:
             self._wait(message)
-        if early:
-            self._sends = [entry for entry in self._sends if entry[0] >= before]
+        del self._posted[kind, index]
 
-    def _wait(self, message: _HopMessage) -> None:
+    def _wait_sent(self, kind: int, index: int) -> None:
+        """Make the stream that gathers wait until this operation's messages have left."""
+        operation = self._posted.get((kind, index))
+        if operation is not None:
+            for message in operation.sends[:1] if self._plan.coalesced else operation.sends:
+                self._wait(message, beside=self._plan.coalesced)
+
+    def _wait(self, message: _Message, *, beside: bool = False) -> None:
         end = message.end
-        if end.is_over:
+        if end.is_over and not beside:
             return
         assert end.work is not None
         with self._ledger.waiting(self._direction, message.hop):
             end.work.wait()
-        end.is_over = True
+        end.is_over = end.is_over or not beside
+
+    # ------------------------------------------------------------ the side stream
+
+    @property
+    def _packs_beside(self) -> bool:
+        return self._pack is not None and self._like.is_cuda
+
+    @contextmanager
+    def _beside(self, *, after_kernels: bool = False) -> Iterator[None]:
+        """Run the body on the side stream on a GPU. The side stream waits for the kernels launched so far only with
+        `after_kernels`. Waiting for a message posted inside also waits for its gather."""
+        if not self._like.is_cuda:
+            yield
+            return
+        if after_kernels:
+            self._wait_for_kernels()
+        # Like `torch.cuda.stream`, which looks up the device twice. The current device is the tensors'.
+        kernels = torch.cuda.current_stream(self._like.device.index)
+        torch.cuda.set_stream(self._buffers.stream(self._like.device))
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(kernels)
+
+    def _wait_for_gathering(self) -> None:
+        """Make the kernels' stream wait for the side stream."""
+        torch.cuda.current_stream(self._like.device).wait_stream(self._buffers.stream(self._like.device))
+
+    def _wait_for_kernels(self) -> None:
+        """Make the side stream wait for the kernels launched so far."""
+        if self._like.is_cuda:
+            kernels = torch.cuda.current_stream(self._like.device.index)
+            self._buffers.stream(self._like.device).wait_stream(kernels)
 
     def _tag(self, hop: int, kind: int) -> int:
-        number = hop_number(self._call_index, self._direction, self._schedule.cp, hop)
-        return (number * _NUM_CHANNELS + kind) % NUM_TAGS
-
-
-_NUM_CHANNELS = 64
+        """Equal on both ranks, different for other calls, passes, hops and messages, so that a late one is not
+        matched."""
+        call = self._call_index % _NUM_TAGGED_CALLS * 2 + (self._direction == "backward")
+        return ((call * self._plan.cp + hop) * _NUM_CHANNELS + kind) % _NUM_TAGS
 
 
 def _now() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _pack(k: torch.Tensor, v: torch.Tensor, ranges: tuple[Range, ...]) -> torch.Tensor:
-    """The rows `ranges` of k and v in one buffer (2, B, n, Hkv, D)."""
-    num_tokens = sum(stop - start for start, stop in ranges)
-    buffer = k.new_empty((2, k.size(0), num_tokens, *k.shape[2:]))
-    offset = 0
-    for start, stop in ranges:
-        end = offset + stop - start
-        buffer[0, :, offset:end] = k[:, start:stop]
-        buffer[1, :, offset:end] = v[:, start:stop]
-        offset = end
-    return buffer

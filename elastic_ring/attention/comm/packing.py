@@ -1,14 +1,25 @@
-"""Gathers the rows of K and V that a rank sends into one packed buffer.
+"""Gathers what a rank sends into one packed buffer, and cuts such buffers into the tensors that they hold.
 
-The eager form is the reference and the CPU's path; on a GPU, where torch's `index_select` of rows this short reaches a
-fifth of the speed of memory, `fused_merge` takes K and V in one kernel. Knows nothing of peers or messages.
+Rows of (token, K/V head): the eager form is the reference and the CPU's path; on a GPU, where torch's `index_select` of
+rows this short reaches a fifth of the speed of memory, `fused_merge` takes K and V in one kernel. Token ranges, of all
+heads or of groups of heads, are for CPUs. Knows nothing of peers or messages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
+from elastic_ring.attention.comm.exchange import Frame
+from elastic_ring.attention.layouts.layout import Range
 from elastic_ring.attention.merge import fused_for
+from elastic_ring.attention.plan.sparse_schedule import HeadGroup
+from elastic_ring.attention.plan.sparse_tiles import num_tokens
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""For each head group its K and V, or dK and dV, each (B, n, heads of the group, D)."""
 
 
 def gather_rows_(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
@@ -24,3 +35,68 @@ def eager_gather_rows_(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, r
     for kind, x in enumerate((k, v)):
         for number, sequence in enumerate(x.flatten(1, 2)):
             torch.index_select(sequence, 0, rows, out=packed[:, number, kind])
+
+
+def gather_ranges_(both: Iterable[torch.Tensor], k: torch.Tensor, v: torch.Tensor, ranges: tuple[Range, ...]) -> None:
+    """In place: `both`, each (B, n, heads, D), become the tokens `ranges` of k and of v, one range after another."""
+    for target, x in zip(both, (k, v), strict=True):
+        offset = 0
+        for start, stop in ranges:
+            target[:, offset : offset + stop - start] = x[:, start:stop]
+            offset += stop - start
+
+
+def parts_of_hops(packed: torch.Tensor, parts: tuple[tuple[int, int], ...], frame: Frame) -> dict[int, torch.Tensor]:
+    """By hop the parts of a contiguous buffer in which hops of (hop, rows) lie one after another, shaped by `frame`."""
+    if len(parts) == 1:
+        return {parts[0][0]: packed}
+    found: dict[int, torch.Tensor] = {}
+    flat, at = packed.view(-1), 0
+    for hop, num_rows in parts:
+        found[hop] = flat[at : at + num_rows * frame.row].view(frame.shape(num_rows))
+        at += num_rows * frame.row
+    return found
+
+
+def parts_of_groups(
+    packed: torch.Tensor, groups: tuple[HeadGroup, ...], ranges: tuple[tuple[Range, ...], ...], like: torch.Tensor
+) -> Pairs:
+    """The parts of a contiguous buffer that holds, for each head group, its token ranges of K, then of V."""
+    found: Pairs = []
+    flat, at = packed.view(-1), 0
+    for group, own in zip(groups, ranges, strict=True):
+        shape = (2, like.size(0), num_tokens(own), len(group.kv_heads), like.size(3))
+        length = 2 * shape[1] * shape[2] * shape[3] * shape[4]
+        both = flat[at : at + length].view(shape)
+        found.append((both[0], both[1]))
+        at += length
+    assert at == flat.numel(), (at, flat.numel())
+    return found
+
+
+def gather_groups_(
+    packed: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    groups: tuple[HeadGroup, ...],
+    ranges: tuple[tuple[Range, ...], ...],
+) -> None:
+    """In place: `packed` becomes, for each head group, its token ranges of K, then of V."""
+    for group, own, parts in zip(groups, ranges, parts_of_groups(packed, groups, ranges, k), strict=True):
+        if own:
+            of_k, of_v = (select_heads(x, group.kv_heads) for x in (k, v))
+            gather_ranges_(parts, of_k, of_v, own)
+
+
+def select_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
+    """x[:, :, heads], (B, S, len(heads), D): a view if the heads are consecutive, else a copy."""
+    if heads == tuple(range(heads[0], heads[0] + len(heads))):
+        return x[:, :, heads[0] : heads[0] + len(heads)]
+    return x[:, :, list(heads)]
+
+
+def as_index(ranges: tuple[Range, ...]) -> Any:
+    """An index of these rows: a slice for a single range, else an int64 tensor."""
+    if len(ranges) == 1:
+        return slice(*ranges[0])
+    return torch.cat([torch.arange(start, stop) for start, stop in ranges])

@@ -118,7 +118,7 @@ def on_device(
     stages = tuple(_stage(*each, *size, device) for each in zip(plan.stages, host.stages, strict=True))
     orders = [_order(order, device) for order in (plan.head_order, plan.kv_head_order)]
     back = [_order(tuple(np.argsort(order).tolist()), device) for order in (plan.head_order, plan.kv_head_order)]
-    places = [torch.from_numpy(each).to(device) for each in _places(plan, host)]
+    places = [torch.from_numpy(each).to(device) for each in _places(plan, schedule.cp, host)]
     return DeviceBlocks(
         plan, own, parts, half, stages, tuple(places[:-1]), places[-1], orders[0], orders[1], back[0], back[1]
     )
@@ -129,12 +129,13 @@ def forget_plans() -> None:
     on_device.cache_clear()
 
 
-def _places(plan: BlockPlan, host: HostTables) -> list[np.ndarray]:
+def _places(plan: BlockPlan, cp: int, host: HostTables) -> list[np.ndarray]:
     """The places of each stage that is added apart, then those of all other stages together."""
     of_stages = [stage.places for stage in host.stages]
     last: list[np.ndarray] = [np.empty((0, 0), dtype=np.int32)] if not of_stages else []
+    exchange = plan.exchange(cp, coalesced=False)
     for index in range(plan.num_added_apart, len(of_stages)):
-        start, places = plan.inbox_rows(index)[0], of_stages[index]
+        start, places = exchange.inbox_rows(index)[0], of_stages[index]
         last.append(np.where(places < 0, places, places + np.int32(start)))
     return [*of_stages[: plan.num_added_apart], np.concatenate(last)]
 

@@ -14,50 +14,9 @@ from itertools import pairwise
 
 from elastic_ring.attention.layouts.layout import Range
 from elastic_ring.attention.plan.schedule import Schedule
+from elastic_ring.attention.plan.sparse_tiles import num_tokens as tokens_in
 from elastic_ring.attention.plan.stages import Stage, most_tokens, num_row_visits, stages
-
-
-@dataclass(frozen=True)
-class ContiguousCopy:
-    """One contiguous copy: sender[source:+size] to receiver[target:+size], in elements.
-
-    `kind` is the sender's buffer: 0 for K, 1 for V; 0 where both are packed in one. The receiver's is packed keys
-    (2, B, n, Hkv, D), or an inbox with one such part per hop."""
-
-    kind: int
-    source: int
-    target: int
-    size: int
-
-
-@dataclass(frozen=True)
-class PeerTransfer:
-    """The copies between this rank and `peer` in one hop, one way; both ranks have the same, in the same order."""
-
-    hop: int
-    peer: int
-    pieces: tuple[ContiguousCopy, ...]
-
-    @cached_property
-    def size(self) -> int:
-        return sum(piece.size for piece in self.pieces)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Of one stage of one rank, each in the order of hops: the keys it fetches and serves, the partials it returns
-    and gets back. `inbox` are the hops of the latter with their number of tokens, as they lie in the inbox."""
-
-    keys_in: tuple[PeerTransfer, ...]
-    keys_out: tuple[PeerTransfer, ...]
-    partials_out: tuple[PeerTransfer, ...]
-    partials_in: tuple[PeerTransfer, ...]
-    inbox: tuple[tuple[int, int], ...]
-
-    @cached_property
-    def num_requested(self) -> int:
-        return sum(num_tokens for _, num_tokens in self.inbox)
-
+from elastic_ring.attention.plan.traffic import ContiguousCopy, PeerTransfer, Traffic
 
 Sum = tuple[Range, tuple[tuple[int, int], ...]]
 """A range of own keys, and where its partials are: (hop, offset in that hop's tokens), in hop order."""
@@ -121,27 +80,29 @@ def rank_plan(schedule: Schedule, cp_rank: int, hops_per_stage: int) -> RankPlan
 
 @lru_cache(maxsize=256)
 def traffic(plan: RankPlan, batch: int, row: int, packed: bool) -> tuple[Traffic, ...]:
-    """By stage, the messages for `batch` sequences with `row` elements to a token's K. `packed`: a sender copies the
-    keys of a leg into one buffer before; else they leave from where they lie in K and V (B, S_local, Hkv, D). A piece
-    is one run of memory at both ends: at least a range of one sequence's K or V, at most all of a leg."""
-    schedule, own_rank = plan.schedule, plan.cp_rank
+    """By stage after the own keys, the messages for `batch` sequences with `row` elements to a token's K.
 
-    def keys(reader: int, hop: int, hops: tuple[int, ...]) -> tuple[ContiguousCopy, ...]:
-        fetched = schedule.hops[reader][hop]
-        ranges, length = fetched.fetch, schedule.layout.num_tokens(fetched.source)
-        if packed:
-            ranges, length = ((0, fetched.num_fetched_tokens),), fetched.num_fetched_tokens
-        return _key_pieces(ranges, length, *_room(schedule, reader, hop, hops), batch, row, packed)
+    `packed`: a sender copies the keys of a stage into one buffer before, leg after leg; else they leave from where they
+    lie in K and V (B, S_local, Hkv, D). A piece is one run of memory at both ends: at least a range of one sequence's K
+    or V, at most all of a leg."""
+    schedule, own_rank = plan.schedule, plan.cp_rank
 
     def partials(reader: int, hop: int, hops: tuple[int, ...]) -> tuple[ContiguousCopy, ...]:
         fetched = schedule.hops[reader][hop]
-        before = sum(_num_tokens(schedule.requested(fetched.source, other)) for other in hops[: hops.index(hop)])
+        before = sum(tokens_in(schedule.requested(fetched.source, other)) for other in hops[: hops.index(hop)])
         return _partial_pieces(fetched.num_fetched_tokens, *_room(schedule, reader, hop, hops), before, batch, row)
 
+    def keys(reader: int, hop: int, hops: tuple[int, ...]) -> tuple[ContiguousCopy, ...]:
+        if packed:  # as partials, the other way
+            return tuple(ContiguousCopy(0, p.target, p.source, p.size) for p in partials(reader, hop, hops))
+        fetched = schedule.hops[reader][hop]
+        length = schedule.layout.num_tokens(fetched.source)
+        return _key_pieces(fetched.fetch, length, *_room(schedule, reader, hop, hops), batch, row)
+
     found: list[Traffic] = []
-    for stage in plan.stages:
-        hops = tuple(hop for hop in stage.hops if hop > 0)
-        inbox = [(hop, _num_tokens(schedule.requested(own_rank, hop))) for hop in hops]
+    for stage in plan.stages[1:]:
+        hops = stage.hops
+        inbox = [(hop, tokens_in(schedule.requested(own_rank, hop))) for hop in hops]
         fetch = [(hop, schedule.hops[own_rank][hop].source) for hop in hops if schedule.hops[own_rank][hop].fetch]
         serve = [(hop, schedule.reader(own_rank, hop)) for hop, num_tokens in inbox if num_tokens]
         found.append(
@@ -150,6 +111,8 @@ def traffic(plan: RankPlan, batch: int, row: int, packed: bool) -> tuple[Traffic
                 tuple(PeerTransfer(hop, reader, keys(reader, hop, hops)) for hop, reader in serve),
                 tuple(PeerTransfer(hop, source, partials(own_rank, hop, hops)) for hop, source in fetch),
                 tuple(PeerTransfer(hop, reader, partials(reader, hop, hops)) for hop, reader in serve),
+                stage.num_tokens,
+                sum(num_tokens for _, num_tokens in inbox),
                 tuple((hop, num_tokens) for hop, num_tokens in inbox if num_tokens),
             )
         )
@@ -157,18 +120,16 @@ def traffic(plan: RankPlan, batch: int, row: int, packed: bool) -> tuple[Traffic
 
 
 def _key_pieces(
-    ranges: tuple[Range, ...], length: int, num_tokens: int, place: int, batch: int, row: int, packed: bool
+    ranges: tuple[Range, ...], length: int, num_tokens: int, place: int, batch: int, row: int
 ) -> tuple[ContiguousCopy, ...]:
     """`ranges` of `length` tokens into a stage's `num_tokens`, from token `place` on."""
     pieces: list[ContiguousCopy] = []
     for kind in range(2):
         for sequence in range(batch):
             at = (kind * batch + sequence) * num_tokens + place
-            begin = (kind * batch * packed + sequence) * length
+            begin = sequence * length
             for start, stop in ranges:
-                pieces.append(
-                    ContiguousCopy(0 if packed else kind, (begin + start) * row, at * row, (stop - start) * row)
-                )
+                pieces.append(ContiguousCopy(kind, (begin + start) * row, at * row, (stop - start) * row))
                 at += stop - start
     return _joined(pieces)
 
@@ -214,7 +175,3 @@ def _offsets(ranges: tuple[Range, ...]) -> tuple[list[int], list[int]]:
         offsets.append(total)
         total += stop - start
     return starts, offsets
-
-
-def _num_tokens(ranges: tuple[Range, ...]) -> int:
-    return sum(stop - start for start, stop in ranges)

@@ -8,8 +8,7 @@ any group. numpy only: `device_blocks` makes the tensors. Waiting and sending mu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -24,6 +23,7 @@ from elastic_ring.attention.layouts.layout import Layout, Range
 from elastic_ring.attention.patterns.rules import Mask, Positions
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import HeadGroup, SparseSchedule
+from elastic_ring.attention.plan.traffic import ContiguousCopy, ExchangePlan, PeerTransfer, Traffic
 
 WORTH_COPYING = 0.75
 """Queries are gathered for a call on fetched keys only if at most this share of a rank's blocks sees any of the keys.
@@ -35,16 +35,6 @@ of the last NUM_TURNS stages are added in one pass over memory at the end."""
 
 KEPT_SHARE = 0.25
 """Fetched keys are kept for backward if they are at most this share of a rank's own keys, which are kept anyway."""
-
-
-@dataclass(frozen=True)
-class StageMessage:
-    """Rows [start, stop) of a packed buffer that are sent to `peer`, or received from it, in `hop`."""
-
-    hop: int
-    peer: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -65,17 +55,24 @@ class Region:
 class BlockStage:
     """The keys of one or more hops, packed contiguously and computed on together.
 
-    `fetched` are the messages that fill a buffer of `num_fetched_rows` rows, ordered by size of head group and then by
-    hop: the keys of all groups of one size are adjacent, and each hop sends them as one message. `served` are the
-    messages of a buffer of `num_served_rows` rows, ordered by hop.
+    `fetched` are the transfers that fill a buffer of `num_fetched_rows` rows, ordered by size of head group and then by
+    hop: the keys of all groups of one size are adjacent, and each hop sends them as one message. `served` are those of
+    a buffer of `num_served_rows` rows, ordered by hop. Pieces count in rows, and are places in the own buffer.
     """
 
     hops: tuple[int, ...]
     regions: tuple[Region, ...]
-    fetched: tuple[StageMessage, ...]
-    served: tuple[StageMessage, ...]
+    fetched: tuple[PeerTransfer, ...]
+    served: tuple[PeerTransfer, ...]
     num_fetched_rows: int
     num_served_rows: int
+
+    @property
+    def traffic(self) -> Traffic:
+        """dK and dV go back the way that the keys came."""
+        return Traffic(
+            self.fetched, self.served, self.fetched, self.served, self.num_fetched_rows, self.num_served_rows
+        )
 
 
 @dataclass(frozen=True)
@@ -97,41 +94,28 @@ class BlockPlan:
     def num_fetched_rows(self) -> int:
         return sum(stage.num_fetched_rows for stage in self.stages)
 
+    def exchange(self, cp: int, *, coalesced: bool) -> ExchangePlan:
+        """Buffers: 2 for K/V, `NUM_TURNS` for dK/dV, `NUM_TURNS` inbox slots, 1 for sends."""
+        return ExchangePlan(
+            cp, tuple(stage.traffic for stage in self.stages), ahead=2 if coalesced else 1, late=coalesced, packed=True,
+            send_slots=1, turns=NUM_TURNS, coalesced=coalesced,
+        )  # fmt: skip
+
     @property
     def num_added_apart(self) -> int:
         """Number of leading stages whose returned dK and dV are added before the end, because a later stage reuses
         their slot."""
         return max(0, len(self.stages) - NUM_TURNS)
 
-    def inbox_rows(self, index: int) -> Range:
-        """The rows of the inbox that receive the dK and dV of stage `index`."""
-        start = sum(self._inbox_sizes[: index % NUM_TURNS])
-        return start, start + self.stages[index].num_served_rows
-
-    @property
-    def num_inbox_rows(self) -> int:
-        return sum(self._inbox_sizes)
-
-    @property
-    def _inbox_sizes(self) -> list[int]:
-        return [self.most_rows(lambda stage: stage.num_served_rows, turn, NUM_TURNS) for turn in range(NUM_TURNS)]
-
-    def most_rows(self, which: Callable[[BlockStage], int], slot: int = 0, num_slots: int = 1) -> int:
-        """The largest number of rows among the stages that use buffer `slot` of `num_slots` in rotation."""
-        return max((which(stage) for stage in self.stages[slot::num_slots]), default=0)
-
     def buffer_bytes(self, row_bytes: int, partial_row_bytes: int, *, kept: bool = False) -> int:
         """Bytes of shared buffers for a forward and a backward pass.
 
-        Buffers: 2 for K/V, `NUM_TURNS` for dK/dV, `NUM_TURNS` inbox slots, 1 for sends; stages use them in rotation. A
-        row holds K and V, or dK and dV, of all sequences of the batch. Kept keys need no buffer here.
+        A row holds K and V, or dK and dV, of all sequences of the batch. Kept keys need no buffer here.
         """
-        num_keys, num_partials = (
-            sum(self.most_rows(lambda stage: stage.num_fetched_rows, turn, num_turns) for turn in range(num_turns))
-            for num_turns in (0 if kept else 2, NUM_TURNS)
-        )
-        served = self.most_rows(lambda stage: stage.num_served_rows)
-        return (num_keys + served) * row_bytes + (num_partials + self.num_inbox_rows) * partial_row_bytes
+        plan = self.exchange(0, coalesced=False)
+        num_keys = 0 if kept else sum(plan.key_slots)
+        num_partials = sum(plan.partial_slots) + sum(plan.inbox_slots)
+        return (num_keys + sum(plan.served_slots)) * row_bytes + num_partials * partial_row_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,16 +231,31 @@ def _stage(
     served, served_rows = _served(schedule, cp_rank, hops, len(kv_order))
     num_own_rows = schedule.layout.num_tokens(cp_rank) * schedule.num_kv_heads
     places = _places(served, served_rows, num_own_rows)
-    if len(hops) == 1:
-        fetched, served = _joined(fetched), _joined(served)
     num_fetched_rows = sum(region.num_tokens * region.num_kv_heads for region in regions)
-    stage = BlockStage(hops, regions, fetched, served, num_fetched_rows, len(served_rows))
+    joined = len(hops) == 1
+    stage = BlockStage(
+        hops, regions, _transfers(fetched, joined=joined), _transfers(served, joined=joined), num_fetched_rows,
+        len(served_rows),
+    )  # fmt: skip
     return stage, StageTables(kept, keys, readers, served_rows, places)
 
 
-def _joined(messages: tuple[StageMessage, ...]) -> tuple[StageMessage, ...]:
-    """The messages of one hop as one message: its groups are contiguous on both sides."""
-    return (replace(messages[0], stop=messages[-1].stop),) if messages else ()
+_Rows = tuple[int, int, int, int]
+"""The hop, the peer, and the rows [start, stop) of the own buffer."""
+
+
+def _transfers(messages: tuple[_Rows, ...], *, joined: bool) -> tuple[PeerTransfer, ...]:
+    """One for each hop. With `joined`, as for a stage of one hop, whose groups are contiguous on both sides, in one
+    piece."""
+    by_hop: dict[tuple[int, int], list[Range]] = {}
+    for hop, peer, start, stop in messages:
+        by_hop.setdefault((hop, peer), []).append((start, stop))
+    if joined:
+        by_hop = {key: [(rows[0][0], rows[-1][1])] for key, rows in by_hop.items()}
+    return tuple(
+        PeerTransfer(hop, peer, tuple(ContiguousCopy(0, start, start, stop - start) for start, stop in rows))
+        for (hop, peer), rows in by_hop.items()
+    )
 
 
 def _most_visits(readers: list[tuple[Positions, ...]], num_blocks: int) -> int:
@@ -289,12 +288,12 @@ def _blocks_of(layout: Layout, cp_rank: int) -> Positions:
 
 def _packed(
     schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...]
-) -> tuple[list[Positions], tuple[Positions, ...], tuple[StageMessage, ...]]:
+) -> tuple[list[Positions], tuple[Positions, ...], tuple[_Rows, ...]]:
     """For each group in the internal order the fetched blocks and their positions among those of its size; and the
     messages that bring them."""
     fetched: list[Positions] = []
     places: list[Positions] = []
-    messages: list[StageMessage] = []
+    messages: list[_Rows] = []
     row = 0
     for alike in _by_size(schedule):
         blocks: list[list[Positions]] = [[] for _ in alike]
@@ -310,7 +309,7 @@ def _packed(
                     num_blocks += len(blocks[index][-1])
             row = begun + num_blocks * BLOCK_TOKENS * _size(alike[0])
             if row > first:
-                messages.append(StageMessage(hop, own.source, first, row))
+                messages.append((hop, own.source, first, row))
         fetched += map(_joined_blocks, blocks)
         places += map(_joined_blocks, at)
     return fetched, tuple(places), tuple(messages)
@@ -354,9 +353,9 @@ def _worth_taking(seeing: Mask) -> Positions:
 
 def _served(
     schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...], num_kv_heads: int
-) -> tuple[tuple[StageMessage, ...], np.ndarray]:
+) -> tuple[tuple[_Rows, ...], np.ndarray]:
     """What other ranks fetch from this one: the messages, and the own rows that fill them."""
-    messages: list[StageMessage] = []
+    messages: list[_Rows] = []
     rows: list[np.ndarray] = []
     at = 0
     for hop in hops:
@@ -371,17 +370,16 @@ def _served(
                     rows.append((np.concatenate(tokens)[:, None] * num_kv_heads + heads[None, :]).ravel())
                     at += len(rows[-1])
             if at > begun:
-                messages.append(StageMessage(hop, schedule.reader(cp_rank, hop), begun, at))
+                messages.append((hop, schedule.reader(cp_rank, hop), begun, at))
     return tuple(messages), np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)
 
 
-def _places(served: tuple[StageMessage, ...], served_rows: np.ndarray, num_own_rows: int) -> np.ndarray:
+def _places(served: tuple[_Rows, ...], served_rows: np.ndarray, num_own_rows: int) -> np.ndarray:
     """(hops that read, own rows) int32. Groups share no K/V head, so no hop reads a row twice."""
-    hops = sorted({message.hop for message in served})
+    hops = sorted({hop for hop, *_ in served})
     places = np.full((len(hops), num_own_rows), -1, dtype=np.int32)
-    for message in served:
-        rows = served_rows[message.start : message.stop]
-        places[hops.index(message.hop), rows] = np.arange(message.start, message.stop, dtype=np.int32)
+    for hop, _, start, stop in served:
+        places[hops.index(hop), served_rows[start:stop]] = np.arange(start, stop, dtype=np.int32)
     return places
 
 

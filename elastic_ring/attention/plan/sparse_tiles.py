@@ -17,6 +17,7 @@ from elastic_ring.attention.patterns.blocks import row_kinds, visible
 from elastic_ring.attention.patterns.rules import FULL, NONE, Kinds, Mask, Positions, Rule
 from elastic_ring.attention.plan.cached import static_lru_cache
 from elastic_ring.attention.plan.sparse_schedule import Chunk, SparseSchedule, chunks_of, runs
+from elastic_ring.attention.plan.traffic import ContiguousCopy, ExchangePlan, PeerTransfer, Traffic
 
 
 @dataclass(frozen=True)
@@ -168,3 +169,19 @@ def _joined(starts: Positions, stops: Positions) -> tuple[Range, ...]:
     breaks = np.flatnonzero(starts[1:] != stops[:-1]) + 1
     first, last = np.concatenate([[0], breaks]), np.concatenate([breaks, [len(starts)]]) - 1
     return tuple(zip(starts[first].tolist(), stops[last].tolist(), strict=True))
+
+
+def tile_exchange(schedule: SparseSchedule, cp_rank: int, ahead: int) -> ExchangePlan:
+    """What `cp_rank` moves hop by hop, each hop one message a direction, posted `ahead` hops before its kernels."""
+    stages = []
+    for hop in range(1, schedule.cp):
+        reader = schedule.reader(cp_rank, hop)
+        fetched, served = schedule.num_head_tokens(cp_rank, hop), schedule.num_head_tokens(reader, hop)
+        here = _message(hop, schedule.hops[cp_rank][hop].source, fetched)
+        there = _message(hop, reader, served)
+        stages.append(Traffic(here, there, here, there, fetched, served))
+    return ExchangePlan(schedule.cp, tuple(stages), ahead=ahead, packed=True, send_slots=ahead + 1)
+
+
+def _message(hop: int, peer: int, num_rows: int) -> tuple[PeerTransfer, ...]:
+    return (PeerTransfer(hop, peer, (ContiguousCopy(0, 0, 0, num_rows),)),) if num_rows else ()

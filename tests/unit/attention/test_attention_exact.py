@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +64,36 @@ def test_fp64_agrees_with_one_process_in_every_combination(rings: ThreadRings, c
         found = run_ring(case, rings.groups(cp)).tensors
         for name, got, want in zip(("out", "dq", "dk", "dv"), found, whole_attention(case), strict=True):
             assert relative_error(got, want) <= 1e-12, (case, name)
+
+
+class Leaving:
+    """A rank's gloo group. What it sends must stay as it is until the send is waited for."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank, self.size, self.recv = group.rank, group.size, group.recv
+        self.num_open = 0
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SimpleNamespace:
+        (sent,), before, work = tensors, tensors[0].clone(), self._group.send(tensors, dst, tag)
+        self.num_open += 1
+
+        def wait() -> None:
+            work.wait()
+            assert torch.equal(sent, before), "a buffer was refilled while its message was leaving"
+            self.num_open -= 1
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_buffer_is_refilled_before_its_message_has_left(rings: ThreadRings, causal: bool) -> None:
+    """Short documents: a rank needs keys of few hops, and stages without keys lie between them."""
+    for layout, hops in itertools.product(("contiguous", "zigzag"), (1, 2)):
+        case = Case(8, 35, causal, layout, (0, 1, 12, 19))
+        groups = [Leaving(group) for group in rings.groups(8)]
+        run_ring(case, groups, hops_per_stage=hops)
+        assert [group.num_open for group in groups] == [0] * 8, case
 
 
 @pytest.mark.thinned(num=1)

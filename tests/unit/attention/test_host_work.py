@@ -95,7 +95,7 @@ def test_a_work_is_waited_for_once_however_many_messages_it_ends(hops_per_stage:
             assert set(group.waits.values()) <= {1}, (case, cp_rank)
             assert group.num_messages == 0 or group.waits
             plan = rank_plan(case.schedule, cp_rank, hops_per_stage)
-            of_stages = traffic(plan, case.batch, case.num_kv_heads * case.head_dim, packed=False)[1:]
+            of_stages = traffic(plan, case.batch, case.num_kv_heads * case.head_dim, packed=False)
             keys = sum(bool(stage.keys_in or stage.keys_out) for stage in of_stages)
             partials = sum(bool(stage.partials_in or stage.partials_out) for stage in of_stages)
             assert len(group.waits) == 2 * keys + partials, "every work that ends a message is waited for"
@@ -243,7 +243,7 @@ def test_messages_lie_where_both_sides_have_them_and_fill_every_buffer() -> None
                     for leg in getattr(stage, mine):
                         there = [other for other in getattr(legs[leg.peer][index], theirs) if other.hop == leg.hop]
                         assert [(other.peer, other.pieces) for other in there] == [(cp_rank, leg.pieces)]
-                sizes = (plan.stages[index].num_tokens if index else 0, stage.num_requested)
+                sizes = (plan.stages[index + 1].num_tokens, stage.num_served)
                 for incoming, num_tokens in zip((stage.keys_in, stage.partials_in), sizes, strict=True):
                     filled = sorted((p.target, p.target + p.size) for leg in incoming for p in leg.pieces)
                     ends = [0, *(end for _, end in filled)]

@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from elastic_ring.attention import block_pass, gradients, sparse_ring
-from elastic_ring.attention.comm import packed_exchange
 from elastic_ring.attention.comm.exchange import HopBuffers, HopExchange
-from elastic_ring.attention.comm.packed_exchange import PackedExchange
 from elastic_ring.attention.kernels.backend import Backend
 from elastic_ring.attention.kernels.sparse_registry import REFERENCE
 from elastic_ring.attention.ring import RingAttention
@@ -25,7 +23,7 @@ from tests.unit.attention.stream_model import BESIDE, KERNELS, Graph, ModelledGr
 from tests.unit.sparse.block_cases import BlockCase, block_case, grouped_case
 
 
-class ModelledExchange(PackedExchange):
+class ModelledExchange(HopExchange):
     """The product's, whose stream beside the kernels' is the model's."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -124,9 +122,9 @@ def both_passes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> tuple[Gra
     """Forward and backward of each call on every rank, all calls over the same buffers; and what each rank posted."""
     host, graph = Host(), Graph()
     monkeypatch.setattr(sparse_ring, "select_sparse", lambda *_: host.kernel)
-    monkeypatch.setattr(sparse_ring, "PackedExchange", ModelledExchange)
+    monkeypatch.setattr(sparse_ring, "HopExchange", ModelledExchange)
     monkeypatch.setattr(block_pass, "add_placed_", host.add_placed_)
-    monkeypatch.setattr(packed_exchange, "gather_rows_", host.gather_rows_)
+    monkeypatch.setattr(sparse_ring, "gather_rows_", host.gather_rows_)
     posted = []
     for streams, group, buffers in each_rank(calls[0].case.layout.cp, host, graph):
         for call in calls:
@@ -171,13 +169,13 @@ def test_no_stream_is_ahead_of_another_and_none_waits_for_itself(name: str, monk
 
 
 def without_waiting_for_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = PackedExchange._wait_sent
+    wait = HopExchange._wait_sent
 
     def sloppy(self: Any, kind: int, index: int) -> None:
         if self.streams.current != BESIDE:
             wait(self, kind, index)
 
-    monkeypatch.setattr(PackedExchange, "_wait_sent", sloppy)
+    monkeypatch.setattr(HopExchange, "_wait_sent", sloppy)
 
 
 def without_waiting_for_kernels(monkeypatch: pytest.MonkeyPatch, where: Callable[[Any], bool]) -> None:
@@ -191,13 +189,13 @@ def without_waiting_for_kernels(monkeypatch: pytest.MonkeyPatch, where: Callable
 
 
 def with_all_partials_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    swap = PackedExchange.swap_partials
+    swap = HopExchange.swap_partials
 
     def sloppy(self: Any, index: int, partials: torch.Tensor) -> None:
         with self._beside():
             swap(self, index, partials)
 
-    monkeypatch.setattr(PackedExchange, "swap_partials", sloppy)
+    monkeypatch.setattr(HopExchange, "swap_partials", sloppy)
 
 
 MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

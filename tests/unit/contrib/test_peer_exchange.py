@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_ring.attention.comm.ledger import HopLedger
-from elastic_ring.attention.plan.rank_plan import ContiguousCopy
+from elastic_ring.attention.plan.traffic import ContiguousCopy
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.contrib.peer_memory import PeerMemory
 from tests.gpu.gpu_rings import run_dense_on

@@ -171,7 +171,7 @@ def test_a_hop_is_one_message_a_direction_whatever_its_heads_and_sequences(
         num_sent, num_messages = 0, 0
         for rank, group in enumerate(groups):
             num_sent += sum(what == "send" for what, _, _ in group.log)
-            assert all(len(shape) == 4 and shape[1:3] == (2, 2) for _, _, shape in group.log)
+            assert all(size % (2 * 2 * case.head_dim) == 0 for _, _, (size,) in group.log), "whole rows"
             for hop in case.schedule.hops[rank][1:]:
                 pairs = zip(case.schedule.groups, hop.fetch, strict=True)
                 sizes = {len(group.kv_heads) for group, ranges in pairs if ranges}

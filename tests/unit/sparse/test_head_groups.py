@@ -235,16 +235,18 @@ def _marks_of_keys(case: BlockCase, cp_rank: int, blocks: Any) -> torch.Tensor:
     """A buffer of fetched keys (rows, 1, 2, 1) as the owners fill it: token * K/V heads + head."""
     (stage,) = blocks.stages
     keys = torch.full((stage.plan.num_fetched_rows, 1, 2, 1), -1)
-    for message in stage.plan.fetched:
-        there = on_device(case.schedule, message.peer, CPU)
+    for leg in stage.plan.fetched:
+        there = on_device(case.schedule, leg.peer, CPU)
         served = there.stages[0]
-        sent = [each for each in served.plan.served if (each.hop, each.peer) == (message.hop, cp_rank)]
-        mine = [each for each in stage.plan.fetched if each.hop == message.hop]
-        rows = served.served_rows[slice(sent[mine.index(message)].start, sent[mine.index(message)].stop)].long()
-        local, inner = rows // case.num_kv_heads, rows % case.num_kv_heads
-        head = torch.tensor(there.plan.kv_head_order)[inner]
-        position = case.layout.positions(message.peer)[local]
-        keys[message.start : message.stop] = (position * case.num_kv_heads + head)[:, None, None, None]
+        (sent,) = [each for each in served.plan.served if (each.hop, each.peer) == (leg.hop, cp_rank)]
+        for mine, theirs in zip(leg.pieces, sent.pieces, strict=True):
+            assert mine.size == theirs.size
+            rows = served.served_rows[theirs.source : theirs.source + theirs.size].long()
+            local, inner = rows // case.num_kv_heads, rows % case.num_kv_heads
+            head = torch.tensor(there.plan.kv_head_order)[inner]
+            position = case.layout.positions(leg.peer)[local]
+            marks = (position * case.num_kv_heads + head)[:, None, None, None]
+            keys[mine.target : mine.target + mine.size] = marks
     assert (keys >= 0).all()
     return keys
 
