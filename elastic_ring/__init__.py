@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic_ring.attention.ring import ring_attention
+    from elastic_ring.attention.api import ring_attention
     from elastic_ring.config import CheckpointConfig, OptimConfig, RunConfig, ScalingConfig, StepConfig, Timeouts
     from elastic_ring.monitor.callbacks import Callback
     from elastic_ring.monitor.result import Checkpoint, Result
@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
         "StepConfig": "elastic_ring.config",
         "Timeouts": "elastic_ring.config",
         "load_weights": "elastic_ring.train.weights",
-        "ring_attention": "elastic_ring.attention.ring",
+        "ring_attention": "elastic_ring.attention.api",
     }
     if name not in homes:
         raise AttributeError(f"module 'elastic_ring' has no attribute {name!r}")

@@ -214,6 +214,9 @@ class StepConfig:
     """Optimizer steps to train."""
     global_batch: PositiveInt = 4
     """Sequences in a step."""
+    sequences_per_pass: PositiveInt = 1
+    """Sequences that a ring computes in one forward and backward pass. More than one: fewer gathers and exchanges, and
+    activations of so many sequences in memory. A ring's last pass has what is left of its share."""
     context_tokens: PositiveInt = 2048
     """Tokens of a sequence."""
     seed: NonNegativeInt = 0
@@ -233,6 +236,16 @@ class StepConfig:
     """Take bitwise repeatable kernels: the promise of equal bits needs them, and they cost some speed on a GPU."""
     kernel: str = ""
     """Pin one attention kernel by name; empty for the best that passes its self-test."""
+    kv_wire: Literal["native", "fp8"] = "native"
+    """How keys and values cross a ring: in their own type; or in 8 bits with a scale for each head's vector, about half
+    the bytes, where each element is off by at most 1/16 of itself or 2.2e-6 of the vector's largest."""
+
+    def __post_init__(self) -> None:
+        if self.sequences_per_pass > self.global_batch:
+            raise ValueError(
+                f"sequences_per_pass={self.sequences_per_pass} is more than global_batch={self.global_batch}: no ring "
+                "has so many sequences in a step; lower sequences_per_pass or raise global_batch"
+            )
 
 
 @settings
@@ -264,7 +277,7 @@ class OptimConfig:
     """Adam's decay of the first and second moment."""
     eps: Annotated[float, Field(gt=0, allow_inf_nan=False), Must("a number above 0")] = 1e-8
     """Added to Adam's denominator."""
-    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    clip_norm: Annotated[float, Field(gt=0), Must("a number above 0, or None")] | None = 1.0
     """Bound on the norm of the gradient of the mean loss over the global batch; None for no clipping."""
     max_skipped: NonNegativeInt = 10
     """Steps in a row that may be skipped for a non-finite gradient."""
@@ -340,6 +353,9 @@ class RunConfig:
         "callbacks": "give them to the trainer: ElasticRingTrainer(..., callbacks=[...])",
         "verbose": "set progress=False to hide the progress line",
         "storage_filesystem": "give a storage_path that every node sees",
+        "stop": "set step_config.steps; `ray job stop` or Ctrl-C ends a run earlier",
+        "sync_config": "nothing is synchronised; storage_path is a folder that every node sees, or s3://bucket/prefix",
+        "log_to_file": "Ray has the workers' logs",
     }
 
     name: Annotated[
@@ -375,15 +391,24 @@ class RunConfig:
     loss_spike: Literal["off", "log", "act"] = "log"
     """What follows a loss far above those before: nothing, a line in the log, or loss_spike_actions."""
     loss_spike_actions: Annotated[
-        tuple[Literal["clip", "skip", "stop"], ...], BeforeValidator(_list_as_tuple), Field(min_length=1),
-        Must("one or more of clip, skip, stop"),
+        tuple[Literal["clip", "skip", "back", "stop"], ...], BeforeValidator(_list_as_tuple), Field(min_length=1),
+        Must("one or more of clip, skip, back, stop"),
     ] = ("clip", "skip", "skip", "stop")  # fmt: skip
     """What the first, second, ... spike within 64 steps leads to, the last for all later ones: clip (ten steps at a
-    tenth of clip_norm), skip (the step changes nothing), stop (the run ends)."""
+    tenth of clip_norm), skip (the step changes nothing), back (to the newest copies or checkpoint from before it, and
+    on with later batches; so also after max_skipped steps in a row), stop (the run ends)."""
+    rollback_limit: PositiveInt = 3
+    """So often the run goes back from about the same step; then it ends."""
+    skip_batches: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^[0-9]+\+[1-9][0-9]*$")], ...], BeforeValidator(_list_as_tuple),
+        Must("entries such as 60+21, by rising step: from step 60 on, 21 batches are left out"),
+    ] = ()  # fmt: skip
+    """Batches that the order of samples leaves out from the beginning: 60+21 from step 60 on the next 21. With what the
+    journal of a run that went back says, another run uses the same batches."""
     straggler: Literal["off", "log", "act"] = "log"
     """What follows when one rank is slower than its peers for minutes: nothing, a line in the log, or a spare takes its
     place."""
-    straggler_factor: Annotated[float, Field(gt=1), Must("a number above 1")] = 1.5
+    straggler_factor: Annotated[float, Field(gt=1, allow_inf_nan=False), Must("a finite number above 1")] = 1.5
     """How many times as long as its peers a slow rank works for its sequences."""
     straggler_window_s: PositiveSeconds = 180.0
     """Over how many seconds of steps that is judged."""
@@ -391,13 +416,21 @@ class RunConfig:
     """What follows when ranks that must agree do not: the run ends if replicas would part, else a line in the log; with
     act the step runs again, and the rank that computed wrongly is replaced."""
     corruption_every_steps: NonNegativeInt = 200
-    """In one step of so many each ring computes one sequence of another ring, too, and replicas compare their state; 0
+    """In one step of so many each ring computes one pass of another ring, too, and replicas compare their state; 0
     for never. Norms of reduced gradients are compared in every step."""
     user_error_limit: PositiveInt = 2
     """A step on which the user's code raises this often ends the run."""
     memory_limit: Annotated[float, Field(ge=0, lt=1), Must("a share of the node's memory from 0 to below 1")] = 0.93
     """The share of a node's memory, or of its container's, at which the node's agent kills the worker that grew; 0 for
     never."""
+    peak_tflops: Annotated[float, Field(gt=0, allow_inf_nan=False), Must("a number above 0")] | None = None
+    """What one device computes at most, in TFLOP/s, for the metric of utilisation (MFU); by the GPU's name if left
+    out."""
+    memory_pressure: Literal["off", "log", "act"] = "log"
+    """What follows when memory is nearly full for eight steps: nothing, a line in the log, or the memory ladder's next
+    relief is taken at a boundary, before memory runs out."""
+    memory_pressure_share: Annotated[float, Field(gt=0, le=1), Must("a share above 0, at most 1")] = 0.95
+    """At which share of what a device can give, or of `memory_limit` on a host, memory counts as nearly full."""
     memory_relax_steps: NonNegativeInt = 200
     """Steps without a shortage after which the memory ladder goes one relief down; 0 for never."""
     grow_delay_s: Seconds = 2.0
@@ -405,7 +438,8 @@ class RunConfig:
     grow_interval_s: Seconds = 0.0
     """The mesh grows no sooner than this after its size has changed; 0 for no limit."""
     grow_cost_s: Seconds | None = None
-    """What a growth must save until the end of the run, at the pace so far; what the last rebuild took if left out."""
+    """What a growth must save until the end of the run, at the pace so far; if left out, what the last build took, and
+    the last new worker until it was warm."""
     corpus_look_s: Seconds = 5.0
     """Seconds between looks for a longer manifest, while `data prepare` goes on; 0: the corpus stays as it is."""
     notices: str = ""
@@ -502,7 +536,13 @@ def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault
 
 
 def check_loss_spikes(run: RunConfig, optim: OptimConfig) -> None:
-    """Refuse an action that the optimizer's settings leave nothing to do. Raises ValueError before anything starts."""
+    """Refuse an action that other settings leave nothing to do. Raises ValueError before anything starts."""
+    has_sources = run.checkpoint_config.is_on or run.copies != "0"
+    if run.loss_spike == "act" and "back" in run.loss_spike_actions and not has_sources:
+        raise ValueError(
+            f"loss_spike_actions={run.loss_spike_actions}: there is nothing to go back to: set copies, or "
+            "checkpoint_config.every_steps"
+        )
     if run.loss_spike == "act" and "clip" in run.loss_spike_actions and optim.clip_norm is None:
         raise ValueError(
             f"loss_spike_actions={run.loss_spike_actions}: clip lowers clip_norm, and clip_norm=None: leave clip out, "

@@ -46,7 +46,7 @@ class JournalDamaged(ElasticRingError):
 
 
 class ShardLost(ElasticRingError):
-    """No verified holder of some `cp_rank` is left; beyond the dp replicas there are no copies and no checkpoints."""
+    """No live holder, no copy and no verified checkpoint of some `cp_rank` is left."""
 
 
 class DigestMismatch(ElasticRingError):

@@ -2,7 +2,8 @@
 
     kill@step=21,phase=backward,rank=3; freeze@step=30,rank=0
 
-`rank` is the global rank at the time of the fault; each fault fires once. From `slow` on a process stays slow.
+`rank` is the global rank at the time of the fault; each fault fires once. From `slow` on a process stays slow, and from
+`wrong` on it computes each gradient wrongly.
 Faults are injected elsewhere (`runtime/worker/faults`); no I/O here.
 """
 
@@ -12,11 +13,15 @@ from dataclasses import dataclass
 
 KINDS = (
     "kill", "freeze", "gil", "raise", "exit", "drain", "kill-node", "kill-coordinator", "freeze-coordinator",
-    "slow", "flip",
+    "slow", "flip", "wrong",
 )  # fmt: skip
-PHASES = ("forward", "backward", "reduce", "vote", "apply", "idle", "heal")
+PHASES = ("forward", "backward", "reduce", "vote", "apply", "idle", "heal", "upload", "commit")
+"""`upload`: in the middle of a rank's file of the checkpoint of `step` steps. `commit`: in the coordinator, between the
+last of these files and the manifest."""
+FLIP_KINDS = ("flip", "wrong")
 FLIPPED = ("backward", "reduce", "apply")
 """After which a bit of the local gradient, the reduced one or the state is wrong."""
+COMMIT_KINDS = ("slow", "kill-coordinator", "freeze-coordinator")
 ROLES = ("spare", "donor")
 
 
@@ -68,8 +73,10 @@ def _parse(part: str) -> Fault:
     phase = fields.get("phase", "idle")
     if phase not in PHASES:
         raise ValueError(f"faults: unknown phase {phase!r} in {part!r}; known: {', '.join(PHASES)}")
-    if kind == "flip" and phase not in FLIPPED:
-        raise ValueError(f"faults: flip in {part!r} needs phase=backward, phase=reduce or phase=apply")
+    if kind in FLIP_KINDS and phase not in FLIPPED:
+        raise ValueError(f"faults: {kind} in {part!r} needs phase=backward, phase=reduce or phase=apply")
+    if phase == "commit" and kind not in COMMIT_KINDS:
+        raise ValueError(f"faults: {part!r}: phase=commit is the coordinator's; use {', '.join(COMMIT_KINDS)}")
     role = fields.get("role")
     if role is not None and (role not in ROLES or phase != "heal"):
         raise ValueError(f"faults: role={role!r} in {part!r}; use role=spare or role=donor, with phase=heal")

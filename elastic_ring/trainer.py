@@ -26,7 +26,7 @@ from torch import nn
 
 from elastic_ring import errors
 from elastic_ring.attention.autolayout.cost_model import CostModel
-from elastic_ring.attention.kernels.registry import BACKENDS
+from elastic_ring.attention.kernels.registry import covering
 from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.config import (
@@ -40,10 +40,12 @@ from elastic_ring.config import (
     digest,
     environment,
 )
-from elastic_ring.control.corpus import take_fact, version_at
+from elastic_ring.control.decisions import rollback
+from elastic_ring.control.decisions.corpus import take_fact, version_at
 from elastic_ring.data.growth import grown, may_grow
 from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, materialised
 from elastic_ring.data.sampling.order import SampleOrder
+from elastic_ring.data.sampling.skips import SkippingOrder, by_batch
 from elastic_ring.data.source import SourceConfig, hold_out, open_source, order_of
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_callbacks
@@ -53,7 +55,7 @@ from elastic_ring.monitor.metrics import (
     STATUS_NAME,
     SUMMARY_NAME,
     StepMetrics,
-    storage_trouble,
+    storage_error,
     write_json,
 )
 from elastic_ring.monitor.progress import ProgressLine
@@ -62,7 +64,7 @@ from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.agent import notices
 from elastic_ring.runtime.autoscaler import ON_HEAD
 from elastic_ring.runtime.coordinator.actor import Coordinator
-from elastic_ring.runtime.coordinator.checkpoints import Resume, find_resume
+from elastic_ring.runtime.coordinator.resume import Resume, find_resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, identity_digest, is_finished
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.absence import Absence
@@ -82,7 +84,7 @@ from elastic_ring.state.storage.folder import open_or_refuse
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule, check_cpu_offload, check_schedule
 from elastic_ring.train.startup.check_pattern import check_pattern
 from elastic_ring.train.startup.compiling import check_compiles
-from elastic_ring.train.startup.layouts import AUTO, Layouts, check_layers
+from elastic_ring.train.startup.layouts import AUTO, Layouts, check_layers, check_rows
 from elastic_ring.train.task import Initial, LossFunction, TrainingTask, check_parts, check_vocabulary, parts_of
 from elastic_ring.train.wrap import check_buildable, check_own_optimizer
 
@@ -153,7 +155,7 @@ class ElasticRingTrainer:
             parts.loss if loss is None else loss, optimizer, parts.initial if initial is None else initial, units,
             parts.pattern if pattern is None else parse_pattern(pattern) if isinstance(pattern, str) else pattern,
             CostModel.read(cost_model) if isinstance(cost_model, str | Path) else cost_model,
-            dict(metrics or {}), lr_schedule,
+            dict(metrics or {}), lr_schedule, parts.flops,
         )  # fmt: skip
         self._fetched_s = 0.0
         self.config_files: dict[str, str] = {**parts.files}  # name -> text of files written next to config.json
@@ -223,6 +225,7 @@ class ElasticRingTrainer:
             check_compiles(self.task, "cpu")
         if self.scaling_config.device == "cuda":
             check_pattern(self.task, self.scaling_config.cp, layouts)
+        check_rows(self.task)
         check_portable(self.task)
         if self.scaling_config.device == "cuda":
             log.warning("device='cuda': runs on one host of several GPUs only, so far; see Limits in the README")
@@ -277,6 +280,8 @@ class ElasticRingTrainer:
         task, code = self.task, self._code()
         step = {name: getattr(task.step, name) for name in ("seed", "global_batch", "context_tokens", "param_dtype")}
         step["num_val_sequences"] = task.step.num_val_sequences if task.step.val_every_steps else 0
+        if task.step.kv_wire != "native":
+            step["kv_wire"] = task.step.kv_wire
         found = {f"step.{name}": value for name, value in step.items()}
         found |= {f"optim.{name}": value for name, value in vars(task.optim).items()}
         found |= {
@@ -315,7 +320,8 @@ class ElasticRingTrainer:
         # Left out where unset, so that the digests of runs without a pattern or cost model stay the same.
         own = [] if task.pattern is None else [task.pattern.identity]
         own += [] if task.cost_model is None else [repr(task.cost_model)]
-        return digest(self.scaling_config, task.step, task.optim, described(task.data), faults, code, *own)
+        step = {name: value for name, value in vars(task.step).items() if (name, value) != ("kv_wire", "native")}
+        return digest(self.scaling_config, step, task.optim, described(task.data), faults, code, *own)
 
     def _code(self) -> dict[str, str]:
         """The parts of the run that are code, each described by its qualified name and arguments."""
@@ -350,7 +356,7 @@ class ElasticRingTrainer:
                 try:
                     self._write_config()
                 except OSError as error:
-                    why = storage_trouble(self.run_config.driver_folder, error)
+                    why = storage_error(self.run_config.driver_folder, error)
                     if is_own:
                         coordinator.abandon.remote(why)
                     raise errors.RunFailed(why) from error
@@ -485,7 +491,11 @@ class ElasticRingTrainer:
                 log.warning("the run's records cannot be fetched now, training goes on: %s", error)
 
     def _telling(self) -> Telling:
-        return Telling(self.callbacks, RunInfo(self.run_config.name, self.run_config.driver_folder, self._config()))
+        run, folder = self.run_config, self.run_config.driver_folder
+        return Telling(
+            self.callbacks, RunInfo(run.name, folder, self._config()),
+            bring=partial(run_storage.fetch_places, run, folder), keep=partial(run_storage.keep_places, run, folder),
+        )  # fmt: skip
 
     def _told(self, done: Result) -> Result:
         """`done`, once the callbacks have been told what an earlier driver left untold."""
@@ -508,8 +518,10 @@ class ElasticRingTrainer:
     def _name_batch(self, end: dict[str, Any]) -> None:
         """Add to the end of a crash loop which sequences its step has, by the manifest that holds there."""
         step, versions = int(end["facts"]["step"]), take_fact(end["facts"])
+        skips = rollback.take_fact(end["facts"])
         try:
-            ids = training_order(replace(self.task, data=grown(self.task.data, versions))).sample_ids(step)
+            order = training_order(replace(self.task, data=grown(self.task.data, by_batch(versions, skips))))
+            ids = SkippingOrder(order, skips).sample_ids(step)
         except ValueError as error:  # the crashes say more than a manifest that is gone
             end["message"] += f"\nThe batch of that step cannot be named: {error}"
             return
@@ -534,7 +546,7 @@ def _refuse_renamed(arguments: Mapping[str, object]) -> None:
 
 def check_kernel(name: str, device: str) -> None:
     """Raises ValueError for a pinned kernel that is unknown or does not run on this kind of device."""
-    names = [backend.name for backend in BACKENDS if device in backend.devices]
+    names = [kernel.name for kernel in covering("causal") if device in kernel.devices]
     if name and name not in names:
         raise ValueError(f"kernel={name!r} is no attention kernel for device={device!r}: choose one of "
                          f"{', '.join(names)}, or leave it out to have one chosen")  # fmt: skip

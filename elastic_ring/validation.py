@@ -11,7 +11,7 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -97,11 +97,17 @@ def explain(cls: Any, error: ValidationError, given: Mapping[str, Any], prefix: 
     named = f"{prefix or getattr(cls, '_prefix', '')}{'.'.join(path)}"
     if first["type"] == "missing" and len(path) == len(first["loc"]):
         return f"{named}: must be given"
-    must = next((str(mark) for mark in (spec.metadata if spec else ()) if isinstance(mark, Must)), "")
+    must = _must(spec) if spec else ""
     if first["type"] == "literal_error":
         must = must or f"one of {first['ctx']['expected'].replace(' or ', ', ')}".replace("'", "")
     must = must or EXPECTED.get(first["type"], "") or first["msg"].removeprefix("Input should be ")
     return f"{named}={value!r}: must be {must}"
+
+
+def _must(spec: Any) -> str:
+    """The `Must` of a field, or that of a member of its union: `PositiveInt | None`."""
+    members = (mark for member in get_args(spec.annotation) for mark in getattr(member, "__metadata__", ()))
+    return next((str(mark) for mark in (*spec.metadata, *members) if isinstance(mark, Must)), "")
 
 
 def _unknown(cls: Any, name: str, prefix: str) -> str:
@@ -113,6 +119,6 @@ def _unknown(cls: Any, name: str, prefix: str) -> str:
 
 def unknown_setting(owner: str, name: str, known: Sequence[str]) -> str:
     """An error's text for a name that `owner` does not have, with the nearest that it has."""
-    near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
     return f"{owner} has no setting {name}: {hint}"

@@ -1,13 +1,15 @@
-"""Which tests `make test` runs and which only `make test-all` does, and which of them share the machine.
+"""Which tests `make test` runs, which only `make test-all` and `make soak` do, and which share the machine.
 
 `make test` leaves out what has the mark `slow`. Of a test with the mark `thinned` it runs the fewest parameter sets
-that together have each value of each parameter, at most `num` of them if given; the rest becomes `slow`.
+that together have each value of each parameter, at most `num` of them if given. `make test-all` runs as many more at
+most, so that together they have each two values of two parameters; these become `slow`, the rest `soak`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Sequence
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -15,39 +17,58 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from tests.object_store.store import object_store  # noqa: F401  a fixture for all
 
-# A Ray cluster and a GPU are for one test at a time: one of pytest-xdist's processes runs all of these.
-SERIAL = ("tests/ray/", "tests/gpu/")
+CLUSTERS = "tests/ray/clusters/"
+
+
+def scope_of(nodeid: str) -> str:
+    """What one of pytest-xdist's processes runs, test after test: a file, whose fixtures are then made once; or all on
+    Ray; or all on GPUs. Two clusters at a time starve each other on two cores."""
+    folder = "/".join(nodeid.split("/")[:2])
+    return folder if folder in ("tests/ray", "tests/gpu") else nodeid.split("::")[0]
 
 
 class Scheduling(LoadScopeScheduling):
-    """Any process takes any test, but one takes all that are in `SERIAL`, from the beginning."""
+    """Hands out scopes in the order of the tests."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "serial" if nodeid.startswith(SERIAL) else nodeid
+        return scope_of(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    config.option.loadscopereorder = False
     return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: "local_ray" not in getattr(item, "fixturenames", ()))  # the shared Ray starts once
+    num_tests = Counter(scope_of(item.nodeid) for item in items)
+
+    def order(item: pytest.Item) -> tuple[int, bool, int]:
+        """What takes longest begins first; the tests of the shared Ray follow each other, so that it starts once.
+        Clusters of their own come last, when cores have become free; of these, those that use the shared Ray too come
+        at the end."""
+        own = "local_ray" not in getattr(item, "fixturenames", ())
+        ray, clusters = (item.nodeid.startswith(folder) for folder in ("tests/ray/", CLUSTERS))
+        return 2 if clusters else 0 if ray else 1, own != clusters, -num_tests[scope_of(item.nodeid)]
+
+    items.sort(key=order)
     thin(items)
 
 
 def thin(items: list[pytest.Item]) -> None:
-    """Give the mark `slow` to what `thinned` leaves out."""
+    """Give the marks `slow` and `soak` to what `thinned` leaves out."""
     thinned = defaultdict(list)
     for item in items:
         if mark := item.get_closest_marker("thinned"):
             num = mark.kwargs.get("num", mark.args[0] if mark.args else None)
             thinned[item.nodeid.split("[")[0], num].append(item)
     for (_, num), variants in thinned.items():
-        kept = covering([values(item) for item in variants], num)
+        sets = [values(item) for item in variants]
+        kept = covering(sets, num)
+        paired = covering([pairs(each) for each in sets], 2 * len(kept), start=kept)
         for index, item in enumerate(variants):
             if index not in kept:
-                item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.slow if index in paired else pytest.mark.soak)
 
 
 def values(item: pytest.Item) -> set[tuple[str, str]]:
@@ -57,9 +78,14 @@ def values(item: pytest.Item) -> set[tuple[str, str]]:
     return {(name, repr(value)) for name, value in item.callspec.params.items()}
 
 
-def covering(sets: Sequence[set[tuple[str, str]]], num: int | None = None) -> set[int]:
-    """Indices of few sets, `num` at most, that together have every element (or as many as a greedy choice finds)."""
-    missing, kept = set().union(*sets), set()
+def pairs(of: set[tuple[str, str]]) -> set[Hashable]:
+    """Each value, and each two of them: a fault needs seldom more than two together."""
+    return {*of, *combinations(sorted(of), 2)}
+
+
+def covering(sets: Sequence[set[Any]], num: int | None = None, start: Collection[int] = ()) -> set[int]:
+    """Indices of few sets, `start` among them, `num` at most, that together have every element (a greedy choice)."""
+    missing, kept = set[Any]().union(*sets).difference(*(sets[index] for index in start)), set(start)
     while missing and (num is None or len(kept) < num):
         best = max(range(len(sets)), key=lambda index: len(sets[index] & missing))  # the first of equals
         kept.add(best)

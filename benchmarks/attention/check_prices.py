@@ -39,7 +39,7 @@ from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
-from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.ring import RingAttention
 from elastic_ring.cli.calibrate import heads
 from elastic_ring.contrib.calibrate import Stopwatch, calibrate
 from elastic_ring.contrib.timed_cases import TimingBudget
@@ -74,7 +74,7 @@ class System:
 
     def __init__(self, row: Row, schedule: SparseSchedule, cp_rank: int, group: Any, sizes: Sizes) -> None:
         self.row = row
-        self._ring = SparseRingAttention(schedule, cp_rank, group)
+        self._ring = RingAttention(schedule, cp_rank, group)
         generator = torch.Generator().manual_seed(cp_rank)
         length = schedule.layout.num_tokens(cp_rank)
         shapes = [(1, length, n, sizes.head_dim) for n in (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)]

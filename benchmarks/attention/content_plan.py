@@ -7,7 +7,6 @@ Choices are drawn at random, which is what planning likes least: every rank then
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -18,11 +17,12 @@ import torch
 if __name__ == "__main__":  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.harness.arguments import bench_parser
 from elastic_ring.attention.layouts.layout import zigzag
+from elastic_ring.attention.lowering.device_blocks import on_device
 from elastic_ring.attention.patterns.content import Chosen, TopK
 from elastic_ring.attention.patterns.rules import Rule
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.device_blocks import on_device
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.routing.plan import RoutingPlan, plan_routing
 
@@ -40,7 +40,7 @@ def chosen_at_random(rule: TopK, plan: RoutingPlan, seed: int) -> Rule:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = bench_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=131_072, help="of the sequence (131072)")
     parser.add_argument("--cp", type=int, default=4, help="ranks of the ring (4)")
     parser.add_argument("--heads", type=int, default=16, help="query heads, each of which chooses (16)")
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         begun = time.process_time()
         schedule = plan_sparse(SparsePattern(rules), layout, options.heads, options.kv_heads)
         planned = time.process_time()
-        on_device.fresh(schedule, options.cp - 1, torch.device("cpu"))
+        on_device(schedule, options.cp - 1, torch.device("cpu"))
         hops.append(planned - begun)
         tables.append(time.process_time() - planned)
     print(

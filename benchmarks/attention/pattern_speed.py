@@ -33,7 +33,6 @@ from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.plan.sparse_tiles import tiles
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.sparse_ring import SparseRingAttention
 
 BLOCK_TOKENS = 128
 
@@ -59,7 +58,7 @@ def measure(density: float, options: argparse.Namespace) -> dict[str, Any]:
         schedule = plan_sparse(pattern, layout, options.heads, options.heads)
         tiles(schedule, 0)
         found["density"] = pattern.density(seq_len)
-        ring = SparseRingAttention(schedule, 0, None)
+        ring = RingAttention(schedule, 0, None)
     shape = (1, seq_len, options.heads, options.head_dim)
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(shape, generator=generator).requires_grad_() for _ in range(4))

@@ -29,10 +29,13 @@ from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.results import write_json
 from elastic_ring.attention.kernels.adapters import flash_attn4
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
+from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.kernels.registry import covering
+from elastic_ring.attention.kernels.verify import self_test
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.rules import Dense
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.contrib.block_sparse import KERNELS, BlockSparseAttention, SparseKernel, self_test
+from elastic_ring.contrib.block_sparse import BlockSparseAttention
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -53,7 +56,7 @@ class _DenseFlash(torch.autograd.Function):
         return flash_attn4.backward(dout, *ctx.saved_tensors, causal=True, scale=q.size(-1) ** -0.5)
 
 
-def dense_of(kernel: SparseKernel) -> Attend:
+def dense_of(kernel: Kernel) -> Attend:
     """Dense causal attention in the kernel's family: flash-attn-4's own, or all blocks through FlexAttention."""
     if kernel.name.startswith("flash"):
         return _DenseFlash.apply
@@ -118,7 +121,7 @@ def kernel_times(attend: Attend, tensors: list[torch.Tensor]) -> list[tuple[floa
     return sorted((each for each in found if each[0] > 0), reverse=True)
 
 
-def measure(kernel: SparseKernel, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(kernel: Kernel, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one kernel family, dense first."""
     tensors = inputs(options.tokens, options.heads, options.head_dim)
     rows: list[dict[str, Any]] = []
@@ -178,11 +181,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     names = f"{'ms':>9} {'least':>9} {'of ideal':>8} {'peak MiB':>9} {'bits':>6}"
     print(f"{'kernel':<20} {'kind':<8} {'density':>8} {names}")
-    for kernel in KERNELS:
+    for kernel in covering("tables"):
         if options.kernels is not None and kernel.name not in options.kernels.split(","):
             continue
-        failure = kernel.refusal(options.head_dim, torch.bfloat16, False)
-        failure = failure or self_test(kernel, options.head_dim, 1, torch.bfloat16)
+        failure = kernel.refusal("cuda", torch.bfloat16, options.head_dim, False)
+        failure = failure or self_test(
+            kernel, device="cuda", dtype=torch.bfloat16, head_dim=options.head_dim, head_ratio=1
+        )
         if failure is not None:
             print(f"{kernel.name}: {failure}")
             continue
@@ -192,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if rows else 1
 
 
-def long_call(kernel: SparseKernel, options: argparse.Namespace) -> list[dict[str, Any]]:
+def long_call(kernel: Kernel, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One dense and one sparse call of `memory_tokens`, after one to compile and make tables."""
     seq_len = options.memory_tokens
     tensors = inputs(seq_len, options.heads, options.head_dim)

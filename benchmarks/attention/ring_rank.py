@@ -17,7 +17,8 @@ from benchmarks.harness.gpu_ranks import interleaved, maximum, timed_s
 from benchmarks.harness.results import show, table, write_json
 from benchmarks.peers.attention_systems import Prepared, Problem, System, Tensors
 from benchmarks.peers.reference_figures import Reference, reference_of
-from elastic_ring.attention.kernels.registry import BACKENDS, Backend, select
+from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.kernels.registry import covering, named, select
 from elastic_ring.attention.layouts.layout import make_layout
 
 
@@ -203,7 +204,7 @@ def summary(results: list[Result]) -> str:
 def _record(results: list[Result], options: argparse.Namespace) -> dict[str, object]:
     return {
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "backends": {b.name: b.version() for b in BACKENDS if "cuda" in b.devices},
+        "backends": {b.name: b.version() for b in covering("causal") if "cuda" in b.devices},
         "in_a_row": options.in_a_row, "deterministic": options.deterministic, "headline": headline_system(results),
         "results": [asdict(result) for result in results],
     }  # fmt: skip
@@ -222,7 +223,7 @@ def check(problem: Problem, systems: list[System], cp_rank: int) -> list[str]:
     ]
     for tensor in whole:
         dist.broadcast(tensor, 0)
-    reference = next(b for b in BACKENDS if b.name == "reference")
+    reference = named("reference")
     backend = select("cuda", torch.bfloat16, problem.head_dim, False, head_ratio=heads[0] // heads[1])
     want, alone = _whole(reference, whole), _whole(backend, whole)
     lines = [
@@ -259,7 +260,7 @@ def _check_one(
     return " ".join(ratios)
 
 
-def _whole(backend: Backend, tensors: list[Tensor]) -> Tensors:
+def _whole(backend: Kernel, tensors: list[Tensor]) -> Tensors:
     q, k, v, dout = tensors
     scale = q.size(-1) ** -0.5
     out, lse = backend.forward(q, k, v, causal=True, scale=scale)

@@ -13,7 +13,8 @@ from benchmarks.peers.attention_systems import Prepared, Problem, System, Tensor
 from benchmarks.peers.attention_torch_cp import TorchContextParallel
 from benchmarks.peers.attention_ulysses import Ulysses
 from elastic_ring.attention.comm.exchange import HopBuffers, HopLedger
-from elastic_ring.attention.kernels.registry import BACKENDS, Backend
+from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
@@ -95,7 +96,7 @@ class Ceiling:
     name = CEILING
     layout = "contiguous"
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Kernel) -> None:
         self._backend = backend
 
     def refusal(self, problem: Problem) -> str | None:
@@ -114,8 +115,8 @@ class Ceiling:
         return Prepared(run)
 
 
-def make_systems(wanted: list[str], backend: Backend, pin: str | None, deterministic: bool) -> list[System]:
-    cudnn = next(b for b in BACKENDS if b.name == "cudnn")
+def make_systems(wanted: list[str], backend: Kernel, pin: str | None, deterministic: bool) -> list[System]:
+    cudnn = named("cudnn")
     systems: dict[str, list[System]] = {
         "ours-nccl": [Ours(OURS_NCCL, pin, deterministic, None, False)],
         "ours": [Ours(OURS_COPY_ENGINES, pin, deterministic, None, True)],
@@ -124,7 +125,7 @@ def make_systems(wanted: list[str], backend: Backend, pin: str | None, determini
         "ours-graphed": [Ours("ours, NCCL, graphed", pin, deterministic, None, False, graphed=True)],
         "ours-nccl-hops": [Ours("ours, NCCL, hop by hop", pin, deterministic, 1, False)],
         "ceiling": [Ceiling(backend)],
-        "ulysses-fa4": [Ulysses(next(b for b in BACKENDS if b.name == "flash-attn-4"))],
+        "ulysses-fa4": [Ulysses(named("flash-attn-4"))],
         "ulysses-cudnn": [Ulysses(cudnn)],
         "torch-cp": [TorchContextParallel("alltoall"), TorchContextParallel("allgather")],
         "torch-cp-alltoall": [TorchContextParallel("alltoall")],

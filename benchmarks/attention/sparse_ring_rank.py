@@ -20,16 +20,16 @@ from benchmarks.harness.results import show, write_json
 from benchmarks.peers.attention_systems import Tensors
 from elastic_ring.attention.comm.exchange import HopBuffers, HopLedger
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
+from elastic_ring.attention.kernels.registry import select
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.layouts.placement import work_max_over_mean
 from elastic_ring.attention.patterns.families import BigBird, longnet
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import plan
-from elastic_ring.attention.plan.sparse_schedule import plan_sparse
-from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.sparse_ring import STAGE_LIMIT_BYTES, Footprint, SparseRingAttention
-from elastic_ring.contrib.block_sparse import BlockSparseAttention, select_sparse
+from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
+from elastic_ring.attention.ring import STAGE_LIMIT_BYTES, Footprint, RingAttention
+from elastic_ring.contrib.block_sparse import BlockSparseAttention
 from elastic_ring.contrib.cuda_graphs import GraphedRing, make_graphed
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -84,7 +84,7 @@ class System:
         `in_place`: as in a model whose projections write q, k and v where the graphs read them, and read gradients
         where the graphs write them.
         """
-        if isinstance(self.attend, SparseRingAttention):
+        if isinstance(self.attend, RingAttention) and isinstance(self.attend.schedule, SparseSchedule):
             self.graphs = make_graphed(self.attend, *self.tensors[:3], copy_grads=not in_place)
             if in_place:
                 self.tensors = (*self.graphs.inputs, self.tensors[3])
@@ -146,9 +146,9 @@ class Bench:
 
     def sparse(self, name: str, pattern: SparsePattern, tokens: int, dense: Row | None) -> list[Row]:
         density = pattern.density(tokens)
-        kernel = select_sparse(
-            self.options.head_dim, self.options.heads[0] // self.options.heads[1], torch.bfloat16,
-            self.options.deterministic, self.options.kernel,
+        kernel = select(
+            "cuda", torch.bfloat16, self.options.head_dim, self.options.deterministic, self.options.kernel,
+            cover="tables", head_ratio=self.options.heads[0] // self.options.heads[1],
         ).name  # fmt: skip
         systems = []
         if self.options.single:
@@ -158,7 +158,7 @@ class Bench:
             layout, began_s = make_layout(layout_name, tokens, self.cp), time.monotonic()
             schedule = plan_sparse(pattern, layout, *self.options.heads)
             ledger, buffers = HopLedger(), HopBuffers()
-            ring = SparseRingAttention(
+            ring = RingAttention(
                 schedule, self.cp_rank, self.group, ledger=ledger, buffers=buffers, kernel=kernel,
                 deterministic=self.options.deterministic, partials=torch.float32 if self.options.partials else None,
                 stage_bytes=self.options.stage_bytes or STAGE_LIMIT_BYTES, keep_keys=self.options.keep_keys,
@@ -172,7 +172,7 @@ class Bench:
         for system in systems:
             if system.graphs is not None:
                 system.graphs.close()
-            if isinstance(system.attend, SparseRingAttention) and system.row.refusal is None:
+            if isinstance(system.attend, RingAttention) and system.row.refusal is None:
                 self._footprint(system.row, system.attend.footprint(system.tensors[0]))
         rows = [system.row for system in systems]
         single = next((row.median_s for row in rows if row.system == SINGLE), 0.0)

@@ -188,7 +188,9 @@ def main() -> int:
     parser.add_argument(
         "--systems", nargs="+", metavar="NAME", help="ours and others of the table (all); plain write too"
     )
-    parser.add_argument("--save", action="store_true", help="write the table and a JSON into benchmarks/results/")
+    parser.add_argument(
+        "--save", action="store_true", help="write the table and a JSON into benchmarks/results/checkpoint/"
+    )
     options = parser.parse_args()
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     bench = Bench(shard_of(int(options.gib * 2**30), options.device))
@@ -201,7 +203,7 @@ def main() -> int:
     results.show(text)
     if options.save:
         record = {"bytes": bench.num_bytes, "systems": figures, "repeats": found}
-        results.save(f"bench_checkpoint-{options.device}", text, record)
+        results.save("checkpoint", f"bench_checkpoint-{options.device}", text, record)
     return 0
 
 

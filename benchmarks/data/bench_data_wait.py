@@ -36,13 +36,13 @@ def main() -> int:
     parser.add_argument("--latency-s", type=float, default=0.05, help="of each request (0.05)")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--mib", type=int, default=32, help="size of the corpus (32)")
-    parser.add_argument("--save", action="store_true", help="write the table and a JSON into benchmarks/results/")
+    parser.add_argument("--save", action="store_true", help="write the table and a JSON into benchmarks/results/data/")
     options = parser.parse_args()
     steps = train(options.mib << 20, options.steps, options.mb_per_s * 1e6, options.latency_s)
     text, record = report(steps, options.mb_per_s, options.latency_s)
     results.show(text)
     if options.save:
-        results.save("bench_data_wait", text, record)
+        results.save("data", "bench_data_wait", text, record)
     return 0
 
 

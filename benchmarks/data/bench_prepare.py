@@ -109,14 +109,14 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=100, help="size of the corpus (100)")
     parser.add_argument("--vocab", type=int, default=8192, help="of the tokenizer (8192)")
     parser.add_argument("--workers", type=list_of(int), default=[0, 1, 2], help="numbers of processes (0,1,2)")
-    parser.add_argument("--save", action="store_true", help="write the table and a JSON into benchmarks/results/")
+    parser.add_argument("--save", action="store_true", help="write the table and a JSON into benchmarks/results/data/")
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as name:
         text, record, equal = measure(Path(name), options.mib << 20, options.vocab, options.workers)
     results.show(text)
     if options.save:
-        results.save("bench_prepare", text, record)
+        results.save("data", "bench_prepare", text, record)
     return 0 if equal else 1
 
 

@@ -11,8 +11,8 @@ beginning, and a small tied Llama with random values, as `save_pretrained` write
   4  elastic-ring export         the folder that transformers loads
 
 and a second, undisturbed run, whose losses, samples and weights the first must have. At last the logits of the
-exported model, by transformers' own attention, beside those of the module that trained. With `--s3` shards and run
-folders lie in a bucket of Ceph's gateway (Debian's radosgw, ceph-mon, ceph-osd), and the power cut takes all local
+exported model, by transformers' own attention, beside those of the module that trained. With `--s3` corpus, shards and
+run folders lie in a bucket of Ceph's gateway (Debian's radosgw, ceph-mon, ceph-osd), and the power cut takes all local
 files of the run. Times are those of one run.
 """
 
@@ -39,9 +39,11 @@ from benchmarks.harness import results
 from benchmarks.harness.arguments import at_least_one, bench_parser
 from elastic_ring.cli.drills.power_cut import Watched
 from elastic_ring.cli.drills.processes import MARK, kill_everything
+from elastic_ring.state.storage.folder import Storage
 
 CONTEXT, CHECKPOINT_EVERY, VOCAB = 1024, 4, 8192
 LIMIT_S, LOOK_S = 900.0, 0.05
+COPY_BYTES = 8 << 20
 FAULT = "kill@step=3,phase=backward,rank=3"
 RECORDS = ("losses", "samples_sha256", "weights_sha256")
 
@@ -51,13 +53,13 @@ def main() -> int:
     parser.add_argument("--mib", type=at_least_one, default=100, help="size of the corpus (100)")
     parser.add_argument("--steps", type=at_least_one, default=16)
     parser.add_argument("--s3", action="store_true", help="shards and run folders in an object store")
-    parser.add_argument("--save", action="store_true", help="write the table and a JSON into benchmarks/results/")
+    parser.add_argument("--save", action="store_true", help="write the table and a JSON into benchmarks/results/data/")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, storage(Path(name), options.s3) as base:
         text, record, equal = walk(Path(name), base, options.mib << 20, options.steps)
     results.show(text)
     if options.save:
-        results.save("corpus_to_model-s3" if options.s3 else "corpus_to_model", text, record)
+        results.save("data", "corpus_to_model-s3" if options.s3 else "corpus_to_model", text, record)
     return 0 if equal else 1
 
 
@@ -83,7 +85,10 @@ def walk(folder: Path, base: str, num_bytes: int, num_steps: int) -> tuple[str, 
     (folder / "corpus").mkdir()
     num_documents = write_corpus(folder / "corpus" / "documents.jsonl", num_bytes)
     save_llama(folder)
-    prepared = run(["data", "prepare", "--source", f"{folder}/corpus", "--tokenizer", f"{folder}/llama",
+    corpus = f"{base}/corpus" if "://" in base else f"{folder}/corpus"
+    if "://" in base:
+        upload(folder / "corpus" / "documents.jsonl", corpus)
+    prepared = run(["data", "prepare", "--source", corpus, "--tokenizer", f"{folder}/llama",
                     "--out", f"{base}/prepared"])  # fmt: skip
     common = [
         "train", "--model-folder", f"{folder}/llama", "--data", f"{base}/prepared/manifest.json", "--dp", "2",
@@ -98,18 +103,19 @@ def walk(folder: Path, base: str, num_bytes: int, num_steps: int) -> tuple[str, 
     run([*common, "--run-name", "undisturbed"])
     found, expected = (json.loads((one.look() / "summary.json").read_text()) for one in (struck, calm))
     equal = {key: found[key] == expected[key] for key in RECORDS}
-    logits, learned = difference(folder, struck.look(), folder / "tuned-model")
+    logits, learned = difference(folder, f"{base}/runs/tuned", folder / "tuned-model")
     resumed_at = [one["step"] for one in found["resumed_from"]]
     rows: list[list[object]] = [
         ["1 data prepare", prepared], ["2 train, until the power cut", cut_s], ["3 train again, to its end", resumed],
         ["4 export", exported],
     ]  # fmt: skip
-    recoveries = [recovery["action"] for recovery in found["recoveries"]]
+    # A summary has the recoveries of its own submission; the worker died in the one before.
+    recoveries = [line for line in (folder / "log").read_text().splitlines() if "took its place" in line]
     text = "\n".join([
         f"{num_bytes >> 20} MiB, {num_documents:,} documents; {num_steps} steps of 4 sequences of {CONTEXT} tokens",
-        f"shards and run folders in {'an object store' if struck.run.is_remote else 'a folder'}",
+        f"corpus, shards and run folders in {'an object store' if struck.run.is_remote else 'a folder'}",
         results.table(["command", "s"], rows),
-        f"recoveries: {', '.join(recoveries)}",
+        *recoveries,
         f"power cut: {num_killed} processes killed; resumed at steps {', '.join(map(str, resumed_at))}",
         f"as the undisturbed run: {', '.join(f'{key} {same}' for key, same in equal.items())}",
         f"logits of from_pretrained: at most {logits:.2g} from the trainer's, {learned:.2g} from the first values'",
@@ -120,6 +126,11 @@ def walk(folder: Path, base: str, num_bytes: int, num_steps: int) -> tuple[str, 
     }  # fmt: skip
     good = all(equal.values()) and bool(recoveries) and bool(resumed_at) and logits < 1e-4 < learned
     return text, record, good
+
+
+def upload(path: Path, uri: str) -> None:
+    with path.open("rb") as file:
+        Storage(uri).replace_bulk(path.name, iter(lambda: file.read(COPY_BYTES), b""))
 
 
 def save_llama(folder: Path) -> None:
@@ -173,7 +184,7 @@ def cut(arguments: list[str], watched: Watched, log: Path) -> tuple[float, int]:
     return time.monotonic() - begun, num_killed
 
 
-def difference(folder: Path, trained: Path, exported: Path) -> tuple[float, float]:
+def difference(folder: Path, trained: str, exported: Path) -> tuple[float, float]:
     """Largest difference of logits: the exported model's from the trainer's module's, and from the model before."""
     import torch
     import transformers

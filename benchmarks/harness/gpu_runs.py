@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
-from elastic_ring.cli.plan import model_flops
 from elastic_ring.config import CpuOffload, Timeouts
 from elastic_ring.data.packing import Sample
 from elastic_ring.model.config import ModelConfig, preset
+from elastic_ring.model.flops import model_flops
 from elastic_ring.model.transformer import Transformer
 
 # Kernels that are compiled, and modules that are loaded, hold a process's GIL for seconds at a first start.

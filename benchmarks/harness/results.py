@@ -84,14 +84,14 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
         path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def save(name: str, text: str, figures: dict[str, Any]) -> Path:
-    """benchmarks/results/NAME-DATE.txt as printed, and the figures as .json beside it; the path without suffix."""
+def save(topic: str, name: str, text: str, figures: dict[str, Any]) -> Path:
+    """benchmarks/results/TOPIC/NAME-DATE.txt as printed, the figures as .json beside it; the path without suffix."""
     here = about()
-    stem = f"{name}-{here['utc'][:10]}"
+    stem = RESULTS / topic / f"{name}-{here['utc'][:10]}"
     head = [here["command"], f"{here['utc']}, {here['device']}, load {here['load_1_min']}",
             ", ".join(f"{package} {number}" for package, number in here["versions"].items())]  # fmt: skip
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{stem}.txt").write_text("\n".join(head) + f"\n\n{text}\n", encoding="utf-8")
-    write_json(RESULTS / f"{stem}.json", figures)
-    show(f"saved as benchmarks/results/{stem}.txt and .json")
-    return RESULTS / stem
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{stem}.txt").write_text("\n".join(head) + f"\n\n{text}\n", encoding="utf-8")
+    write_json(Path(f"{stem}.json"), figures)
+    show(f"saved as {stem.relative_to(ROOT)}.txt and .json")
+    return stem

@@ -96,7 +96,10 @@ def small_trainer(
         optim_config=OptimConfig(peak_lr=rate, min_lr=rate, total_steps=steps, weight_decay=0.01, betas=(0.9, 0.999)),
         scaling_config=scaling
         or ScalingConfig(dp=DP, cp=CP, spares=spares, resources_per_worker={"CPU": 0.25}),
-        run_config=RunConfig(name, run_dir=str(folder / name), timeouts=timeouts or Timeouts(), progress=False),
+        run_config=RunConfig(
+            name, run_dir=str(folder / name), timeouts=timeouts or Timeouts(), progress=False,
+            grow_cost_s=0.0,  # these runs are short, and grow all the same
+        ),
         units=whole_model,
     )  # fmt: skip
 

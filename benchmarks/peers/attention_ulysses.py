@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from benchmarks.peers.attention_systems import Prepared, Problem, Tensors, through_autograd
-from elastic_ring.attention.kernels.backend import Backend
+from elastic_ring.attention.kernels.kernel import Kernel
 
 
 class Ulysses:
     layout = "contiguous"
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Kernel) -> None:
         self._backend = backend
         self.name = f"Ulysses {backend.name}"
 
@@ -43,7 +43,7 @@ class Ulysses:
 class _Ulysses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, backend: Backend, scale: float, cp: int, group: Any
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, backend: Kernel, scale: float, cp: int, group: Any
     ) -> Tensor:
         whole = [_to_heads(x, cp, group) for x in (q, k, v)]
         out, lse = backend.forward(*whole, causal=True, scale=scale)

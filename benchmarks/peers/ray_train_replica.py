@@ -11,7 +11,6 @@ torchft-nightly.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import sys
@@ -26,6 +25,7 @@ from torch import nn
 if __name__ in ("__main__", "__mp_main__"):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.harness.arguments import bench_parser
 from benchmarks.peers import common
 from benchmarks.peers.ray_train import train_with_kills
 
@@ -117,7 +117,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ray Train's replica-group replacement after a kill, timed.")
+    parser = bench_parser("Ray Train's replica-group replacement after a kill, timed.")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--min-workers", type=int, default=common.NUM_WORKERS)
     parser.add_argument("--short-heartbeat", action="store_true", help="give the dead up after 1 s")

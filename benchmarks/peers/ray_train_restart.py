@@ -7,7 +7,6 @@ run again, and no upload is waited for. Ray and Ray Train run with their default
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import nn
 if __name__ in ("__main__", "__mp_main__"):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.harness.arguments import bench_parser
 from benchmarks.peers import common
 from benchmarks.peers.ray_train import train_with_kills
 
@@ -84,7 +84,7 @@ def measure(num_kills: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ray Train's own restart after a SIGKILL, timed.")
+    parser = bench_parser("Ray Train's own restart after a SIGKILL, timed.")
     parser.add_argument("--kills", type=int, default=5)
     rows = measure(parser.parse_args().kills)
     print(json.dumps(common.report("ray_train_restart", rows), indent=1))

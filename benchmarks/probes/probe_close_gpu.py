@@ -39,6 +39,7 @@ if __name__ in ("__main__", "__mp_main__"):  # run as a script
 import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
+from benchmarks.harness.arguments import bench_parser
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu.cuda_contexts import CudaContexts, release_other_contexts
 from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous, nccl
@@ -354,7 +355,7 @@ def contexts(text: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = bench_parser(__doc__)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--hold-gib", type=int, default=20)
     parser.add_argument("--contexts", type=contexts, default="own", help=f"several of {','.join(CONTEXTS)}: where"

@@ -43,6 +43,7 @@ import psutil
 import torch
 from torch.distributed import TCPStore
 
+from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.gpu_runs import PEAK_FLOPS, GpuRun, utilisation
 from benchmarks.probes.broken_steps import broken
 from benchmarks.probes.gpu_steps import build, connected, one_step
@@ -173,7 +174,7 @@ def measure(run: GpuRun, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = bench_parser(__doc__)
     parser.add_argument("what", choices=["bits", "speed", "broken"])
     parser.add_argument("--preset", default="100m")
     parser.add_argument("--context", type=int, default=8192)

@@ -42,7 +42,7 @@ def changing_run(folder: Path, timeline: Timeline) -> tuple[dict[str, Any], list
 
 def main() -> int:
     parser = bench_parser(__doc__)
-    parser.add_argument("--save", action="store_true", help="write results/autoscaling-DATE.txt, .json, .svg")
+    parser.add_argument("--save", action="store_true", help="write results/scaling/autoscaling-DATE.txt, .json, .svg")
     options = parser.parse_args()
     timeline = Timeline()
     with tempfile.TemporaryDirectory(prefix="as-") as folder:
@@ -52,7 +52,7 @@ def main() -> int:
     if options.save:
         from benchmarks.harness.timeline_plot import draw
 
-        stem = results.save(NAME, text, {"events": timeline.events, "samples": timeline.samples})
+        stem = results.save("scaling", NAME, text, {"events": timeline.events, "samples": timeline.samples})
         draw(stem.with_suffix(".svg"), timeline.samples, timeline.events)
     return 1 if told else 0
 

@@ -11,7 +11,7 @@ One shard (parameters and AdamW's moments, fp32) and one process beside this one
   xor       into a parity
 
 `slows` (GPU) is how much longer matrix products take while the copy is under way. The table below the figures divides
-the bytes of a rank by these rates; 50 GB/s is the rate of one 400 Gb/s network card and not measured.
+the bytes of a rank by these rates; 50 GB/s is the rate of one 400 Gb/s network adapter and not measured.
 """
 
 from __future__ import annotations
@@ -152,13 +152,15 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=1.0, help="size of the shard")
     parser.add_argument("--repeats", type=at_least_one, default=5)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--save", action="store_true", help="write the table and a JSON into benchmarks/results/")
+    parser.add_argument(
+        "--save", action="store_true", help="write the table and a JSON into benchmarks/results/checkpoint/"
+    )
     arguments = parser.parse_args()
     figures = measure(int(arguments.gib * 2**30), arguments.repeats, arguments.device)
     text = report(figures, arguments.device)
     results.show(text)
     if arguments.save:
-        results.save(f"bench_copies-{arguments.device}", text, figures)
+        results.save("checkpoint", f"bench_copies-{arguments.device}", text, figures)
     return 0
 
 

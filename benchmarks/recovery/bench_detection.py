@@ -8,7 +8,7 @@
 A worker is frozen from outside by SIGSTOP on its PID; the victim's rank rotates. `killed` is the moment its
 node agent has killed it (a pidfd becomes readable), `noticed` the coordinator's first event.
 In the healthy run one busy loop per core competes with the four workers and the spare; every event with
-which the coordinator learns of a loss, a trouble or a failed build counts as an alarm, and so do a second
+which the coordinator learns of a loss, an error or a failed build counts as an alarm, and so do a second
 generation and a second coordinator.
 
 The cold run is `jobs/train_1t.py` with the options that follow (default: --preset laptop --compile, a few short steps)
@@ -228,7 +228,9 @@ def main() -> int:
     parser = bench_parser(__doc__)
     parser.add_argument("--freezes", type=int, help="how many (default 10 unless --healthy-minutes is given)")
     parser.add_argument("--healthy-minutes", type=float, default=0.0)
-    parser.add_argument("--save", action="store_true", help="write the tables and a JSON into benchmarks/results/")
+    parser.add_argument(
+        "--save", action="store_true", help="write the tables and a JSON into benchmarks/results/detection/"
+    )
     parser.add_argument("--cold", action="store_true", help="train with empty compile caches; other options are its")
     parser.add_argument("--start-s", type=float, help="a worker's time to start in the cold run (the run's default)")
     arguments, others = parser.parse_known_args()
@@ -249,7 +251,7 @@ def main() -> int:
     results.show("\n" + text)
     if arguments.save:
         figures = {key: value for _, _, part in parts for key, value in part.items()}
-        results.save(f"bench_detection_{'_'.join(figures)}", text, {**figures, "missed": missed})
+        results.save("detection", f"bench_detection_{'_'.join(figures)}", text, {**figures, "missed": missed})
     return 1 if missed else 0
 
 

@@ -1,13 +1,15 @@
 """What exporting a run's metrics costs a step: one run, the export off and on in turns.
 
-    python benchmarks/recovery/bench_metrics.py [--blocks 20] [--block-steps 12] [--save]
+    python benchmarks/recovery/bench_metrics.py [--everything] [--blocks 20] [--block-steps 12] [--save]
 
 The laptop preset on a Ray of its own. In a block with metrics the coordinator sets every gauge once a second, as in any
 run, and the endpoint of Ray's agent is scraped every 5 s; in a block without, it sets none. Which comes first swaps
 with each pair of blocks, against drift. A step's time is from one commit to the next on rank 0; the first two steps of
 a block, in which it is switched, are left out, and so is the first pair. The bounds are those of 90 % of the
-ratios of means when pairs of blocks are drawn with replacement. What the workers measure for the metrics (memory,
-clocks of a step's phases) is part of a step in both.
+ratios of means when pairs of blocks are drawn with replacement. What workers and agents measure for the metrics is part
+of both; with `--everything` it is switched off, too, in blocks without: a worker then sums no clock of a step's phases,
+measures no work of its own and reads no GPU memory, and the node's agent reads no memory of processes, no pressure, no
+network counters and no GPUs' health.
 
 `CPU` is the share of one core that the coordinator and Ray's agent, which carries the metrics, take: of what it rises a
 step pays at most as much where all cores work on it.
@@ -88,7 +90,9 @@ def cpu_s(processes: list[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def alternate(name: str, scraper: Scraper, num_blocks: int, block_steps: int, run: runs.Watcher) -> list[Figures]:
+def alternate(
+    name: str, scraper: Scraper, num_blocks: int, block_steps: int, everything: bool, run: runs.Watcher
+) -> list[Figures]:
     """A row for each block: which side, its steps' times and its share of a core."""
     run.whole(1)
     coordinator = ray.get_actor(actor_name(name, "coordinator"), namespace=NAMESPACE)
@@ -97,6 +101,8 @@ def alternate(name: str, scraper: Scraper, num_blocks: int, block_steps: int, ru
         side = SIDES[(block + block // 2) % 2]
         scraper.is_on = side == "with"
         switch(coordinator, side == "with")
+        if everything:
+            switch_measuring(name, side == "with")
         begun, used = time.monotonic(), cpu_s(processes)
         first = len(run.steps())
         run.more_steps(block_steps)
@@ -116,7 +122,70 @@ def switch(coordinator: Any, on: bool) -> None:
     ray.get(coordinator.__ray_call__.remote(exported_at), timeout=30.0)
 
 
-def measure(num_blocks: int, block_steps: int) -> tuple[list[Figures], Scraper]:
+def switch_measuring(name: str, on: bool) -> None:
+    """Let the run's workers and agents measure what only metrics need, or not."""
+    of_run = actor_name(name, "")
+    known = ray.util.list_named_actors(all_namespaces=True)
+    names = [one["name"] for one in known if one["namespace"] == NAMESPACE and one["name"].startswith(of_run)]
+    others = [one for one in names if one != actor_name(name, "coordinator")]
+    is_agent = {one: one.startswith(actor_name(name, "agent:")) for one in others}
+    if not {True, False} <= set(is_agent.values()):
+        raise runs.WatchFailed(f"no agent or no worker among the run's actors: {', '.join(others)}")
+    asked = []
+    for one in others:
+        measures = agent_measures if is_agent[one] else worker_measures
+        asked.append(ray.get_actor(one, namespace=NAMESPACE).__ray_call__.remote(measures, on))
+    ray.get(asked, timeout=60.0)
+
+
+def worker_measures(_: Any, on: bool) -> None:
+    """Runs in a worker."""
+    from elastic_ring.monitor import stamps
+    from elastic_ring.runtime.worker import step_records
+    from elastic_ring.train import transaction
+
+    class NoClock:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def stop(self, _: object) -> None:
+            pass
+
+        def per_sequence_s(self, _: int) -> float:
+            return 0.0
+
+    def stamp(self: Any, step: int, phase: int, hop: int = -1) -> None:
+        """A stamp without a clock."""
+        self._counter = counter = self._counter + 1
+        self.phase, words = phase, self._words
+        words[stamps._BEGUN_SLOT] = counter
+        stamps._BODY.pack_into(words, stamps._BODY_AT, step, self.generation, phase, hop, self._now_ns())
+        words[stamps._COUNTER_SLOT] = counter
+
+    places: list[tuple[Any, str, Any]] = [
+        (step_records, "gpu_memory", dict), (transaction, "WorkClock", NoClock), (stamps.StampWriter, "stamp", stamp),
+    ]  # fmt: skip
+    for place, what, without in places:
+        own = f"_bench_{what}"
+        if not hasattr(place, own):
+            setattr(place, own, getattr(place, what))
+        setattr(place, what, getattr(place, own) if on else without)
+
+
+def agent_measures(agent: Any, on: bool) -> None:
+    """Runs in a node's agent; a worker's step and phase are told in any case, as status needs them."""
+
+    def nothing(*_: object) -> None:
+        return None
+
+    for place, what in ((agent._memory, "process"), (agent._memory, "pressure"), (agent._health, "look")):
+        if on:
+            vars(place).pop(what, None)  # the class has its own
+        else:
+            setattr(place, what, nothing)
+
+
+def measure(num_blocks: int, block_steps: int, everything: bool = False) -> tuple[list[Figures], Scraper]:
     with runs.scratch() as folder, runs.local_ray():
         name = "bench-metrics"
         options = ["--preset", "laptop", "--faults", "none", "--steps", str(NEVER), "--run-dir", str(folder / name)]
@@ -124,7 +193,9 @@ def measure(num_blocks: int, block_steps: int) -> tuple[list[Figures], Scraper]:
         trainer.run_config = RunConfig(name, run_dir=str(folder / name), progress=False)
         scraper = Scraper(f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics")
         with scraper.running():
-            rows = runs.train_while(trainer, lambda run: alternate(name, scraper, num_blocks, block_steps, run))
+            rows = runs.train_while(
+                trainer, lambda run: alternate(name, scraper, num_blocks, block_steps, everything, run)
+            )
     if not scraper.num_series:
         raise runs.WatchFailed(f"{scraper.num_scrapes} scrapes of {scraper.url} showed no metric of the run")
     return rows, scraper
@@ -154,13 +225,17 @@ def report(rows: list[Figures], scraper: Scraper) -> tuple[str, Figures, bool]:
 def main() -> int:
     parser = bench_parser(__doc__)
     parser.add_argument("--blocks", type=at_least_one, default=20, help="pairs of blocks, one more for warming up")
+    parser.add_argument("--everything", action="store_true", help="without: nothing is measured for metrics, either")
     parser.add_argument("--block-steps", type=at_least_one, default=12)
-    parser.add_argument("--save", action="store_true", help="write the table and a JSON into benchmarks/results/")
+    parser.add_argument(
+        "--save", action="store_true", help="write the table and a JSON into benchmarks/results/training/"
+    )
     options = parser.parse_args()
-    text, record, good = report(*measure(options.blocks + 1, options.block_steps))
+    text, record, good = report(*measure(options.blocks + 1, options.block_steps, options.everything))
+    record["everything"] = options.everything
     results.show("\n" + text)
     if options.save:
-        results.save("bench_metrics", text, record)
+        results.save("training", "bench_metrics", text, record)
     return 0 if good else 1
 
 

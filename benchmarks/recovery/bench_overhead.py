@@ -258,8 +258,8 @@ def measure(arguments: argparse.Namespace, copies: str = "0") -> dict[str, Any]:
         actor = ray.remote(PlainWorker).options(num_cpus=0, runtime_env={"env_vars": variables} if variables else None)
         gate = None if arguments.apart else turns.gate("plain")
         workers = [actor.remote(task, mesh, rank, gate, device) for rank in range(mesh.size)]
-        calls_per_block = NEVER if arguments.apart else block_steps * task.step.global_batch // mesh.dp
-        trainer.task = _with(task, loss=GatedLoss(task.loss, turns.gate("product"), calls_per_block))
+        sequences_per_block = NEVER if arguments.apart else block_steps * task.step.global_batch // mesh.dp
+        trainer.task = _with(task, loss=GatedLoss(task.loss, turns.gate("product"), sequences_per_block))
         if arguments.apart:
             ours, theirs = one_after_another(turns, workers, block_steps, trainer)
             product, plain = (np.array([np.diff([at_s for at_s, _ in rows[0]])]) for rows in (ours, theirs))
@@ -333,7 +333,9 @@ def main() -> int:
     parser.add_argument("--apart", action="store_true", help="one block of each, one after the other; no --blocks")
     parser.add_argument("--copies", default="0", help="copies in peers' memory: 1, 2 or parity:G")
     parser.add_argument("--copy-every", type=int, default=10, help="steps between copies")
-    parser.add_argument("--save", action="store_true", help="write the table and a JSON into benchmarks/results/")
+    parser.add_argument(
+        "--save", action="store_true", help="write the table and a JSON into benchmarks/results/training/"
+    )
     arguments = parser.parse_args()
     if (arguments.dp or arguments.cp) and not arguments.model.startswith("gpu-"):
         parser.error(f"--dp and --cp are for gpu-*: --model {arguments.model} has its own mesh")
@@ -351,7 +353,7 @@ def main() -> int:
         if arguments.model.startswith("gpu-"):
             run = gpu_run(arguments)
             name += f"-{run.dp}x{run.cp}"
-        results.save(name, text, {**figures, "missed": missed})
+        results.save("training", name, text, {**figures, "missed": missed})
     return 1 if missed else 0
 
 
@@ -369,7 +371,7 @@ def _measure_copies(arguments: argparse.Namespace) -> int:
         name = (
             f"bench_overhead-{arguments.model}-copies-{arguments.copies.replace(':', '-')}-every-{arguments.copy_every}"
         )
-        results.save(name, text, {**cost, "runs": figures, "missed": missed})
+        results.save("training", name, text, {**cost, "runs": figures, "missed": missed})
     return 1 if missed else 0
 
 

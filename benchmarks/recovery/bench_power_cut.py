@@ -172,7 +172,7 @@ def main() -> None:
     )
     results.show("\n" + text)
     if args.save:
-        results.save("bench_power_cut", text, {"systems": found, "medians": medians})
+        results.save("checkpoint", "bench_power_cut", text, {"systems": found, "medians": medians})
 
 
 if __name__ == "__main__":

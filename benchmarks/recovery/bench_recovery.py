@@ -148,7 +148,9 @@ def main() -> int:
     parser = bench_parser(__doc__)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
-    parser.add_argument("--save", action="store_true", help="write the tables and a JSON into benchmarks/results/")
+    parser.add_argument(
+        "--save", action="store_true", help="write the tables and a JSON into benchmarks/results/recovery/"
+    )
     arguments = parser.parse_args()
     found: dict[str, Rows] = {}
     skipped: dict[str, str] = {}
@@ -162,7 +164,7 @@ def main() -> int:
     text += "\n" + results.verdict(missed)
     results.show("\n" + text)
     if arguments.save:
-        results.save("bench_recovery", text, {"systems": found, "skipped": skipped, "missed": missed})
+        results.save("recovery", "bench_recovery", text, {"systems": found, "skipped": skipped, "missed": missed})
     return 1 if missed else 0
 
 

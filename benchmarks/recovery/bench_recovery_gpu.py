@@ -33,6 +33,7 @@ if __name__ == "__main__":  # run as a script
 import psutil
 
 from benchmarks.harness import gpu_runs, results, runs
+from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.gpu_runs import GpuRun
 from elastic_ring.cli.plan import CONTEXT_BYTES
 from elastic_ring.model.config import num_parameters
@@ -287,7 +288,7 @@ def phases(text: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = bench_parser(__doc__)
     parser.add_argument("--preset", default="100m")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=4)
@@ -316,7 +317,7 @@ def main(argv: list[str]) -> int:
         results.show(f"MISSED: {line}")
     if args.save:
         name = f"bench_recovery_gpu-{args.preset}-2x{args.cp}"
-        results.save(name, "\n".join([text, *(f"MISSED: {m}" for m in missed)]), figures)
+        results.save("recovery", name, "\n".join([text, *(f"MISSED: {m}" for m in missed)]), figures)
     return 1 if missed else 0
 
 

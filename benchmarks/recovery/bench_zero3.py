@@ -65,7 +65,12 @@ def main() -> None:
                                               "steps_rerun", "last_loss")] for row in rows])  # fmt: skip
     show(text)
     if args.save:
-        save("bench_zero3", text, {"rows": rows, "layers": args.layers, "width": args.width, "context": args.context})
+        save(
+            "training",
+            "bench_zero3",
+            text,
+            {"rows": rows, "layers": args.layers, "width": args.width, "context": args.context},
+        )
 
 
 def measure(system: str, args: argparse.Namespace, folder: Path, start_bytes: int) -> dict[str, Any]:

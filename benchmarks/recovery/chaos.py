@@ -280,13 +280,15 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", choices=["tiny", "laptop"], default="tiny")
-    parser.add_argument("--save", action="store_true", help="write the tables and a JSON into benchmarks/results/")
+    parser.add_argument(
+        "--save", action="store_true", help="write the tables and a JSON into benchmarks/results/recovery/"
+    )
     arguments = parser.parse_args()
     text, missed, figures = run_all(arguments.model, arguments.kills, arguments.seed)
     text += "\n" + results.verdict(missed, "all recovered, exact, and nothing grew")
     results.show("\n" + text)
     if arguments.save:
-        results.save("chaos", text, {**figures, "missed": missed})
+        results.save("recovery", "chaos", text, {**figures, "missed": missed})
     return 1 if missed else 0
 
 

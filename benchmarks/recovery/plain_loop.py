@@ -50,19 +50,23 @@ class Gate:
 
 
 class GatedLoss:
-    """A loss that waits at the gate before every `calls_per_block`-th call: pauses the product between two steps
-    without its knowledge."""
+    """A loss that waits at the gate before every `sequences_per_block`-th sequence: pauses the product between two
+    steps without its knowledge. A sequence that comes twice in a row is counted once: now and then the product computes
+    one again, to compare."""
 
-    def __init__(self, loss: LossFunction, gate: Gate, calls_per_block: int) -> None:
-        self._loss, self._gate, self._calls_per_block = loss, gate, calls_per_block
-        self._num_calls = 0
+    def __init__(self, loss: LossFunction, gate: Gate, sequences_per_block: int) -> None:
+        self._loss, self._gate, self._sequences_per_block = loss, gate, sequences_per_block
+        self._num_sequences = 0
+        self._newest: Tensor | None = None
 
     def __call__(self, model: Any, batch: Batch) -> tuple[Tensor, int]:
         if batch.tokens.is_meta:  # a standby asks what the model's attention looks like; nothing is trained
             return self._loss(model, batch)
-        if self._num_calls % self._calls_per_block == 0:
-            self._gate.wait()
-        self._num_calls += 1
+        if self._newest is None or not torch.equal(batch.tokens, self._newest):
+            if self._num_sequences % self._sequences_per_block == 0:
+                self._gate.wait()
+            self._num_sequences += 1
+            self._newest = batch.tokens.clone()
         return self._loss(model, batch)
 
 

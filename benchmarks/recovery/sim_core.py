@@ -162,7 +162,7 @@ def _story(num_members: int, cp: int) -> Generator[Event, State, None]:
         state = yield NodeJoined("b", f"n{node}", 8, 8)
     for worker in list(state.workers.values()):
         state = yield WorkerReady("b", worker.worker, worker.node, 1)
-    for step, lost in enumerate(("rank", "node", "trouble")):
+    for step, lost in enumerate(("rank", "node", "error")):
         membership = members(state)
         for name in membership:
             state = yield Resumed("b", name, 1, state.generation, step)

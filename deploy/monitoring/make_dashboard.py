@@ -17,17 +17,23 @@ from elastic_ring.monitor.metrics_table import OF_RAY, TABLE, Metric, by_name
 
 ROWS = {
     "Training": ("loss", "validation_loss", "gradient_norm", "learning_rate", "tokens_per_second", "step_seconds",
-                 "skipped_steps", "loss_spikes", "stragglers", "wrong_results", "slowest_rank_ratio",
+                 "mfu_ratio", "skipped_steps", "loss_spikes", "stragglers", "wrong_results", "slowest_rank_ratio",
                  "last_commit_timestamp_seconds"),
     "Mesh": ("phase", "mesh", "wanted_rings", "workers", "wanted_spares", "nodes", "failed_starts", "generation"),
     "Recoveries": ("recoveries", "lost_workers", "recovery_sum_seconds", "recovery_duration_seconds", "undone_steps",
                    "rerun_steps"),
     "Memory": ("worker_memory_bytes", "gpu_memory_bytes", "memory_pressure_ratio", "memory_shortages",
-               "memory_reliefs"),
-    "Checkpoints": ("checkpoints", "last_checkpoint_timestamp_seconds", "checkpoint_step", "checkpoint_size_bytes",
-                    "checkpoint_seconds", "checkpoint_failing_seconds"),
+               "memory_reliefs", "memory_tight", "memory_share_ratio"),
+    "Checkpoints": ("checkpoints", "checkpoints_missed", "last_checkpoint_timestamp_seconds", "checkpoint_step",
+                    "checkpoint_size_bytes", "checkpoint_seconds", "checkpoint_failing_seconds"),
     "Copies in peers' memory": ("copy_step", "copy_size_bytes", "copy_seconds", "copies_skipped"),
-    "Where time goes": ("time_seconds", "goodput_ratio", "data_wait_seconds", "late_compilations"),
+    "Where time goes": ("time_seconds", "goodput_ratio", "data_wait_seconds",
+                        "step_part_mean_seconds", "step_part_longest_seconds", "rank_work_seconds",
+                        "late_compilations"),
+    "Nodes": ("network_errors", "network_drops", "network_infiniband_errors", "network_infiniband_drops",
+              "network_infiniband_sent_bytes", "network_infiniband_received_bytes"),
+    "GPUs": ("gpu_utilisation_ratio", "gpu_power_watts", "gpu_temperature_celsius", "gpu_slowed", "gpu_ecc_errors",
+             "gpu_remapped_rows", "gpu_needs_reset", "gpu_xid_errors"),
     "Exchange of keys and values": ("hop_sent_bytes", "hop_exposed_wait_seconds", "hop_latency_seconds"),
     "Coordinator and driver": ("term", "bit_exact", "driver_silent_seconds", "driver_lease_seconds", "failed",
                                "committed_steps", "planned_steps"),
@@ -35,7 +41,7 @@ ROWS = {
 """Rows of panels: names of the table without `elastic_ring_`."""
 AT_A_GLANCE = ("committed_steps", "loss", "tokens_per_second", "goodput_ratio", "generation")
 STACKED = ("time_seconds", "workers", "phase")
-UNITS = {"seconds": "s", "bytes": "bytes", "1": "short"}
+UNITS = {"seconds": "s", "bytes": "bytes", "1": "short", "watts": "watt", "degrees": "celsius"}
 UNITS_OF_RAY = {
     "bytes": "bytes", "MiB": "mbytes", "percent": "percent", "power": "mwatt", "temperature": "celsius",
 }  # fmt: skip

@@ -19,7 +19,7 @@ INK, GREY, BLUE, RED, GREEN, PALE = "#1f2328", "#6e7781", "#0969da", "#cf222e", 
 
 
 def svg(width: int, height: int, parts: list[str]) -> str:
-    """A whole picture on white, so that it can be read on dark pages too."""
+    """A whole drawing on white, so that it can be read on dark pages too."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
         ' font-family="Helvetica, Arial, sans-serif">'
@@ -62,8 +62,8 @@ def architecture() -> str:
         agent = box(x + 16, 208, w - 32, 44, ["node agent", "pidfd on each worker, progress stamps, kills by PID"])
         return [panel, text(x + 14, 192, name, 12, GREY, "start"), agent]
 
-    def worker(x: float, number: int, seat: str) -> str:
-        return box(x, 310, 112, 74, [f"worker {number}", seat, "K/V slice,", "ZeRO-3 shard"], BLUE)
+    def worker(x: float, number: int, place: str) -> str:
+        return box(x, 310, 112, 74, [f"worker {number}", place, "K/V slice,", "ZeRO-3 shard"], BLUE)
 
     parts = [
         box(20, 40, 200, 70, ["driver", "ElasticRingTrainer.fit()", "follows the run, holds no state"]),
@@ -104,10 +104,10 @@ def attention() -> str:
         at(20, 160, ["layout", "layouts/layout.py", "layouts/placement.py", "autolayout/ chooses"]),
         at(260, 100, ["schedule", "plan/schedule.py", "plan/sparse_schedule.py", "hops, ranges, bytes"]),
         at(260, 250, ["rank's plan", "plan/rank_plan.py", "plan/sparse_blocks.py", "stages, calls, pieces"]),
-        at(500, 100, ["ring", "ring.py", "sparse_ring.py, block_pass.py", "one loop over stages"], BLUE),
+        at(500, 100, ["ring", "ring.py: one loop", "lowering: calls as data", "rectangles, tiles, blocks"], BLUE),
         at(500, 250, ["exchange", "comm/exchange.py", "plan/traffic.py", "pieces of K/V, of dK/dV"], BLUE),
-        at(740, 100, ["kernel", "kernels/registry.py", "kernels/sparse_registry.py", "kernels/adapters/"], GREEN),
-        at(740, 250, ["merge", "merge.py, gradients.py", "fused_merge.py on GPUs", "(out, lse) in fp32"], GREEN),
+        at(740, 100, ["kernel", "kernels/registry.py", "kernels/verify.py", "kernels/adapters/"], GREEN),
+        at(740, 250, ["merge", "accumulate.py, merge.py", "fused_merge.py on GPUs", "(out, lse) in fp32"], GREEN),
         line("M220 79 L260 119"), line("M220 199 L260 159"),
         line("M360 178 L360 250"),
         line("M460 289 L500 160"), text(474, 216, "calls", 11, GREY, "end"),
@@ -177,7 +177,7 @@ def read_runs(killed: Path, undisturbed: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def pictures() -> dict[str, str]:
+def drawings() -> dict[str, str]:
     data = json.loads((HERE / "loss_curve.json").read_text(encoding="utf-8"))
     return {"architecture.svg": architecture(), "attention.svg": attention(), "loss_curve.svg": loss_curve(data)}
 
@@ -186,5 +186,5 @@ if __name__ == "__main__":
     if len(sys.argv) == 3:
         found = read_runs(Path(sys.argv[1]), Path(sys.argv[2]))
         (HERE / "loss_curve.json").write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
-    for name, picture in pictures().items():
-        (HERE / name).write_text(picture, encoding="utf-8")
+    for name, drawing in drawings().items():
+        (HERE / name).write_text(drawing, encoding="utf-8")

@@ -17,22 +17,21 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.checks import check_tensors
-from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopLedger
-from elastic_ring.attention.kernels.sparse_registry import sparse_form
+from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopLedger, Wire
+from elastic_ring.attention.kernels.registry import sparse_form
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.patterns.content import top_ks_of
 from elastic_ring.attention.patterns.families import longnet_text
 from elastic_ring.attention.patterns.pattern import Pattern
-from elastic_ring.attention.patterns.rules import Dense, Rule, Union
+from elastic_ring.attention.patterns.rules import NEWER, Dense, Rule, Union
 from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern, rules_text
-from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_blocks import check_blocks
-from elastic_ring.attention.plan.sparse_schedule import plan_sparse
+from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
 from elastic_ring.attention.recomputation import SavedResult
-from elastic_ring.attention.ring import NUM_PLANS, DensePlans, Observer, RingAttention
+from elastic_ring.attention.ring import Observer, RingAttention
+from elastic_ring.attention.ring_plans import PlanCache, RingPlans
 from elastic_ring.attention.routing.router import Router
-from elastic_ring.attention.sparse_ring import SparsePlans, SparseRingAttention
 
 AttentionFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D)."""
@@ -122,7 +121,12 @@ class LayerPatterns:
         return rest
 
     def check(self, num_layers: int, num_heads: int, num_kv_heads: int) -> None:
-        """Raises `ValueError` unless the pattern fits a model of this size."""
+        """Raises `ValueError` unless the pattern fits a causal model of this size."""
+        ahead = next((rule for group in self.groups for rule in group.rules if rule.num_ahead), None)
+        if ahead is not None:
+            raise ValueError(
+                f"{ahead}: training is causal, and no query sees {ahead.num_ahead} later keys; leave ahead out"
+            )
         beyond = [layer for group in self.groups for layer in group.layers or () if layer >= num_layers]
         if beyond:
             raise ValueError(f"layer {beyond[0]}: the model has layers 0 to {num_layers - 1}; name one of these")
@@ -153,7 +157,7 @@ class LayerPatterns:
 
 
 class PatternedAttention:
-    """Causal attention over a ring for a model whose layers follow `patterns`, for one sequence.
+    """Attention over a ring for a model whose layers follow `patterns`, for one sequence.
 
     `layer(i)` is the callable of layer i; if all layers follow the same rules, the object itself is callable. Dense
     layers run on the dense ring. `group` is a process group of exactly the ring's ranks in cp_rank order, or None for
@@ -166,6 +170,10 @@ class PatternedAttention:
     also called for hop 0 before the choice. `check` is called after the choices were read; it must raise if the
     group has been aborted, which a GPU does not report otherwise. A recomputed call (`recomputation`) reuses its
     choice and sends nothing.
+
+    `causal` False needs rules that say which later keys they keep; others are refused by name. `scale` multiplies the
+    scores (None: 1/sqrt(D)), `first_call_index` numbers the first call, and `abandoned` holds the buffers that the
+    group may still write to after a call that raised.
     """
 
     def __init__(
@@ -184,8 +192,17 @@ class PatternedAttention:
         buffers: HopBuffers | None = None,
         sparse_kernel: str | None = None,
         check: Callable[[], None] | None = None,
-        plans: LRUCache | None = None,
+        plans: PlanCache | None = None,
+        causal: bool = True,
+        scale: float | None = None,
+        first_call_index: int = 0,
+        abandoned: list[torch.Tensor] | None = None,
+        kv_wire: Wire = "native",
     ) -> None:
+        if not causal:
+            for group_ in patterns.groups:
+                SparsePattern(group_.rules, patterns.block, causal=False)
+        self._causal, self._scale, self._abandoned, self._kv_wire = causal, scale, abandoned, kv_wire
         self.patterns, self.layout, self.cp_rank = patterns, layout, cp_rank
         self.ledger = HopLedger() if ledger is None else ledger
         self._group = group
@@ -195,15 +212,15 @@ class PatternedAttention:
         self._sparse_kernel = sparse_kernel
         self._buffers = HopBuffers() if buffers is None else buffers
         documents = Pattern(True, self._document_starts).documents(layout.seq_len)
-        self._router = Router(layout, cp_rank, group, documents, self.ledger, check=check)
-        self._num_calls = 0
-        self._plans = LRUCache(NUM_PLANS) if plans is None else plans
+        self._plans = PlanCache() if plans is None else plans
+        self._router = Router(layout, cp_rank, group, documents, self.ledger, check=check, routes=self._plans.routes)
+        self._num_calls = first_call_index
         # Keep every ring, because a call that raised leaves buffers in its ring.
-        self._rings: dict[tuple[tuple[Rule, ...], int, int, torch.device], _Ring] = {}
-        self._one_call_rings: list[_Ring] = []
+        self._rings: dict[tuple[tuple[Rule, ...], int, int, torch.device], RingAttention] = {}
+        self._one_call_rings: list[RingAttention] = []
         self._record: _SavedCalls | None = None
         self._offload = False
-        self._replay: Iterator[tuple[_Ring, list[SavedResult]]] | None = None
+        self._replay: Iterator[tuple[RingAttention, list[SavedResult]]] | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D).
@@ -246,16 +263,16 @@ class PatternedAttention:
         if self._replay is not None:
             ring, results = next(self._replay)
             with ring.replaying(results):
-                return ring(q, k, v)
+                return ring(q, k, v, scale=self._scale)
         check_tensors(q, k, v)  # before content routing sends messages
         ring = self._ring(layer, q, k)
         if self._record is None:
-            return ring(q, k, v)
+            return ring(q, k, v, scale=self._scale)
         self._record.append((ring, []))
         with ring.recording(self._record[-1][1], offload=self._offload):
-            return ring(q, k, v)
+            return ring(q, k, v, scale=self._scale)
 
-    def _ring(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> _Ring:
+    def _ring(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> RingAttention:
         """The ring for this layer's rules: cached for static rules, new in each call for content-chosen ones."""
         rules = self.patterns.of_layer(layer).heads(q.size(2), k.size(2))
         number = self._num_calls
@@ -264,7 +281,8 @@ class PatternedAttention:
             if self._observer is not None:
                 self._observer("forward", number, 0)
             block = _list_block(rules, self.patterns.block)
-            self._one_call_rings.append(self._sparse(self._router(rules, q, k, number), block, q, k, SparsePlans()))
+            schedule = self._schedule(self._router(rules, q, k, number), block, q, k)
+            self._one_call_rings.append(self._sparse(RingPlans(schedule), q))
             ring = self._one_call_rings[-1]
         else:
             key = (rules, q.size(2), k.size(2), q.device)
@@ -272,31 +290,39 @@ class PatternedAttention:
                 self._rings[key] = self._make_ring(rules, q, k)
             ring = self._rings[key]
         ring.reset_calls(number)
+        if self._abandoned is not None:
+            ring._abandoned = self._abandoned
         return ring
 
-    def _make_ring(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor) -> _Ring:
-        place = (self.layout, self.cp_rank, self._document_starts, self._backend, self._deterministic)
+    def _make_ring(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor) -> RingAttention:
+        place = (
+            self.layout, self.cp_rank, self._document_starts, self._causal, self._kv_wire, self._backend,
+            self._deterministic,
+        )  # fmt: skip
         if set(rules) == {Dense()}:
+            pattern = Pattern(self._causal, self._document_starts)
+            plans = self._plans.of(place, lambda: plan(pattern, self.layout))
             return RingAttention(
-                plan(Pattern(True, self._document_starts), self.layout), self.cp_rank, self._group, ledger=self.ledger,
-                buffers=self._buffers, backend=self._backend, deterministic=self._deterministic,
-                cache_dir=self._cache_dir, observer=self._observer, plans=self._plans.get(place, DensePlans),
+                plans.schedule, self.cp_rank, self._group, ledger=self.ledger, buffers=self._buffers,
+                backend=self._backend, deterministic=self._deterministic, cache_dir=self._cache_dir,
+                observer=self._observer, plans=plans, kv_wire=self._kv_wire,
             )  # fmt: skip
         block = self.patterns.block
         key = (*place, self._sparse_kernel, rules, block, q.size(2), k.size(2))
-        return self._sparse(rules, block, q, k, self._plans.get(key, SparsePlans))
+        return self._sparse(self._plans.of(key, lambda: self._schedule(rules, block, q, k)), q)
 
-    def _sparse(
-        self, rules: tuple[Rule, ...], block: int, q: torch.Tensor, k: torch.Tensor, plans: SparsePlans
-    ) -> SparseRingAttention:
+    def _schedule(self, rules: tuple[Rule, ...], block: int, q: torch.Tensor, k: torch.Tensor) -> SparseSchedule:
+        pattern = SparsePattern(rules, block, self._document_starts, self._causal)
+        return plan_sparse(pattern, self.layout, q.size(2), k.size(2))
+
+    def _sparse(self, plans: RingPlans, q: torch.Tensor) -> RingAttention:
         kernel = self._sparse_kernel
         if kernel is None and q.is_cuda:
             kernel = sparse_form(self._backend)
-        pattern = SparsePattern(rules, block, self._document_starts)
-        return SparseRingAttention(
-            plan_sparse(pattern, self.layout, q.size(2), k.size(2)), self.cp_rank, self._group, ledger=self.ledger,
-            observer=self._observer, kernel=kernel, deterministic=self._deterministic, buffers=self._buffers,
-            plans=plans, cache_dir=self._cache_dir,
+        return RingAttention(
+            plans.schedule, self.cp_rank, self._group, ledger=self.ledger, observer=self._observer, kernel=kernel,
+            deterministic=self._deterministic, buffers=self._buffers, plans=plans, cache_dir=self._cache_dir,
+            kv_wire=self._kv_wire,
         )  # fmt: skip
 
 
@@ -306,8 +332,7 @@ def _list_block(rules: tuple[Rule, ...], block: int) -> int:
     return block if all(unit % block == 0 for unit in units) else min(units)
 
 
-_Ring = RingAttention | SparseRingAttention
-_SavedCalls = list[tuple[_Ring, list[SavedResult]]]
+_SavedCalls = list[tuple[RingAttention, list[SavedResult]]]
 
 
 class _Layer:
@@ -331,7 +356,8 @@ def _identity(value: object) -> str:
     if isinstance(value, tuple):
         return "(" + ", ".join(map(_identity, value)) + ")"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = ", ".join(f"{f.name}={_identity(getattr(value, f.name))}" for f in dataclasses.fields(value))
+        own = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        fields = ", ".join(f"{f.name}={_identity(x)}" for f, x in own if f.metadata != NEWER or x != f.default)
         return f"{type(value).__qualname__}({fields})"
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"

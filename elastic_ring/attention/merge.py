@@ -9,9 +9,8 @@ going into a backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -24,159 +23,6 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 MOST_AT_ONCE = 3
 """Parts merged in one pass over memory: the limit of the fused kernel."""
-
-
-class Accumulator:
-    """Running `out` (B, S, H, D) and `lse` (B, S, H, natural log) over the keys merged so far.
-
-    Rows without keys so far have lse = -inf and out = 0. `dtype` is the type of the running `out`, by default the
-    accumulation type, which lse always has. With `by_rows` both are stored row by row, heads innermost. `at_once` is a
-    note for the owner: all parts but the first are deferred.
-    """
-
-    def __init__(
-        self, like: torch.Tensor, dtype: torch.dtype | None = None, *, by_rows: bool = False, at_once: bool = False
-    ) -> None:
-        self.at_once = at_once
-        self._like = like
-        self._by_rows = by_rows
-        self._dtype = accumulate_dtype(like.dtype) if dtype is None else dtype
-        self._out: torch.Tensor | None = None
-        self._lse: torch.Tensor | None = None
-        self._deferred: list[tuple[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]] = []
-
-    @property
-    def out(self) -> torch.Tensor:
-        return self._merged()[0]
-
-    @property
-    def lse(self) -> torch.Tensor:
-        return self._merged()[1]
-
-    @property
-    def num_heads(self) -> int:
-        return self._like.size(2)
-
-    def defer(self, rows: tuple[int, int], out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge a partial result later, together with up to MOST_AT_ONCE in all: in one pass over memory, rounded
-        once."""
-        assert len(self._deferred) < MOST_AT_ONCE
-        self._deferred.append((rows, (out, lse)))
-
-    def add(self, rows: tuple[int, int], out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge a partial result for the local query range `rows`: `out` (B, n, H, D), `lse` (B, n, H).
-
-        The first part that covers all rows becomes the accumulator: merging it into nothing would change no bit.
-        """
-        if self._out is None and out.shape == self._like.shape:
-            self._out, lse = _own(out, self._dtype, self._by_rows), lse.to(accumulate_dtype(self._like.dtype))
-            self._lse = lse.contiguous() if self._by_rows else lse
-            return
-        start, length = rows[0], rows[1] - rows[0]
-        merge_(self.out.narrow(1, start, length), self.lse.narrow(1, start, length), out, lse)
-
-    def _merged(self) -> tuple[torch.Tensor, torch.Tensor]:
-        self._fill()
-        assert self._out is not None
-        assert self._lse is not None
-        deferred, self._deferred = self._deferred, []
-        for start, length, parts in _strips(deferred):
-            merge_all_(
-                self._out.narrow(1, start, length), self._lse.narrow(1, start, length),
-                [(out, lse) for out, lse in parts],
-            )  # fmt: skip
-        return self._out, self._lse
-
-    def _fill(self) -> None:
-        if self._out is not None:
-            return
-        like = self._like
-        self._out = torch.zeros(like.shape, dtype=self._dtype, device=like.device)
-        # Heads before rows in memory, as the GPU kernels have it.
-        shape = (like.size(0), like.size(2), like.size(1))
-        lse = torch.full(shape, -math.inf, dtype=accumulate_dtype(like.dtype), device=like.device)
-        self._lse = lse.transpose(1, 2).contiguous() if self._by_rows else lse.transpose(1, 2)
-
-
-class GradientSum:
-    """Running dq (B, S, H, D) over tiles.
-
-    The first share that covers all of it becomes the total (with `by_rows` stored row by row); the first share of some
-    heads is copied. `at_once` is a note for the owner: all other shares are deferred."""
-
-    def __init__(
-        self, like: torch.Tensor, dtype: torch.dtype | None = None, *, by_rows: bool = False, at_once: bool = False
-    ) -> None:
-        self.at_once = at_once
-        self._like = like
-        self._by_rows = by_rows
-        self._dtype = accumulate_dtype(like.dtype) if dtype is None else dtype
-        self._total: torch.Tensor | None = None
-        self._unwritten = [range(like.size(2))]  # heads whose rows hold nothing yet
-        self._deferred: list[tuple[tuple[int, int], tuple[torch.Tensor]]] = []
-
-    @property
-    def num_heads(self) -> int:
-        return self._like.size(2)
-
-    def defer(self, rows: tuple[int, int], share: torch.Tensor) -> None:
-        """Add the share (B, n, H, D) of the query range `rows` later, together with up to `MOST_AT_ONCE` in all: in one
-        pass over memory, rounded once."""
-        assert len(self._deferred) < MOST_AT_ONCE
-        self._deferred.append((rows, (share,)))
-
-    def add(self, rows: tuple[int, int], share: torch.Tensor, heads: slice = slice(None)) -> None:
-        """Add the share (B, n, some heads, D) of the local query range `rows`."""
-        if self._total is None and share.shape == self._like.shape:
-            self._total, self._unwritten = _own(share, self._dtype, self._by_rows), []
-            return
-        if share.shape[1] == self._like.shape[1] and self._first(range(*heads.indices(self._like.shape[2]))):
-            self._made()[:, :, heads].copy_(share)
-            return
-        part = self.total.narrow(1, rows[0], rows[1] - rows[0])
-        if share.shape[2] == self._like.shape[2]:
-            add_(part, [share])
-        else:
-            part[:, :, heads].add_(share)
-
-    @property
-    def total(self) -> torch.Tensor:
-        total = self._made()
-        for heads in self._unwritten:
-            total[:, :, heads.start : heads.stop].zero_()
-        self._unwritten = []
-        deferred, self._deferred = self._deferred, []
-        for start, length, shares in _strips(deferred):
-            add_(total.narrow(1, start, length), [share for (share,) in shares])
-        return total
-
-    def _made(self) -> torch.Tensor:
-        if self._total is None:
-            self._total = torch.empty(self._like.shape, dtype=self._dtype, device=self._like.device)
-        return self._total
-
-    def _first(self, heads: range) -> bool:
-        """Whether nothing was added to these heads so far; something is from now on."""
-        for index, free in enumerate(self._unwritten):
-            if free.start <= heads.start and heads.stop <= free.stop:
-                left = range(free.start, heads.start), range(heads.stop, free.stop)
-                self._unwritten[index : index + 1] = [each for each in left if each]
-                return True
-        return False
-
-
-def _strips(
-    deferred: Sequence[tuple[tuple[int, int], tuple[torch.Tensor, ...]]],
-) -> Iterator[tuple[int, int, list[tuple[torch.Tensor, ...]]]]:
-    """Start and length of each strip of queries that gets the same parts (B, n, ...), with the parts cut to the strip,
-    in the order of arrival."""
-    for start, stop in pairwise(sorted({edge for rows, _ in deferred for edge in rows})):
-        parts = [
-            tuple(tensor.narrow(1, start - first, stop - start) for tensor in tensors)
-            for (first, last), tensors in deferred if first <= start and stop <= last
-        ]  # fmt: skip
-        if parts:
-            yield start, stop - start, parts
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
@@ -281,12 +127,6 @@ def eager_own_gradients(
 def lse_for_backward(lse: torch.Tensor) -> torch.Tensor:
     """The merged lse with +inf for fully masked rows, so that P = exp(s - lse) is 0 there, not NaN."""
     return lse.masked_fill(lse == -math.inf, math.inf)
-
-
-def _own(part: torch.Tensor, dtype: torch.dtype, by_rows: bool) -> torch.Tensor:
-    """`part` as a running total: in its type, and on a GPU in the order that the fused kernels walk."""
-    part = part.to(dtype)
-    return part.contiguous() if by_rows or part.is_cuda else part
 
 
 def fused_for(total: torch.Tensor) -> ModuleType | None:

@@ -1,94 +1,81 @@
-"""Ring attention: the hops of a schedule, run through exchange, kernel and merge, as one autograd function.
+"""Ring attention: one loop over the stages of a rank's plan, forward and backward, as one autograd function.
 
-`RingAttention` serves a trainer; `ring_attention` is the same for other training loops. Process groups are passed in:
-this module neither creates nor destroys any.
+The plan says everything that differs between dense and sparse patterns, CPUs and GPUs: which calls, on which keys, in
+what order they are added, and what moves (`lowering`). Process groups are passed in: this module neither creates nor
+destroys any. `RingAttention` serves a trainer; `api.ring_attention` is the same for other training loops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from threading import Lock
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from elastic_ring.attention.checks import check_captured, check_group, check_local_length, check_options, check_tensors
-from elastic_ring.attention.comm.exchange import (
-    Frame,
-    Group,
-    HopBuffers,
-    HopExchange,
-    HopLedger,
-    HopMemory,
-    Pack,
-    token_frame,
+from elastic_ring.attention.accumulate import Accumulator, GradientSum, KeyGradients
+from elastic_ring.attention.checks import check_captured, check_group, check_local_length, check_tensors
+from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopExchange, HopLedger, HopMemory, Wire
+from elastic_ring.attention.kernels.kernel import CoverKind, Kernel
+from elastic_ring.attention.kernels.registry import select
+from elastic_ring.attention.lowering.blocks import (
+    STAGE_LIMIT_BYTES,
+    BlockOptions,
+    Footprint,
+    footprint,
+    lower_blocks,
 )
-from elastic_ring.attention.comm.packing import gather_ranges_, parts_of_hops
-from elastic_ring.attention.gradients import Gradients, OwnGradients, part, partial_dtype, running_dtype
-from elastic_ring.attention.kernels.registry import Backend, select
-from elastic_ring.attention.layouts.layout import Layout, make_layout
-from elastic_ring.attention.merge import Accumulator, lse_for_backward
-from elastic_ring.attention.patterns.pattern import Pattern
-from elastic_ring.attention.plan.plan_cache import LRUCache
-from elastic_ring.attention.plan.rank_plan import RankPlan, rank_plan, traffic
-from elastic_ring.attention.plan.schedule import Direction, Schedule, plan
-from elastic_ring.attention.plan.sparse_tiles import num_tokens
-from elastic_ring.attention.plan.stages import Stage, choose_hops_per_stage
-from elastic_ring.attention.plan.traffic import ExchangePlan
+from elastic_ring.attention.lowering.call_plan import Call, CallPlan, HeadOrder, Op, OwnPart, Program
+from elastic_ring.attention.lowering.keys import Source
+from elastic_ring.attention.lowering.rectangles import hops_together, lower_rectangles
+from elastic_ring.attention.lowering.rows import Rows
+from elastic_ring.attention.lowering.tiles import lower_tiles
+from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward
+from elastic_ring.attention.plan.rank_plan import rank_plan
+from elastic_ring.attention.plan.schedule import Direction, Schedule
+from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
 from elastic_ring.attention.recomputation import RecomputableRing, Result
+from elastic_ring.attention.ring_plans import RingPlans
 
 Observer = Callable[[Direction, int, int], None]
 """Called as observer(direction, call_index, hop) just before a hop's kernels run."""
-
-NUM_CALL_PLANS = 16
-"""Shapes of K and V whose call plans are kept for each schedule."""
-
-NUM_PLANS = 8
-"""Schedules whose plans are kept between calls, for each group or worker generation."""
-
-GATHER_LIMIT_BYTES = 3 << 29
-"""On a GPU, hops share one round of kernels while their K and V together stay below this on every rank."""
-
-
-@dataclass(frozen=True, eq=False)
-class _CallPlan:
-    """How calls with keys of one shape and type run."""
-
-    plan: RankPlan
-    exchange: ExchangePlan
-    frame: Frame
-    pack: Pack | None
-    by_copies: bool
-
-
-@dataclass(eq=False)
-class DensePlans:
-    """What a rank derived from one schedule; shared by rings with the same schedule, cp_rank and options."""
-
-    calls: LRUCache = field(default_factory=lambda: LRUCache(NUM_CALL_PLANS))
-    backends: dict[tuple[torch.device, torch.dtype, int, int], Backend] = field(default_factory=dict)
 
 
 class RingAttention(RecomputableRing):
     """Exact attention over a sequence that is sharded over the ranks of a ring (Liu et al. 2023, arXiv:2310.01889).
 
-    `group`: a process group of exactly the ring's ranks in cp_rank order, or None for cp = 1; every rank makes the same
-    calls in the same order. `backend`: a `Backend`, its name, or None for the first that passes its self-test;
-    `cache_dir` stores the test result for later processes. `deterministic` selects bitwise repeatable kernels, which
-    are slower on a GPU; results are summed in a fixed order either way. `hops_per_stage`: how many hops share one round
-    of kernels (None: 1 on a CPU; on a GPU as many as fit into `GATHER_LIMIT_BYTES`), equal on all ranks. `ledger`
-    counts bytes and waits; `observer` is called for every hop; `buffers` may be shared by rings used one after another.
-    `memory` opens the exchanges of passes instead of `group`, as `contrib.peer_memory` does with copy engines; discard
-    it after a call raised. `coalesced` posts the messages of a stage as one operation (None: on a GPU). `plans` may be
-    shared by rings with equal schedule, cp_rank and options. `first_call_index` numbers the first call; tags are made
-    from it.
+    `schedule`: of `plan` for dense attention, of `plan_sparse` for patterns. `group`: a process group of exactly the
+    ring's ranks in cp_rank order, or None for cp = 1; every rank makes the same calls in the same order. A query that
+    sees no key gives 0. Results are summed in a fixed order. For all schedules:
+
+    - `deterministic` selects bitwise repeatable kernels, which are slower on a GPU.
+    - `cache_dir` stores that a kernel passed its self-test, for later processes.
+    - `ledger` counts bytes and waits; `observer` is called for every hop; `buffers` may be shared by rings used one
+      after another; `plans` by rings with equal schedule, cp_rank and options.
+    - `coalesced` posts the messages of a stage as one operation (None: on a GPU).
+    - `first_call_index` numbers the first call; tags are made from it.
+    - `kv_wire` "fp8" sends keys and values in 8 bits (`comm.fp8`); equal on all ranks.
+
+    For dense schedules:
+
+    - `backend`: a `Kernel`, its name, or None for the first that passes its self-test.
+    - `hops_per_stage`: how many hops share one round of kernels (None: 1 on a CPU; on a GPU as many as fit into
+      `rectangles.GATHER_LIMIT_BYTES`), equal on all ranks.
+    - `memory` opens the exchanges of passes instead of `group`, as `contrib.peer_memory` does with copy engines;
+      discard it after a call raised.
+
+    For sparse schedules, which run over tables of whole blocks of 128 tokens on a GPU or where `kernel` is one over
+    tables or its name, and over tiles of any shape else:
+
+    - `ahead` hops are posted before their kernels run, in tiles: 1 overlaps hop by hop, cp - 1 posts all at once.
+    - `partials` is the type in which dK and dV are sent (None: the one in which the kernel returns them).
+    - `stage_bytes` bounds the bytes fetched and the bytes served per stage. Hops share a stage while both fit on every
+      rank; a single hop may exceed the bound.
+    - `keep_keys` keeps fetched keys for backward, which then does not fetch them again. None: if they are one stage and
+      at most a quarter of any rank's own keys. `stage_bytes` and `keep_keys` must be the same on all ranks.
 
     Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
     the buffers which the group may still write to are kept until this object is dropped.
@@ -96,39 +83,51 @@ class RingAttention(RecomputableRing):
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: Schedule | SparseSchedule,
         cp_rank: int,
         group: Group | None,
         *,
-        backend: Backend | str | None = None,
+        backend: Kernel | str | None = None,
+        kernel: Kernel | str | None = None,
         deterministic: bool = True,
         hops_per_stage: int | None = None,
+        ahead: int = 1,
+        partials: torch.dtype | None = None,
+        stage_bytes: int = STAGE_LIMIT_BYTES,
+        keep_keys: bool | None = None,
         cache_dir: Path | None = None,
         ledger: HopLedger | None = None,
         observer: Observer | None = None,
         buffers: HopBuffers | None = None,
         memory: HopMemory | None = None,
         coalesced: bool | None = None,
-        plans: DensePlans | None = None,
+        plans: RingPlans | None = None,
         first_call_index: int = 0,
+        kv_wire: Wire = "native",
     ) -> None:
         check_group(schedule, cp_rank, group)
         if hops_per_stage is not None and hops_per_stage < 1:
             raise ValueError(f"hops_per_stage={hops_per_stage}: a stage is at least one hop; leave it out")
+        if ahead < 1:
+            raise ValueError(f"ahead={ahead}: at least the next hop is posted; use 1")
+        if stage_bytes < 1:
+            raise ValueError(f"stage_bytes={stage_bytes}: a stage is at least one hop; leave it out")
+        if kv_wire != "native" and memory is not None:
+            raise ValueError(f"kv_wire={kv_wire!r}: copy engines send keys as they lie; leave memory or kv_wire out")
         self.schedule = schedule
         self.cp_rank = cp_rank
         self.ledger = HopLedger() if ledger is None else ledger
         self._group = group
-        self._backend = backend
-        self._deterministic = deterministic
-        self._hops_per_stage = hops_per_stage
+        self._backend, self._kernel, self._deterministic = backend, kernel, deterministic
+        self._hops_per_stage, self._ahead = hops_per_stage, ahead
+        self._partials, self._stage_bytes, self._keep_keys = partials, stage_bytes, keep_keys
         self._cache_dir = cache_dir
         self._observer = observer
         self._buffers = HopBuffers() if buffers is None else buffers
-        self._memory = memory
+        self._memory, self._kv_wire = memory, kv_wire
         self._coalesced = coalesced
         # Not in a cache keyed by the schedule, which takes long to hash.
-        self._plans = DensePlans() if plans is None else plans
+        self._plans = RingPlans(schedule) if plans is None else plans
         self._next_call_index = first_call_index
         self._abandoned: list[torch.Tensor] = []
 
@@ -138,11 +137,12 @@ class RingAttention(RecomputableRing):
         """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D).
 
         `scale` multiplies the scores and is 1/sqrt(D) by default. Raises `ValueError` for tensors that do
-        not fit each other or the layout, and whatever the group raises when a peer is lost.
+        not fit each other or the schedule, `RunFailed` if no kernel passes its self-test, and whatever the group raises
+        when a peer is lost.
         """
         self.check_call(q, k, v)
         scale = q.size(-1) ** -0.5 if scale is None else scale
-        if q.is_cuda:
+        if q.is_cuda or self._in_blocks(q):
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out: torch.Tensor = _RingFunction.apply(q, k, v, self, scale)
         return out
@@ -152,16 +152,27 @@ class RingAttention(RecomputableRing):
         self._next_call_index = first_call_index
 
     def check_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raises `ValueError` as a call does."""
+        """Raise what a call with these tensors would raise, before anything is sent."""
         check_tensors(q, k, v)
         check_local_length(q, self.schedule.layout, self.cp_rank)
+        if isinstance(self.schedule, SparseSchedule):
+            if (q.size(2), k.size(2)) != (self.schedule.num_heads, self.schedule.num_kv_heads):
+                raise ValueError(
+                    f"q has {q.size(2)} heads and k {k.size(2)}, the schedule is for {self.schedule.num_heads} and"
+                    f" {self.schedule.num_kv_heads}; plan for these"
+                )
+            self._call_plan(q, k)
 
     def check_graphable(self, q: torch.Tensor, k: torch.Tensor) -> None:
         """Raises `ValueError` where replaying a CUDA graph of such calls would differ from making them."""
         check_captured(self._observer, self.ledger, self._group, q.device)
         if self._memory is not None:
             raise ValueError("the ring has a memory, whose flags count messages and so fit one pass; leave memory out")
-        backend = self._backend_for(q, k)
+        if isinstance(self.schedule, SparseSchedule):
+            if self.schedule.for_one_call:
+                raise ValueError("the schedule is of blocks that content chose for one call; plan a static pattern")
+            return
+        backend = self._kernel_for(q, k.size(2))
         if not backend.graphable:
             raise ValueError(
                 f"kernel {backend.name} keeps tensors of its own that it forgets, while a graph would still read them;"
@@ -172,32 +183,47 @@ class RingAttention(RecomputableRing):
         """The buffers that calls share; replaced when a call needs larger ones."""
         return self._buffers.shared_buffers()
 
-    def shapes(self, k: torch.Tensor) -> frozenset[tuple[int, int, bool]]:
-        """(queries, keys, causal) of the kernel calls of a pass over keys like `k` (B, S_local, Hkv, D)."""
-        tiles = (tile for stage in self._call_plan(k).plan.stages for tile in (*stage.by_rows, *stage.by_keys))
+    def footprint(self, q: torch.Tensor) -> Footprint:
+        """Memory of calls over block tables, queries like q (B, S_local, H, D), besides their inputs and outputs."""
+        assert isinstance(self.schedule, SparseSchedule)
+        return footprint(self.schedule, self.cp_rank, q, self._block_options(q))
+
+    def shapes(self, k: torch.Tensor) -> frozenset[object]:
+        """What tells passes apart for which kernels are compiled, over keys like `k` (B, S_local, Hkv, D): (queries,
+        keys, causal) of each call of a dense pass, the rank of others."""
+        if not isinstance(self.schedule, Schedule):
+            return frozenset((self.cp_rank,))
+        stages = rank_plan(self.schedule, self.cp_rank, hops_together(self.schedule, k, self._hops_per_stage)).stages
+        tiles = (tile for stage in stages for tile in (*stage.by_rows, *stage.by_keys))
         return frozenset((tile.q[1] - tile.q[0], tile.k[1] - tile.k[0], tile.causal) for tile in tiles)
 
+    # ------------------------------------------------------------ the loop
+
     def run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
-        backend, call_plan = self._backend_for(q, k), self._call_plan(k)
+        plan = self._call_plan(q, k)
         call_index = self._next_call_index
         self._next_call_index += 1
-        total = Accumulator(q, running_dtype(backend, q, call_plan.plan.row_visits[0]))
-        with self._exchange("forward", call_index, k, backend, call_plan) as exchange:
+        if plan.heads is not None:
+            q, k, v = _ordered(plan.heads.inner, q), _ordered(plan.heads.inner_kv, k), _ordered(plan.heads.inner_kv, v)
+        attend, sums, kept = plan.kernel.attend, plan.sums, None
+        total = Accumulator(q, sums.out, by_rows=sums.by_rows, at_once=sums.at_once)
+        with self._exchange("forward", call_index, k, plan) as exchange:
             exchange.begin(k, v)
-            for index, stage in enumerate(call_plan.plan.stages, start=-1):
-                keys = (k, v) if index < 0 else exchange.take_keys(index)
-                self._observe("forward", call_index, stage)
-                if stage.by_rows:
-                    own_k, own_v = keys.unbind(0) if isinstance(keys, torch.Tensor) else keys
-                for tile in stage.by_rows:
-                    found = backend.forward(
-                        part(q, tile.q), part(own_k, tile.k), part(own_v, tile.k), causal=tile.causal, scale=scale
-                    )
-                    total.add(tile.q, *found)
+            for index, stage in enumerate(plan.stages, start=-1):
+                keys_of_stage = None if index < 0 else exchange.take_keys(index)
+                self._observe("forward", call_index, stage.hops)
+                source: Source = (k, v) if keys_of_stage is None else _taken_apart(plan, keys_of_stage)
+                for rows, keys, cover in stage.forward:
+                    total.add(rows, *attend(rows.take(q), *keys.of(source), cover, scale))
                 exchange.free_keys(index)
+                if plan.keeps:
+                    kept = keys_of_stage
         # Skipped where the schedule gives every row a key: no lse is -inf then.
-        lse = total.lse if call_plan.plan.every_row_sees else lse_for_backward(total.lse)
-        return Result(total.out.to(q.dtype), lse, call_index)
+        lse = total.lse if plan.every_row_sees else lse_for_backward(total.lse)
+        out = total.out.to(q.dtype)
+        if plan.heads is not None:
+            out, lse = _ordered(plan.heads.outer, out), _ordered(plan.heads.outer, lse)
+        return Result(out, lse, call_index, kept)
 
     def run_backward(
         self,
@@ -207,91 +233,45 @@ class RingAttention(RecomputableRing):
         call_index: int,
         fetched: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        assert fetched is None, "every pass of a dense ring fetches its keys"
-        q, k, v, out, lse = saved
-        backend, call_plan = self._backend_for(q, k), self._call_plan(k)
-        plan_ = call_plan.plan.stages
-        tiles = Gradients(backend, scale, dout, q, out, lse, call_plan.plan.row_visits[1])
-        # Own queries contribute to own keys once; other ranks' contributions arrive as the stages' partials.
-        own = OwnGradients(backend, q, k, v, len(plan_))
-        with self._exchange("backward", call_index, k, backend, call_plan) as exchange:
-            exchange.begin(k, v)
-            self._observe("backward", call_index, plan_[0])
-            own.run_first_part(tiles, plan_[0])
-            exchange.free_keys(-1)
-            for index, stage in enumerate(plan_[1:]):
-                keys = exchange.take_keys(index)
-                self._observe("backward", call_index, stage)
-                partials = exchange.partials_buffer(index)
-                if stage.num_tokens:
-                    tiles.run(stage, keys, partials)
-                exchange.free_keys(index)
-                exchange.swap_partials(index, partials)
-                # One stage late, which gives the ranks that use own keys time to return their partials.
-                self._add_partials(own, exchange, call_plan, index - 1)
-            own.run_last_part(tiles, plan_[0])
-            self._add_partials(own, exchange, call_plan, len(plan_) - 2)
-        total = own.total.to(k.dtype)
-        return tiles.dq.total.to(q.dtype), total[0], total[1]
+        """dq, dk, dv with the shapes of q, k, v, where `saved` is (q, k, v, out, lse). `fetched` are the keys that
+        forward kept; the bits are the same without."""
+        plan = self._call_plan(*saved[:2])
+        program = plan.backward if fetched is None else plan.backward_kept
+        assert program is not None
+        q, k, v, out, lse = _inner(plan.heads, *saved)
+        if plan.heads is not None:
+            dout = _ordered(plan.heads.inner, dout)
+        with self._exchange("backward", call_index, k, plan) as exchange:
+            if program.fetches:
+                exchange.begin(k, v)
+            tensors = _Tensors(dout, q, k, v, out, lse)
+            observe = partial(self._observe, "backward", call_index)
+            dq, dkv = _Backward(plan, program, exchange, tensors, scale, observe, fetched).run()
+        if plan.heads is None:
+            return dq, dkv[0], dkv[1]
+        dk, dv = (_ordered(plan.heads.outer_kv, x) for x in dkv.unbind(0))
+        return _ordered(plan.heads.outer, dq), dk, dv
 
-    def _add_partials(self, own: OwnGradients, exchange: HopExchange, call_plan: _CallPlan, index: int) -> None:
-        """Add the partials of stage `index` to own keys' gradients, in hop order, which decides the bits."""
-        if index < 0:
-            return
-        returned, parts = exchange.take_partials(index), call_plan.exchange.stages[index].inbox
-        if parts:
-            own.add(call_plan.plan.sums[index + 1], parts_of_hops(returned, parts, call_plan.frame))
-
-    def _backend_for(self, q: torch.Tensor, k: torch.Tensor) -> Backend:
-        if isinstance(self._backend, Backend):
-            return self._backend
-        kind = (q.device, q.dtype, q.size(-1), q.size(2) // k.size(2))
-        backends = self._plans.backends
-        if kind not in backends:
-            backends[kind] = select(
-                q.device, q.dtype, q.size(-1), self._deterministic, self._backend,
-                head_ratio=kind[3], cache_dir=self._cache_dir,
-            )  # fmt: skip
-        return backends[kind]
-
-    def _call_plan(self, k: torch.Tensor) -> _CallPlan:
-        return self._plans.calls.get((k.device, k.dtype, k.shape), lambda: self._make_call_plan(k))
-
-    def _make_call_plan(self, k: torch.Tensor) -> _CallPlan:
-        memory, coalesced = self._memory, k.is_cuda if self._coalesced is None else self._coalesced
-        by_copies = memory is not None and self.schedule.cp > 1 and k.device.type == memory.device.type
-        plan_ = rank_plan(self.schedule, self.cp_rank, self._hops(k))
-        packed = not (coalesced or by_copies)
-        exchange = ExchangePlan(
-            self.schedule.cp, traffic(plan_, k.size(0), k.size(2) * k.size(3), packed=packed), packed=packed,
-            coalesced=not packed, most=plan_.most_tokens if by_copies else (0, 0),
-        )  # fmt: skip
-        frame = token_frame(k)
-        return _CallPlan(plan_, exchange, frame, partial(_pack, plan_, frame) if packed else None, by_copies)
-
-    def _hops(self, k: torch.Tensor) -> int:
-        """How many hops share a stage: equal on all ranks, since their K and V differ in length only."""
-        if self._hops_per_stage is not None:
-            return self._hops_per_stage
-        if not k.is_cuda:
-            return 1
-        bytes_per_token = 2 * k.size(0) * k.size(2) * k.size(3) * k.element_size()
-        return choose_hops_per_stage(self.schedule, bytes_per_token, GATHER_LIMIT_BYTES)
+    def _observe(self, direction: Direction, call_index: int, hops: tuple[int, ...]) -> None:
+        if self._observer is not None:
+            for hop in hops:
+                self._observer(direction, call_index, hop)
 
     @contextmanager
     def _exchange(
-        self, direction: Direction, call_index: int, k: torch.Tensor, backend: Backend, call_plan: _CallPlan
+        self, direction: Direction, call_index: int, k: torch.Tensor, plan: CallPlan
     ) -> Iterator[HopExchange]:
         arguments = (
-            call_plan.exchange, call_plan.frame, self._group, direction, call_index, self.ledger, self._buffers, k,
-            partial_dtype(backend, k),
+            plan.exchange, plan.frame, self._group, direction, call_index, self.ledger, self._buffers, k,
+            plan.partial_dtype,
         )  # fmt: skip
         exchange: HopExchange
-        if call_plan.by_copies:
+        if plan.by_copies:
             assert self._memory is not None
             exchange = self._memory.open_exchange(arguments)
         else:
-            exchange = HopExchange(*arguments, pack=call_plan.pack)
+            keep = plan.keeps and direction == "forward"
+            exchange = HopExchange(*arguments, pack=plan.pack, keep=keep, wire=self._kv_wire)
         try:
             yield exchange
             exchange.finish()
@@ -299,10 +279,169 @@ class RingAttention(RecomputableRing):
             self._abandoned += exchange.abandon()
             raise
 
-    def _observe(self, direction: Direction, call_index: int, stage: Stage) -> None:
-        if self._observer is not None:
-            for hop in stage.hops:
-                self._observer(direction, call_index, hop)
+    # ------------------------------------------------------------ plans and kernels
+
+    def _call_plan(self, q: torch.Tensor, k: torch.Tensor) -> CallPlan:
+        key = (k.device, k.dtype, k.shape, q.size(2))
+        plan: CallPlan = self._plans.calls.get(key, lambda: self._make_call_plan(q, k))
+        return plan
+
+    def _make_call_plan(self, q: torch.Tensor, k: torch.Tensor) -> CallPlan:
+        schedule, memory = self.schedule, self._memory
+        if isinstance(schedule, Schedule):
+            by_copies = memory is not None and schedule.cp > 1 and k.device.type == memory.device.type
+            return lower_rectangles(
+                schedule, self.cp_rank, q, k, self._kernel_for(q, k.size(2)), hops_per_stage=self._hops_per_stage,
+                coalesced=self._coalesced, by_copies=by_copies, encoded=self._kv_wire != "native",
+            )  # fmt: skip
+        if self._in_blocks(q):
+            return lower_blocks(schedule, self.cp_rank, q, self._block_options(q))
+        return lower_tiles(schedule, self.cp_rank, k, self._kernel_for(q, k.size(2)), ahead=self._ahead)
+
+    def _in_blocks(self, q: torch.Tensor) -> bool:
+        return isinstance(self.schedule, SparseSchedule) and (q.is_cuda or self._kernel is not None)
+
+    def _kernel_for(self, q: torch.Tensor, num_kv_heads: int) -> Kernel:
+        cover: CoverKind = "causal"
+        if isinstance(self.schedule, SparseSchedule):
+            cover = "tables" if self._in_blocks(q) else "mask"
+        wanted = {"causal": self._backend, "mask": None, "tables": self._kernel}[cover]
+        if isinstance(wanted, Kernel):
+            return wanted
+        kind = (q.device, q.dtype, q.size(-1), q.size(2) // num_kv_heads)
+        if kind not in self._plans.kernels:
+            self._plans.kernels[kind] = select(
+                q.device, q.dtype, q.size(-1), self._deterministic, wanted,
+                cover=cover, head_ratio=kind[3], cache_dir=self._cache_dir,
+            )  # fmt: skip
+        return self._plans.kernels[kind]
+
+    def _block_options(self, q: torch.Tensor) -> BlockOptions:
+        assert isinstance(self.schedule, SparseSchedule)
+        kernel = self._kernel_for(q, self.schedule.num_kv_heads)
+        return BlockOptions(
+            self._stage_bytes, self._keep_keys, self._coalesced, self._partials, kernel, self._plans.tables
+        )
+
+
+class _Tensors(NamedTuple):
+    """Of one backward pass, heads in the plan's order: dout, q, out (B, S_local, H, D) and lse (B, S_local, H), out and
+    lse the merged ones; k and v (B, S_local, Hkv, D)."""
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class _Backward:
+    """One backward pass: the operations of a plan's program, in order, and the sums that they fill."""
+
+    def __init__(
+        self,
+        plan: CallPlan,
+        program: Program,
+        exchange: HopExchange,
+        tensors: _Tensors,
+        scale: float,
+        observe: Callable[[tuple[int, ...]], None],
+        kept: torch.Tensor | None,
+    ) -> None:
+        self._plan, self._program, self._exchange = plan, program, exchange
+        self._tensors, self._scale, self._observe, self._kept = tensors, scale, observe, kept
+        self._dq = GradientSum(tensors.q, plan.sums.dq, by_rows=plan.sums.by_rows, at_once=plan.sums.at_once)
+        self._dkv: KeyGradients | None = None
+        self._held: list[tuple[Rows, torch.Tensor]] = []
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """dq (B, S_local, H, D), and dK and dV (2, B, S_local, Hkv, D)."""
+        dtype = self._tensors.q.dtype
+        for op in self._program.ops:
+            if op.kind == "own":
+                self._own(self._program.own[op.first], added=op.first > 0 and self._plan.sums.zeroed)
+            elif op.kind == "add":
+                self._plan.returns.add(self._grads.total, self._exchange, op.first, op.last)
+            elif op.kind == "release":
+                for rows, share in self._held:
+                    self._dq.add(rows, share)
+            else:
+                self._fetched(op)
+        return self._dq.total.to(dtype), self._grads.total.to(dtype)
+
+    @property
+    def _grads(self) -> KeyGradients:
+        """Allocated once the own keys' kernels are next, or something came back before."""
+        if self._dkv is None:
+            self._dkv = KeyGradients(self._tensors.k, self._plan.sums.dkv, zeroed=self._plan.sums.zeroed)
+        return self._dkv
+
+    def _own(self, part: OwnPart, *, added: bool) -> None:
+        first = part is self._program.own[0]
+        if first:
+            self._observe(self._plan.stages[0].hops)
+        k, v, heads = self._tensors.k, self._tensors.v, part.kv_heads
+        if heads is not None:
+            k, v = (x.narrow(2, heads[0], heads[1] - heads[0]) for x in (k, v))
+        into = self._grads.of_heads(heads)
+        kernel = self._plan.kernel
+        rounded = k.dtype if kernel.keeps_type else accumulate_dtype(k.dtype)
+        if part.once and not kernel.writes_gradients:
+            self._calls(part.calls, (k, v), into, into.unbind(0), once=True, added=added)
+        elif not added and (into.dtype == rounded or (part.once and into.dtype == k.dtype)):
+            self._calls(part.calls, (k, v), into, into.unbind(0), once=part.once)
+        else:
+            share = torch.empty(into.shape, dtype=rounded, device=into.device)
+            self._calls(part.calls, (k, v), share, share.unbind(0), once=part.once)
+            into.add_(share) if added else into.copy_(share)
+        if first and self._program.fetches:
+            self._exchange.free_keys(-1)
+
+    def _fetched(self, op: Op) -> None:
+        index, exchange, stage = op.first, self._exchange, self._plan.stages[op.first + 1]
+        keys = exchange.take_keys(index) if self._kept is None else self._kept
+        self._observe(stage.hops)
+        partials = exchange.partials_buffer(index)
+        if stage.backward:
+            source, into = _taken_apart(self._plan, keys), _taken_apart(self._plan, partials)
+            self._calls(stage.backward, source, partials, into, once=stage.once, hold=op.kind == "hold")
+        elif not stage.once:
+            partials.zero_()
+        if self._kept is None:
+            exchange.free_keys(index)
+        exchange.swap_partials(index, partials)
+
+    def _calls(
+        self,
+        calls: Sequence[Call],
+        source: Source,
+        buffer: torch.Tensor,
+        into: Source,
+        *,
+        once: bool,
+        added: bool = False,
+        hold: bool = False,
+    ) -> None:
+        """Add the calls' shares to dq, and leave or add those of their keys in `into`, the parts of `buffer`."""
+        kernel, given = self._plan.kernel, self._tensors
+        if not once and not added:
+            buffer.zero_()
+        for rows, keys, cover in calls:
+            k, v = keys.of(source)
+            take = rows.take
+            dout, q, out, lse = take(given.dout), take(given.q), take(given.out), take(given.lse)
+            places = keys.places(into) if once and not added and kernel.writes_gradients else None
+            if places is not None and places[0].dtype == k.dtype:
+                dk, dv = places
+                share = kernel.gradients(dout, q, k, v, out, lse, cover, self._scale, dk=dk, dv=dv)[0]
+            else:
+                share, *found = kernel.gradients(dout, q, k, v, out, lse, cover, self._scale)
+                keys.put(into, found, added=added or not once)
+            if hold:
+                self._held.append((rows, share))
+            else:
+                self._dq.add(rows, share)
 
 
 class _RingFunction(torch.autograd.Function):
@@ -312,9 +451,9 @@ class _RingFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         # Detached here and below: messages are views, a view keeps its base alive, and an aborted group never frees
         # what it was sending. An attached base would keep the autograd graph and the module.
-        out, lse, ctx.call_index, _ = ring._forward(q.detach(), k.detach(), v.detach(), scale)
+        out, lse, ctx.call_index, fetched = ring._forward(q.detach(), k.detach(), v.detach(), scale)
         ctx.ring, ctx.scale = ring, scale
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *(() if fetched is None else (fetched,)))
         return out
 
     @staticmethod
@@ -322,96 +461,21 @@ class _RingFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # out.sum() passes an expanded scalar as dout, which kernels do not accept.
         saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
-        grads = ctx.ring.run_backward(dout.contiguous(), saved, ctx.scale, ctx.call_index)
+        grads = ctx.ring.run_backward(dout.contiguous(), saved[:5], ctx.scale, ctx.call_index, *saved[5:])
         return (*grads, None, None)
 
 
-def _pack(plan: RankPlan, frame: Frame, index: int, packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Gather what others fetch in stage `index`: one part for each hop."""
-    asked = {hop: plan.schedule.requested(plan.cp_rank, hop) for hop in plan.stages[index + 1].hops}
-    sizes = tuple((hop, num_tokens(ranges)) for hop, ranges in asked.items() if ranges)
-    for hop, part_ in parts_of_hops(packed, sizes, frame).items():
-        gather_ranges_(part_, k, v, asked[hop])
+def _taken_apart(plan: CallPlan, buffer: torch.Tensor) -> Source:
+    return buffer.unbind(0) if plan.pairs else buffer
 
 
-def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    group: dist.ProcessGroup | Group | None,
-    seq_len: int | None = None,
-    causal: bool = True,
-    layout: str | Layout = "zigzag",
-    document_starts: Sequence[int] = (0,),
-    scale: float | None = None,
-    backend: Backend | str | None = None,
-    deterministic: bool = True,
-) -> torch.Tensor:
-    """Attention of this rank's queries over the whole sequence that the ranks of `group` share.
-
-    q (B, S_local, H, D), k and v (B, S_local, Hkv, D), H a multiple of Hkv; returns (B, S_local, H, D) and
-    is differentiable. Every rank holds what `layout` gives it (`make_layout(layout, seq_len, cp).scatter`);
-    queries, keys and any position encoding must follow that order. `group` None is torch.distributed's
-    default group. `seq_len` in tokens may be left out when all ranks hold equally many.
-    `document_starts` are the positions where packed documents begin; the same for all sequences of a batch.
-    `deterministic` False lets a GPU's kernels add up in any order, which is faster.
-
-    Every rank must make the same calls on a group, failed ones included: calls are numbered, so that a retry takes no
-    message of the call before. Raises `ValueError` for arguments that do not fit, and the group's
-    own error when a peer is lost. What only a comparison between ranks could find, such as different
-    `seq_len`s, is not checked: it would cost a collective in every call.
-    """
-    ring_group = _resolve_group(group)
-    calls = _calls_of(ring_group)
-    call_index = calls.num_calls
-    calls.num_calls += 1  # before any check, so that a call that one rank refuses counts on all ranks
-    check_tensors(q, k, v)
-    check_options(causal, seq_len, scale)
-    cp = ring_group.size()
-    if isinstance(layout, Layout):
-        if layout.cp != cp:
-            raise ValueError(f"layout is for cp={layout.cp}, but the group has {cp} ranks; make another")
-        if seq_len is not None and seq_len != layout.seq_len:
-            raise ValueError(f"seq_len={seq_len}, but layout has {layout.seq_len} tokens; leave seq_len out")
-        seq_len = layout.seq_len
-    seq_len = q.size(1) * cp if seq_len is None else seq_len
-    if seq_len < cp:
-        raise ValueError(f"seq_len={seq_len} is shorter than cp={cp}: every rank needs at least one token")
-    if isinstance(layout, str):
-        layout = make_layout(layout, seq_len, cp)
-    pattern = Pattern(causal, tuple(int(start) for start in document_starts))
-    ring = RingAttention(
-        plan(pattern, layout), ring_group.rank(), ring_group, backend=backend, deterministic=deterministic,
-        plans=calls.plans.get((pattern, layout, backend, deterministic), DensePlans), first_call_index=call_index,
-    )  # fmt: skip
-    ring._abandoned = calls.abandoned
-    return ring(q, k, v, scale=scale)
+def _ordered(order: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return x if order is None else x.index_select(2, order)
 
 
-@dataclass(eq=False)
-class _GroupCalls:
-    """What the calls of `ring_attention` over one group share. Must not hold the group: it is the key."""
-
-    num_calls: int = 0
-    plans: LRUCache = field(default_factory=lambda: LRUCache(NUM_PLANS))
-    abandoned: list[torch.Tensor] = field(default_factory=list)  # the group may still write to them
-
-
-_CALLS: WeakKeyDictionary[Any, _GroupCalls] = WeakKeyDictionary()
-_CALLS_LOCK = Lock()
-
-
-def _calls_of(group: Any) -> _GroupCalls:
-    with _CALLS_LOCK:
-        return _CALLS.setdefault(group, _GroupCalls())
-
-
-def _resolve_group(group: Any) -> Any:
-    if group is None:
-        if not dist.is_initialized():
-            raise ValueError("group=None: there is no default group; call init_process_group or pass a group")
-        return dist.group.WORLD
-    if not all(hasattr(group, name) for name in ("send", "recv", "rank", "size")):
-        raise ValueError(f"group={group!r}: not a process group that this rank is a member of")
-    return group
+def _inner(heads: HeadOrder | None, *saved: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k, v, out and lse with their heads in the plan's order."""
+    if heads is None:
+        return saved
+    orders = (heads.inner, heads.inner_kv, heads.inner_kv, heads.inner, heads.inner)
+    return tuple(map(_ordered, orders, saved))

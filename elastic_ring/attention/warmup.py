@@ -1,18 +1,25 @@
-"""Warm-up: runs attention once for every place on a ring, so that kernels compiled per length are ready before step 1.
+"""Warm-up: runs attention once for every place on a ring, so that kernels compiled per length are ready before step 1,
+and kernels themselves for each class of lengths.
 
 The ring's own code runs over a null process group; the results are discarded.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from elastic_ring.attention.comm.exchange import Group
+from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.merge import MOST_AT_ONCE, accumulate_dtype, add_, merge_all_
+
+logger = logging.getLogger(__name__)
 
 
 class NullProcessGroup:
@@ -103,3 +110,37 @@ def warm_up_lengths(
             out = attention(q, k, v)
             torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
     return num_ran
+
+
+def length_classes(tile_tokens: tuple[int, ...], group: int) -> tuple[int, ...]:
+    """One length, in tokens, for each class that kernels with these tile sizes compile separately, ascending.
+
+    A tile's rows may be tokens, or tokens times the `group` query heads of a K/V head.
+    """
+    edges = {tokens // rows for tokens in tile_tokens for rows in (1, group) if tokens >= rows}
+    return (*sorted(edges), max(edges) + 64) if edges else ()
+
+
+def warm_up_variants(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, group: int) -> int:
+    """Compile the kernels for documents of any length: run forward and backward of full and causal tiles of each
+    length class. Returns the number of tiles.
+
+    The order is random per process, so that processes of a node compile different variants first and load the others
+    from the cache on disk. A failed tile is only logged, because the run may not need it. Raises
+    torch.OutOfMemoryError.
+    """
+    lengths = length_classes(kernel.tile_tokens, group)
+    tiles = [(rows, keys, False) for rows in lengths for keys in lengths] + [(rows, rows, True) for rows in lengths]
+    random.Random(os.getpid()).shuffle(tiles)
+    for num_rows, num_keys, causal in tiles:
+        shapes = ((2, num_rows, 2 * group, head_dim), (2, num_keys, 2, head_dim))
+        q, k = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+        try:
+            out, lse = kernel.forward(q, k, k, causal=causal, scale=1.0)
+            kernel.backward(q, q, k, k, out.to(dtype), lse, causal=causal, scale=1.0)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, AssertionError) as error:
+            kind = "causal" if causal else "full"
+            logger.warning("%s fails for %s tiles of %d x %d: %s", kernel.name, kind, num_rows, num_keys, error)
+    return len(tiles)

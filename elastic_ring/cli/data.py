@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--align-tokens", type=int, default=1, metavar="N", help="fill documents up to multiples of N; 128 for patterns"
     )
+    add("--piece-bytes", type=int, metavar="N", help="about how much input becomes a shard (16 MiB)")
+    add("--row-group-tokens", type=int, metavar="N", help="tokens that training reads at once (65,536)")
     add("--on-bad-input", default="fail", metavar="fail|skip", help="files and lines that cannot be read (fail)")
     add("--workers", type=int, metavar="N", help="processes; 0 for this one alone (every CPU of the cluster)")
     return made
@@ -86,7 +88,10 @@ def config_of(options: argparse.Namespace) -> PrepareConfig:
     from elastic_ring.data.preparation.prepare import PrepareConfig
     from elastic_ring.validation import from_plain
 
-    given = {name: value for name, value in vars(options).items() if name not in ("verb", "source", "weights")}
+    given = {
+        name: value for name, value in vars(options).items()
+        if name not in ("verb", "source", "weights") and value is not None
+    }  # fmt: skip
     try:
         weights = [float(weight) for weight in options.weights.split(",") if weight]
     except ValueError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from elastic_ring.model.config import ModelConfig
-from elastic_ring.validation import settings
+from elastic_ring.validation import NonNegativeInt, PositiveInt, settings
 
 
 @settings
@@ -28,13 +28,13 @@ class DataConfig:
     """The manifest's; another one is refused. Taken from it if left out."""
     column: str = "tokens"
     """Column of the shards with a list of tokens a row."""
-    vocab_size: int | None = None
+    vocab_size: PositiveInt | None = None
     """Vocabulary of the shards; the model's if left out."""
-    end_of_document: int | None = None
+    end_of_document: NonNegativeInt | None = None
     """Token put after each row of the shards; 256 for bytes, to be given for any other vocabulary."""
     rows_end_documents: bool = False
     """The rows of the shards end in end_of_document already."""
-    align_tokens: int = 1
+    align_tokens: PositiveInt = 1
     """Fill documents up to multiples of this; 128 for patterns on GPUs."""
 
 

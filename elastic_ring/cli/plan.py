@@ -1,79 +1,98 @@
 """What a preset needs, printed before anything is started: built on the meta device, so that a laptop can plan 1 T.
 
-State of a rank, in bytes for each parameter of its shard: 4 for the fp32 master, 8 for Adam's two moments, 4 for the
-buffer that is summed over the rings, 4 for FSDP2's gradients; `cpu_offload` says what of it is in host memory.
-Activations are what checkpointing keeps for each layer and local token: the block's input, and attention's out and lse,
-in the type that is computed in. Not counted: the blocks that are gathered at the moment, one block's recomputed
-activations, a chunk of logits, the communicators.
+Memory is counted by `model.memory`: state of a rank in bytes for each parameter of its shard (4 for the fp32 master, 8
+for Adam's two moments, 4 for the buffer that is summed over the rings, 4 for FSDP2's gradients; `cpu_offload` says what
+of it is in host memory), activations, gathered blocks, and what the fullest moment of a step holds beside them. Not
+counted: the communicators, and what the allocator reserves and cannot use.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_ring.cli import train
 from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.model.config import ModelConfig, num_parameters
+from elastic_ring.model.flops import model_flops
+from elastic_ring.model.memory import (
+    GRADIENT_BYTES,
+    IN_HOST_BYTES,
+    MASTER_BYTES,
+    MOMENTS_BYTES,
+    SUM_BYTES,
+    StepMemory,
+)
 
-MOMENTS_BYTES = 8
-STATE_BYTES = 4 + MOMENTS_BYTES + 4 + 4
-IN_HOST_BYTES = {"none": 0, "optimizer": MOMENTS_BYTES, "all": STATE_BYTES - 4}
-"""Of these, by `cpu_offload`; only the buffer that is summed over the rings never is."""
-LSE_BYTES = 4
-SNAPSHOT_BYTES = 4 + MOMENTS_BYTES
+STATE_BYTES = MASTER_BYTES + MOMENTS_BYTES + SUM_BYTES + GRADIENT_BYTES
+SNAPSHOT_BYTES = MASTER_BYTES + MOMENTS_BYTES
 KEPT = 2
 """Snapshots that are held at a time, each with its copies: the last complete one, and the one that follows it."""
 CONTEXT_BYTES = int(0.8 * 2**30)
 """What a process takes of a GPU that it is warm on: four standbys more made 3.2 GiB on each of four H200s
-(benchmarks/results/2026-11-21-training-4xH200.json)."""
+(benchmarks/results/training/2026-11-21-training-4xH200.json)."""
 
 
 @dataclass(frozen=True)
 class ModelPlan:
     """`*_bytes` are those of one rank: `host_bytes` its state in host memory, `state_bytes` its other state. `flops` is
-    that of one sequence, forward and backward, recomputation not counted."""
+    that of one sequence, forward and backward, recomputation not counted. `tokens_per_rank` are those of one pass.
+    `part_bytes`: its part of a checkpoint."""
 
     num_parameters: int
     num_ranks: int
     tokens_per_rank: int
     state_bytes: int
-    activation_bytes: int
     largest_unit_bytes: int
     flops: float
-    offloaded: bool = False
+    memory: StepMemory
     on_gpu: bool = False
     copies: str = "0"
     snapshot_bytes: int = 0
     host_bytes: int = 0
+    part_bytes: int = 0
+    sequences_per_pass: int = 1
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.memory.activation_bytes
 
     @property
     def gpu_bytes(self) -> int:
-        """Of one rank's GPU, contexts and what the allocator cannot use aside: two blocks are gathered at a time. For
-        8 B over two ranks at 128 K tokens 107.8 GiB, where 110.1 were measured."""
-        kept = 0 if self.offloaded else self.activation_bytes
-        return self.state_bytes + kept + 2 * self.largest_unit_bytes
+        """Of one rank's GPU at the peak of a step, contexts and what the allocator cannot use aside; within 10 % of
+        what was measured (`tests/unit/model/test_memory_forecast.py`)."""
+        return self.memory.device_bytes
+
+    @property
+    def host_terms(self) -> dict[str, int]:
+        """What the process of a rank takes of host memory, by part."""
+        return self.memory.host_terms(self.part_bytes, self._copies_bytes())
 
     def lines(self) -> list[str]:
-        gib = 2**30
+        offloaded = self.memory.config.offload_activations
+        checkpointed = "checkpointed " * self.memory.config.checkpoint_activations
         return [
-            f"{self.num_parameters:,} parameters on {self.num_ranks} ranks, {self.tokens_per_rank:,} tokens on each",
+            f"{self.num_parameters:,} parameters on {self.num_ranks} ranks, {self.tokens_per_rank:,} tokens on each"
+            + (f" of {self.sequences_per_pass} sequences a pass" if self.sequences_per_pass > 1 else ""),
             f"a rank holds {size(self.state_bytes)} of state and {size(self.activation_bytes)} of "
-            f"checkpointed activations{' in host memory' * self.offloaded}",
+            f"{checkpointed}activations{' in host memory' * offloaded}",
             *([f"{size(self.host_bytes)} of its state wait in host memory"] if self.host_bytes else []),
             f"the largest block is {size(self.largest_unit_bytes)} when gathered",
             f"{self.flops:.3g} FLOP for a sequence",
             *([] if self.copies == "0" else [self._of_copies()]),
-            *(
-                [
-                    f"together about {self.gpu_bytes / gib:.0f} GiB of a GPU, and beside it",
-                    f"every worker of a node, standbys too, takes about {CONTEXT_BYTES / gib:.1f} GiB of each of its "
-                    "GPUs",
-                ]
-                if self.on_gpu
-                else []
-            ),
+            *(self._of_gpu() if self.on_gpu else []),
+            f"host memory of a worker's process, about {size(sum(self.host_terms.values()))}:",
+            *_table(self.host_terms),
+        ]
+
+    def _of_gpu(self) -> list[str]:
+        fullest = self.memory.fullest
+        return [
+            f"a step takes most memory in {fullest.name}:",
+            *_table(fullest.terms),
+            f"together about {self.gpu_bytes / 2**30:.0f} GiB of a GPU, and beside it",
+            f"every worker of a node, standbys too, takes about {CONTEXT_BYTES / 2**30:.1f} GiB of each of its GPUs",
         ]
 
     def _of_copies(self) -> str:
@@ -88,22 +107,32 @@ class ModelPlan:
         held = size(KEPT * int(kind) * self.snapshot_bytes)
         return f"copies={self.copies}: a rank keeps {KEPT} snapshots in host memory, {own}, and {held} of its peers'"
 
+    def _copies_bytes(self) -> int:
+        """As `_of_copies` says, of the rank that holds most."""
+        kind = self.copies.partition(":")[0]
+        held = KEPT + 1 if kind == "parity" else KEPT * int(kind)
+        return (KEPT + held) * self.snapshot_bytes if self.copies != "0" else 0
+
+
+def _table(terms: Mapping[str, int]) -> list[str]:
+    """The parts, the largest first."""
+    ranked = sorted(terms.items(), key=lambda term: (-term[1], term[0]))
+    return [f"  {size(num_bytes):>10}  {name}" for name, num_bytes in ranked if num_bytes]
+
 
 def size(num_bytes: int) -> str:
     """In GiB, or in MiB where that is less than one."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def model_flops(config: ModelConfig, context_tokens: int) -> float:
-    """6 for each parameter and token (rows of a table that is only read are not multiplied), and 6 S^2 H D for each
-    layer: the causal half of attention, forward + backward as 1 + 2."""
-    table = 0 if config.tie_embeddings else config.vocab_size * config.width
-    dense = 6.0 * (num_parameters(config) - table) * context_tokens
-    return dense + 6.0 * context_tokens**2 * config.num_heads * config.head_dim * config.num_layers
+def plan_of(
+    config: ModelConfig, scaling: ScalingConfig, step: StepConfig, copies: str = "0", *, saves: bool = True,
+    fused_norms: bool = True,
+) -> ModelPlan:  # fmt: skip
+    """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms` as in `StepMemory`.
 
-
-def plan_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, copies: str = "0") -> ModelPlan:
-    """The plan of a model on a mesh. Raises ValueError when what is built differs from what is counted."""
+    Raises ValueError when what is built differs from what is counted.
+    """
     import torch
 
     from elastic_ring.model.transformer import Transformer
@@ -113,16 +142,19 @@ def plan_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, copie
     built = sum(parameter.numel() for parameter in model.parameters())
     if built != num_parameters(config):
         raise ValueError(f"the model has {built:,} parameters, its configuration says {num_parameters(config):,}")
-    element = torch.finfo(getattr(torch, step.param_dtype)).bits // 8
-    tokens = -(-step.context_tokens // scaling.cp)
-    per_token = (config.width + config.num_heads * config.head_dim) * element + config.num_heads * LSE_BYTES
-    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
-    shard, in_host = -(-built // scaling.cp), IN_HOST_BYTES[scaling.cpu_offload]
+    of_ring = -(-step.global_batch // scaling.dp)
+    together = min(step.sequences_per_pass, of_ring)
+    memory = StepMemory(
+        config, built, scaling.cp, together * -(-step.context_tokens // scaling.cp),
+        torch.finfo(getattr(torch, step.param_dtype)).bits // 8, -(-of_ring // together),
+        scaling.cpu_offload, scaling.device == "cuda", fused_norms,
+    )  # fmt: skip
+    in_host = IN_HOST_BYTES[scaling.cpu_offload]
     return ModelPlan(
-        built, scaling.mesh.size, tokens, (STATE_BYTES - in_host) * shard,
-        tokens * per_token * config.num_layers if config.checkpoint_activations else 0, block * element,
-        model_flops(config, step.context_tokens), config.offload_activations, scaling.device == "cuda",
-        copies, SNAPSHOT_BYTES * shard, in_host * shard,
+        built, scaling.mesh.size, memory.tokens, (STATE_BYTES - in_host) * memory.shard,
+        memory.block * memory.element_bytes, model_flops(config, step.context_tokens), memory,
+        scaling.device == "cuda", copies, SNAPSHOT_BYTES * memory.shard, in_host * memory.shard,
+        SNAPSHOT_BYTES * -(-memory.shard // scaling.dp) if saves else 0, together,
     )  # fmt: skip
 
 

@@ -75,6 +75,7 @@ SHORT = {
     "corpus_look_s": "run.corpus_look_s",
     "steps": "step.steps", "seed": "step.seed", "global_batch": "step.global_batch",
     "context": "step.context_tokens", "val_every": "step.val_every_steps", "layout": "step.layout",
+    "kv_wire": "step.kv_wire",
     "kernel": "step.kernel", "faults": "run.faults", "align_tokens": "data.align_tokens", "run_name": "run.name",
     "run_dir": "run.run_dir", "storage_path": "run.storage_path", "resume": "run.resume",
     "checkpoint_every_steps": "run.checkpoint_config.every_steps",
@@ -130,6 +131,8 @@ class ShortFlags:
     """Fill documents up to multiples of this; 128 for --pattern on GPUs."""
     layout: Literal["zigzag", "contiguous", "auto"] | None = None
     """How a ring splits a sequence; auto: as suits the pattern."""
+    kv_wire: Literal["native", "fp8"] | None = None
+    """How keys and values cross a ring; fp8: in 8 bits, about half the bytes."""
     machine: str | None = None
     """Measured costs for --layout auto: a file of elastic-ring calibrate."""
     pattern: str | None = None

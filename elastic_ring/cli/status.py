@@ -30,10 +30,10 @@ _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        records = RunRecords(options.run)
-        if options.serve is not None:
-            return _serve(records, options.host, options.serve)
-        return _print(records, options.watch)
+        with RunRecords(options.run) as records:
+            if options.serve is not None:
+                return _serve(records, options.host, options.serve)
+            return _print(records, options.watch)
     except (ValueError, ElasticRingError) as error:
         print(f"elastic-ring status: {error}", file=sys.stderr)
         return 2

@@ -57,7 +57,10 @@ def plan(trainer: ElasticRingTrainer, asked: TrainSettings) -> ModelPlan:
     """What the settings need."""
     from elastic_ring.cli.plan import plan_of
 
-    return plan_of(sizes_of(trainer, asked), asked.scaling, asked.step, asked.run.copies)
+    return plan_of(
+        sizes_of(trainer, asked), asked.scaling, asked.step, asked.run.copies,
+        saves=asked.run.checkpoint_config.is_on, fused_norms=asked.model_folder is None,
+    )  # fmt: skip
 
 
 def sizes_of(trainer: ElasticRingTrainer, asked: TrainSettings) -> ModelConfig:
@@ -121,6 +124,7 @@ def data_source(data: DataConfig, model: ModelConfig, context_tokens: int) -> So
 
 def _prepared(data: DataConfig, model: ModelConfig, context_tokens: int) -> SourceConfig:
     from elastic_ring.data.manifest import read_manifest
+    from elastic_ring.data.prepared import log_long_documents
     from elastic_ring.data.source import PreparedTokens
 
     manifest = read_manifest(data.uri)
@@ -135,11 +139,7 @@ def _prepared(data: DataConfig, model: ModelConfig, context_tokens: int) -> Sour
         f"{manifest.num_tokens:,}", f"{manifest.vocab_size:,}",
         "" if manifest.is_complete else "; the complete beginning of a preparation",
     )  # fmt: skip
-    if manifest.longest_document_tokens > context_tokens:
-        logging.info(
-            "documents of up to %s tokens are packed over several sequences of context_tokens=%d",
-            f"{manifest.longest_document_tokens:,}", context_tokens,
-        )  # fmt: skip
+    log_long_documents(manifest, context_tokens)
     assert data.vocab_size is not None
     return PreparedTokens(context_tokens, data.uri, data.digest, data.vocab_size, data.align_tokens)
 

@@ -1,6 +1,6 @@
 """Block-sparse attention of whole sequences on one GPU, static or routed by content.
 
-Rings use `SparseRingAttention` over the same kernels. Communication must not enter.
+Rings use `RingAttention` over the same kernels. Communication must not enter.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import torch
 
 from elastic_ring.attention.checks import check_tensors
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockTables, tables_for, tables_of
-from elastic_ring.attention.kernels.sparse_registry import KERNELS, SparseKernel, select_sparse
-from elastic_ring.attention.kernels.sparse_verify import self_test
+from elastic_ring.attention.kernels.registry import select
 from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.plan_cache import LRUCache
 
-__all__ = ["KERNELS", "BlockSparseAttention", "SparseKernel", "choose_on_device", "select_sparse", "self_test"]
+NUM_LENGTHS = 8
+"""Lengths whose tables are kept."""
 
 
 class BlockSparseAttention:
@@ -42,7 +43,7 @@ class BlockSparseAttention:
             raise ValueError(f"top_k={top_k}: 1 keeps only the own block; give at least 2")
         self._pattern, self._top_k = pattern, top_k
         self._kernel, self._deterministic = kernel, deterministic
-        self._tables: dict[tuple[int, int, torch.device], BlockTables] = {}
+        self._tables = LRUCache(NUM_LENGTHS)
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
@@ -50,19 +51,21 @@ class BlockSparseAttention:
         """q (B, S, H, D), k and v (B, S, Hkv, D) to out (B, S, H, D); B must be 1 with `top_k`."""
         check_tensors(q, k, v)
         if not q.is_cuda:
-            raise ValueError(f"device {q.device}: block-sparse kernels run on GPUs; on a CPU use SparseRingAttention")
-        kernel = select_sparse(q.size(-1), q.size(2) // k.size(2), q.dtype, self._deterministic, self._kernel)
-        out, _ = kernel.run(q, k, v, self._tables_for(q, k), q.size(-1) ** -0.5 if scale is None else scale)
+            raise ValueError(f"device {q.device}: block-sparse kernels run on GPUs; on a CPU use RingAttention")
+        kernel = select(
+            q.device, q.dtype, q.size(-1), self._deterministic, self._kernel, cover="tables",
+            head_ratio=q.size(2) // k.size(2),
+        )  # fmt: skip
+        assert kernel.whole is not None
+        out, _ = kernel.whole(q, k, v, self._tables_for(q, k), q.size(-1) ** -0.5 if scale is None else scale)
         return out
 
     def _tables_for(self, q: torch.Tensor, k: torch.Tensor) -> BlockTables:
         if self._top_k is not None:
             return tables_of(choose_on_device(q.detach(), k.detach(), self._top_k), width=self._top_k - 1)
         assert self._pattern is not None
-        key = (q.size(1), q.size(2), q.device)
-        if key not in self._tables:
-            self._tables[key] = tables_for(self._pattern, *key)
-        return self._tables[key]
+        pattern, key = self._pattern, (q.size(1), q.size(2), q.device)
+        return self._tables.get(key, lambda: tables_for(pattern, *key))
 
 
 def choose_on_device(q: torch.Tensor, k: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ NUM_WARM_UPS = 2
 
 
 class Graphable(Protocol):
-    """The interface that a ring must have: `RingAttention` and `SparseRingAttention` implement it."""
+    """The interface that a ring must have: `RingAttention` has it."""
 
     def check_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raise what a call with these tensors would raise, before anything is sent."""
@@ -63,7 +63,7 @@ def make_graphed(
     scale: float | None = None,
     copy_grads: bool = True,
 ) -> GraphedRing:
-    """`ring`, a `RingAttention` or `SparseRingAttention`, captured for tensors like q (B, S_local, H, D), k and v
+    """`ring`, a `RingAttention`, captured for tensors like q (B, S_local, H, D), k and v
     (B, S_local, Hkv, D).
 
     With `copy_grads` False, backward returns the graph's own gradient tensors, which the next replay overwrites. Use
@@ -198,7 +198,7 @@ class GraphedRing:
                     f" {tuple(kept.shape)} {kept.dtype} on {kept.device}: make another for these"
                 )
             if any(_share(given, other) for other in own if other is not kept):
-                raise ValueError(f"{name} lies where another argument is copied to: clone it")
+                raise ValueError(f"{name} overlaps the buffer of another argument: pass {name}.clone()")
         out: torch.Tensor = _Replay.apply(q, k, v, self)
         return out
 

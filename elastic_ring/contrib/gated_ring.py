@@ -19,7 +19,7 @@ from elastic_ring.attention.patterns.rules import Rule, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import Direction
 from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
-from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.ring import RingAttention
 from elastic_ring.contrib.block_means import BlockMeans, block_map
 from elastic_ring.contrib.compressed import attend_to_first
 
@@ -61,7 +61,7 @@ class GatedRing:
     sequence or a step.
 
     `group` is a process group of exactly the ring's ranks in cp_rank order, or None for cp = 1, which computes without
-    S x S masks. All ranks make the same calls in the same order; `ahead` is that of `SparseRingAttention`. `schedules`
+    S x S masks. All ranks make the same calls in the same order; `ahead` is that of `RingAttention`. `schedules`
     are those of the last call's selected blocks, one per sequence of the batch. Sums are added in a fixed order, so
     equal calls give bitwise equal results. CPU only.
 
@@ -84,7 +84,7 @@ class GatedRing:
         self._group, self._ahead = group, ahead
         self._all_to_all = AllToAll(layout.cp, cp_rank, group, self.ledgers.block_means)
         self._next_call_index = 0
-        self._rings: list[SparseRingAttention] = []  # a ring whose call raised keeps its buffers
+        self._rings: list[RingAttention] = []  # a ring whose call raised keeps its buffers
 
     def views(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: ViewSizes
@@ -96,7 +96,6 @@ class GatedRing:
         group raises when a peer is lost.
         """
         self.check(q, k, v)
-        near = SparsePattern((Window(sizes.window),))
         block_means = BlockMeans(block_map(self.layout, sizes.block), self._all_to_all)
         call_index = self._new_call()
         # With top_k = 1 mean_q is unused: the first query avoids its messages.
@@ -106,7 +105,8 @@ class GatedRing:
         compressed = attend_to_first(q, mean_k, mean_v, num_seen, q.size(-1) ** -0.5)
         rules = block_means.choose(mean_q, mean_k, sizes.top_k, call_index)
         selected = self._selected(q, k, v, rules, sizes.block)
-        window = self._ring(near, q, k, self.ledgers.window)(q, k, v)
+        near = plan_sparse(SparsePattern((Window(sizes.window),)), self.layout, q.size(2), k.size(2))
+        window = self._ring(near, self.ledgers.window)(q, k, v)
         return compressed, selected, window
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -128,17 +128,17 @@ class GatedRing:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: list[tuple[Rule, ...]], block: int
     ) -> torch.Tensor:
         """Each sequence of the batch has a selection, and hence a pattern and a ring, of its own."""
-        rings = [self._ring(SparsePattern(own, block), q, k, self.ledgers.selected) for own in rules]
-        self.schedules = tuple(ring.schedule for ring in rings)
+        patterns = [SparsePattern(own, block) for own in rules]
+        self.schedules = tuple(plan_sparse(pattern, self.layout, q.size(2), k.size(2)) for pattern in patterns)
+        rings = [self._ring(schedule, self.ledgers.selected) for schedule in self.schedules]
         if len(rings) == 1:
             return rings[0](q, k, v)
         return torch.cat([ring(q[i : i + 1], k[i : i + 1], v[i : i + 1]) for i, ring in enumerate(rings)])
 
-    def _ring(self, pattern: SparsePattern, q: torch.Tensor, k: torch.Tensor, ledger: HopLedger) -> SparseRingAttention:
-        ring = SparseRingAttention(
-            plan_sparse(pattern, self.layout, q.size(2), k.size(2)), self.cp_rank, self._group,
-            ahead=self._ahead, ledger=ledger, first_call_index=self._new_call(),
-        )  # fmt: skip
+    def _ring(self, schedule: SparseSchedule, ledger: HopLedger) -> RingAttention:
+        ring = RingAttention(
+            schedule, self.cp_rank, self._group, ahead=self._ahead, ledger=ledger, first_call_index=self._new_call()
+        )
         self._rings.append(ring)
         return ring
 

@@ -23,7 +23,6 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.sparse_ring import SparseRingAttention
 
 LEAST_BYTES = 1 << 10
 NUM_MESSAGE_SIZES = 7
@@ -150,7 +149,7 @@ def sparse_cases(
         pattern = SparsePattern((rule,))
         schedule = plan_sparse(pattern, contiguous(num_tokens, 1), sizes.num_heads, sizes.num_kv_heads)
         calls, pairs = sparse_kernels(schedule, 0, False, per_tile)
-        ring = SparseRingAttention(schedule, 0, None, deterministic=deterministic)
+        ring = RingAttention(schedule, 0, None, deterministic=deterministic)
         run = _Attends(ring, device, sizes, dtype, num_tokens)
         name = f"sparse {num_tokens}, density {pattern.density(num_tokens):.3f}"
         yield Case(name, calls, 4.0 * sizes.head_dim * pairs, run, fitted)
@@ -160,7 +159,7 @@ class _Attends:
     """One forward pass. The first call creates the tensors."""
 
     def __init__(
-        self, ring: RingAttention | SparseRingAttention, device: torch.device, sizes: Sizes, dtype: torch.dtype,
+        self, ring: RingAttention, device: torch.device, sizes: Sizes, dtype: torch.dtype,
         num_tokens: int,
     ) -> None:  # fmt: skip
         self._ring, self._device, self._dtype = ring, device, dtype

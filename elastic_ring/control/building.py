@@ -62,10 +62,11 @@ def complete_if_all(ctx: Transition) -> None:
         ctx.set(resized_at=ctx.now)
     leaving = ctx.ready_among(phase.membership.leaving)
     draining = [worker for worker in leaving if ctx.state.workers[worker].draining]
-    ctx.enter(Running(replace(phase.membership, leaving=(), donors=())))
+    membership = replace(phase.membership, leaving=(), donors=())
+    ctx.enter(Running(membership, saved_for=phase.incident.saves_for))
     ctx.explain(f"generation {phase.membership.generation} runs")
     for worker in leaving:
-        if worker not in draining:
+        if worker not in draining and (ctx.state.suspects is None or worker != ctx.state.suspects.out):
             ctx.send(Standby(ctx.cause, worker, ctx.state.term, ctx.state.generation))
     if draining:
         ctx.release(draining)
@@ -92,7 +93,7 @@ def build_failed(ctx: Transition, event: BuildFailed) -> None:
     _again(ctx, f"{event.worker} could not build: {event.detail}")
 
 
-def trouble(ctx: Transition, event: MemberFailed) -> None:
+def member_failed(ctx: Transition, event: MemberFailed) -> None:
     phase = ctx.phase
     assert isinstance(phase, Building)
     if phases.is_fatal(ctx, event):
@@ -103,11 +104,14 @@ def trouble(ctx: Transition, event: MemberFailed) -> None:
     if event.accused:
         lost(ctx, phases.quarantine(ctx, event))
         return
+    if event.kind == "back":
+        phases.go_back(ctx, phase.incident, phase.membership, event)
+        return
     if event.kind == "checkpoint" and phase.order.restore is not None:
         forming.drop_checkpoint(ctx, phase.order, event)
         give_up(ctx, f"{event.worker} cannot use the checkpoint of step {event.step}")
         return
-    why = f"{event.worker} reports {event.kind} trouble in step {event.step}"
+    why = f"{event.worker} reports a {event.kind} error in step {event.step}"
     if event.kind == "user":
         forward = phase.order.roll_forward
         if forward is not None:  # this build applies it, which may be what raised

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic_ring.control import building, corpus, forming, phases, reconnect, recovery, worker_pool
-from elastic_ring.control.capacity import scaling
-from elastic_ring.control.decisions import stragglers
+from elastic_ring.control import building, forming, phases, reconnect, recovery
+from elastic_ring.control.capacity import scaling, worker_pool
+from elastic_ring.control.decisions import corpus, memory_ladder, stragglers
 from elastic_ring.control.messages import (
     BuildFailed,
     CheckpointsKnown,
@@ -24,6 +24,7 @@ from elastic_ring.control.messages import (
     Event,
     Finalized,
     MemberFailed,
+    MemoryTight,
     NodeDraining,
     NodeJoined,
     NodeLost,
@@ -179,6 +180,7 @@ _EVERYWHERE: dict[type, Handler] = {
     DrainRequested: _drain,
     ScaleRequested: scaling.requested,
     StragglerFound: stragglers.found,
+    MemoryTight: memory_ladder.tight,
     Status: reconnect.late_ready,
     CheckpointsKnown: forming.checkpoints_known,
     CorpusRecalled: corpus.recalled,
@@ -195,13 +197,13 @@ _BY_PHASE: dict[type, dict[type, Handler]] = {
         Report: building.paused_early,
         Published: building.published,
         BuildFailed: building.build_failed,
-        MemberFailed: building.trouble,
+        MemberFailed: building.member_failed,
     },
     Running: {
         **_EVERYWHERE,
         Report: phases.running_report,
         Published: phases.running_published,
-        MemberFailed: phases.running_trouble,
+        MemberFailed: phases.running_member_failed,
         Resumed: _ignore,
         BuildFailed: _ignore,  # from a donor outside the mesh, which was ordered to become a spare
     },
@@ -210,7 +212,7 @@ _BY_PHASE: dict[type, dict[type, Handler]] = {
         **_EVERYWHERE,
         Finalized: phases.finalized,
         Published: phases.running_published,
-        MemberFailed: phases.finishing_trouble,
+        MemberFailed: phases.finishing_member_failed,
         Report: _ignore,
         Resumed: _ignore,
         BuildFailed: _ignore,  # as above
@@ -301,7 +303,8 @@ def _phase_deadlines(state: State) -> list[float]:
         case Running():
             _, grow_at = phases.boundary_reasons(state)
             wants_growth = grow_at is not None and "grow" not in phase.boundary
-            return [at for at in (phase.deadline, grow_at if wants_growth else None) if at is not None]
+            due = phase.deadline, phase.save_by, grow_at if wants_growth else None
+            return [at for at in due if at is not None]
         case Forming():
             if phase.full_since is not None:
                 return [phase.full_since + options.spare_grace_s]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic_ring.control.decisions import rollback
 from elastic_ring.control.messages import Build, Checkpoint, CheckpointsKnown, MemberFailed, Standby
 from elastic_ring.control.ordering import Beginning, order_build
 from elastic_ring.control.placement import policy
@@ -26,9 +27,16 @@ from elastic_ring.mesh import Mesh
 
 
 def begin_again(ctx: Transition, membership: Membership, incident: Incident | None, why: str) -> None:
-    """No live state is left: every member becomes a spare, and the next mesh begins from storage or from the seed."""
-    for worker in ctx.ready_among(membership.everyone):
-        ctx.send(Standby(ctx.cause, worker, ctx.state.term, ctx.state.generation))
+    """No live state is left: every member becomes a spare, and the next mesh begins from storage or from the seed.
+
+    One that is to leave has nothing to hand over any more, and leaves now: it would keep its GPU.
+    """
+    ready = ctx.ready_among(membership.everyone)
+    draining = [worker for worker in ready if ctx.state.workers[worker].draining]
+    for worker in ready:
+        if worker not in draining:
+            ctx.send(Standby(ctx.cause, worker, ctx.state.term, ctx.state.generation))
+    ctx.release(draining)
     ctx.enter(Forming(ctx.now, incident=incident))
     ctx.explain(why)
 
@@ -98,12 +106,15 @@ def _restoring(plan: policy.Plan, restore: Checkpoint) -> policy.Plan:
 
 
 def checkpoints_known(ctx: Transition, event: CheckpointsKnown) -> None:
-    """Take over the list. While a build goes back, later ones are of steps that it gave up."""
+    """Take over the list. While a build goes back, or is about to, later ones are of steps that it gives up."""
     found = tuple(checkpoint for checkpoint in event.checkpoints if checkpoint.folder not in ctx.state.damaged)
+    back = rollback.pending(ctx.state)
+    if back is not None:
+        found = rollback.from_before(back, found)
     order = ctx.phase.order if isinstance(ctx.phase, Building) else None
     if order is not None and order.goes_back:
         found = tuple(checkpoint for checkpoint in found if checkpoint.step <= order.step)
-    ctx.set(checkpoints=found)
+    ctx.set(checkpoints=found, write_s=event.write_s or ctx.state.write_s)
     ctx.explain(f"{len(found)} checkpoint(s)" + (f", the newest of step {found[-1].step}" if found else ""))
 
 

@@ -36,10 +36,11 @@ class InvariantBroken(AssertionError):
     """An invariant is violated; the message begins with its number.
 
     1: agreement on term, generation and build. 2: stale messages have no effect. 3: committed steps are never lost
-    while each shard has a holder; else no more of them than the best source that is left undoes. 4: each step and
-    sequence counts once (checked by the simulator). 5: only verified shards are used. 6: holders of a shard are spread
-    over nodes. 7: no node gets more members than it has GPUs. 8: manifests of a growing corpus hold for good, each
-    from a step on that was never committed before (of earlier submissions the simulator knows).
+    while each shard has a holder, but on purpose; else no more of them than the best source that is left undoes. 4:
+    each step and sequence counts once (checked by the simulator), but for the batches that going back on purpose leaves
+    out. 5: only verified shards are used. 6: holders of a shard are spread over nodes. 7: no node gets more members
+    than it has GPUs. 8: manifests of a growing corpus hold for good, each from a step on that was never committed
+    before (of earlier submissions the simulator knows).
     """
 
 
@@ -51,6 +52,7 @@ def check(before: State, event: Event, decision: Decision) -> None:
     _stale(before, event, decision)
     _committed(before, event, after, builds)
     _best_source(before, event, after)
+    _left_out(before, event, after, builds)
     _manifests(before, event, after, builds)
     if builds and builds[0].generation > (before.last_change.generation if before.last_change else 0):
         reports = _reports(before, event)
@@ -117,14 +119,17 @@ def _stepped_back(before: State, after: State, build: Build, chosen: SnapshotId,
         return
     require(not build.fresh and build.roll_forward is None, 3, "a step back that also begins otherwise")
     require(build.step == chosen.step, 3, f"step {build.step} is to run on {chosen}")
+    limit = _only_before(before)
+    require(limit is None or chosen.step < limit, 3, f"back to {chosen}, which is not before step {limit}")
     require(build.keep is not None and build.keep <= chosen, 3, f"{build.keep} is to be kept, which {chosen} replaces")
     live = {name for name, worker in after.workers.items() if worker.status == "ready"}
     reports = {name: report for name, report in reports.items() if name in live and report.healthy}
-    _nobody_holds(before, after, reports, build.mesh.cp, "snapshots are")
-    stored = max([checkpoint.step for checkpoint in after.checkpoints], default=-1)
+    if limit is None:
+        _nobody_holds(before, after, reports, build.mesh.cp, "snapshots are")
+    stored = max([c.step for c in after.checkpoints if limit is None or c.step < limit], default=-1)
     require(stored <= chosen.step, 3, f"back to step {chosen.step} although step {stored} is in a checkpoint")
     _undone_once(before, after, chosen, reports)
-    newest = _newest_held(reports, before, build.mesh.cp)
+    newest = _newest_held(reports, before, build.mesh.cp, limit)
     require(newest == chosen, 3, f"back to {chosen} although {newest} is held")
     held = {worker: [copy for copy in report.copies if copy.snapshot == chosen] for worker, report in reports.items()}
     healed = {worker: heal for heal in build.heals for worker in heal.newcomers}
@@ -177,12 +182,21 @@ def _is_given_up(report: Report, state: State) -> bool:
     return given_up is not None and report.state_id != (0, 0) and report.state_id < given_up.membership_id
 
 
-def _newest_held(reports: Mapping[str, Report], state: State, cp: int) -> SnapshotId | None:
-    """The newest snapshot of which these workers hold every shard, by trying all of them."""
+def _only_before(state: State) -> int | None:
+    """The step before which everyone is to go back to on purpose; None where nobody is."""
+    phase = state.phase.before if isinstance(state.phase, Reconnecting) else state.phase
+    incident = phase.incident if isinstance(phase, Closing | Forming) else None
+    return incident.back.first_step if incident is not None and incident.back is not None else None
+
+
+def _newest_held(reports: Mapping[str, Report], state: State, cp: int, limit: int | None = None) -> SnapshotId | None:
+    """The newest snapshot, from before step `limit`, of which these workers hold every shard, by trying all of them."""
     found: list[SnapshotId] = []
     given_up = state.given_up
     for snapshot in {copy.snapshot for report in reports.values() for copy in report.copies}:
         if given_up and snapshot.step > given_up.step and snapshot.membership_id < given_up.membership_id:
+            continue
+        if limit is not None and snapshot.step >= limit:
             continue
         held = [(name, c) for name, report in reports.items() for c in report.copies if c.snapshot == snapshot]
         own = {name for name, copy in held if copy.own}
@@ -207,7 +221,8 @@ def _best_source(before: State, event: Event, after: State) -> None:
     ready = {name for name, worker in (before if lost else after).workers.items() if worker.status == "ready"}
     known = _reports(before, event)
     reports = {name: r for name, r in known.items() if name in ready & set(after.workers) and r.healthy}
-    newest = _newest_held(reports, before, phase.membership.mesh.cp)
+    limit = _only_before(before)
+    newest = _newest_held(reports, before, phase.membership.mesh.cp, limit)
     stored = after.checkpoints[-1].step if after.checkpoints else -1
     require(newest is None or newest.step < stored, 3, f"{newest} is held, and not gone back to")
 
@@ -217,9 +232,34 @@ def _restored(before: State, after: State, build: Build, restore: Checkpoint, re
     if isinstance(before.phase, Building) and before.phase.order.restore == restore:
         return
     require(build.fresh and build.step == restore.step, 3, "a checkpoint of another step than the one that is to run")
-    _nobody_holds(before, after, reports, build.mesh.cp, "a checkpoint is")
+    limit = _only_before(before)
+    require(limit is None or restore.step < limit, 3, f"back to step {restore.step}, which is not before step {limit}")
+    known = [checkpoint.step for checkpoint in before.checkpoints if limit is not None and checkpoint.step < limit]
+    require(not known or restore.step == known[-1], 3, f"back to step {restore.step} although {known[-1:]} is stored")
+    if limit is None:
+        _nobody_holds(before, after, reports, build.mesh.cp, "a checkpoint is")
     require(restore == after.checkpoints[-1], 3, f"the checkpoint of step {restore.step} is not the newest")
     require(restore.folder not in after.damaged, 5, f"{restore.folder} did not verify")
+
+
+def _left_out(before: State, event: Event, after: State, builds: list[Build]) -> None:
+    """What is left out changes only where steps are undone on purpose, and not for the steps that stay."""
+    for build in builds:
+        require(build.skips == after.skips, 4, "a build without the batches that are left out")
+    limit, step = _only_before(before), builds[0].step if builds else None
+    if limit is not None and builds and builds[0].goes_back:
+        require(after.skips != before.skips, 4, "the batches that led to what is undone are used again")
+    if after.skips == before.skips or isinstance(event, CorpusRecalled):
+        return
+    require(limit is not None and builds and builds[0].goes_back, 4, "batches are left out, and nobody goes back")
+    new = after.skips[-1]
+    require(new.first_step == step and new.num_batches > 0, 4, "other batches are left out than undone")
+    kept = tuple(skip for skip in before.skips if skip.first_step < new.first_step)
+    require(after.skips[:-1] == kept, 4, "the batches of a step that stays have changed")
+    assert limit is not None
+    used = limit + sum(skip.num_batches for skip in before.skips if skip.first_step <= limit)
+    first = new.first_step + sum(skip.num_batches for skip in after.skips)
+    require(first > used, 4, f"batch {first} is used from step {step} on, although {used} was used before")
 
 
 def _manifests(before: State, event: Event, after: State, builds: list[Build]) -> None:

@@ -49,6 +49,14 @@ class CorpusVersion:
     digest: str
 
 
+@dataclass(frozen=True)
+class BatchSkip:
+    """From `first_step` on the order of samples leaves out `num_batches` batches: step k uses the batch after them."""
+
+    first_step: int
+    num_batches: int
+
+
 # ---------------------------------------------------------------- events
 
 
@@ -150,6 +158,17 @@ class StragglerFound:
 
 
 @dataclass(frozen=True)
+class MemoryTight:
+    """Memory (`what`: device or host) has been nearly full for some steps up to `step`, as `text` says: a relief is to
+    be taken before it runs out."""
+
+    cause: str
+    what: str
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
 class ScaleRequested:
     """From now on at most `max_dp` rings, at least `min_dp`, and `spares` spares; None leaves a number as it is."""
 
@@ -165,11 +184,12 @@ class MemberFailed:
     `kind`: `peer` (an exchange failed: all abort, but it does not show which peer died), `user` (the model, loss or
     data raised; `detail` is the traceback), `device` (this worker's device failed or lacked memory for a newcomer: the
     worker is killed and replaced), `memory` (the step ran out of memory: it runs again with the next relief of
-    `memory_ladder`), `skipped` (too many skipped steps), `spike` (the loss rose too often), `check` (the
-    start-up check refused the model, or the weights could not be written), `checkpoint` (the checkpoint of this build
-    cannot be used; `detail` says why).
+    `memory_ladder`), `skipped` (too many skipped steps), `spike` (the loss rose too often), `back` (for one of these
+    two reasons everyone is to go back to before `first_step`, and to leave out the batches up to that of `step`),
+    `check` (the start-up check refused the model, or the weights could not be written), `checkpoint` (the checkpoint of
+    this build cannot be used; `detail` says why).
     `corrupt`: ranks that must agree do not; `accused` are the workers that computed wrongly, none if the step must run
-    again to tell.
+    again to tell; one of the `suspects` is, then.
     `step` is the step that ran or that the ring was built for, not the worker's own count: a newcomer has applied none.
     """
 
@@ -181,6 +201,8 @@ class MemberFailed:
     step: int
     detail: str = ""
     accused: tuple[str, ...] = ()
+    first_step: int = -1
+    suspects: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -271,20 +293,25 @@ class Status:
 
 @dataclass(frozen=True)
 class CheckpointsKnown:
-    """The checkpoints that count, by step. Sent when a coordinator starts, and whenever one is added or removed."""
+    """The checkpoints that count, by step. Sent when a coordinator starts, and whenever one is added or removed.
+
+    `write_s`: what the last one took to write; 0 if none was written yet."""
 
     cause: str
     checkpoints: tuple[Checkpoint, ...]
+    write_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class CorpusRecalled:
     """What earlier submissions of this lineage decided: the versions of the corpus after the first, also those that
-    hold from a step after the checkpoint on. They ran `num_steps` steps in all, from step 0 on."""
+    hold from a step after the checkpoint on, and which batches are left out. They ran `num_steps` steps in all, from
+    step 0 on."""
 
     cause: str
     versions: tuple[CorpusVersion, ...]
     num_steps: int = 0
+    skips: tuple[BatchSkip, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -313,6 +340,7 @@ Event = (
     | WorkerLost
     | DrainRequested
     | StragglerFound
+    | MemoryTight
     | ScaleRequested
     | MemberFailed
     | Report
@@ -417,7 +445,8 @@ class Build:
     build is complete.
     `copy_holders[global_rank]`: the ranks that hold copies of that rank's snapshots from here on. `parity_groups`: who
     keeps the parity of whom. Both empty: no copies. `memory_reliefs`: the reliefs of `memory_ladder` in force.
-    `corpus`: the later manifests of a corpus that grows, by step.
+    `saves`: every member takes a checkpoint of `step` before it trains on, where checkpoints are taken at all.
+    `corpus`: the later manifests of a corpus that grows, by step. `skips`: which batches are left out, by step.
     """
 
     cause: str
@@ -437,6 +466,8 @@ class Build:
     parity_groups: tuple[ParityGroup, ...] = ()
     memory_reliefs: tuple[str, ...] = ()
     corpus: tuple[CorpusVersion, ...] = ()
+    skips: tuple[BatchSkip, ...] = ()
+    saves: bool = False
 
     @property
     def goes_back(self) -> bool:
@@ -456,11 +487,13 @@ class Standby:
 
 @dataclass(frozen=True)
 class Release:
-    """Exit cleanly. Sent at the end of a drain and of the run."""
+    """Exit cleanly. Sent at the end of a drain and of the run. `wrong`: what this worker computed wrongly, so that it
+    first marks its GPU as bad; empty if nothing."""
 
     cause: str
     worker: str
     term: int = 0
+    wrong: str = ""
 
 
 @dataclass(frozen=True)

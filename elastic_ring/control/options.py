@@ -14,15 +14,15 @@ class ControlOptions:
     Timeouts, all in seconds: `report_s` for a member to answer `Stop` and for a killed worker to be gone; `build_s` to
     build the groups; `restore_s` to read a checkpoint beside that; `start_s` for a worker to be ready or to show
     progress; `start_max_s` to be ready in spite of progress; `hello_s` to answer a new coordinator; `boundary_s` from a
-    boundary request until all members have paused; `handover_s` that a hand-over may take, before a node that leaves
-    is gone; `finalize_s` to write the weights.
+    boundary request until all members have paused; `handover_s` that a hand-over, or the beginning of a checkpoint,
+    may take before a node that leaves is gone; `finalize_s` to write the weights.
     Delays, all in seconds: `spare_grace_s` that the first formation waits for spares; `grow_delay_s` without a change
     of the worker pool before the mesh grows; `grow_interval_s` from a change of the mesh's size to its next growth;
-    `grow_cost_s` that a growth must save at least, None for what the last rebuild took; `backoff_s` before the next
-    start on a node whose workers fail to start, or the next try to write the weights; `restart_delay_s` from the end of
-    a recovery to the start of replacements.
-    `memory_reliefs`: those of `memory_ladder` that the workers' device has. `memory_relax_steps`: steps without a
-    shortage after which one of them goes; 0: never.
+    `grow_cost_s` that a growth must save at least, None for what the last build and warm-up took; `backoff_s` before
+    the next start on a node whose workers fail to start, or the next try to write the weights; `restart_delay_s` from
+    the end of a recovery to the start of replacements.
+    `takes_checkpoints`: whether one can be asked for. `memory_reliefs`: those of `memory_ladder` that the workers'
+    device has. `memory_relax_steps`: steps without a shortage after which one of them goes; 0: never.
 
     Raises: ValueError naming the setting, its value and what is allowed.
     """
@@ -54,6 +54,8 @@ class ControlOptions:
     build_failure_limit: int = 10
     round_limit: int = 25
     finalize_limit: int = 3
+    rollback_limit: int = 3
+    takes_checkpoints: bool = False
     restore_s: float = 1800.0
     copies: str = "0"
     copy_every_steps: int = 10
@@ -72,6 +74,7 @@ class ControlOptions:
             "build_failure_limit",
             "round_limit",
             "finalize_limit",
+            "rollback_limit",
             "copy_every_steps",
         ):
             if getattr(self, name) < 1:

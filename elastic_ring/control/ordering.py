@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elastic_ring.control import corpus
+from elastic_ring.control.decisions import corpus, rollback, third_opinion
 from elastic_ring.control.messages import Build, Checkpoint, Standby, Vote
 from elastic_ring.control.placement import copies, policy
 from elastic_ring.control.placement.copies import SnapshotId
@@ -43,6 +43,9 @@ def order_build(
         ctx.end("RunFailed", _why_no_commit(incident, rounds.count, step), step=step)
         return
     corpus.begin(ctx, step)
+    if incident.back is not None and beginning.goes_back:
+        rollback.leave_out(ctx, incident.back, step)
+        incident = replace(incident, back=None)
     state = ctx.state
     donors = tuple((sender, newcomer) for heal in plan.heals for newcomer in heal.newcomers for sender in heal.senders)
     membership = Membership(state.term, state.generation, plan.mesh, plan.members, step, plan.leaving, donors)
@@ -56,7 +59,8 @@ def order_build(
     def order(worker: str) -> Build:  # thousands are made: `dataclasses.replace` looks at every field of each
         return Build(ctx.cause, worker, state.term, state.generation, plan.mesh, plan.members, step,
                      beginning.roll_forward, plan.heals, beginning.fresh, beginning.restore, beginning.step_back,
-                     beginning.keep, holders.copy_holders, holders.parity_groups, reliefs, state.corpus)  # fmt: skip
+                     beginning.keep, holders.copy_holders, holders.parity_groups, reliefs, state.corpus,
+                     state.skips, bool(incident.saves_for) and not beginning.goes_back)  # fmt: skip
 
     _free_gpus(ctx, plan, situation)
     leaving_senders = {sender for heal in plan.heals for sender in heal.senders} & set(plan.leaving)
@@ -66,6 +70,7 @@ def order_build(
         incident = replace(incident, undone=incident.undone + max(0, state.committed - step))
         ctx.set(committed=step, newest_vote=None, given_up=SnapshotId(step, membership.id))
     ctx.set(last_change=_change(ctx, plan, incident, beginning, situation))
+    third_opinion.replaced(ctx, incident, plan.mesh, plan.members)
     # What the user's code raised before this build says nothing about what follows it.
     incident = replace(incident, raised_step=None)
     limit_s = state.options.build_s + (state.options.restore_s if beginning.restore is not None else 0.0)

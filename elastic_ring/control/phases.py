@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_ring.control import corpus, recovery
+from elastic_ring.control import recovery
 from elastic_ring.control.capacity import growth, notices
-from elastic_ring.control.decisions import memory_ladder, stragglers
+from elastic_ring.control.decisions import corpus, memory_ladder, rollback, stragglers, third_opinion
 from elastic_ring.control.messages import Finalize, Finalized, MemberFailed, Published, Report
 from elastic_ring.control.state import (
     Closing,
     Finishing,
+    Incident,
     LostWorker,
     Membership,
     Running,
@@ -22,6 +23,7 @@ from elastic_ring.control.state import (
 from elastic_ring.control.transition import Transition
 
 RELAX = "a relief of the memory ladder less"
+CLIMB = "a relief of the memory ladder more"
 GREW = "more of the corpus"
 WRONG = "computed wrongly"
 """Why a worker was lost whose results the others do not agree with."""
@@ -40,7 +42,7 @@ def running_lost(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
         recovery.begin_closing(ctx, phase.membership, incident, f"lost {names}")
 
 
-def running_trouble(ctx: Transition, event: MemberFailed) -> None:
+def running_member_failed(ctx: Transition, event: MemberFailed) -> None:
     phase = ctx.phase
     assert isinstance(phase, Running | Finishing)
     if is_fatal(ctx, event):
@@ -51,11 +53,27 @@ def running_trouble(ctx: Transition, event: MemberFailed) -> None:
     if event.accused:
         running_lost(ctx, quarantine(ctx, event))
         return
-    why = f"{event.kind} trouble in step {event.step}, told by {event.worker}"
+    if event.kind == "back":
+        go_back(ctx, recovery.open_incident(ctx, phase.membership, event.detail), phase.membership, event)
+        return
+    why = f"{event.worker} reports a {event.kind} error in step {event.step}"
     incident = recovery.open_incident(ctx, phase.membership, why)
+    if event.kind == "corrupt":
+        differing = third_opinion.differs(ctx, phase.membership, incident, event)
+        if differing is None:
+            return
+        incident = differing
     if event.kind == "user":
         incident = replace(incident, raised_step=event.step)
     recovery.begin_closing(ctx, phase.membership, incident, why)
+
+
+def go_back(ctx: Transition, incident: Incident, membership: Membership, event: MemberFailed) -> None:
+    """Close, to go back on purpose; or end the run where that has been done too often."""
+    back = rollback.asked(ctx, event)
+    if back is not None:
+        why = f"to go back to before step {back.first_step}: {back.why}"
+        recovery.begin_closing(ctx, membership, replace(incident, back=back), why)
 
 
 def kill_broken(ctx: Transition, event: MemberFailed) -> tuple[LostWorker, ...]:
@@ -167,7 +185,9 @@ def _at_boundary(ctx: Transition, phase: Running) -> None:
     incident = replace(incident, counted=True)
     ctx.set(generation=ctx.state.generation + 1)
     reports = {worker: phase.paused[worker] for worker in phase.membership.members}
-    if RELAX in phase.boundary:
+    if ctx.state.memory.wanted:
+        memory_ladder.climb_early(ctx)
+    elif RELAX in phase.boundary:
         memory_ladder.relax(ctx)
     target_dp = min(max(phase.membership.mesh.dp, possible_dp(ctx.state)), ctx.options.dp_limit)
     recovery.rebuild(ctx, phase.membership, incident, reports, target_dp)
@@ -196,6 +216,8 @@ def boundary_reasons(state: State) -> tuple[tuple[str, ...], float | None]:
         reasons.append("shrink")
     if memory_ladder.may_relax(state, state.committed):
         reasons.append(RELAX)
+    if state.memory.wanted:
+        reasons.append(CLIMB)
     if corpus.may_switch(state, state.committed):
         reasons.append(GREW)
     dp = possible_dp(state) if phase.membership.mesh.dp < options.dp_limit else 0
@@ -211,8 +233,11 @@ def settle_running(ctx: Transition) -> None:
     if phase.deadline is not None and ctx.now >= phase.deadline:
         _force(ctx, phase)
         return
+    third_opinion.settle(ctx)
     notices.save_if_alone(ctx)
     phase = ctx.phase
+    if not isinstance(phase, Running):
+        return
     assert isinstance(phase, Running)
     reasons, grow_at = boundary_reasons(ctx.state)
     if grow_at is not None and ctx.now >= grow_at:
@@ -310,12 +335,12 @@ def finalized(ctx: Transition, event: Finalized) -> None:
     ctx.end("", "all steps committed", weights_sha256=event.weights_sha256)
 
 
-def finishing_trouble(ctx: Transition, event: MemberFailed) -> None:
+def finishing_member_failed(ctx: Transition, event: MemberFailed) -> None:
     """Retry a failed write of the weights after `backoff_s`: the storage may recover, and the steps are done."""
     if event.kind != "check":
-        running_trouble(ctx, event)
+        running_member_failed(ctx, event)
         return
-    ctx.edit_phase(trouble=event.detail, deadline=ctx.now + ctx.options.backoff_s)
+    ctx.edit_phase(error=event.detail, deadline=ctx.now + ctx.options.backoff_s)
     ctx.explain(f"{event.worker} could not write the weights, tried again in {ctx.options.backoff_s:g} s")
 
 
@@ -327,7 +352,7 @@ def expire_finishing(ctx: Transition) -> None:
     failures = ctx.state.finalize_failures + 1
     ctx.set(finalize_failures=failures)
     late = f"the weights were not written within {ctx.options.finalize_s} s"
-    why = f"the weights could not be written: {phase.trouble}" if phase.trouble else late
+    why = f"the weights could not be written: {phase.error}" if phase.error else late
     if failures >= ctx.options.finalize_limit:
         ctx.end("RunFailed", f"{why}, {failures} times; every step is committed, look at the run folder's storage")
     else:

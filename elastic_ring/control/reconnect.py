@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_ring.control import phases, recovery, worker_pool
-from elastic_ring.control.decisions import memory_ladder
+from elastic_ring.control import phases, recovery
+from elastic_ring.control.capacity import worker_pool
+from elastic_ring.control.decisions import memory_ladder, rollback
 from elastic_ring.control.messages import CoordinatorStarted, Hello, MemberFailed, Report, Status
 from elastic_ring.control.state import (
     Building,
@@ -33,9 +34,11 @@ def restart(ctx: Transition, event: CoordinatorStarted) -> None:
     assert not isinstance(phase, Idle | Ended)
     ctx.set(term=event.term)
     _restart_clocks(ctx)
-    before = phase.before if isinstance(phase, Reconnecting) else phase
-    lost, disturbed = (phase.lost, phase.disturbed) if isinstance(phase, Reconnecting) else ((), "")
-    ctx.enter(Reconnecting(before, ctx.now + ctx.options.hello_s, lost=lost, disturbed=disturbed))
+    deadline = ctx.now + ctx.options.hello_s
+    if isinstance(phase, Reconnecting):
+        ctx.enter(replace(phase, deadline=deadline, answers={}, asked_again=False))
+    else:
+        ctx.enter(Reconnecting(before=phase, deadline=deadline))
     asked = [w.worker for w in ctx.state.workers.values() if w.status != "stopping"]
     for worker in asked:
         ctx.send(Hello(ctx.cause, worker, event.term))
@@ -115,6 +118,20 @@ def disturbed(ctx: Transition, event: MemberFailed | Report) -> None:
         lost(ctx, phases.kill_broken(ctx, event))
     if isinstance(event, MemberFailed) and event.kind == "memory":
         memory_ladder.climb(ctx, event)
+    if isinstance(event, MemberFailed) and event.kind == "back":
+        _learn_back(ctx, event)
+
+
+def _learn_back(ctx: Transition, event: MemberFailed) -> None:
+    """The members of the last build want to go back on purpose; the first of them to say so counts."""
+    phase = ctx.phase
+    assert isinstance(phase, Reconnecting)
+    before = phase.before
+    is_theirs = isinstance(before, Running | Building) and event.generation == before.membership.generation
+    if is_theirs and phase.back is None:
+        back = rollback.asked(ctx, event)
+        if back is not None:
+            ctx.edit_phase(back=back)
 
 
 def settle(ctx: Transition) -> None:
@@ -152,6 +169,7 @@ def _conclude(ctx: Transition, phase: Reconnecting) -> None:
     why = f"coordinator restarted; {odd or ', '.join(loss.worker for loss in phase.lost) or 'nothing trained'}"
     known = before.incident if isinstance(before, Building | Closing) else None
     incident = known or recovery.open_incident(ctx, membership, why)
+    incident = replace(incident, back=phase.back or incident.back)
     recovery.begin_closing(ctx, membership, recovery.add_losses(incident, phase.lost), why)
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elastic_ring.control import corpus, forming
-from elastic_ring.control.decisions import crash_loop, memory_ladder, quorum, step_back
+from elastic_ring.control import forming
+from elastic_ring.control.decisions import corpus, crash_loop, memory_ladder, quorum, rollback, step_back
 from elastic_ring.control.messages import Report, Vote, WorkerLost
 from elastic_ring.control.ordering import Beginning, order_build
 from elastic_ring.control.placement import policy
 from elastic_ring.control.state import (
     Building,
     Closing,
+    GoBack,
     Incident,
     LostWorker,
     Membership,
@@ -128,6 +129,7 @@ def rebuild(
             return
         memory_ladder.climb_after_deaths(ctx, incident)
     base = incident.base or membership
+    draining = {w.worker for w in ctx.state.workers.values() if w.draining} | ({incident.replaces} - {""})
     situation = policy.Situation(
         mesh=base.mesh,
         members=base.members,
@@ -137,13 +139,16 @@ def rebuild(
         node_of=node_of(ctx.state),
         target_dp=target_dp,
         min_dp=ctx.options.min_dp,
-        draining=frozenset(w.worker for w in ctx.state.workers.values() if w.draining),
+        draining=frozenset(draining),
         hints=_hints(base, membership),
         gpus_on=gpus_on(ctx.state),
         domains_of=domains_of(ctx.state),
         reserved=reserved(ctx.state),
         avoided=avoided(ctx.state),
     )
+    if incident.back is not None:
+        _go_back(ctx, membership, incident, incident.back, situation, reports)
+        return
     planned = policy.plan(situation)
     if isinstance(planned, policy.NoHolder):
         _nobody_holds(ctx, membership, incident, planned, decided.step, situation, reports)
@@ -182,6 +187,7 @@ def _is_crash_loop(ctx: Transition, incident: Incident, mesh: Mesh, step: int) -
         step=crash.step,
         recoveries=len(counted),
         **corpus.facts(ctx.state),
+        **rollback.facts(ctx.state),
     )
     return True
 
@@ -222,6 +228,28 @@ def _nobody_holds(
         cp_ranks=ranks,
         step=step,
     )
+
+
+def _go_back(
+    ctx: Transition,
+    membership: Membership,
+    incident: Incident,
+    back: GoBack,
+    situation: policy.Situation,
+    reports: Mapping[str, Report],
+) -> None:
+    """On purpose, although every shard may be held: to the newest copies or checkpoint from before the place."""
+    stored = rollback.from_before(back, ctx.state.checkpoints)
+    older = rollback.with_copies_from_before(back, reports)
+    found = step_back.newest(older, membership.mesh.cp, ctx.state.given_up)
+    if found is not None and (not stored or found.snapshot.step >= stored[-1].step):
+        _step_back(ctx, incident, found, situation, older)
+    elif stored:
+        ctx.set(checkpoints=stored)
+        forming.begin_again(ctx, membership, incident, f"{back.why}: back to the checkpoint of step {stored[-1].step}")
+    else:
+        but = f"no copies and no checkpoint are from before step {back.first_step}"
+        rollback.end(ctx, back.last_step, back.why, but)
 
 
 def _step_back(

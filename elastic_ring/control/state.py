@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_ring.control.messages import Build, Checkpoint, CorpusGrew, CorpusVersion, EndRun, Report, Status, Vote
+from elastic_ring.control.messages import (
+    BatchSkip,
+    Build,
+    Checkpoint,
+    CorpusGrew,
+    CorpusVersion,
+    EndRun,
+    Report,
+    Status,
+    Vote,
+)
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.control.placement.gpu_capacity import placeable
@@ -22,7 +32,8 @@ class Worker:
 
     `deadline`: when a starting worker counts as failed or a stopping one is killed (again). `start_deadline`: upper
     bound of `deadline`, however much progress a start shows. `start_cpu_s`: CPU seconds that the start has reported;
-    None: no report. `written_off`: stopping, and no recovery waits for it; it still uses its slot.
+    None: no report. `hired_at`: when its start was ordered. `written_off`: stopping, and no recovery waits for it; it
+    still uses its slot.
     """
 
     worker: str
@@ -33,6 +44,7 @@ class Worker:
     written_off: bool = False
     start_deadline: float = 0.0
     start_cpu_s: float | None = None
+    hired_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -111,12 +123,37 @@ class Crash:
 
 
 @dataclass(frozen=True)
+class GoBack:
+    """Everyone is to go back to before `first_step`, with other data: the batches from the state gone back to up to
+    that of `last_step` are left out. `why`: what the loss or the gradient did."""
+
+    first_step: int
+    last_step: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Ranks did not agree in two attempts at `step`, and one of them is wrong each time: a spare takes the place of one
+    after the other. `left`: who has not been replaced yet. `out`: who is replaced now, kept apart until the step tells;
+    empty if nobody is. `generation`: of the build without it. `why`: what differed."""
+
+    step: int
+    left: tuple[str, ...]
+    why: str
+    out: str = ""
+    generation: int = -1
+
+
+@dataclass(frozen=True)
 class Incident:
     """Everything since the last generation that ran: one recovery, with any number of losses.
 
     `base`: the membership that last ran. `raised_step`: the step in which the user's code raised, or that the build
     rolled forward in which it raised; None if it did not. `undone`: how many committed steps were given up for a
-    snapshot or a checkpoint.
+    snapshot or a checkpoint. `back`: steps that are to be undone on purpose; None once a build has done so.
+    `saves_for`: nodes that leave, for which the step under way was given up to take a checkpoint in time.
+    `replaces`: a member whose place a spare is to take, to tell whether it computes wrongly; empty if there is none.
     """
 
     cause: str
@@ -128,6 +165,9 @@ class Incident:
     rolled_forward: int | None = None
     raised_step: int | None = None
     undone: int = 0
+    back: GoBack | None = None
+    replaces: str = ""
+    saves_for: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -207,6 +247,7 @@ class Running:
     """Members train. `boundary`: reasons of a pending boundary request. `paused`: members at it or at the end.
 
     `saved_for`: nodes that leave with members for whom there is no replacement, so that a checkpoint was asked for.
+    `save_by`: when the step under way, after `save_after` committed ones, is given up for it; None: never.
     """
 
     membership: Membership
@@ -214,6 +255,8 @@ class Running:
     deadline: float | None = None
     paused: Mapping[str, Report] = field(default_factory=dict)
     saved_for: frozenset[str] = frozenset()
+    save_by: float | None = None
+    save_after: int = 0
 
 
 @dataclass(frozen=True)
@@ -230,16 +273,17 @@ class Closing:
 
 @dataclass(frozen=True)
 class Finishing:
-    """All steps are committed; ring 0 writes the weights. `trouble`: why it failed; retried at the deadline."""
+    """All steps are committed; ring 0 writes the weights. `error`: why it failed; retried at the deadline."""
 
     membership: Membership
     deadline: float
-    trouble: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)
 class Reconnecting:
-    """A new coordinator collects a `Status` from every worker. `before`: the last phase of the old coordinator."""
+    """A new coordinator collects a `Status` from every worker. `before`: the last phase of the old coordinator.
+    `back`: as in `Incident`, if members said so meanwhile."""
 
     before: Forming | Building | Running | Closing | Finishing
     deadline: float
@@ -247,6 +291,7 @@ class Reconnecting:
     lost: tuple[LostWorker, ...] = ()
     disturbed: str = ""
     asked_again: bool = False
+    back: GoBack | None = None
 
 
 @dataclass(frozen=True)
@@ -274,7 +319,8 @@ class MemoryLadder:
 
     `generation`: the last that lacked memory. `since`: the committed steps when the reliefs last changed.
     `num_shortages`: attempts at a step that ran out of memory so far. `num_relaxed`: how often a relief was taken back.
-    `why`: the last shortage.
+    `why`: the last shortage. `wanted`: why the next relief is to be taken at a boundary, before memory runs out; empty
+    if it is not. `num_early`: how often that was done.
     """
 
     num_reliefs: int = 0
@@ -283,6 +329,8 @@ class MemoryLadder:
     num_shortages: int = 0
     num_relaxed: int = 0
     why: str = ""
+    wanted: str = ""
+    num_early: int = 0
 
 
 @dataclass(frozen=True)
@@ -298,6 +346,10 @@ class State:
     newest `Build` that went back; live state older than that, and older snapshots of later steps, count no more.
     `corpus`: the later manifests of the corpus, by step; `grown`: one that waits for the next build.
     `reached`: the most steps that ever were committed, by earlier submissions as well.
+    `skips`: the batches that are left out, by step. `rollbacks`: how often everyone went back on purpose from about one
+    step, the last of these. `suspects`: who may have computed the last step wrongly.
+    `warm_up_s`: from the order to start the worker that became ready last until it was. `write_s`: what the last
+    checkpoint took to write.
     `story`: the last (event, reason) pairs that changed the state.
     """
 
@@ -329,6 +381,11 @@ class State:
     corpus: tuple[CorpusVersion, ...] = ()
     grown: CorpusGrew | None = None
     reached: int = 0
+    skips: tuple[BatchSkip, ...] = ()
+    rollbacks: Counted = field(default_factory=Counted)
+    suspects: Suspects | None = None
+    warm_up_s: float = 0.0
+    write_s: float = 0.0
     story: tuple[tuple[str, str], ...] = ()
 
 
@@ -357,6 +414,8 @@ def spares(state: State) -> tuple[str, ...]:
     avoided nodes last."""
     membership = membership_of(state)
     taken = set(membership.everyone) if membership else set()
+    if state.suspects is not None:
+        taken.add(state.suspects.out)
     shunned = avoided(state)
     found = [
         worker

@@ -1,4 +1,4 @@
-"""A rank's slice of each sequence, prefetched by one, and a digest of the data that a step consumed.
+"""A rank's slice of each sequence, prefetched, several joined for one pass, and a digest of what a step consumed.
 
 The digest covers the slices that entered a step, not the plan. On a GPU it is computed before the copy to the device;
 `ArrivedCopies` checks the copies in some steps.
@@ -7,6 +7,7 @@ The digest covers the slices that entered a step, not the plan. On a GPU it is c
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -35,11 +36,13 @@ _LANES = (0x243F6A8885A308D3, 0x13198A2E03707344)
 
 @dataclass(frozen=True)
 class Slice:
-    """One rank's part of one sequence, in layout order; S is the local length.
+    """One rank's part of one sequence, or of several that are computed together (`joined`), in layout order; S is the
+    local length.
 
     tokens, targets, positions: int64 (1, S); document_ids: int32 (1, S). `positions` count in the global sequence.
-    `document_starts` are those of the whole sequence, for the attention mask. num_targets: the number of targets other
-    than -100, counted on the host so that no device has to be synchronised.
+    `document_starts` are those of the whole sequence, or of all joined ones laid end to end, for the attention mask.
+    num_targets: the number of targets other than -100, counted on the host so that no device has to be synchronised.
+    `sample_id` and `index_in_batch` are those of the first sequence.
     """
 
     tokens: Tensor
@@ -50,6 +53,7 @@ class Slice:
     sample_id: int
     index_in_batch: int
     num_targets: int
+    num_sequences: int = 1
 
     def to(self, device: torch.device | str) -> Slice:
         """The same slice on another device."""
@@ -103,51 +107,81 @@ def slice_sample(sample: Sample, layout: Layout, cp_rank: int, *, sample_id: int
     )
 
 
-class Loader:
-    """Reads samples on its own thread, one ahead of the step. Close it, or use it in a `with`.
+def joined(slices: Sequence[Slice], context_tokens: int) -> Slice:
+    """One rank's slices of several sequences of `context_tokens` tokens as the slice of one long sequence that has the
+    documents of all; for a layout of so many sequences (`Layout.repeated`).
 
-    All reads run on that thread, in order; a prefetched sample that is not requested next is dropped. While `load`
+    Positions and targets stay those of each sequence. One slice alone is returned as it is.
+    """
+    first = slices[0]
+    if len(slices) == 1:
+        return first
+    document_ids, starts = [], list[int]()
+    for row, part in enumerate(slices):
+        document_ids.append(part.document_ids + len(starts))
+        starts += [row * context_tokens + start for start in part.document_starts]
+    return Slice(
+        tokens=torch.cat([part.tokens for part in slices], dim=1),
+        targets=torch.cat([part.targets for part in slices], dim=1),
+        positions=torch.cat([part.positions for part in slices], dim=1),
+        document_ids=torch.cat(document_ids, dim=1),
+        document_starts=tuple(starts),
+        sample_id=first.sample_id,
+        index_in_batch=first.index_in_batch,
+        num_targets=sum(part.num_targets for part in slices),
+        num_sequences=len(slices),
+    )
+
+
+class Loader:
+    """Reads samples on its own thread, `num_ahead` ahead of the step. Close it, or use it in a `with`.
+
+    All reads run on that thread, in order; prefetched samples that are not requested next are dropped. While `load`
     waits it calls `while_waiting` every LOOK_S seconds; an exception from it ends the wait.
     """
 
-    def __init__(self, source: Source, while_waiting: Callable[[], None] | None = None) -> None:
+    def __init__(self, source: Source, while_waiting: Callable[[], None] | None = None, num_ahead: int = 1) -> None:
         self.source = source
-        self._while_waiting = while_waiting
+        self._while_waiting, self._num_ahead = while_waiting, num_ahead
         self._read_ahead: Callable[[Sequence[int]], None] | None = getattr(source, "read_ahead", None)
         self.waited_s = 0.0
         """How long `load` has waited for data in all."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-ring-loader")
-        self._ahead: tuple[int, Future[Sample]] | None = None
+        self._ahead: deque[tuple[int, Future[Sample]]] = deque()
 
-    def prefetch(self, sample_id: int) -> None:
-        """Start to read a sequence. Errors are raised by the `load` of that sequence."""
-        if self._ahead is not None and self._ahead[0] == sample_id:
-            return
-        self._drop()
-        self._ahead = (sample_id, self._thread.submit(self.source.read, sample_id))
+    def prefetch(self, sample_ids: Sequence[int]) -> None:
+        """Start to read these sequences. Errors are raised by the `load` of a sequence."""
+        num_kept = 0
+        for (known, _), wanted in zip(self._ahead, sample_ids, strict=False):
+            if known != wanted:
+                break
+            num_kept += 1
+        self._drop(num_kept)
+        for sample_id in sample_ids[num_kept:]:
+            self._ahead.append((sample_id, self._thread.submit(self.source.read, sample_id)))
 
     def load(
         self, sample_id: int, index_in_batch: int, layout: Layout, cp_rank: int, *, upcoming: Sequence[int] = ()
     ) -> Slice:
-        """The slice of one sequence. While the caller computes, the first of the `upcoming` ones is read, and of the
-        others what the source reads ahead.
+        """The slice of one sequence. While the caller computes, the first `num_ahead` of the `upcoming` ones are read,
+        and of the others what the source reads ahead.
 
         Raises: whatever the source raises for this sequence.
         """
-        self.prefetch(sample_id)
-        assert self._ahead is not None
-        future = self._ahead[1]
+        if not self._ahead or self._ahead[0][0] != sample_id:
+            self.prefetch([sample_id])
+        future = self._ahead[0][1]
         begun_s = time.monotonic()
         while not wait([future], timeout=LOOK_S).done:
             if self._while_waiting is not None:
                 self._while_waiting()  # may raise to end the wait; the read itself goes on
         self.waited_s += time.monotonic() - begun_s
-        self._ahead = None
+        self._ahead.popleft()
         sample = future.result()
         if upcoming:
-            self.prefetch(upcoming[0])
+            self.prefetch(upcoming[: self._num_ahead])
             if self._read_ahead is not None:
-                self._read_ahead(upcoming[1:])
+                self._read_ahead(upcoming[self._num_ahead :])
         return slice_sample(sample, layout, cp_rank, sample_id=sample_id, index_in_batch=index_in_batch)
 
     def close(self) -> None:
@@ -163,10 +197,9 @@ class Loader:
     ) -> None:
         self.close()
 
-    def _drop(self) -> None:
-        if self._ahead is not None:
-            self._ahead[1].cancel()
-            self._ahead = None
+    def _drop(self, num_kept: int = 0) -> None:
+        while len(self._ahead) > num_kept:
+            self._ahead.pop()[1].cancel()
 
 
 _COPIED = ("tokens", "targets", "positions", "document_ids")
@@ -182,22 +215,24 @@ class ArrivedCopies:
     def __init__(self, on: bool) -> None:
         """With `on` False, nothing is copied or checked."""
         self._on = on
-        self._kept: list[tuple[int, str, Tensor, Tensor]] = []
+        self._kept: list[tuple[Slice, str, Tensor]] = []
 
     def keep(self, piece: Slice, batch: Any) -> None:
         """Enqueue copies of `batch`, which has the tensors of `piece` on the device."""
         for name in _COPIED if self._on else ():
             there = getattr(batch, name)
             back = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.is_cuda)
-            self._kept.append((piece.sample_id, name, getattr(piece, name), back.copy_(there, non_blocking=True)))
+            self._kept.append((piece, name, back.copy_(there, non_blocking=True)))
 
     def check(self, step: int) -> None:
         """Raises DigestMismatch where a copy differs from the slice that the digest covers."""
         kept, self._kept = self._kept, []
-        for sample_id, name, sent, back in kept:
-            if not torch.equal(sent, back):
+        for piece, name, back in kept:
+            if not torch.equal(getattr(piece, name), back):
+                others = f" or of the {piece.num_sequences - 1} computed with it" if piece.num_sequences > 1 else ""
                 raise DigestMismatch(
-                    f"step {step}: {name} of sequence {sample_id} arrived changed on the device; the step runs again",
+                    f"step {step}: {name} of sequence {piece.sample_id}{others} arrived changed on the device; the "
+                    "step runs again",
                     step=step,
                 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar
@@ -20,6 +21,8 @@ from elastic_ring.data.packing import MAX_VOCAB_SIZE, PackedSource, Sample, chec
 from elastic_ring.data.row_groups import RowGroups
 from elastic_ring.data.sampling.mixed_order import MixedOrder, Numbering, Version
 from elastic_ring.validation import PositiveInt, settings
+
+log = logging.getLogger(__name__)
 
 CACHE_BYTES, LEAST_CACHE_BYTES = 256 << 20, 32 << 20
 BLOCK_ROW_GROUPS, WINDOW_BLOCKS = 8, 8
@@ -60,8 +63,10 @@ class PreparedTokens:
 
     @classmethod
     def of(cls, uri: str, context_tokens: int) -> PreparedTokens:
-        """Read the manifest and pin its digest. Raises ValueError for one that cannot be read."""
+        """Read the manifest and pin its digest; documents that are longer than a sequence are logged. Raises ValueError
+        for one that cannot be read."""
         manifest = read_manifest(uri)
+        log_long_documents(manifest, context_tokens)
         return cls(context_tokens, uri, manifest.digest, manifest.vocab_size, manifest.align_tokens)
 
     def open(self) -> PreparedCorpus:
@@ -93,6 +98,14 @@ class PreparedTokens:
             describe=f"{self.uri} (source {source.name})", digest=lambda: manifest.digest,
             padding=manifest.end_of_document if manifest.align_tokens > 1 else None,
             cache_bytes=max(LEAST_CACHE_BYTES, CACHE_BYTES // len(manifest.sources)),
+        )  # fmt: skip
+
+
+def log_long_documents(manifest: Manifest, context_tokens: int) -> None:
+    if manifest.longest_document_tokens > context_tokens:
+        log.info(
+            "documents of up to %s tokens are packed over several sequences of context_tokens=%d",
+            f"{manifest.longest_document_tokens:,}", context_tokens,
         )  # fmt: skip
 
 

@@ -32,12 +32,15 @@ FAULTS = {
 """Fault → weight in the random schedule. `OWN` are those that a worker finds in itself, in a step or in a build."""
 
 OWN = ("device", "raise")
-SHORT = ("memory", "memory-kill")
-"""A worker whose steps need some reliefs of the memory ladder, or more than there are; one that its agent kills."""
+SHORT = ("memory", "memory-kill", "tight")
+"""A worker whose steps need some reliefs of the memory ladder, or more than there are; one that its agent kills; memory
+that is nearly full."""
 STORED = ("damage",)
 """What happens to checkpoints."""
 GROWN = ("grow", "cut")
 """A longer manifest of the corpus is written; the power goes, and the run is submitted again."""
+SPIKES = ("spike",)
+"""Some of the next batches have a loss for which everyone is to go back."""
 HELD = ("flip", "lose-copies", "flip-in-transfer")
 """What happens to copies in memory and on their way."""
 
@@ -125,7 +128,10 @@ def random_schedule(seed: int) -> Schedule:
     growing = random.Random(f"corpus of {seed}")
     schedule = _with_growing_corpus(schedule, growing) if growing.random() < 0.3 else schedule
     held = random.Random(f"copies of {seed}")
-    return _with_copies(schedule, held) if held.random() < 0.5 else schedule
+    schedule = _with_copies(schedule, held) if held.random() < 0.5 else schedule
+    spikes = random.Random(f"spikes of {seed}")
+    has_sources = schedule.save_every or schedule.options.copies != "0"
+    return _with_spikes(schedule, spikes) if spikes.random() < (0.2 if has_sources else 0.01) else schedule
 
 
 def _with_gpus(schedule: Schedule, rng: random.Random) -> Schedule:
@@ -159,8 +165,9 @@ def _with_checkpoints(schedule: Schedule, rng: random.Random) -> Schedule:
     more = [(rng.uniform(0.5, schedule.faults_end_s), "damage") for _ in range(rng.randint(0, 2))]
     moment = rng.uniform(1.0, schedule.faults_end_s)
     more += [(moment + rng.uniform(0, 0.2), "kill") for _ in range(rng.choice([0, 2, 4, 8]))]
+    options = replace(schedule.options, takes_checkpoints=True)
     return replace(
-        schedule, save_every=rng.choice([1, 2, 5]), faults=tuple(sorted([*schedule.faults, *more]))
+        schedule, options=options, save_every=rng.choice([1, 2, 5]), faults=tuple(sorted([*schedule.faults, *more]))
     )  # fmt: skip
 
 
@@ -168,6 +175,13 @@ def _with_scaling(schedule: Schedule, rng: random.Random) -> Schedule:
     """The same for a run that is asked for fewer or more rings and spares while it trains."""
     more = [(rng.uniform(0.5, schedule.faults_end_s), "scale") for _ in range(rng.randint(1, 3))]
     return replace(schedule, faults=tuple(sorted([*schedule.faults, *more])))
+
+
+def _with_spikes(schedule: Schedule, rng: random.Random) -> Schedule:
+    """The same with batches for which everyone goes back to copies or a checkpoint from before them."""
+    more = [(rng.uniform(0.5, schedule.faults_end_s), rng.choice(SPIKES)) for _ in range(rng.randint(1, 3))]
+    options = replace(schedule.options, rollback_limit=rng.choice([2, 50, 50]))
+    return replace(schedule, options=options, faults=tuple(sorted([*schedule.faults, *more])))
 
 
 def _with_growing_corpus(schedule: Schedule, rng: random.Random) -> Schedule:

@@ -141,7 +141,8 @@ class SimCopies:
             self.of_peers.setdefault((piece.snapshot, piece.owner), kept)
         else:
             self.parities.setdefault((piece.snapshot, piece.group), {}).setdefault(piece.owner, kept)
-        group.stored.setdefault(piece.snapshot.step, set()).add((piece.owner, worker.name))
+        if worker.doing not in ("paused", "stopped"):  # what comes after its report is told to nobody, and dropped
+            group.stored.setdefault(piece.snapshot.step, set()).add((piece.owner, worker.name))
         key = (piece.snapshot, worker.name)
         if self.world.random.random() >= self.world.schedule.lost:
             self.world.later(self.world.random.uniform(0.001, 0.02), lambda: sender.unacknowledged.discard(key))

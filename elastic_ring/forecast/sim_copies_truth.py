@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from elastic_ring.control.decisions.rollback import pending
 from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import Build
 from elastic_ring.control.placement.copies import SnapshotId
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
 def check_step_back(world: World, before: State, after: State, order: Build) -> None:
     """Everyone goes back to the newest snapshot that the survivors hold, and no further than the setting promises."""
     assert order.step_back is not None
+    require(not _is_undone(world, order.step_back), 3, f"back to {order.step_back}, which was undone on purpose")
     newest = _newest_held(world, before, after)  # less than was reported if someone died, or lost copies, since
     require(newest is None or newest <= order.step_back, 3, f"back to {order.step_back}, and {newest} is held")
     promised = _promised(world, before, after)
-    if promised is None:
+    if promised is None or pending(before) is not None:
         return
     group, complete = promised
     require(
@@ -43,9 +45,12 @@ def check_step_back(world: World, before: State, after: State, order: Build) -> 
 
 def check_no_copy(world: World, before: State, after: State) -> None:
     """Nobody goes to a checkpoint, or ends, while the survivors hold a snapshot that undoes less."""
-    newest, stored = _newest_held(world, before, after), max([c.step for c in after.checkpoints], default=-1)
+    newest, back = _newest_held(world, before, after), pending(before)
+    stored = max([c.step for c in after.checkpoints if back is None or c.step < back.first_step], default=-1)
     require(newest is None or newest.step < stored, 3, f"{newest} is held, and everyone goes elsewhere")
-    promised = _promised(world, before, after)
+    ends = isinstance(after.phase, Ended)
+    require(stored < 0 or not ends, 3, f"the run ended with a checkpoint of step {stored} to go back to")
+    promised = _promised(world, before, after) if back is None else None
     require(promised is None or promised[1] < stored, 3, "the copies cover this loss, and everyone goes elsewhere")
 
 
@@ -72,13 +77,14 @@ def _newest_held(world: World, before: State, after: State) -> SnapshotId | None
             ]
             if len(inside) == len(parity.ranks) and len(gone) == 1:
                 shards.setdefault(snapshot, set()).add(inside[gone[0]].shard.cp_rank)
-    cp = world.options.cp
-    return max((snapshot for snapshot, held in shards.items() if len(held) == cp), default=None)
+    cp, back = world.options.cp, pending(before)
+    complete = [at for at, held in shards.items() if len(held) == cp and not _is_undone(world, at)]
+    return max((one for one in complete if back is None or one.step < back.first_step), default=None)
 
 
 def _promised(world: World, before: State, after: State) -> tuple[Group, int] | None:
     """The newest mesh of the members that last ran whose copies had all arrived, and of which step; None if more died
-    than they cover. Nothing is promised about memory that was damaged or lost since."""
+    than they cover. Nothing is promised about memory that was damaged or lost since, or of steps undone on purpose."""
     mode = world.options.copy_mode
     assert isinstance(before.phase, Closing)
     base = before.phase.incident.base
@@ -92,13 +98,21 @@ def _promised(world: World, before: State, after: State) -> tuple[Group, int] | 
         group = world.groups[identity]
         if group.order.members != base.members or group.memory_faults != world.memory_faults:
             return None
-        complete = _complete_steps(group, mode.num_copies)
+        complete = complete_steps(group, mode.num_copies)
+        complete = [step for step in complete if not _is_undone(world, SnapshotId(step, identity))]
         if complete:
             return group, max(complete)
     return None
 
 
-def _complete_steps(group: Group, num_copies: int) -> list[int]:
+def _is_undone(world: World, snapshot: SnapshotId) -> bool:
+    """Whether a later build undid its step on purpose. A member that has not obeyed that build still holds it."""
+    return any(
+        snapshot.step > back.step and snapshot.membership_id < back.membership_id for back in world.undone_on_purpose
+    )
+
+
+def complete_steps(group: Group, num_copies: int) -> list[int]:
     """Steps of which every copy has arrived; none in a mesh that is too small for as many as are wanted."""
     order = group.order
     pairs = [(rank, holder) for rank, holders in enumerate(order.copy_holders) for holder in holders]

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from elastic_ring.control.corpus import journalled, version_at
+from elastic_ring.control.decisions import rollback
+from elastic_ring.control.decisions.corpus import journalled, version_at
 from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import CorpusGrew, CorpusRecalled, CorpusVersion, Vote
 from elastic_ring.control.state import State
@@ -52,9 +53,14 @@ class SimCorpus:
 
     def recalled(self, last: Coordinator) -> CorpusRecalled:
         """What the next submission reads in the records of the one whose last coordinator this was."""
-        versions = journalled([self._begin, *map(json.loads, last.journal)])
-        self._begin = {"note": "begin", "corpus": [asdict(version) for version in versions]}
-        return CorpusRecalled("c", versions, 1 + max(self._ran_by, default=-1))
+        lines = [self._begin, *map(json.loads, last.journal)]
+        versions, skips = journalled(lines), rollback.journalled(lines)
+        self._begin = {
+            "note": "begin",
+            "corpus": [asdict(version) for version in versions],
+            "skips": [asdict(skip) for skip in skips],
+        }
+        return CorpusRecalled("c", versions, 1 + max(self._ran_by, default=-1), skips)
 
     # ------------------------------------------------------------ which manifest each step ran by
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from elastic_ring.forecast.simulate import World
 
 
+WRITE_S = 5.0
+"""What a checkpoint is said to take: more than some notices leave."""
+
+
 @dataclass
 class Stored:
     """A checkpoint that counts, what is in it, and since when (virtual seconds)."""
@@ -53,7 +57,7 @@ class SimStorage:
         self.tell()
 
     def tell(self) -> None:
-        event = CheckpointsKnown("k", tuple(stored.checkpoint for stored in self.stored))
+        event = CheckpointsKnown("k", tuple(stored.checkpoint for stored in self.stored), WRITE_S)
         self.world.tell(event, reliable=True)
 
     def damage(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from elastic_ring.control.decisions.rollback import batch_of, pending
 from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import Build, Checkpoint, Command, EndRun
 from elastic_ring.control.state import Closing, Ended, Forming, State, membership_of
@@ -31,8 +32,8 @@ def check_decision(world: World, before: State, after: State, commands: tuple[Co
     is_new = order is not None and (order.term, order.generation) not in world.groups
     if isinstance(before.phase, Closing):
         forms = isinstance(after.phase, Forming) and after.phase.incident is not None
-        lost = isinstance(after.phase, Ended) and after.phase.end.error == "ShardLost"
-        if forms or (is_new and order is not None and order.goes_back):
+        lost = isinstance(after.phase, Ended) and after.phase.end.error in ("ShardLost", "LossSpike")
+        if pending(before) is None and (forms or (is_new and order is not None and order.goes_back)):
             _check_nobody_holds(world, before)
         if forms or lost or (is_new and order is not None and order.restore is not None):
             check_no_copy(world, before, after)
@@ -42,7 +43,7 @@ def check_decision(world: World, before: State, after: State, commands: tuple[Co
         return
     if order.goes_back:
         if order.restore is not None:
-            _check_restore(world, after, order.restore)
+            _check_restore(world, before, after, order.restore)
         world.published = {step: vote for step, vote in world.published.items() if step < order.step}
         return
     membership = membership_of(before)
@@ -69,10 +70,13 @@ def _check_nobody_holds(world: World, before: State) -> None:
     require(len(held) < world.options.cp, 3, "every shard has a holder, but a checkpoint or copies replace them")
 
 
-def _check_restore(world: World, after: State, restore: Checkpoint) -> None:
-    """No more is undone than since the newest checkpoint that verifies and that the coordinator has heard of."""
-    heard = world.now - HEARD_S
+def _check_restore(world: World, before: State, after: State, restore: Checkpoint) -> None:
+    """No more is undone than since the newest checkpoint that verifies, that the coordinator has heard of, and that is
+    from before what is undone on purpose."""
+    heard, back = world.now - HEARD_S, pending(before)
     for stored in world.storage.stored:
+        if back is not None and stored.checkpoint.step >= back.first_step:
+            continue
         newer = stored.checkpoint.step > restore.step and stored.checkpoint.folder not in after.damaged
         require(not (newer and stored.since_s < heard), 3, f"step {stored.checkpoint.step} is stored, not restored")
 
@@ -105,6 +109,9 @@ def check_end(world: World, end: EndRun) -> None:
     elif end.error == "OutOfMemory":
         told = f"no worker needed more than {world.most_reliefs_needed} reliefs of the memory ladder"
         require(world.most_reliefs_needed > len(world.options.memory_reliefs), 3, told)
+    elif end.error == "LossSpike":
+        step = int(dict(end.facts)["step"])
+        require(batch_of(step, state.skips) in world.poisoned_batches, 3, f"the batch of step {step} is a good one")
     elif end.error == "RunFailed" and end.message.startswith("no worker starts"):
         _check_nobody_starts(world, state)
     else:
@@ -123,6 +130,11 @@ def _check_committed(world: World) -> None:
     (history,) = histories
     require([vote.step for vote in history] == list(range(total)), 4, "a step twice or never")
     world.corpus.check_end(history, world.coordinators[-1].state)
+    skips = world.coordinators[-1].state.skips
+    require(
+        [vote.values[6] for vote in history] == [batch_of(step, skips) for step in range(total)], 4,
+        "other batches were used than the seed and what is left out say",
+    )  # fmt: skip
     for step, vote in world.published.items():
         require(history[step] == vote, 3, f"step {step} was published and is not in the weights")
 

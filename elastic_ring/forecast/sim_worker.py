@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elastic_ring.control.corpus import version_at
+from elastic_ring.control.decisions.corpus import version_at
+from elastic_ring.control.decisions.rollback import batch_of
 from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import (
     Build,
@@ -50,8 +51,8 @@ class Group:
     """The process groups of one `Build`. `left`: who tore them down or died; peers notice, sooner or later.
 
     `read_by`: by step the manifest by which its members read it.
-    `entered`: by step who entered the vote, whether for a boundary, and whether its copies are under way. `stored`: by
-    step of a snapshot (owner, holder) of each copy that arrived. `taken`, `skipped`: steps of snapshots.
+    `entered`: by step who entered the vote, whether for a boundary, for a checkpoint, and with copies under way.
+    `stored`: by step of a snapshot (owner, holder) of each copy that arrived. `taken`, `skipped`: steps of snapshots.
     """
 
     order: Build
@@ -62,7 +63,7 @@ class Group:
     resumed: set[str] = field(default_factory=set)
     finalizing: set[str] = field(default_factory=set)
     reduced: dict[int, set[str]] = field(default_factory=dict)
-    entered: dict[int, dict[str, tuple[bool, bool]]] = field(default_factory=dict)
+    entered: dict[int, dict[str, tuple[bool, bool, bool]]] = field(default_factory=dict)
     stored: dict[int, set[tuple[str, str]]] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
     skipped: set[int] = field(default_factory=set)
@@ -91,7 +92,7 @@ class SimWorker:
         self.vote: Vote | None = None
         self.last_vote: Vote | None = None
         self.group: Group | None = None
-        self.wants_boundary = False
+        self.wants_boundary = self.wants_save = False
         self.report_kind = "aborted"
         self.inbox: list[Command] = []
         self.holds_gpu, self.joins_until = False, 0.0
@@ -133,6 +134,7 @@ class SimWorker:
         known = command.generation == self.generation
         self.term = command.term
         if isinstance(command, Stop) and command.mode == "save":
+            self.wants_save = self.wants_save or known
             return
         if isinstance(command, Stop) and command.mode == "boundary":
             self.wants_boundary = self.wants_boundary or known
@@ -216,10 +218,10 @@ class SimWorker:
             )
         )
 
-    def trouble(self, kind: str = "peer") -> None:
+    def report_error(self, kind: str = "peer", step: int | None = None) -> None:
         """Stop with an error; report it until a coordinator answers."""
-        step = self.applied
-        if self.doing in ("rolling", "healing") and self.group is not None:
+        step = self.applied if step is None else step
+        if kind != "back" and self.doing in ("rolling", "healing") and self.group is not None:
             step = self.group.order.step
         if kind == "user":
             self.world.raised[step] += 1
@@ -229,19 +231,21 @@ class SimWorker:
     def _complain(self, kind: str, step: int, aborts: int) -> None:
         if self.alive and self.num_aborts == aborts:
             if not self.frozen:
-                self.world.tell(MemberFailed("w", self.name, self.term, self.generation, kind, step, "trace"))
+                first = step if kind == "back" else -1
+                identity = (self.name, self.term, self.generation)
+                self.world.tell(MemberFailed("w", *identity, kind, step, "trace", first_step=first))
             self.world.later(1.0, lambda: self._complain(kind, step, aborts))
 
-    def _own_trouble(self) -> bool:
+    def _own_error(self) -> bool:
         """Whether this worker's own code or device stops it here."""
         if self.errs:
             self.errs, self.poisoned = False, True
-            self.trouble("device")
+            self.report_error("device")
         elif self.raises:
             self.raises = False
-            self.trouble("user")
+            self.report_error("user")
         elif self.group is not None and len(self.group.order.memory_reliefs) < self.needs_reliefs:
-            self.trouble("memory")
+            self.report_error("memory")
         return self.doing == "stopped"
 
     def _announce(self, kind: str, aborts: int) -> None:
@@ -303,7 +307,7 @@ class SimWorker:
         return True
 
     def _rolling(self, group: Group) -> None:
-        if self._own_trouble():
+        if self._own_error():
             return
         order = group.order
         newcomers = {worker for heal in order.heals for worker in heal.newcomers}
@@ -320,7 +324,7 @@ class SimWorker:
             self._forget()
             history = self.world.storage.history(order.restore) if order.restore is not None else ()
             if history is None:
-                self.trouble("checkpoint")
+                self.report_error("checkpoint")
                 return False
             self.shard = Shard(order.members.index(self.name) % order.mesh.cp, history)
         elif is_newcomer:
@@ -336,13 +340,16 @@ class SimWorker:
             vote, gradient = order.roll_forward, self.gradient
             if self.shard and vote and self.applied == vote.step and gradient == (vote.step, vote.membership_id):
                 self._apply_vote(vote)
+                if vote.values[5]:
+                    self.report_error("back", vote.step)
+                    return False
             if self.shard is None or self.applied != order.step:
                 self._fail_build("no shard at this step")
                 return False
         return True
 
     def _healing(self, group: Group) -> None:
-        if self._own_trouble():
+        if self._own_error():
             return
         heal = next(heal for heal in group.order.heals if self.name in heal.newcomers)
         if self._broken(group):
@@ -387,6 +394,8 @@ class SimWorker:
         self.placed_at = self.applied if self.placed_at is None else self.placed_at
         self.copies.built(group)
         self.world.tell(Resumed("w", self.name, self.term, self.generation, self.applied))
+        if group.order.saves:
+            self._save(group, at_once=True)
         self._next_step(boundary=False)
 
     def _next_step(self, boundary: bool) -> None:
@@ -398,10 +407,10 @@ class SimWorker:
             self.doing = "compute"
 
     def _compute(self, group: Group) -> None:
-        if self._own_trouble():
+        if self._own_error():
             return
         if self._broken(group) and self.world.random.random() < 0.5:
-            self.trouble()
+            self.report_error()
         else:
             self.world.corpus.read(group, self.applied, version_at(self.manifests, self.applied))
             group.reduced.setdefault(self.applied, set()).add(self.name)
@@ -412,10 +421,14 @@ class SimWorker:
         twins = {group.order.members[rank] for rank in group.order.mesh.replicas(cp_rank)}
         if twins <= group.reduced[self.applied]:
             self.gradient = (self.applied, (group.order.term, group.order.generation))
-            group.entered.setdefault(self.applied, {})[self.name] = (self.wants_boundary, self.copies.busy)
+            group.entered.setdefault(self.applied, {})[self.name] = (
+                self.wants_boundary,
+                self.wants_save,
+                self.copies.busy,
+            )
             self.doing = "vote"
         elif self._broken(group):
-            self.trouble()
+            self.report_error()
 
     def _vote(self, group: Group) -> None:
         step, order = self.applied, group.order
@@ -424,32 +437,41 @@ class SimWorker:
         if set(order.members) <= set(entered) and not (broken and self.world.random.random() < 0.5):
             num_sequences = sum(len(range(dp_rank, BATCH, order.mesh.dp)) for dp_rank in range(order.mesh.dp))
             require(num_sequences == BATCH, 4, "not every sequence of the batch was used once")
-            boundary, num_busy = any(b for b, _ in entered.values()), sum(busy for _, busy in entered.values())
-            values = (float(step), float(num_sequences), float(order.mesh.dp), float(boundary), float(num_busy))
+            boundary, save = (any(each[asked] for each in entered.values()) for asked in (0, 1))
+            num_busy = sum(busy for *_, busy in entered.values())
+            batch = batch_of(step, order.skips)
+            values = (
+                *(float(step), float(num_sequences), float(order.mesh.dp), float(boundary), float(num_busy)),
+                *(float(batch in self.world.poisoned_batches), float(batch), float(save)),
+            )
             self.vote = group.votes.setdefault(step, Vote(step, values, (order.term, order.generation)))
             self.doing = "apply"
             self.world.inject("kill-in-vote", group, self.name)
         elif broken:
-            self.trouble()
+            self.report_error()
 
     def _apply(self, group: Group) -> None:
         vote = self.vote
         assert vote is not None
         if self.breaks_apply:
             self.breaks_apply, self.shard, self.gradient = False, None, None
-            self.trouble()
+            self.report_error()
             return
         self._apply_vote(vote)
         if group.order.members[0] == self.name:
             self.world.tell(Published("w", vote))
-        self._save(group)
+        if vote.values[5]:
+            self.report_error("back", vote.step)
+            return
+        self.wants_save = self.wants_save and not vote.values[7]
+        self._save(group, at_once=bool(vote.values[7]))
         self.copies.applied(group, vote)
         self._next_step(boundary=bool(vote.values[3]))
 
-    def _save(self, group: Group) -> None:
+    def _save(self, group: Group, at_once: bool = False) -> None:
         """Write a part of a checkpoint beside the next steps. Whoever dies meanwhile leaves it incomplete."""
         every, shard = self.world.schedule.save_every, self.shard
-        if not every or self.applied % every:
+        if not every or (self.applied % every and not at_once):
             return
 
         def written() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from elastic_ring.control import coordination, invariants, replay
+from elastic_ring.control.decisions.rollback import batch_of, pending
 from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import (
     Build,
@@ -26,6 +27,7 @@ from elastic_ring.control.messages import (
     EndRun,
     Event,
     KillWorker,
+    MemoryTight,
     NodeDraining,
     NodeJoined,
     NodeLost,
@@ -37,6 +39,7 @@ from elastic_ring.control.messages import (
     WorkerLost,
     WorkerReady,
 )
+from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.control.state import State
 from elastic_ring.forecast import sim_truth
 from elastic_ring.forecast.faults import Schedule, random_schedule
@@ -115,8 +118,10 @@ class World:
         self.storage = SimStorage(self)
         self.corpus = SimCorpus(self)
         self.first_term = 1  # of this submission
+        self.poisoned_batches: set[int] = set()  # of the undisturbed order: their loss is a spike
         self.memory_faults = 0  # how often copies in memory were damaged or lost
         self.given_up = (0, 0)  # (term, generation) of the newest build that went back
+        self.undone_on_purpose: list[SnapshotId] = []  # to which step, and by which build
 
     def begin(self) -> None:
         """The first coordinator, the nodes and the schedule's faults."""
@@ -212,7 +217,7 @@ class World:
         if decision.state is not before or decision.commands:
             coordinator.journal.append(json.dumps(replay.journal_line(event, decision, self.now)))
         if newest:
-            self._gone_back(decision.commands)
+            self._gone_back(before, decision.commands)
             for command in decision.commands:
                 self._send(command)
         due = coordination.next_deadline(decision.state)
@@ -223,10 +228,12 @@ class World:
             coordinator.tick_at = due
             self.later(max(0.0, due - self.now) + 1e-6, lambda: self._tick(coordinator, due))
 
-    def _gone_back(self, commands: tuple[Command, ...]) -> None:
+    def _gone_back(self, before: State, commands: tuple[Command, ...]) -> None:
         order = next((command for command in commands if isinstance(command, Build)), None)
         if order is not None and order.goes_back and (order.term, order.generation) not in self.groups:
             self.given_up = max(self.given_up, (order.term, order.generation))
+            if pending(before) is not None:
+                self.undone_on_purpose.append(SnapshotId(order.step, (order.term, order.generation)))
             self.storage.gone_back(order)
 
     def _tick(self, coordinator: Coordinator, due: float) -> None:
@@ -382,6 +389,10 @@ class World:
             self.corpus.write()
         elif kind == "cut":
             self._cut()
+        elif kind == "spike":
+            state = self.coordinators[-1].state
+            first = batch_of(state.committed, state.skips) + self.random.randint(1, 8)
+            self.poisoned_batches.update(range(first, first + self.random.randint(1, 3)))
         elif kind == "scale":
             limit = self.random.randint(self.options.min_dp, self.options.dp_limit)
             self.tell(ScaleRequested("u", limit, self.random.choice([None, 0, 1, 2])), reliable=True)
@@ -436,11 +447,15 @@ class World:
             thaws = self.random.random() < 0.3
             self.later(1.5, victim.thaw if thaws else lambda: self.die(victim, "hung"))
         elif kind == "glitch" and victim.group is not None and victim.name in victim.group.order.members:
-            victim.trouble()
+            victim.report_error()
         elif kind == "raise":
             victim.raises = True
         elif kind == "device":
             victim.errs = True
+        elif kind == "tight":
+            what = self.random.choice(["device", "host"])
+            step = self.random.randint(0, self.options.total_steps)
+            self.tell(MemoryTight("u", what, step, f"{victim.name} is full"))
         elif kind == "memory-kill":
             self.die(victim, "out of memory")
         elif kind == "memory":

@@ -99,15 +99,19 @@ class TensorBoard(Tracker):
                 if name in found:
                     found[name].append((step, value))
         # Two drivers may open files within one second, and those of one name would overwrite each other.
-        self._writer = _library("tensorboardX").SummaryWriter(str(folder), filename_suffix=f".{time.time_ns()}")
+        folder.mkdir(parents=True, exist_ok=True)
+        _library("tensorboardX")
+        # Not SummaryWriter: its flush leaves what a thread has not yet taken from a queue, which a kill then loses.
+        files = importlib.import_module("tensorboardX.event_file_writer")
+        self._writer = files.EventsWriter(str(folder / "events"), f".{time.time_ns()}")
         return found
 
     def write(self, step: int, values: Values) -> None:
         proto = importlib.import_module("tensorboardX.proto.summary_pb2")
+        event = importlib.import_module("tensorboardX.proto.event_pb2").Event
         points = [proto.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.file_writer.add_summary(
-            proto.Summary(value=points), step
-        )  # one record: a kill cuts off all or none
+        # One record: a kill cuts off all or none.
+        self._writer.write_event(event(wall_time=time.time(), step=step, summary=proto.Summary(value=points)))
         self._writer.flush()
 
     def on_end(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from elastic_ring.validation import PositiveInt, settings
+from pydantic import Field
+
+from elastic_ring.validation import Must, PositiveInt, settings
 
 
 @settings
@@ -27,9 +29,9 @@ class ModelConfig:
     """Width of a head; even."""
     ffn_width: PositiveInt
     """Inner width of SwiGLU."""
-    rope_theta: float = 10_000.0
+    rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False), Must("a finite number above 1")] = 10_000.0
     """Base of the rotary embedding."""
-    norm_eps: float = 1e-5
+    norm_eps: Annotated[float, Field(gt=0, allow_inf_nan=False), Must("a finite number above 0")] = 1e-5
     """Epsilon of RMSNorm."""
     tie_embeddings: bool = False
     """Use the token embedding as the output projection too; `elastic_ring.load_weights` loads such weights."""
@@ -52,10 +54,6 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"ModelConfig head_dim={self.head_dim}: rotary embedding turns pairs, choose an even one")
-        if self.rope_theta <= 1.0 or self.norm_eps <= 0.0:
-            raise ValueError(
-                f"ModelConfig rope_theta={self.rope_theta} must be above 1, norm_eps={self.norm_eps} above 0"
-            )
         if self.offload_activations and not self.checkpoint_activations:
             raise ValueError(
                 "ModelConfig offload_activations=True moves what checkpointing keeps, and checkpoint_activations=False "

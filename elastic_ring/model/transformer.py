@@ -136,7 +136,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.loss_chunk_tokens = config, config.loss_chunk_tokens
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.final_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
@@ -191,9 +191,7 @@ class Transformer(nn.Module):
         if targets is None:
             logits: Tensor = self.head(x)
             return logits
-        return chunked_cross_entropy(
-            x.flatten(0, 1), self.head.weight, targets.flatten(), self.config.loss_chunk_tokens
-        )
+        return chunked_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), self.loss_chunk_tokens)
 
     def warm_up_kernels(
         self, lengths: Sequence[int], device: torch.device, dtype: torch.dtype, *, validates: bool = False

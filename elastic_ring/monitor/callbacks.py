@@ -217,9 +217,13 @@ class Telling:
     one is gone. Use it in a `with`; nothing is read or called before the first `tell`."""
 
     def __init__(
-        self, callbacks: Sequence[Callback], run: RunInfo, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, callbacks: Sequence[Callback], run: RunInfo, *, clock: Callable[[], float] = time.monotonic,
+        bring: Callable[[], None] = lambda: None, keep: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """For a run whose folder is a copy: `bring` gets the record of what was told from where the run is kept, before
+        it is read, and `keep` puts it there whenever something was told."""
         self._run, self._callbacks, self._clock = run, tuple(callbacks), clock
+        self._bring, self._keep, self._is_kept = bring, keep, True
         self._record: dict[str, Any] = {}
         self._listeners: list[_Listener] = []
         self._lock: int | None = None
@@ -234,6 +238,7 @@ class Telling:
         for listener in self._listeners:
             if kind is None or issubclass(kind, Exception):  # an interrupted driver leaves at once
                 listener.tell(math.inf)
+                self._put()
                 if listener.is_behind:
                     log.error("callback %s has not been told everything: submit the run again", listener.callback.name)
             listener.close()
@@ -245,6 +250,12 @@ class Telling:
         if self._callbacks and self._has_lock():
             for listener in self._listeners:
                 listener.tell(self._clock())
+            self._put()
+
+    def _put(self) -> None:
+        if not self._is_kept:
+            self._is_kept = True
+            self._keep()
 
     def _has_lock(self) -> bool:
         """Whether this driver is the one that tells."""
@@ -264,6 +275,7 @@ class Telling:
         return True
 
     def _open(self) -> None:
+        self._bring()
         self._record = _read(self._run.folder / CALLBACKS_NAME) or {"id": secrets.token_hex(8), "told": {}}
         run, told = replace(self._run, id=self._record["id"]), self._record["told"]
         self._save()
@@ -273,6 +285,14 @@ class Telling:
 
     def _save(self) -> None:
         write_json(self._run.folder / CALLBACKS_NAME, self._record)
+        self._is_kept = False
+
+
+def kept_places(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Callbacks have been told the steps that stay; recoveries and checkpoints are counted anew by each attempt."""
+    told = {name: {kind: at for kind, at in place.items() if kind in (STEP, VALIDATION)}
+            for name, place in record["told"].items()}  # fmt: skip
+    return {**record, "told": told}
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:

@@ -1,9 +1,11 @@
-"""Which share of a run's time went into steps that stayed committed. Pure: the caller passes all times."""
+"""Which share of a run's time went into steps that stayed committed, and where the rest went. Pure: the caller passes
+all times."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class Goodput:
@@ -31,7 +33,64 @@ class Goodput:
             self.kept_s -= self._kept_s.pop(step)
         return len(gone)
 
+    def undone_s(self, first_step: int) -> float:
+        """Time of `first_step` and of all later steps."""
+        return math.fsum(s for step, s in self._kept_s.items() if step >= first_step)
+
     def ratio(self, now_s: float) -> float:
         """Goodput at `now_s`, between 0 and 1; 0 before any time has passed."""
         total_s = self.total_s(now_s)
         return min(1.0, self.kept_s / total_s) if total_s > 0 else 0.0
+
+
+LOSS_CAUSES = ("startup", "waiting", "stalled", "validation", "undone", "resize")
+"""What a `LossLedger` knows: before the first step; waiting for workers, without and with state; computing the
+held-out sequences; committed steps that were given up; planned changes of the mesh, but for drains."""
+
+
+class LossLedger:
+    """Seconds of a run that no step got, by cause."""
+
+    def __init__(self, known_s: Mapping[str, float] | None = None) -> None:
+        """`known_s`: what an earlier coordinator counted."""
+        self.lost_s = {cause: float((known_s or {}).get(cause, 0.0)) for cause in LOSS_CAUSES}
+        self._now_in: tuple[str, float] = ("", 0.0)
+
+    def add(self, cause: str, seconds: float) -> None:
+        self.lost_s[cause] += max(0.0, seconds)
+
+    def look(self, cause: str, now_s: float) -> None:
+        """From now on the run loses its time to `cause`; empty: it does not."""
+        before, since_s = self._now_in
+        if before:
+            self.add(before, now_s - since_s)
+        self._now_in = (cause, now_s)
+
+
+def time_by_part(
+    kept_s: float,
+    total_s: float,
+    lost_s: Mapping[str, float],
+    blocked_s: float,
+    recoveries: Sequence[Mapping[str, Any]],
+) -> dict[str, float]:
+    """A run's time by part, as `metrics_table.TIME_PARTS`. `blocked_s`: waits for checkpoints. What is counted twice,
+    a wait for workers within a recovery, is taken from the recovery."""
+    planned = [record for record in recoveries if record["kind"] == "drained"]
+    others = [record for record in recoveries if record["kind"] != "drained"]
+
+    def without_steps(records: Sequence[Mapping[str, Any]]) -> float:
+        return math.fsum(record["detect_s"] + record["close_s"] + record["heal_s"] for record in records)
+
+    found = {
+        "steps": kept_s,
+        "startup": lost_s["startup"],
+        "waiting": lost_s["waiting"] + lost_s["stalled"],
+        "validation": lost_s["validation"],
+        "checkpoint": blocked_s,
+        "recovery": max(0.0, without_steps(others) - lost_s["stalled"]),
+        "rerun": math.fsum(record.get("broken_off_s", 0.0) for record in recoveries),
+        "undone": lost_s["undone"],
+        "resize": lost_s["resize"] + without_steps(planned),
+    }
+    return {**found, "other": max(0.0, total_s - math.fsum(found.values()))}

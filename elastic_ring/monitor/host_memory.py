@@ -1,5 +1,5 @@
 """How much memory a node, or the container in it, has left, how much its processes wait for it, and how often the
-kernel's OOM killer struck.
+kernel's OOM killer has killed.
 
 Reads /proc and the cgroup's files (versions 1 and 2), in some hundred microseconds. No decisions here.
 """

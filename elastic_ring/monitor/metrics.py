@@ -378,7 +378,7 @@ def overwrite_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> 
         file.truncate()
 
 
-def storage_trouble(folder: Path, error: OSError) -> str:
+def storage_error(folder: Path, error: OSError) -> str:
     """The message for a run folder that cannot be written to."""
     what = "its disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "nothing can be written there"
     return f"run folder {str(folder)!r}: {what} ({error}). Free space there, or give another folder"

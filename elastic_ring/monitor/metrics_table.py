@@ -27,7 +27,20 @@ exchange, `user` for an error of the user's code, `memory` for a step that ran o
 did not agree; `coordinator` when only that was replaced."""
 LOSSES = CAUSES[:10]
 """Why a worker was lost."""
+CLOCK_PARTS = ("idle", "forward", "backward", "reduce", "vote", "apply", "other", "data")
+"""Of a step on one rank; `other` has what is not in every step: validating, saving, compiling, rebuilding. Waits for
+data lie within the other parts."""
+TIME_PARTS = (
+    "steps", "startup", "waiting", "validation", "checkpoint", "recovery", "rerun", "undone", "resize", "other",
+)  # fmt: skip
 RECOVERY_PARTS = ("detect", "close", "heal", "rerun", "total")
+GPU_METRICS = {
+    "utilisation": "elastic_ring_gpu_utilisation_ratio", "power_watts": "elastic_ring_gpu_power_watts",
+    "temperature_celsius": "elastic_ring_gpu_temperature_celsius", "ecc_errors": "elastic_ring_gpu_ecc_errors",
+    "remapped_rows": "elastic_ring_gpu_remapped_rows", "needs_reset": "elastic_ring_gpu_needs_reset",
+    "xid_errors": "elastic_ring_gpu_xid_errors", "slowed": "elastic_ring_gpu_slowed",
+}  # fmt: skip
+"""By the keys of `runtime.agent.gpu_health`."""
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 300.0)
 
 
@@ -42,6 +55,8 @@ class Metric:
     values: tuple[str, ...] = ()
     only: str = ""
     kind: Literal["gauge", "histogram"] = "gauge"
+    open_values: str = ""
+    """What the values of `label` are where they are not known beforehand."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -53,6 +68,10 @@ class Metric:
         return PREFIX + self.name
 
 
+NODE, GPU = "the node's address", "the node's address / the GPU's index"
+NETWORK = "the node's interfaces since its boot, but for the loopback"
+IB, IB_ONLY = "InfiniBand ports of the node since they were reset", "where there are such ports"
+NVML = "on GPUs, with nvidia-ml-py"
 STEP_1, CHECKPOINT_1, COPIES_1 = "after the first step", "after the first checkpoint", "with copies"
 TABLE: tuple[Metric, ...] = (
     # where the run stands
@@ -81,6 +100,10 @@ TABLE: tuple[Metric, ...] = (
            only=STEP_1),
     Metric("elastic_ring_tokens_per_second", "tokens/s", "tokens of the newest committed step by its duration",
            only=STEP_1),
+    Metric("elastic_ring_mfu_ratio", "1",
+           "model FLOP utilisation of the newest committed step: 6 for each parameter and token and causal attention, "
+           "recomputation not counted, by its duration and the devices' peak (peak_tflops)",
+           only="where model and peak are known, without a pattern"),
     Metric("elastic_ring_skipped_steps", "steps",
            "steps so far that a non-finite gradient, or a loss spike, made the run skip"),
     Metric("elastic_ring_loss_spikes", "steps",
@@ -114,6 +137,11 @@ TABLE: tuple[Metric, ...] = (
            "histogram"),
     Metric("elastic_ring_memory_shortages", "attempts", "attempts at a step so far that ran out of memory"),
     Metric("elastic_ring_memory_reliefs", "reliefs", "reliefs of the memory ladder in force; 0 while memory suffices"),
+    Metric("elastic_ring_memory_tight", "times",
+           "how often so far memory was nearly full for eight steps in a row (memory pressure)"),
+    Metric("elastic_ring_memory_share_ratio", "1",
+           "how full memory was in the newest step: of what the fullest rank's device can give (device; 0 without a "
+           "limit), of what the guard of the fullest node allows (host)", "part", ("device", "host")),
     # memory by kind
     Metric("elastic_ring_worker_memory_bytes", "bytes",
            "host memory of the worker that has most of each kind: resident (rss), resident at most so far (peak), "
@@ -129,6 +157,8 @@ TABLE: tuple[Metric, ...] = (
     Metric("elastic_ring_rerun_steps", "steps", "steps so far that ran again because nobody held their result"),
     # checkpoints
     Metric("elastic_ring_checkpoints", "checkpoints", "checkpoints so far that count"),
+    Metric("elastic_ring_checkpoints_missed", "checkpoints",
+           "checkpoints so far that were due and do not count: not written, or the last one was still being written"),
     Metric("elastic_ring_last_checkpoint_timestamp_seconds", "seconds",
            "Unix time at which the newest checkpoint began to count; of the coordinator's start before the first",
            only="with checkpoints"),
@@ -152,12 +182,51 @@ TABLE: tuple[Metric, ...] = (
     # where time goes
     Metric("elastic_ring_goodput_ratio", "1", "time of steps that stayed committed by time since the run's start"),
     Metric("elastic_ring_time_seconds", "seconds",
-           "time since the run's start: in steps that stayed committed; in recoveries while no step ran (detect, "
-           "close, heal); everything else, such as starting, waiting, validating and broken-off steps", "part",
-           ("steps", "recovery", "other")),
+           "time since the run's start: in steps that stayed committed (steps); before the first one (startup); "
+           "without enough workers (waiting); computing held-out sequences; waiting for checkpoints; in recoveries "
+           "while no step ran (recovery: detect, close, heal); in attempts that broke off (rerun) and in committed "
+           "steps that were undone; in planned changes of the mesh, drains too (resize); and other", "part",
+           TIME_PARTS),
     Metric("elastic_ring_data_wait_seconds", "seconds",
            "how long global rank 0 waited for its data in the newest committed step", only=STEP_1),
+    Metric("elastic_ring_step_part_mean_seconds", "seconds",
+           "clock of the newest whole step by part, mean over the ranks: waits for other ranks are in the part where "
+           "they happen, those for data also in data; on GPUs the host's clock", "part", CLOCK_PARTS, STEP_1),
+    Metric("elastic_ring_step_part_longest_seconds", "seconds", "the same on the rank on which the part took longest",
+           "part", CLOCK_PARTS, STEP_1),
+    Metric("elastic_ring_rank_work_seconds", "seconds",
+           "how long each rank worked itself for one sequence, without waits for others and for data, in the newest "
+           "step that measured it", "part", only=STEP_1, open_values="the global rank"),
     Metric("elastic_ring_late_compilations", "compilations", "compilations so far that the warm-up did not cover"),
+    # nodes, as their agents read them every 5 s
+    Metric("elastic_ring_network_errors", "errors", f"errors of {NETWORK}", "part", open_values=NODE),
+    Metric("elastic_ring_network_drops", "packets", f"packets dropped by {NETWORK}", "part", open_values=NODE),
+    Metric("elastic_ring_network_infiniband_errors", "errors",
+           f"{IB}: symbol errors, recoveries, lost links, errors on receipt, overruns", "part", (), IB_ONLY,
+           open_values=NODE),
+    Metric("elastic_ring_network_infiniband_drops", "packets", f"{IB}: packets discarded", "part", (), IB_ONLY,
+           open_values=NODE),
+    Metric("elastic_ring_network_infiniband_sent_bytes", "bytes", f"{IB}: data sent", "part", (), IB_ONLY,
+           open_values=NODE),
+    Metric("elastic_ring_network_infiniband_received_bytes", "bytes", f"{IB}: data received", "part", (), IB_ONLY,
+           open_values=NODE),
+    Metric("elastic_ring_gpu_utilisation_ratio", "1", "share of the time in which the GPU computed", "part", (), NVML,
+           open_values=GPU),
+    Metric("elastic_ring_gpu_power_watts", "watts", "power that the GPU takes", "part", (), NVML, open_values=GPU),
+    Metric("elastic_ring_gpu_temperature_celsius", "degrees", "temperature of the GPU", "part", (), NVML,
+           open_values=GPU),
+    Metric("elastic_ring_gpu_ecc_errors", "errors", "uncorrected memory errors since the driver's start", "part", (),
+           NVML, open_values=GPU),
+    Metric("elastic_ring_gpu_remapped_rows", "rows",
+           "rows of memory that were remapped in the GPU's life; pages that were retired, before Ampere", "part", (),
+           NVML, open_values=GPU),
+    Metric("elastic_ring_gpu_needs_reset", "1",
+           "1 while a row of memory waits for a reset to be remapped, or could not be", "part", (), NVML,
+           open_values=GPU),
+    Metric("elastic_ring_gpu_xid_errors", "errors",
+           "Xid errors since the agent's start, without those that programs cause", "part", (), NVML, open_values=GPU),
+    Metric("elastic_ring_gpu_slowed", "1", "1 while the GPU is slowed down for heat, or by its hardware", "part", (),
+           NVML, open_values=GPU),
     # K/V exchange of global rank 0 in the newest step that measured it
     Metric("elastic_ring_hop_sent_bytes", "bytes", "K/V and gradients sent in one step", only=STEP_1),
     Metric("elastic_ring_hop_exposed_wait_seconds", "seconds", "time of one step in which nothing was left to compute",
@@ -194,7 +263,8 @@ def markdown() -> str:
 
 
 def _labels(metric: Metric) -> str:
-    return ", ".join(["`run`", *([f"`{metric.label}`: {_listed(metric.values)}"] if metric.label else [])])
+    values = metric.open_values or _listed(metric.values)
+    return ", ".join(["`run`", *([f"`{metric.label}`: {values}"] if metric.label else [])])
 
 
 def _listed(values: Iterable[str]) -> str:

@@ -98,7 +98,7 @@ def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
                 self._answer(HTTPStatus.OK, "application/json", page.data())
             except (ElasticRingError, ValueError, OSError) as error:  # the page shows it, and asks again
                 log.warning("the run's records cannot be read: %s", error)
-                told = json.dumps({"trouble": f"{type(error).__name__}: {error}"}).encode()
+                told = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
                 self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "application/json", told)
 
         def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:

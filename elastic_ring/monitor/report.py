@@ -15,6 +15,7 @@ from typing import Any
 
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, read_metrics, read_status
+from elastic_ring.monitor.metrics_table import CLOCK_PARTS
 
 _PARTS = ("detect", "close", "heal", "rerun")
 _NUM_RECOVERIES_SHOWN = 5
@@ -166,12 +167,27 @@ def _membership_lines(status: Mapping[str, Any], now: float) -> Iterable[str]:
         who = f"rank {member['global_rank']:<3} {member['worker']}"
         where = f"node {member['node']}   pid {member['pid']}"
         yield _row("members" if index == 0 else "", f"{who}   {where}")
+    yield from _clock_lines(members)
     if status:
         spares = status.get("spares") or []
         names = [str(spare["worker"] if isinstance(spare, dict) else spare) for spare in spares]
         yield _row("spares", ", ".join(names) or "none: the next loss makes the mesh smaller")
         if _status_age_s(status, now) > _STALE_S:
             yield _row("", "members and spares are those of the last news, and may be gone")
+
+
+def _clock_lines(members: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    """Where the newest whole step's time went: the mean over the ranks, and on which rank a part took longest."""
+    clocks = {member["global_rank"]: member["clock"] for member in members if member.get("clock")}
+    if not clocks:
+        return
+    told = []
+    for part in CLOCK_PARTS:
+        longest = max(clocks, key=lambda rank: float(clocks[rank][part]))
+        mean_s = math.fsum(clock[part] for clock in clocks.values()) / len(clocks)
+        if clocks[longest][part] >= 0.0005:
+            told.append(f"{part} {seconds(mean_s)} (rank {longest}: {seconds(clocks[longest][part])})")
+    yield _row("clock", f"{', '.join(told)}   s a step, mean and longest")
 
 
 def forecast_line(planned_bytes: int | None, peak_bytes: int) -> str:

@@ -38,14 +38,16 @@ class Phase(enum.IntEnum):
 
 
 _MAGIC = 0x45525354
-_VERSION = 1
-_FILE_BYTES = 128
+_VERSION = 2
+_FILE_BYTES = 256
 _HEADER = struct.Struct("@IIqq")  # magic, version, pid, training thread's native tid
 _BEGUN_SLOT = 3  # in 8-byte words: the counter of the stamp that is being written
 _BODY = struct.Struct("@qqiiq")  # step, generation, phase, hop, monotonic_ns
 _BODY_AT = 32
 _COUNTER_SLOT = 8  # the counter of the last stamp that is written
 _TOUCH_SLOT = 9
+_CLOCK = struct.Struct(f"@qq{len(Phase)}q")  # a step that has ended, ns of waits for data in it, ns in each phase
+_CLOCK_AT = 128
 _NUM_READ_TRIES = 8
 
 
@@ -66,6 +68,17 @@ class Stamp:
     hop: int
     monotonic_ns: int
     whole: bool = True
+    clock: Clock | None = None
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How long the training thread was in each phase of the newest step that it has left, all attempts together, and
+    how long of that it waited for data. On a GPU it is the host's time: what it has launched it waits for in reduce."""
+
+    step: int
+    data_wait_s: float
+    phases_s: dict[str, float]
 
 
 def phase_name(phase: int) -> str:
@@ -87,6 +100,10 @@ class StampWriter:
         self._num_touches = 0
         self._interrupted: tuple[int, int, int] = (-1, Phase.STARTING, -1)
         self._now_ns = time.monotonic_ns
+        self._step = -1
+        self._since_ns = 0
+        self._spent_ns = [0] * len(Phase)
+        self._data_waited_ns = 0
         self._words = memoryview(b"")
 
     def open(self) -> StampWriter:
@@ -102,6 +119,7 @@ class StampWriter:
         # A native view stores 8 aligned bytes at once; struct's portable formats would store byte by byte.
         self._words = memoryview(self._memory).cast("Q")
         self._counter = self._num_touches = 0
+        self._since_ns = self._now_ns()
         self.bind_thread()
         self.stamp(-1, Phase.STARTING)
         os.replace(partial, self.path)
@@ -115,14 +133,23 @@ class StampWriter:
     def stamp(self, step: int, phase: int, hop: int = -1) -> None:
         """Record progress: the running `step` (-1: none), its phase, the hop inside attention (-1: none)."""
         self._counter = counter = self._counter + 1
-        self.phase = phase
+        now_ns = self._now_ns()
+        self._spent_ns[self.phase] += now_ns - self._since_ns
+        self._since_ns, self.phase = now_ns, phase
         # The begun word is written first and the counter last; a reader reads them in the opposite order. Equal words
         # mean that no stamp began during the read. (A CPU that reorders stores, as ARM may, can rarely show a mix of
         # two neighbours; the detector relies on the counter only, which is one word.)
         words = self._words
         words[_BEGUN_SLOT] = counter
-        _BODY.pack_into(words, _BODY_AT, step, self.generation, phase, hop, self._now_ns())
+        _BODY.pack_into(words, _BODY_AT, step, self.generation, phase, hop, now_ns)
+        if step != self._step:
+            _CLOCK.pack_into(words, _CLOCK_AT, self._step, self._data_waited_ns, *self._spent_ns)
+            self._step, self._data_waited_ns, self._spent_ns = step, 0, [0] * len(Phase)
         words[_COUNTER_SLOT] = counter
+
+    def waited_for_data(self, seconds: float) -> None:
+        """The stamping thread has waited so long for data in the step that it is in."""
+        self._data_waited_ns += int(seconds * 1e9)
 
     @property
     def num_stamps(self) -> int:
@@ -185,11 +212,14 @@ class StampReader:
         for _ in range(_NUM_READ_TRIES):
             counter = self._words[_COUNTER_SLOT]
             step, generation, phase, hop, monotonic_ns = _BODY.unpack_from(memory, _BODY_AT)
+            ended, waited_ns, *spent_ns = _CLOCK.unpack_from(memory, _CLOCK_AT)
             whole = self._words[_BEGUN_SLOT] == counter
             if whole:
                 break
         counter += self._words[_TOUCH_SLOT]
-        return Stamp(pid, tid, counter, step, generation, phase, hop, monotonic_ns, whole)
+        phases_s = {phase.name.lower(): ns / 1e9 for phase, ns in zip(Phase, spent_ns, strict=True)}
+        clock = Clock(ended, waited_ns / 1e9, phases_s) if whole and counter > 1 and ended >= 0 else None
+        return Stamp(pid, tid, counter, step, generation, phase, hop, monotonic_ns, whole, clock)
 
     def _map(self) -> bool:
         try:

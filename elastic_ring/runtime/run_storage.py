@@ -18,6 +18,7 @@ from pathlib import Path
 
 from elastic_ring.config import RunConfig
 from elastic_ring.errors import StorageFailed
+from elastic_ring.monitor.callbacks import CALLBACKS_NAME, kept_places
 from elastic_ring.monitor.journal import claim_term, newest_term
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
 from elastic_ring.state.storage.folder import Storage
@@ -33,9 +34,9 @@ PERIOD_S = 1.0
 TELL_AGAIN_S = 60.0
 
 
-def storage_of(run: RunConfig) -> Storage:
-    """The run's storage, connected. Raises StorageFailed."""
-    return Storage(run.storage_uri, timeout_s=run.timeouts.storage_s).open(write=False)
+def storage_of(run: RunConfig, *, excludes: bool = True) -> Storage:
+    """The run's storage, connected; `excludes` as the driver has tried it. Raises StorageFailed."""
+    return Storage(run.storage_uri, excludes, run.timeouts.storage_s).open(write=False)
 
 
 def fetch(run: RunConfig, folder: Path, *, keep_longer: bool = False) -> None:
@@ -89,11 +90,11 @@ def publish(run: RunConfig, folder: Path) -> None:
                 storage.replace(name, (folder / name).read_bytes())
 
 
-def next_term(run: RunConfig) -> int:
+def next_term(run: RunConfig, *, excludes: bool = True) -> int:
     """Claim the next term: a file that only one can create, in the run's folder or in its store."""
     if not run.is_remote:
         return claim_term(run.folder)
-    storage = storage_of(run)
+    storage = storage_of(run, excludes=excludes)
     term = max((int(name.rpartition("/")[2]) for name, _ in storage.names("terms")), default=0)
     while True:
         term += 1
@@ -109,6 +110,36 @@ def forget_end(run: RunConfig) -> None:
             storage.remove(name)
 
 
+def fetch_places(run: RunConfig, folder: Path) -> None:
+    """Bring the record of what callbacks have been told, by whichever driver, from the store into `folder`."""
+    if run.is_remote:
+        storage = storage_of(run)
+        if storage.exists(CALLBACKS_NAME):
+            _replace(folder / CALLBACKS_NAME, storage.read(CALLBACKS_NAME))
+        else:
+            (folder / CALLBACKS_NAME).unlink(missing_ok=True)
+
+
+def keep_places(run: RunConfig, folder: Path) -> None:
+    """Put that record into the store. One that fails costs a driver on another host events that it is told again."""
+    if run.is_remote:
+        try:
+            storage_of(run).replace(CALLBACKS_NAME, (folder / CALLBACKS_NAME).read_bytes())
+        except StorageFailed as error:
+            log.warning("what the callbacks have been told is not in the run's storage: %s", error)
+
+
+def reset_places(run: RunConfig, *, goes_on: bool) -> None:
+    """A new attempt begins: of that record in the store what `kept_places` keeps, or nothing."""
+    if run.is_remote:
+        storage = storage_of(run)
+        if goes_on and storage.exists(CALLBACKS_NAME):
+            kept = kept_places(json.loads(storage.read(CALLBACKS_NAME)))
+            storage.replace(CALLBACKS_NAME, json.dumps(kept).encode())
+        elif not goes_on:
+            storage.remove(CALLBACKS_NAME)
+
+
 class RunRecords:
     """A run's records for an onlooker: its folder, or a copy of what its object store has of them."""
 
@@ -116,6 +147,13 @@ class RunRecords:
         """`where`: the run's folder, or s3://bucket/prefix/NAME."""
         self._run = RunConfig("onlooker", run_dir=where.removeprefix("file://"))
         self._copy: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> RunRecords:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._copy is not None:
+            self._copy.cleanup()
 
     def look(self) -> Path:
         """The folder with the records as they are now. Raises StorageFailed; ValueError where a store has none."""

@@ -79,6 +79,11 @@ def missing_piece(parity: Tensor, others: list[Tensor], what: str) -> Tensor:
 # ---------------------------------------------------------------- on their way
 
 
+def refuse(group: Any, receiver: int) -> list[Any]:
+    """Send a seal of no bytes: there is nothing this time. The receiver's DigestMismatch says so."""
+    return [group.send([torch.zeros(SEAL_BYTES, dtype=torch.uint8)], receiver, 0)]
+
+
 def send(group: Any, data: Tensor, receiver: int) -> list[Any]:
     """Begin to send sealed bytes; returns what to wait for. `data` must stay as it is until then."""
     return [group.send([piece], receiver, 0) for piece in (data[:SEAL_BYTES], *data[SEAL_BYTES:].split(CHUNK_BYTES))]
@@ -94,13 +99,17 @@ def receive(
 def receive_over(
     group: Any, sender: int, place: Allocate, what: str, after_chunk: Callable[[], None] = lambda: None
 ) -> Tensor:
-    """As `receive`; `place` gives exactly the memory."""
+    """As `receive`; `place` gives exactly the memory. Where it has none: MemoryError, once the sender is rid of all."""
     head = torch.empty(SEAL_BYTES, dtype=torch.uint8)
     group.recv([head], sender, 0).wait()
     size, digest = SEAL.unpack(bytes(head[: SEAL.size].numpy()))
     if size < SEAL_BYTES:
         raise DigestMismatch(f"{what} would have {size} bytes")
-    data = place(size)
+    try:
+        data = place(size)
+    except (MemoryError, RuntimeError) as error:
+        _discard(group, sender, size - SEAL_BYTES)
+        raise MemoryError(f"{what} has {size} bytes, for which there is no memory: {error}") from error
     data[:SEAL_BYTES] = head
     chunks = data[SEAL_BYTES:].split(CHUNK_BYTES) if size > SEAL_BYTES else ()
     works = [group.recv([chunk], sender, 0) for chunk in chunks]
@@ -111,6 +120,13 @@ def receive_over(
         after_chunk()
     _check(found.digest(), digest, what)
     return data
+
+
+def _discard(group: Any, sender: int, num_bytes: int) -> None:
+    """Take what a sender sends, so that it is done, and what comes after is not taken for it."""
+    chunk = torch.empty(min(CHUNK_BYTES, num_bytes), dtype=torch.uint8)
+    for start in range(0, num_bytes, CHUNK_BYTES):
+        group.recv([chunk[: min(CHUNK_BYTES, num_bytes - start)]], sender, 0).wait()
 
 
 def _check(found: bytes, expected: bytes, what: str) -> None:

@@ -72,6 +72,15 @@ class Snapshot:
     copied: Any = None  # the event behind a copy from a GPU
     is_taken: bool = False  # by this worker itself, in memory of that kind
 
+    @classmethod
+    def empty(cls, snapshot_id: SnapshotId, cp_rank: int) -> Snapshot:
+        """In place of one that could not be taken."""
+        return cls(snapshot_id, cp_rank, torch.empty(0, dtype=torch.uint8))
+
+    @property
+    def is_empty(self) -> bool:
+        return self.data.numel() == 0
+
     def wait_on_device(self) -> None:
         """Before the shard changes: what changes it is queued behind the copy. The host does not wait."""
         if self.copied is not None:

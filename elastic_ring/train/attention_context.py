@@ -1,4 +1,4 @@
-"""Builds the attention of one sequence and the batch for the user's loss. No step and no state in here."""
+"""Builds the attention of one pass and the batch for the user's loss. No step and no state in here."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.comm.exchange import HopBuffers
+from elastic_ring.attention.comm.exchange import HopBuffers, Wire
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.patterns.pattern import Pattern
-from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.plan.schedule import plan
-from elastic_ring.attention.ring import DensePlans, Observer, RingAttention
+from elastic_ring.attention.ring import Observer, RingAttention
+from elastic_ring.attention.ring_plans import PlanCache
 from elastic_ring.data.loader import Slice
 from elastic_ring.train.task import Batch, TrainingTask
 
@@ -29,26 +29,27 @@ def attention_of(
     kernel_cache: Path | None = None,
     buffers: HopBuffers | None = None,
     check: Callable[[], None] | None = None,
-    plans: LRUCache | None = None,
+    plans: PlanCache | None = None,
+    kv_wire: Wire | None = None,
 ) -> RingAttention | PatternedAttention:
-    """The attention of one sequence: dense with the task's kernel, or as its pattern says.
+    """The attention of one pass: dense with the task's kernel, or as its pattern says. `layout` is that of `piece`.
 
     `check` raises once the group has been aborted; `plans` keeps the plans of sequences of one generation.
+    `kv_wire` replaces the task's.
     """
+    wire = kv_wire or task.step.kv_wire
     if task.pattern is not None:
         return PatternedAttention(
             task.pattern, layout, cp_rank, group, document_starts=piece.document_starts, observer=observer,
             backend=task.step.kernel or None, deterministic=task.step.deterministic, cache_dir=kernel_cache,
-            buffers=buffers, check=check, plans=plans,
+            buffers=buffers, check=check, plans=plans, kv_wire=wire,
         )  # fmt: skip
-    schedule, kernel = (
-        plan(Pattern(causal=True, document_starts=piece.document_starts), layout),
-        task.step.kernel or None,
-    )
-    place = (layout, cp_rank, piece.document_starts, kernel, task.step.deterministic)
+    kernel, pattern = task.step.kernel or None, Pattern(causal=True, document_starts=piece.document_starts)
+    place = (layout, cp_rank, piece.document_starts, kernel, task.step.deterministic, wire)
+    kept = (PlanCache() if plans is None else plans).of(place, lambda: plan(pattern, layout))
     return RingAttention(
-        schedule, cp_rank, group, backend=kernel, deterministic=task.step.deterministic, cache_dir=kernel_cache,
-        observer=observer, buffers=buffers, plans=None if plans is None else plans.get(place, DensePlans),
+        kept.schedule, cp_rank, group, backend=kernel, deterministic=task.step.deterministic, cache_dir=kernel_cache,
+        observer=observer, buffers=buffers, plans=kept, kv_wire=wire,
     )  # fmt: skip
 
 

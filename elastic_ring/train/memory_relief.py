@@ -1,4 +1,5 @@
-"""The reliefs of the memory ladder on one worker: what each of them does to free memory. Each keeps the bits.
+"""The reliefs of the memory ladder on one worker: what each of them does to free memory. All but the last two,
+`passes` and `chunks`, keep the bits.
 
 `control.decisions.memory_ladder` decides which are in force; all members have the same ones. No process groups in here.
 """
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+CHUNK_DIVISOR = 8
+
 
 class MemoryRelief:
     """The reliefs in force."""
@@ -27,6 +30,10 @@ class MemoryRelief:
     def read_ahead(self) -> int | None:
         """How many sequences may be read ahead; None: as many as usual."""
         return 1 if "caches" in self.reliefs else None
+
+    def together(self, sequences_per_pass: int) -> int:
+        """How many sequences a pass has."""
+        return 1 if "passes" in self.reliefs else sequences_per_pass
 
     def before_step(self, device: torch.device) -> None:
         """Called before each forward pass of a step begins."""
@@ -42,6 +49,9 @@ class MemoryRelief:
             for module in model.modules():
                 if getattr(module, "checkpoint_activations", False) and hasattr(module, "offload_activations"):
                     module.offload_activations = True  # type: ignore[assignment]
+
+        if "chunks" in self.reliefs and hasattr(model, "loss_chunk_tokens"):
+            model.loss_chunk_tokens = max(1, int(model.loss_chunk_tokens) // CHUNK_DIVISOR)  # type: ignore[arg-type,assignment]
 
     def offloading(self, device: torch.device) -> AbstractContextManager[Any]:
         """A context for the forward pass. What it saves for backward waits in host memory, if that is a relief."""

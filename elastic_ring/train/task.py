@@ -13,15 +13,17 @@ from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.layers import AttentionFn, LayerPatterns
 from elastic_ring.config import StepConfig
 from elastic_ring.data.source import SourceConfig
+from elastic_ring.model.flops import flops_of
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One sequence's slice on one rank. tokens, targets, positions, document_ids: (1, S_local).
+    """One rank's slice of a sequence, or of those of one pass end to end. tokens, targets, positions, document_ids:
+    (1, S_local).
 
-    A target of -100 counts for nothing. `positions` are indices in the global sequence. `attention` is the
+    A target of -100 counts for nothing. `positions` are indices in the token's own global sequence. `attention` is the
     ring's: a model that calls plain scaled-dot-product attention would see its own slice only. Where layers
     follow different patterns, layer i calls `attention.layers.of_layer(attention, i)`.
     """
@@ -48,7 +50,8 @@ class ModelParts:
     """What a model's factory brings along for the trainer, which takes its own arguments first.
 
     A factory with a method `ring_parts(step_config)` returns it. `vocab_size` bounds the tokens of the data; `files`,
-    name -> text, are written into the run's folder.
+    name -> text, are written into the run's folder. `flops` of one sequence, forward and backward, with dense causal
+    attention: from it comes the metric of utilisation (MFU).
     """
 
     loss: LossFunction = language_model_loss
@@ -56,12 +59,13 @@ class ModelParts:
     pattern: LayerPatterns | None = None
     vocab_size: int | None = None
     files: Mapping[str, str] = field(default_factory=dict)
+    flops: float | None = None
 
 
 def parts_of(model: Any, step: StepConfig) -> ModelParts:
-    """What the factory `model` brings along; nothing but defaults where it brings nothing."""
+    """What the factory `model` brings along; defaults where it brings nothing. FLOP are known of our own decoder."""
     bring = getattr(model, "ring_parts", None)
-    return ModelParts() if bring is None else bring(step)
+    return ModelParts(flops=flops_of(model, step.context_tokens)) if bring is None else bring(step)
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ class TrainingTask:
     initialisation under the run's seed, which holds the whole model in memory once per rank. `units` names
     the submodules that FSDP2 gathers one at a time; by default the items of the largest `ModuleList`.
     `pattern` None is dense causal attention. `cost_model` is that of `layout="auto"`; None: an H200's. `metrics` are
-    functions like `loss`, for the held-out sequences. `lr_schedule` gives a step's rate in place of `optim`.
+    functions like `loss`, for the held-out sequences. `lr_schedule` gives a step's rate in place of `optim`. `flops`:
+    of one sequence, as in `ModelParts`; None where that is not known.
     """
 
     model: Callable[[], nn.Module]
@@ -87,6 +92,7 @@ class TrainingTask:
     cost_model: CostModel | None = None
     metrics: Mapping[str, LossFunction] = field(default_factory=dict)
     lr_schedule: Schedule | None = None
+    flops: float | None = None
 
 
 def check_parts(task: TrainingTask) -> None:
@@ -123,9 +129,13 @@ def check_parts(task: TrainingTask) -> None:
 
 def check_vocabulary(parts: ModelParts, data: SourceConfig) -> None:
     """Raises ValueError where the data has tokens that the model has no row for."""
-    tokens = getattr(data, "vocab_size", None)
-    if parts.vocab_size is not None and tokens is not None and tokens > parts.vocab_size:
+    refuse_tokens(getattr(data, "vocab_size", None), parts.vocab_size)
+
+
+def refuse_tokens(tokens: int | None, rows: int | None) -> None:
+    """Raises ValueError where both numbers are known and there are more tokens than rows."""
+    if rows is not None and tokens is not None and tokens > rows:
         raise ValueError(
-            f"data.vocab_size={tokens} is more than the model's {parts.vocab_size}: the model needs a row for each "
+            f"data.vocab_size={tokens} is more than the model's {rows}: the model needs a row for each "
             "token; prepare the data with the model's own tokenizer, or give a model with a larger vocabulary"
         )

@@ -24,14 +24,14 @@ from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.comm.ledger import HopTally
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout
-from elastic_ring.attention.plan.plan_cache import LRUCache
-from elastic_ring.attention.ring import NUM_PLANS, RingAttention
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.ring_plans import PlanCache
 from elastic_ring.config import CpuOffload
 from elastic_ring.control.decisions.corruption import Digests, Suspicion, is_checked
 from elastic_ring.control.decisions.loss_spikes import WINDOW, SpikeBallot, SpikeWatch
 from elastic_ring.control.messages import Vote
-from elastic_ring.data.loader import ArrivedCopies, Loader, Slice, consumed_digest
-from elastic_ring.data.sampling.order import SampleOrder, share
+from elastic_ring.data.loader import ArrivedCopies, Loader, Slice, consumed_digest, joined
+from elastic_ring.data.sampling.order import SampleOrder, passes, share
 from elastic_ring.errors import LossSpike, TooManySkipped
 from elastic_ring.mesh import Coordinate, Mesh
 from elastic_ring.state.checkpoints.checkpoint import Reader
@@ -39,18 +39,23 @@ from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Counters, Shard, digest_of
 from elastic_ring.train.abortable_collectives import ExchangeWaits, make_abortable
 from elastic_ring.train.attention_context import attention_of, batch_of
+from elastic_ring.train.memory_gauge import MemoryGauge
 from elastic_ring.train.memory_relief import MemoryRelief
 from elastic_ring.train.optim import learning_rate, make_optimizer, make_own_optimizer
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import Batch, TrainingTask
-from elastic_ring.train.vote import Ballot, ComputedWrongly, Outcome, count, start_vote
+from elastic_ring.train.vote import Ballot, ComputedWrongly, MustGoBack, Outcome, count, start_vote
 from elastic_ring.train.work_clock import WorkClock
 from elastic_ring.train.wrap import ModuleMaker, full_shapes, largest_list, local_params
 
 BUCKET_ELEMENTS = 16 << 20
 DIGITS = 12  # hexadecimal, of a digest in the vote
-READ_AHEAD = 16  # sequences of this step and the next, while one is computed
+READ_AHEAD = 16  # sequences of this step and the next, while one pass is computed; at least those of the next pass
 BUCKET_ELEMENTS_ON_DEVICE = 256 << 20  # on a GPU each bucket is a launch that waits for the one before
+
+
+Pairs = Sequence[tuple[int, int]]
+"""(index_in_batch, sample_id) of sequences, as `share` gives them."""
 
 
 class ProcessGroups(Protocol):
@@ -127,6 +132,7 @@ class Transaction:
         self.shard: Shard | None = None
         self.unapplied: Outcome | None = None  # the result of step `applied`, not applied yet
         self.last: Vote | None = None  # the result of step `applied` - 1
+        self._back: MustGoBack | None = None  # what the last applied step asked for
         self.applying = False
         self.filled = False  # the shard has values, from the seed or from a donor
         self._maker = ModuleMaker(task)
@@ -137,7 +143,7 @@ class Transaction:
         self._groups: ProcessGroups | None = None
         self._membership_id = self._state_id = (0, 0)
         self._buffers = HopBuffers()
-        self._plans = LRUCache(NUM_PLANS)
+        self._plans = PlanCache()
         self.kernel_cache = kernel_cache
         self.spikes: SpikeWatch | None = None
         """Judges losses; nobody does without it."""
@@ -145,15 +151,17 @@ class Transaction:
         """Called before the shard changes: a copy of it may be under way on its device."""
         self.relief = MemoryRelief()
         """The reliefs of the memory ladder; a new one counts from the next `enter` on."""
+        self.gauge: MemoryGauge | None = None
+        """Tells how near each step came to the end of memory; nobody does without it."""
         self.model: nn.Module | None = None
         self._waits = ExchangeWaits()
         self.corruption: Literal["off", "log", "act"] = "off"
         """What follows when ranks that must agree do not."""
         self.check_every_steps = 0
-        """In one step of so many, digests are compared and one sequence of each ring is computed by two; 0: in none."""
+        """In one step of so many, digests are compared and one pass of each ring is computed by two; 0: in none."""
         self._cpu_offload: CpuOffload = "none"
         self._suspicion: Suspicion | None = None
-        self._flips: set[str] = set()  # planned faults: phases after which one bit is wrong
+        self._flips: dict[str, bool] = {}  # planned faults: phases after which one bit is wrong; True: each time
 
     # ------------------------------------------------------------ what a report says
 
@@ -226,7 +234,7 @@ class Transaction:
             self.shard = Shard(
                 coordinate.cp_rank, params, optimizer, cpu_offload=self._cpu_offload, computes_on=self.device
             )
-            self.unapplied, self.last, self.applying = None, None, False
+            self.unapplied, self.last, self._back, self.applying = None, None, None, False
             self._gradient = Gradient.like(params, self.device)
         self.model = model
 
@@ -259,13 +267,13 @@ class Transaction:
 
     def leave(self) -> None:
         """Drop the groups and the module that was wrapped in them; keep values and gradient."""
-        self.model, self._groups, self._plans = None, None, LRUCache(NUM_PLANS)
+        self.model, self._groups, self._plans = None, None, PlanCache()
         self._buffers = HopBuffers()  # an aborted exchange may still write to the old ones
 
     def drop(self) -> None:
         """Drop all state, as for a spare."""
         self.leave()
-        self.shard, self._gradient, self.unapplied, self.last = None, None, None, None
+        self.shard, self._gradient, self.unapplied, self.last, self._back = None, None, None, None, None
         self.applying = self.filled = False
 
     # ------------------------------------------------------------ the step
@@ -276,6 +284,8 @@ class Transaction:
         Raises what exchanges or the user's code raise.
         """
         assert step == self.applied, (step, self.applied)
+        if self._back is not None and self._back.facts["step"] + 1 == step:
+            raise self._back  # a member died in that step, and the generation that should have heard it had ended
         local = self.compute(step)
         self.reduce(step)
         outcome = self.vote(step, local, boundary=boundary, checkpoint=checkpoint, copies=copies)
@@ -283,24 +293,26 @@ class Transaction:
         return outcome, local
 
     def compute(self, step: int) -> Local:
-        """Forward and backward of each sequence of this ring's share; leaves sums in the parameters' gradients."""
+        """Forward and backward of this ring's share, in passes of one or more sequences; leaves sums in the parameters'
+        gradients."""
         assert self.model is not None
         self._clear_gradients()
         self.relief.before_step(self.device)
+        if self.gauge is not None:
+            self.gauge.begin(self.device)
         again = self._compute_again(step) if self._is_recomputed(step) else 0.0
         mine, following = (
             share(self._order.sample_ids(of), self._coordinate.dp_rank, self._mesh.dp) for of in (step, step + 1)
         )
-        layout = self.layout
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         num_tokens, slices, hops, own = 0, [], HopTally(self.device.type == "cuda", step), 0.0
         arrived = ArrivedCopies(hops.is_watched)
         waited_s, clock = self.loader.waited_s, WorkClock(self.device, self._waits, self.loader, hops.is_watched)
-        for i, (index, sample_id) in enumerate(mine):
-            upcoming = [later for _, later in (*mine[i + 1 :], *following)][: self.relief.read_ahead or READ_AHEAD]
-            piece = self.loader.load(sample_id, index, layout, self._coordinate.cp_rank, upcoming=upcoming)
-            slices.append(piece)
-            torch.manual_seed(sequence_seed(self.task.step.seed, step, sample_id, self._coordinate.cp_rank))
+        for group in passes(len(mine), self.relief.together(self.task.step.sequences_per_pass)):
+            pieces = [self._load(mine[i:], following) for i in group]
+            slices += pieces
+            piece = joined(pieces, self.task.step.context_tokens)
+            torch.manual_seed(sequence_seed(self.task.step.seed, step, piece.sample_id, self._coordinate.cp_rank))
             attention = self._attention(piece, step)
             hops.watch(attention.ledger)
             batch = self._batch(piece, attention)
@@ -308,9 +320,11 @@ class Transaction:
             with self.relief.offloading(self.device):
                 loss, num_targets = self.task.loss(self.model, batch)
             self._watch("backward", step)
+            if self.gauge is not None:
+                self.gauge.look(self.device)
             loss.backward()
             self._flip("backward", self._local_gradients)
-            if i == 0 and self._is_recomputed(step):
+            if group.start == 0 and self._is_recomputed(step):
                 own = checksum(self._local_gradients())
             loss_sum += loss.detach()
             num_tokens += int(num_targets)
@@ -320,8 +334,15 @@ class Transaction:
         work_s = partial(clock.per_sequence_s, len(mine))
         return Local(loss_sum, num_tokens, samples, hops, arrived, waited_s, work_s, own, again)
 
+    def _load(self, mine: Pairs, following: Pairs) -> Slice:
+        """This rank's slice of the first sequence of `mine`; the others, and those of the next step, are read ahead."""
+        (index, sample_id), *later = mine
+        ahead = self.relief.read_ahead or max(READ_AHEAD, self.task.step.sequences_per_pass)
+        upcoming = [each for _, each in (*later, *following)][:ahead]
+        return self.loader.load(sample_id, index, self.layout, self._coordinate.cp_rank, upcoming=upcoming)
+
     def _is_recomputed(self, step: int) -> bool:
-        """Whether each ring also computes a sequence of the ring before it: only where equal bits are promised."""
+        """Whether each ring also computes a pass of the ring before it: only where equal bits are promised."""
         repeatable = self.device.type == "cpu" or self.task.step.deterministic
         return self._is_checked(step) and self._mesh.dp > 1 and repeatable
 
@@ -329,12 +350,14 @@ class Transaction:
         return self.corruption != "off" and is_checked(step, self.check_every_steps)
 
     def _compute_again(self, step: int) -> float:
-        """The digest of the gradient of the first sequence of the ring before this one; leaves no gradients."""
+        """The digest of the gradient of the first pass of the ring before this one; leaves no gradients."""
         assert self.model is not None
         before = (self._coordinate.dp_rank - 1) % self._mesh.dp
-        index, sample_id = share(self._order.sample_ids(step), before, self._mesh.dp)[0]
-        piece = self.loader.load(sample_id, index, self.layout, self._coordinate.cp_rank)
-        torch.manual_seed(sequence_seed(self.task.step.seed, step, sample_id, self._coordinate.cp_rank))
+        first = share(self._order.sample_ids(step), before, self._mesh.dp)
+        first = first[: self.relief.together(self.task.step.sequences_per_pass)]
+        pieces = [self.loader.load(id_, index, self.layout, self._coordinate.cp_rank) for index, id_ in first]
+        piece = joined(pieces, self.task.step.context_tokens)
+        torch.manual_seed(sequence_seed(self.task.step.seed, step, piece.sample_id, self._coordinate.cp_rank))
         with self.relief.offloading(self.device):
             loss, _ = self.task.loss(self.model, self._batch(piece, self._attention(piece, step)))
         self._watch("backward", step)
@@ -395,6 +418,7 @@ class Transaction:
             local.work_s(),
             digests,
             self._first_attempt(step),
+            self.gauge.share(self.device) if self.gauge is not None else 0.0,
         )
         work, rows = start_vote(self._groups.world, ballot)
         self._watch("vote", step)
@@ -423,7 +447,7 @@ class Transaction:
     def apply(self, outcome: Outcome) -> None:
         """Scale, clip and update the local shard; no exchange, never interrupted.
 
-        Raises TooManySkipped and LossSpike after the skip has been counted.
+        Raises TooManySkipped, LossSpike and MustGoBack after the skip has been counted.
         """
         assert self.shard is not None
         assert self._gradient is not None
@@ -446,7 +470,7 @@ class Transaction:
 
     def _raise_for_skips(self, outcome: Outcome) -> None:
         assert self.shard is not None
-        step, optim = outcome.vote.step, self.task.optim
+        step, optim, self._back = outcome.vote.step, self.task.optim, None
         if outcome.spike == "stop":
             shown = ", ".join(map(str, self.sample_ids(step)))
             raise LossSpike(
@@ -455,7 +479,15 @@ class Transaction:
                 f"Look at its sequences ({shown}), lower the learning rate, or go on with loss_spike='log'",
                 step=step,
             )
+        if outcome.spike == "back":
+            told = f"the loss of step {step} is {outcome.loss:.4g}, above {outcome.spike_limit:.4g}"
+            self._back = MustGoBack(told, first_step=step, step=step)
+            raise self._back
         in_a_row = self.shard.counters.skipped_in_a_row
+        if in_a_row > optim.max_skipped and self.spikes is not None and self.spikes.goes_back:
+            told = f"{in_a_row} steps in a row up to step {step} were skipped (max_skipped={optim.max_skipped})"
+            self._back = MustGoBack(told, first_step=step + 1 - in_a_row, step=step)
+            raise self._back
         if in_a_row > optim.max_skipped:
             raise TooManySkipped(
                 f"step {step}: {in_a_row} steps in a row were skipped, for a non-finite gradient or loss or a loss "
@@ -526,8 +558,8 @@ class Transaction:
             self._watch(direction, step, hop if call_index == 0 or direction == "backward" else None)
 
         return attention_of(
-            self.task, piece, self.layout, self._coordinate.cp_rank, group, observe, self.kernel_cache, self._buffers,
-            self._groups.check, self._plans,
+            self.task, piece, self._layouts.of_pass(self._mesh.cp, self.device.type, piece.num_sequences),
+            self._coordinate.cp_rank, group, observe, self.kernel_cache, self._buffers, self._groups.check, self._plans,
         )  # fmt: skip
 
     def _batch(self, piece: Slice, attention: RingAttention | PatternedAttention) -> Batch:
@@ -538,13 +570,15 @@ class Transaction:
         for param in self.model.parameters():
             param.grad = None
 
-    def plan_flip(self, phase: str) -> None:
-        """A planned fault: one bit of what the next `phase` (backward, reduce, apply) computes is wrong."""
-        self._flips.add(phase)
+    def plan_flip(self, phase: str, stays: bool = False) -> None:
+        """A planned fault: one bit of what the next `phase` (backward, reduce, apply) computes is wrong, or of what
+        every one does from now on."""
+        self._flips[phase] = stays
 
     def _flip(self, phase: str, tensors: Callable[[], Sequence[Tensor]]) -> None:
         if phase in self._flips:
-            self._flips.discard(phase)
+            if not self._flips[phase]:
+                del self._flips[phase]
             largest = max(tensors(), key=Tensor.numel).detach().view(-1)
             place = int(largest.abs().argmax())
             with torch.no_grad():
@@ -565,6 +599,6 @@ def checksum(tensors: Sequence[Tensor]) -> float:
 
 
 def sequence_seed(seed: int, step: int, sample_id: int, cp_rank: int) -> int:
-    """The seed of one rank's random numbers for one sequence; a re-run draws the same numbers."""
+    """The seed of one rank's random numbers for the pass that begins with a sequence; a re-run draws the same ones."""
     key = f"{seed}/{step}/{sample_id}/{cp_rank}".encode()
     return int.from_bytes(hashlib.sha256(key).digest()[:7], "little")

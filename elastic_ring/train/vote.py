@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elastic_ring.control.decisions.corruption import LOCAL, WHATS, Digests, Finding, Suspicion, judge
+from elastic_ring.control.decisions.corruption import LOCAL, STATE, WHATS, Digests, Finding, Suspicion, judge
 from elastic_ring.control.decisions.loss_spikes import CLIP_SHARE, VERDICTS, SpikeBallot
 from elastic_ring.control.messages import Vote
 from elastic_ring.errors import ElasticRingError
@@ -21,7 +21,7 @@ from elastic_ring.mesh import Mesh
 FIELDS = (
     "grad_norm_sq", "num_nonfinite", "loss_sum", "num_tokens", "boundary", "checkpoint", "copies",
     "samples_0", "samples_1", "samples_2", "samples_3",
-    "spike_num_seen", "spike_limit", "spike_verdict", "spike_clips_harder", "work_s",
+    "spike_num_seen", "spike_limit", "spike_verdict", "spike_clips_harder", "work_s", "memory_share",
     "told_state", "told_reduced", "told_norm_sq", "told_own", "told_again",
     "first_what", "first_state", "first_reduced", "first_norm_sq", "first_own", "first_again",
 )  # fmt: skip
@@ -36,11 +36,20 @@ COPYING, COPY_FAILED = 1.0, 1048576.0
 
 class ComputedWrongly(ElasticRingError):
     """Ranks that must agree do not. Facts: `what` differs, and the `ranks` that computed wrongly, none if the step must
-    run again to tell."""
+    run again to tell; `differs` are those that do not agree with each other."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(self.facts.get("ranks", ()))
+
+    @property
+    def differs(self) -> tuple[int, ...]:
+        return tuple(self.facts.get("differs", ()))
+
+
+class MustGoBack(ElasticRingError):
+    """The loss rose, or steps were skipped, so that everyone is to go back to before `first_step`, and to leave out the
+    batches up to that of `step` (both are facts)."""
 
 
 class ReplicasDiverged(ElasticRingError):
@@ -55,7 +64,7 @@ class Ballot:
     `copies`: `COPYING` or `COPY_FAILED` from a rank whose part of the last copies is not complete, else 0. `spike`:
     what it knows of the losses before. `work_s`: how long it worked itself for each of its sequences, without waits for
     others, in seconds; 0 if not measured. `digests`: what it computed. `first`: the same of its attempt at this step
-    before, where ranks did not agree.
+    before, where ranks did not agree. `memory_share`: how near it came to the end of its memory (`MemoryGauge`).
     """
 
     grad_norm_sq: float
@@ -70,12 +79,13 @@ class Ballot:
     work_s: float = 0.0
     digests: Digests = field(default_factory=Digests)
     first: Suspicion | None = None
+    memory_share: float = 0.0
 
     def row(self) -> torch.Tensor:
         first = (WHATS.index(self.first.what), *self.first.told.numbers()) if self.first else (0.0,) * 6
         values = (self.grad_norm_sq, self.num_nonfinite, self.loss_sum, self.num_tokens, self.boundary, self.checkpoint,
                   self.copies, *self.samples, self.spike.num_seen, self.spike.limit, self.spike.verdict,
-                  self.spike.clips_harder, self.work_s, *self.digests.numbers(), *first)  # fmt: skip
+                  self.spike.clips_harder, self.work_s, self.memory_share, *self.digests.numbers(), *first)  # fmt: skip
         return torch.tensor([float(v) for v in values], dtype=torch.float64)
 
 
@@ -83,13 +93,14 @@ class Ballot:
 class Outcome:
     """The result of a vote. Gradients are of the summed loss; `grad_norm` is of the mean loss.
 
-    `work_s`: each rank's, as in `Ballot`; empty where the result came later, from another rank. `finding`: who computed
-    wrongly, where that is only told.
+    `work_s` and `memory_shares`: each rank's, as in `Ballot`; empty where the result came later, from another rank.
+    `finding`: who computed wrongly, where that is only told.
     """
 
     vote: Vote
     work_s: tuple[float, ...] = ()
     finding: Finding | None = None
+    memory_shares: tuple[float, ...] = ()
 
     @property
     def num_tokens(self) -> float:
@@ -107,7 +118,7 @@ class Outcome:
     @property
     def skip(self) -> bool:
         """Whether the step changes nothing: its gradient or loss is not finite, or a loss spike is not trained on."""
-        return not self.is_finite or self.spike in ("skip", "stop")
+        return not self.is_finite or self.spike in ("skip", "stop", "back")
 
     @property
     def is_finite(self) -> bool:
@@ -146,7 +157,7 @@ class Outcome:
 
     @property
     def copies_failed(self) -> bool:
-        """Whether some rank's part of the last copies came to nothing."""
+        """Whether some rank's part of the last copies was not completed."""
         return self._get("copies") >= COPY_FAILED
 
     @property
@@ -200,7 +211,8 @@ def count(
             total += table[rank][column]
         totals.append(total)
     work_s = tuple(row[FIELDS.index("work_s")] for row in table)
-    return Outcome(Vote(step, tuple(totals), membership_id), work_s, finding)
+    shares = tuple(row[FIELDS.index("memory_share")] for row in table)
+    return Outcome(Vote(step, tuple(totals), membership_id), work_s, finding, shares)
 
 
 def _look_for_wrong(step: int, table: list[list[float]], mesh: Mesh, corruption: str) -> Finding | None:
@@ -214,13 +226,15 @@ def _look_for_wrong(step: int, table: list[list[float]], mesh: Mesh, corruption:
     finding = judge(now, first, what, mesh)
     if finding is None or corruption == "log":
         return finding
-    if finding.ranks or not (what or finding.is_over):
-        raise ComputedWrongly(finding.told(step), step=step, ranks=finding.ranks, what=finding.what)
-    if not finding.is_over:
+    if what and finding.what == STATE and not finding.ranks and not finding.is_over:
         raise ReplicasDiverged(
-            f"{finding.told(step)}, in two attempts. Nothing of it was applied: go on from a checkpoint, on other "
-            "machines, or with three rings, which show who is wrong",
+            f"{finding.told(step)}, in two attempts, and a spare would get one of the two. Nothing of the step was "
+            "applied: go on from a checkpoint, on other machines, or with three rings, which show who is wrong",
             step=step,
+        )
+    if finding.ranks or not finding.is_over:
+        raise ComputedWrongly(
+            finding.told(step), step=step, ranks=finding.ranks, what=finding.what, differs=finding.differs
         )
     return finding
 

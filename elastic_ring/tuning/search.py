@@ -1,4 +1,4 @@
-"""The search over sparse patterns with Ray Tune and Optuna: settings that are remembered, trials, the results."""
+"""The search over sparse patterns with Ray Tune and Optuna: stored settings, trials, the results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def asked_for(options: argparse.Namespace, climb: Climb) -> list[Candidate]:
     return kept
 
 
-def remembered(options: argparse.Namespace) -> None:
+def store_settings(options: argparse.Namespace) -> None:
     """Store the settings that define the search next to its results.
 
     Raises: ValueError where a search is continued with other settings.
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         asked = asked_for(options, climb)
         asked[0].text(options.pattern_len, options.pattern_layers)
-        remembered(options)
+        store_settings(options)
         base = baseline(options.out / "baseline.json", climb)
     except ValueError as error:
         print(f"elastic-ring tune: {error}", file=sys.stderr)

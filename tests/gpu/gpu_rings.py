@@ -18,7 +18,6 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.routing.router import Router
-from elastic_ring.attention.sparse_ring import SparseRingAttention
 from tests.unit.attention.attention_rings import Case, Outcome, in_threads
 from tests.unit.content.content_cases import ContentCase
 from tests.unit.sparse.pattern_cases import SparseCase
@@ -126,7 +125,7 @@ def run_sparse_on(
     def work(cp_rank: int) -> tuple[list[torch.Tensor], HopLedger]:
         with links.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
-            ring = SparseRingAttention(case.schedule, cp_rank, groups[cp_rank], coalesced=True, **options)
+            ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], coalesced=True, **options)
             out, lse, call, keys = ring.run_forward(q, k, v, scale)
             return [out, *ring.run_backward(dout, (q, k, v, out, lse), scale, call, keys)], ring.ledger
 
@@ -137,7 +136,7 @@ def run_sparse_on(
 
 def run_content_on(
     device: str, case: ContentCase, links: ProcessGroups | None = None, **options: Any
-) -> tuple[list[torch.Tensor], list[SparseRingAttention]]:
+) -> tuple[list[torch.Tensor], list[RingAttention]]:
     """The same where content chooses, over whole blocks, and each rank's ring."""
     cp, layout, scale = case.layout.cp, case.layout, case.head_dim**-0.5
     links = ProcessGroups(cp) if links is None else links
@@ -145,14 +144,14 @@ def run_content_on(
     tensors = [tensor.to(device) for tensor in case.tensors()]
 
     @torch.no_grad()
-    def work(cp_rank: int) -> tuple[list[torch.Tensor], SparseRingAttention]:
+    def work(cp_rank: int) -> tuple[list[torch.Tensor], RingAttention]:
         with links.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
             ledger = HopLedger()
             route = Router(layout, cp_rank, groups[cp_rank], case.documents, ledger, coalesced=True)
             pattern = SparsePattern(route(case.heads, q, k, 0), case.block)
             schedule = plan_sparse(pattern, layout, case.num_heads, case.num_kv_heads)
-            ring = SparseRingAttention(schedule, cp_rank, groups[cp_rank], coalesced=True, ledger=ledger, **options)
+            ring = RingAttention(schedule, cp_rank, groups[cp_rank], coalesced=True, ledger=ledger, **options)
             out, lse, call, keys = ring.run_forward(q, k, v, scale)
             return [out, *ring.run_backward(dout, (q, k, v, out, lse), scale, call, keys)], ring
 

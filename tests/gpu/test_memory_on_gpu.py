@@ -1,4 +1,4 @@
-"""The twin of `tests/ray/test_memory.py` on a GPU: a ballast tensor takes memory in the middle of a run.
+"""The twin of `tests/ray/operate/test_memory.py` on a GPU: a ballast tensor takes memory in the middle of a run.
 
 How much room a step needs with each relief depends on torch and on the kernels. So the room shrinks from run to run
 until the last relief, `offload`, has been in force in a run that ended; every run that ends has the calm one's bits.

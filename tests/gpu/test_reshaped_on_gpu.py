@@ -1,4 +1,4 @@
-"""The twin of `tests/ray/test_reshaped.py` on two GPUs: a ring without a spare goes, and comes back with its GPU."""
+"""`tests/ray/recovery/test_reshaped.py` on two GPUs: a ring without a spare goes, and comes back with its GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.harness import runs
 from benchmarks.harness.gpu_runs import GpuRun
 from elastic_ring.runtime.driver.cluster import left_behind
 from tests.ray.conftest import held_loss
-from tests.ray.test_reshaped import assert_same_samples
+from tests.ray.recovery.test_reshaped import assert_same_samples
 
 pytestmark = [
     pytest.mark.gpu,

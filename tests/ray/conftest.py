@@ -21,7 +21,7 @@ from elastic_ring.control.coordination import advance, initial
 from elastic_ring.control.messages import from_json
 from elastic_ring.control.replay import replay, standing
 from elastic_ring.control.state import Ended
-from elastic_ring.data.source import SourceConfig, StdlibText
+from elastic_ring.data.source import PreparedTokens, SourceConfig, StdlibText
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
@@ -32,6 +32,7 @@ from elastic_ring.runtime.coordinator.run_spec import RunSpec, control_options
 from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from tests.ray.fork_server import ForkServer
+from tests.unit.data.corpora import prepared, texts, write_jsonl
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would starve workers beside the other tests
 ALONE = {"dp": 1, "cp": 1, "spares": 0}
@@ -122,7 +123,10 @@ def tiny_trainer(
     """A run of a small decoder, on the standard library's sources if no other data are given."""
     loss: Any = partial(slow_loss, slow_s) if slow_s else language_model_loss
     options = {"dp": 2, "cp": 2, "spares": 1, **scaling}
-    step = StepConfig(steps=steps, global_batch=options.pop("global_batch", 6), context_tokens=96)
+    step = StepConfig(
+        steps=steps, global_batch=options.pop("global_batch", 6), context_tokens=96,
+        sequences_per_pass=options.pop("sequences_per_pass", 1), kv_wire=options.pop("kv_wire", "native"),
+    )  # fmt: skip
     settings: dict[str, Any] = {"run_dir": str(folder / name), "faults": faults, "progress": False, "grow_cost_s": 0.0,
                                 **(run or {})}  # fmt: skip
     return ElasticRingTrainer(
@@ -133,6 +137,15 @@ def tiny_trainer(
         initial=Initialiser(0, TINY.num_layers),
         callbacks=callbacks, optimizer=optimizer, lr_schedule=lr_schedule,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> PreparedTokens:
+    """Two prepared sources, the first with twice the weight, as `data` of `tiny_trainer`."""
+    folder = tmp_path_factory.mktemp("mixture")
+    sources = [write_jsonl(folder / f"{name}.jsonl", texts(300, start)) for name, start in (("a", 0), ("b", 300))]
+    prepared(folder / "out", *sources, weights=(2.0, 1.0), row_group_tokens=256)
+    return PreparedTokens.of(str(folder / "out" / "manifest.json"), 96)
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.control import coordination, corpus, recovery, worker_pool
-from elastic_ring.control.decisions import quorum, step_back
+from elastic_ring.control import coordination, recovery
+from elastic_ring.control.capacity import worker_pool
+from elastic_ring.control.decisions import corpus, quorum, rollback, step_back
 from elastic_ring.control.messages import Report
 from elastic_ring.control.placement import copies, policy
 from elastic_ring.control.placement.gpu_capacity import placeable
@@ -202,6 +203,27 @@ def _new_manifest_among_old_steps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(corpus, "_may_begin", lambda state, step: honest(replace(state, reached=0), step))
 
 
+def _use_the_same_batches_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rollback, "leave_out", lambda ctx, back, step: None)
+
+
+def _oldest_checkpoint(patch: pytest.MonkeyPatch) -> None:
+    honest = rollback.from_before
+    patch.setattr(rollback, "from_before", lambda back, checkpoints: honest(back, checkpoints)[:1])
+
+
+def _end_at_a_spike_despite_copies(patch: pytest.MonkeyPatch) -> None:
+    honest = recovery._go_back
+
+    def hasty(ctx: Any, membership: Any, incident: Any, back: Any, *rest: Any) -> None:
+        if ctx.state.checkpoints:
+            honest(ctx, membership, incident, back, *rest)
+        else:
+            rollback.end(ctx, back.last_step, back.why, "no checkpoint is there")
+
+    patch.setattr(recovery, "_go_back", hasty)
+
+
 def _forget_later_manifests(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sim_corpus, "journalled", lambda lines: ())
 
@@ -228,6 +250,9 @@ PLANTED: dict[str, Plant] = {
     "each rank decides alone which snapshots it skips": _skip_alone,
     "copies are dropped before new ones have arrived": _drop_copies_at_builds,
     "a longer manifest begins at a step that ran before": _new_manifest_among_old_steps,
+    "the batches before a spike are used again": _use_the_same_batches_again,
+    "everyone goes back past a newer checkpoint on purpose": _oldest_checkpoint,
+    "a loss spike ends the run although copies from before it are held": _end_at_a_spike_despite_copies,
     "a new submission forgets the manifests after its checkpoint": _forget_later_manifests,
 }
 

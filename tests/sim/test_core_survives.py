@@ -16,7 +16,7 @@ from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import phase_name
 from elastic_ring.errors import IllegalTransition
 from elastic_ring.forecast import sim_worker
-from elastic_ring.forecast.faults import FAULTS, GROWN, HELD, OWN, STORED, random_schedule
+from elastic_ring.forecast.faults import FAULTS, GROWN, HELD, OWN, SPIKES, STORED, random_schedule
 from elastic_ring.forecast.sim_corpus import SimCorpus
 from elastic_ring.forecast.sim_worker import SimWorker
 from elastic_ring.forecast.simulate import NotFinished, World, simulate
@@ -35,6 +35,7 @@ def test_a_seed_replays_exactly() -> None:
     assert simulate(17) == simulate(17)
 
 
+@pytest.mark.thinned(num=10)
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTED[bug](monkeypatch)
@@ -91,7 +92,7 @@ class Upheaval(RuleBasedStateMachine):
         self.world = World(seed, schedule)
         self.world.begin()
 
-    @rule(kind=st.sampled_from(sorted({*FAULTS, *OWN, *STORED, *HELD, *GROWN})))
+    @rule(kind=st.sampled_from(sorted({*FAULTS, *OWN, *STORED, *HELD, *GROWN, *SPIKES})))
     def fault(self, kind: str) -> None:
         self.world.fault(kind)
 
@@ -106,7 +107,7 @@ class Upheaval(RuleBasedStateMachine):
 
 TestUpheaval = Upheaval.TestCase
 TestUpheaval.settings = settings(
-    max_examples=300,
+    max_examples=200,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
@@ -143,6 +144,38 @@ def test_random_schedules_have_steps_of_longer_manifests_that_run_again(monkeypa
     for seed in [seed for seed in range(300) if "cut" in {kind for _, kind in random_schedule(seed).faults}]:
         simulate(seed)
     assert len(again) >= 3
+
+
+def test_random_schedules_have_runs_that_go_back_on_purpose_to_copies_and_to_checkpoints() -> None:
+    found: set[str] = set()
+
+    def listen(now: float, term: int, event: Event, decision: Decision) -> None:
+        if "of the order are left out" in decision.reason:
+            order = next(command for command in decision.commands if isinstance(command, Build))
+            found.add("copies" if order.step_back is not None else "checkpoint")
+
+    for seed in range(300):
+        if len(found) < 2 and "spike" in {kind for _, kind in random_schedule(seed).faults}:
+            simulate(seed, listen=listen)
+    assert found == {"copies", "checkpoint"}
+
+
+def test_a_step_is_given_up_for_a_checkpoint_where_the_notice_is_too_short_and_the_run_goes_on_from_it() -> None:
+    saved: dict[int, int] = {}
+    options = replace(ONE_WORKER.options, cp=2, total_steps=120, takes_checkpoints=True)
+    schedule = replace(ONE_WORKER, options=options, nodes=(1, 1), save_every=10, faults_end_s=16.0)
+    for seed in range(8):
+
+        def listen(now: float, term: int, event: Event, decision: Decision, seed: int = seed) -> None:
+            for order in [command for command in decision.commands if isinstance(command, Build)][:1]:
+                if order.saves:
+                    saved[seed] = order.step
+                elif order.restore is not None and seed in saved:
+                    assert order.restore.step >= saved[seed]
+
+        end = simulate(seed, replace(schedule, faults=((4.0, "drain-node"),)), listen=listen).end
+        assert end.message == "all steps committed"
+    assert saved
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from elastic_ring.control.corpus import journalled, take_fact
+from elastic_ring.control.decisions.corpus import journalled, take_fact
 from elastic_ring.control.messages import (
     Build,
     Checkpoint,

@@ -42,8 +42,8 @@ def test_weights_that_cannot_be_written_are_written_later_and_the_last_failure_i
         run.report_all(applied=2, kind="finished")
         assert run.phase == "finishing"
         rank_0 = members(run.state)[0]
-        trouble = MemberFailed("w", rank_0, 1, run.state.generation, "check", 2, f"OSError: no space, try {attempt}")
-        assert run.handle(trouble) == ()
+        failure = MemberFailed("w", rank_0, 1, run.state.generation, "check", 2, f"OSError: no space, try {attempt}")
+        assert run.handle(failure) == ()
         run.wait(run.options.backoff_s + 1)
         if attempt < 2:
             assert run.phase == "closing"
@@ -230,10 +230,10 @@ def test_a_newcomer_without_room_on_its_device_makes_way_for_the_next() -> None:
 
 def test_the_second_word_of_a_broken_device_changes_nothing() -> None:
     run = Bench({"a": 4, "b": 4}, spares=3).form()
-    trouble = MemberFailed("w", members(run.state)[3], 1, 1, "device", 7, "CUDA error")
-    run.handle(trouble)
+    failure = MemberFailed("w", members(run.state)[3], 1, 1, "device", 7, "CUDA error")
+    run.handle(failure)
     state = run.state
-    assert run.handle(trouble) == ()
+    assert run.handle(failure) == ()
     assert run.state is state
 
 
@@ -300,7 +300,7 @@ def test_a_lost_node_is_one_incident_whatever_it_takes_along() -> None:
     assert (len(run.change.lost), run.change.action, run.state.crashes) == (2, "spares took their places", ())
 
 
-def test_too_few_for_min_dp_waits_parked_until_capacity_comes() -> None:
+def test_too_few_for_min_dp_waits_until_capacity_comes() -> None:
     run = Bench({"a": 2, "b": 2}, spares=0, min_dp=2).form()
     run.lose(3)
     run.report_all(applied=3)

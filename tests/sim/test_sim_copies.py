@@ -8,10 +8,13 @@ from dataclasses import replace
 import pytest
 
 from elastic_ring.control.coordination import Decision
-from elastic_ring.control.messages import Event
+from elastic_ring.control.decisions import step_back
+from elastic_ring.control.invariants import InvariantBroken
+from elastic_ring.control.messages import Build, Event, Published, Resumed
 from elastic_ring.control.options import ControlOptions
-from elastic_ring.control.state import Change
+from elastic_ring.control.state import Building, Change
 from elastic_ring.forecast.faults import HELD, Schedule, random_schedule
+from elastic_ring.forecast.sim_copies_truth import complete_steps
 from elastic_ring.forecast.simulate import Outcome, World
 
 EVERY = 3
@@ -54,6 +57,17 @@ class Run:
         for name in [self.members[rank] for rank in ranks]:
             assert self.world.workers[name].alive
             self.world.die(self.world.workers[name], "died")
+
+    def until_back(self) -> Build:
+        """Run until the next build that goes back is ordered; no member has obeyed it yet."""
+        coordinator = self.world.coordinators[-1]
+        known = coordinator.state.generation
+        for _ in range(40_000):
+            self.world.run_for(0.0005)
+            phase = coordinator.state.phase
+            if isinstance(phase, Building) and phase.order.generation > known and phase.order.goes_back:
+                return phase.order
+        raise AssertionError("no build goes back")
 
     def finish(self) -> Outcome:
         outcome = self.world.finish(120.0)
@@ -130,6 +144,75 @@ def test_a_damaged_copy_is_found_and_the_one_before_it_is_used() -> None:
     (change,) = [change for change in run.changes if change.lost]
     assert (change.source, change.step) == ("copy", before[0].step)
     assert outcome.facts["damaged copy found"] == 1
+
+
+def gone_back(copies: str, spikes: set[int], to: int) -> Run:
+    """A run whose first spike makes everyone go back to step `to`, although the copies of step 6 had all arrived."""
+    for seed in range(60):
+        run = Run(replace(ONE_RING, options=replace(ONE_RING.options, copies=copies)), seed)
+        run.until(0, 4, "compute")
+        run.world.poisoned_batches |= spikes
+        (group,) = run.world.groups.values()
+        if run.until_back().step == to and 6 in complete_steps(group, run.world.options.copy_mode.num_copies):
+            return run
+    raise AssertionError("the copies of step 6 never arrived in time")
+
+
+def finish_from(run: Run, step: int) -> None:
+    """The loss led to copies of `step`, and the run ends with the history that began there."""
+    run.finish()
+    (change,) = [change for change in run.changes if change.lost]
+    assert (change.source, change.step) == ("copy", step)
+
+
+@pytest.mark.parametrize("copies", ["1", "parity:2"])
+def test_a_loss_while_the_run_goes_back_on_purpose_leaves_undone_what_that_undoes(copies: str) -> None:
+    run = gone_back(copies, {6}, to=3)
+    run.world.run_for(0.03)
+    run.lose(1)
+    finish_from(run, 3)
+
+
+@pytest.mark.parametrize("copies", ["1", "parity:2"])
+def test_a_loss_after_two_spikes_in_a_row_leaves_undone_what_the_second_undoes(
+    copies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = gone_back(copies, {7, 8}, to=6)  # from there on with batch 8
+    tell = run.world.tell
+
+    def lossy(event: Event, reliable: bool = False) -> None:
+        if not isinstance(event, Resumed | Published):
+            tell(event, reliable)
+
+    with monkeypatch.context() as patch:  # the coordinator does not learn that the mesh ran
+        patch.setattr(run.world, "tell", lossy)
+        assert run.until_back().step == 3
+    run.world.run_for(0.03)
+    run.lose(1)
+    finish_from(run, 3)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_members_that_missed_the_build_that_goes_back_do_not_bring_the_undone_steps_back(
+    forgets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = gone_back("1", {6}, to=3)
+    workers = [run.world.workers[name] for name in run.members]
+    for worker in workers:
+        worker.frozen = True
+    run.world.run_for(0.03)
+    for worker in workers:
+        worker.inbox.clear()
+        worker.thaw()
+    assert all(max(worker.copies.own).step == 6 for worker in workers)
+    if forgets:
+        monkeypatch.setattr(step_back, "_is_of_steps_given_up", lambda snapshot, given_up: False)
+    run.lose(1)
+    if not forgets:
+        finish_from(run, 3)
+        return
+    with pytest.raises(InvariantBroken, match="invariant 3: back to"):
+        run.finish()
 
 
 @pytest.mark.slow

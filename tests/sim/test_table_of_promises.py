@@ -198,7 +198,7 @@ def test_a_new_coordinator_leaves_a_training_mesh_alone() -> None:
     assert run.reason.startswith("stale"), "the old term is over"
 
 
-def test_a_new_coordinator_collects_reports_anew_when_somebody_parked() -> None:
+def test_a_new_coordinator_collects_reports_anew_when_a_member_stopped_training() -> None:
     run = Bench(TWO_NODES).form()
     run.handle(CoordinatorStarted("c", 2))
     said = ()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, Protocol, TypeVar
 
 from elastic_ring.attention.autolayout.cost_model import CostModel
@@ -97,11 +96,10 @@ class Choice:
 
     @property
     def ahead(self) -> int:
-        """For `SparseRingAttention`: the number of hops posted ahead of their kernels."""
+        """For `RingAttention`: the number of hops posted ahead of their kernels."""
         return 1 if self.exchange == "hops" else max(1, self.schedule.cp - 1)
 
 
-@lru_cache(maxsize=64)
 def choose(
     pattern: SparsePattern,
     seq_len: int,
@@ -112,7 +110,7 @@ def choose(
     balance_limit: float = 1.05,
     whole_blocks: bool = False,
 ) -> Choice:
-    """The best candidate by `rank` among all layouts of `layouts_for` with every exchange. Cached.
+    """The best candidate by `rank` among all layouts of `layouts_for` with every exchange.
 
     With `whole_blocks` only layouts that do not split blocks of 128 tokens are considered, as GPU kernels need.
     Raises `ValueError` if there is none.

@@ -13,19 +13,24 @@ not delay those that wait for them; contiguous pieces leave from where they lie.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
+from elastic_ring.attention.comm import fp8
+from elastic_ring.attention.comm.frame import Frame
 from elastic_ring.attention.comm.ledger import HopEvents, HopLedger
 from elastic_ring.attention.plan.schedule import Direction
 from elastic_ring.attention.plan.traffic import ExchangePlan, PeerTransfer
 
-__all__ = ["Group", "HopBuffers", "HopExchange", "HopLedger", "PendingWork"]
+__all__ = ["Frame", "Group", "HopBuffers", "HopExchange", "HopLedger", "PendingWork"]
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -76,6 +81,7 @@ class HopBuffers:
     def __init__(self) -> None:
         self._storages: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.wire_error: fp8.WireError | None = None
 
     def get(
         self,
@@ -116,29 +122,18 @@ class HopBuffers:
         return dropped
 
 
-class Frame(NamedTuple):
-    """A buffer of n rows has the shape (*before, n, *after); pieces count in units of `unit` elements."""
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    unit: int
-
-    @property
-    def row(self) -> int:
-        return math.prod(self.before) * math.prod(self.after)
-
-    def shape(self, num_rows: int) -> tuple[int, ...]:
-        return (*self.before, num_rows, *self.after)
-
-
 def row_frame(k: torch.Tensor) -> Frame:
     """For rows of (token, K/V head) of keys like k (B, S_local, Hkv, D): K and V, or dK and dV, side by side."""
     return Frame((), (k.size(0), 2, k.size(3)), 2 * k.size(0) * k.size(3))
 
 
-def token_frame(k: torch.Tensor) -> Frame:
-    """For whole tokens: K, then V, (2, B, n, Hkv, D); pieces count in elements."""
-    return Frame((2, k.size(0)), (k.size(2), k.size(3)), 1)
+def token_frame(k: torch.Tensor, unit: int = 1) -> Frame:
+    """For whole tokens: K, then V, (2, B, n, Hkv, D); pieces count in units of `unit` elements."""
+    return Frame((2, k.size(0)), (k.size(2), k.size(3)), unit)
+
+
+Wire = Literal["native", "fp8"]
+"""How keys and values cross: in their own type, or as `fp8` encodes them."""
 
 
 Pack = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -182,6 +177,8 @@ class _Operation:
 
 
 _KEYS, _PARTIALS = 0, 1
+_MEASURED = 1 << 16
+"""Vectors of the first keys that are encoded for the wire, whose error is measured."""
 _NUM_TAGGED_CALLS, _NUM_CHANNELS, _NUM_TAGS = 1024, 64, 2**31 - 1
 
 
@@ -197,7 +194,8 @@ class HopExchange:
     for. Without, it is K0 K1 P0 K2 P1 ..., with K1 posted after K0 has arrived.
 
     `like` is k (B, S_local, Hkv, D). `frame` gives the buffers' shape. `pack` gathers what is sent, if `plan.packed`.
-    With `keep`, fetched keys get memory of their own that outlives the pass.
+    With `keep`, fetched keys get memory of their own that outlives the pass. `wire` "fp8" needs `pack`: what is
+    gathered is encoded, and what arrives decoded; partials cross as they are.
     """
 
     def __init__(
@@ -214,8 +212,13 @@ class HopExchange:
         *,
         pack: Pack | None = None,
         keep: bool = False,
+        wire: Wire = "native",
     ) -> None:
         assert plan.packed == (pack is not None)
+        assert pack is not None or wire == "native"
+        self._encodes = wire == "fp8"
+        self._wire = fp8.wire_frame(frame) if self._encodes else frame
+        self._wire_dtype = torch.uint8 if self._encodes else like.dtype
         self._plan, self._traffic, self._frame, self._row = plan, plan.stages, frame, frame.row
         self._group = group
         self._direction = direction
@@ -245,13 +248,20 @@ class HopExchange:
         # Allocate everything now: memory taken later may be in use by kernels that the side stream does not wait for.
         self._first_keys = [self._keys_buffer(i) for i in range(min(len(self._plan.key_slots), len(self._traffic)))]
         if self._pack is not None:
-            self._served_buffer(0)
+            for index in range(min(self._plan.send_slots, len(self._traffic))):
+                self._served_buffer(index)
             self._wait_for_kernels()
         self._post_keys_until(self._plan.ahead - 1)
 
     def take_keys(self, index: int) -> torch.Tensor:
         """Wait for the fetched K and V of stage `index`, as `frame` shapes them."""
         keys = self._take(_KEYS, index)
+        if self._encodes:
+            arrived, num_rows = keys, self._traffic[index].num_fetched
+            shape = self._frame.shape(num_rows)
+            most = max(self._plan.key_slots)
+            keys = self._like.new_empty(shape) if self._keep else self._buffer("keys", 0, most, num_rows)
+            fp8.decode_(keys, arrived)
         if not self._plan.late:
             self._post_keys_until(index + self._plan.ahead)
         return keys
@@ -334,19 +344,35 @@ class HopExchange:
         with self._beside(after_kernels=refills):
             self._wait_sent(_KEYS, index - self._plan.send_slots)  # the send buffer is about to be refilled
             if stage.num_served:
-                self._pack(index, served, *self._source)
+                self._fill(index, served)
             self._post(_KEYS, index, fetched, stage.keys_in, (served.view(-1),), stage.keys_out)
+
+    def _fill(self, index: int, served: torch.Tensor) -> None:
+        """Gather what others want in stage `index`, encoded where it is to be."""
+        assert self._pack is not None
+        if not self._encodes:
+            self._pack(index, served, *self._source)
+            return
+        plain = self._buffer("plain", 0, max(self._plan.served_slots), self._traffic[index].num_served)
+        self._pack(index, plain, *self._source)
+        fp8.encode_(served, plain)
+        if self._buffers.wire_error is None:
+            first = (x.flatten(0, -2)[:_MEASURED] for x in (plain, served))
+            self._buffers.wire_error = found = fp8.measured(*first)
+            log.info("keys cross as fp8: worst error %.4f of a vector's largest, rms %.4f", found.worst, found.rms)
+        self._ledger.wire_error = self._buffers.wire_error
 
     def _served_buffer(self, index: int) -> torch.Tensor:
         slot, plan = index % self._plan.send_slots, self._plan
-        return self._buffer("served", slot, plan.served_slots[slot], plan.stages[index].num_served, self._like.dtype)
+        most, num_rows = plan.served_slots[slot], plan.stages[index].num_served
+        return self._buffer("served", slot, most, num_rows, self._wire_dtype, self._wire)
 
     def _keys_buffer(self, index: int) -> torch.Tensor:
         num_rows, slots = self._traffic[index].num_fetched, self._plan.key_slots
-        if self._keep:
+        if self._keep and not self._encodes:
             return self._like.new_empty(self._frame.shape(num_rows))
         slot = index % len(slots)
-        return self._buffer("keys", slot, slots[slot], num_rows, self._like.dtype)
+        return self._buffer("keys", slot, slots[slot], num_rows, self._wire_dtype, self._wire)
 
     def _inbox_of(self, index: int) -> torch.Tensor:
         plan = self._plan
@@ -356,10 +382,15 @@ class HopExchange:
             sum(plan.inbox_slots) * self._row, start * self._row,
         )  # fmt: skip
 
-    def _buffer(self, name: str, slot: int, most: int, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
-        """A shared buffer of `num_rows`, allocated for the `most` rows of any stage that uses it."""
-        shape = self._frame.shape(num_rows)
-        return self._buffers.get(name, slot, shape, dtype, self._like.device, most * self._row)
+    def _buffer(
+        self, name: str, slot: int, most: int, num_rows: int, dtype: torch.dtype | None = None,
+        frame: Frame | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """A shared buffer of `num_rows`, allocated for the `most` rows of any stage that uses it; in the keys' type and
+        frame if these are left out."""
+        frame = frame or self._frame
+        shape, dtype = frame.shape(num_rows), dtype or self._like.dtype
+        return self._buffers.get(name, slot, shape, dtype, self._like.device, most * frame.row)
 
     # ------------------------------------------------------------ posting and waiting
 
@@ -375,7 +406,7 @@ class HopExchange:
         operation = self._posted[kind, index] = self._open = _Operation(inbox)
         if not (incoming or outgoing):
             return
-        unit, flat = self._frame.unit, inbox.view(-1)
+        unit, flat = (self._wire if kind == _KEYS else self._frame).unit, inbox.view(-1)
         with self._together(operation):
             for leg in incoming:
                 for channel, piece in enumerate(leg.pieces):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_ring.attention.comm.fp8 import WireError
 from elastic_ring.attention.plan.schedule import Direction
 
 
@@ -30,6 +31,8 @@ class HopLedger:
     routing_wait_s: float = 0.0
     keep_events: bool = False
     events: list[HopEvents] = field(default_factory=list, repr=False)
+    wire_error: WireError | None = None
+    """Measured on the first keys that crossed in 8 bits."""
 
     def clear(self) -> None:
         self.sent_bytes.clear()

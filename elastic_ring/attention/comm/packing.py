@@ -8,12 +8,12 @@ heads or of groups of heads, are for CPUs. Knows nothing of peers or messages.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from elastic_ring.attention.comm.exchange import Frame
 from elastic_ring.attention.layouts.layout import Range
+from elastic_ring.attention.lowering.rows import select_heads
 from elastic_ring.attention.merge import fused_for
 from elastic_ring.attention.plan.sparse_schedule import HeadGroup
 from elastic_ring.attention.plan.sparse_tiles import num_tokens
@@ -86,17 +86,3 @@ def gather_groups_(
         if own:
             of_k, of_v = (select_heads(x, group.kv_heads) for x in (k, v))
             gather_ranges_(parts, of_k, of_v, own)
-
-
-def select_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
-    """x[:, :, heads], (B, S, len(heads), D): a view if the heads are consecutive, else a copy."""
-    if heads == tuple(range(heads[0], heads[0] + len(heads))):
-        return x[:, :, heads[0] : heads[0] + len(heads)]
-    return x[:, :, list(heads)]
-
-
-def as_index(ranges: tuple[Range, ...]) -> Any:
-    """An index of these rows: a slice for a single range, else an int64 tensor."""
-    if len(ranges) == 1:
-        return slice(*ranges[0])
-    return torch.cat([torch.arange(start, stop) for start, stop in ranges])

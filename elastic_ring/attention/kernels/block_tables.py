@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from elastic_ring.attention.layouts.layout import Range
-from elastic_ring.attention.patterns.blocks import block_kinds, row_kinds
+from elastic_ring.attention.patterns.blocks import any_partly, row_strips
 from elastic_ring.attention.patterns.content import Chosen, TopK
-from elastic_ring.attention.patterns.rules import NONE, PART, Mask, Positions, Rule, Union
+from elastic_ring.attention.patterns.rules import NONE, Mask, Positions, Rule, Union
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.cached import static_lru_cache
 
@@ -136,14 +136,16 @@ def tables_for(pattern: SparsePattern, seq_len: int, num_heads: int, device: tor
         raise ValueError(f"seq_len={seq_len}: block-sparse kernels take multiples of {BLOCK_TOKENS} tokens")
     check_documents(pattern.document_starts)
     blocks = np.arange(seq_len // BLOCK_TOKENS)
-    kept = kept_between(pattern.rules(num_heads), pattern.documents(seq_len), blocks, blocks)
+    kept = kept_between(pattern.rules(num_heads), pattern.documents(seq_len), blocks, blocks, pattern.causal)
     at = np.arange(len(blocks))
-    own = kept[:, at, at]
-    kept[:, at, at] = False
+    own = kept[:, at, at] & pattern.causal
+    kept[:, at, at] &= not pattern.causal
     return tables_between(own, kept, device)
 
 
-def kept_between(rules: tuple[Rule, ...], documents: tuple[Range, ...], queries: Positions, keys: Positions) -> Mask:
+def kept_between(
+    rules: tuple[Rule, ...], documents: tuple[Range, ...], queries: Positions, keys: Positions, causal: bool = True
+) -> Mask:
     """(H, n, m) bool, or (1, n, m) if all heads follow one rule: the kept pairs of the blocks `queries` and `keys`.
 
     Block indices count from the sequence's start, in any order; `documents` are token ranges. Raises `ValueError` for
@@ -151,21 +153,22 @@ def kept_between(rules: tuple[Rule, ...], documents: tuple[Range, ...], queries:
     """
     for rule in dict.fromkeys(rules):
         for number, (start, stop) in enumerate(documents):
-            check_whole_blocks(rule.of_document(number), stop - start)
+            check_whole_blocks(rule.of_document(number), stop - start, causal)
     chosen = rules[:1] if len(set(rules)) == 1 else rules
-    of_rule = {rule: _of_documents(rule, documents, queries, keys) for rule in dict.fromkeys(chosen)}
+    of_rule = {rule: _of_documents(rule, documents, queries, keys, causal) for rule in dict.fromkeys(chosen)}
     return np.stack([of_rule[rule] for rule in chosen])
 
 
-def _of_documents(rule: Rule, documents: tuple[Range, ...], queries: Positions, keys: Positions) -> Mask:
+def _of_documents(rule: Rule, documents: tuple[Range, ...], queries: Positions, keys: Positions, causal: bool) -> Mask:
     """(n, m) bool: the block pairs that `rule` keeps; none across documents."""
     kept = np.zeros((len(queries), len(keys)), dtype=bool)
     for number, (start, stop) in enumerate(documents):
         first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
         rows, columns = (np.flatnonzero((first <= blocks) & (blocks < last)) for blocks in (queries, keys))
         if len(rows) and len(columns):
-            kinds = row_kinds(rule.of_document(number), stop - start, BLOCK_TOKENS, queries[rows] - first)
-            kept[np.ix_(rows, columns)] = kinds[:, keys[columns] - first] != NONE
+            pairs = (queries[rows] - first, keys[columns] - first)
+            for strip, kinds in row_strips(rule.of_document(number), stop - start, BLOCK_TOKENS, *pairs, causal):
+                kept[np.ix_(rows[strip], columns)] = kinds != NONE
     return kept
 
 
@@ -180,10 +183,10 @@ def check_documents(document_starts: tuple[int, ...]) -> None:
 
 
 @static_lru_cache(maxsize=256)
-def check_whole_blocks(rule: Rule, seq_len: int) -> None:
+def check_whole_blocks(rule: Rule, seq_len: int, causal: bool = True) -> None:
     """Raises `ValueError` if `rule` keeps part of a block of a document of `seq_len` tokens, or could for some content.
 
-    A diagonal block counts as whole if all its causal pairs are kept.
+    Where `causal`, a diagonal block counts as whole if all its causal pairs are kept.
     """
     if rule.unit % BLOCK_TOKENS == 0:
         return
@@ -194,9 +197,9 @@ def check_whole_blocks(rule: Rule, seq_len: int) -> None:
         )
     if isinstance(rule, Union) and (rule.awaits_content or rule.for_one_call):
         for part in rule.rules:  # by part, because the union differs in every call
-            check_whole_blocks(part, seq_len)
+            check_whole_blocks(part, seq_len, causal)
         return
-    if (np.tril(block_kinds(rule, seq_len, BLOCK_TOKENS)) == PART).any():
+    if any_partly(rule, seq_len, BLOCK_TOKENS, causal):
         raise ValueError(
             f"{rule}: keeps blocks of {BLOCK_TOKENS} tokens in part, which block-sparse kernels cannot; choose a rule"
             " over whole blocks, such as BigBird(window=8, globals=0, randoms=0), in short bigbird:8,0,0, for a window"

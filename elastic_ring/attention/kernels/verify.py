@@ -1,7 +1,9 @@
-"""Self-tests of kernels on this device: out, lse and gradients of two tiles against the fp64 reference.
+"""The self-test of kernels on this device: out, lse and gradients of small cases of all that a kernel covers, against
+the fp64 reference.
 
 Results are cached per process. Passes are also cached on disk if a folder is given; the key has the versions and the
-device. Block-sparse kernels have cases of their own in `sparse_verify`, by the same measure.
+device. Backward passes have been silently wrong before, so no kernel is used untested. Code shared with a kernel under
+test must not enter.
 """
 
 from __future__ import annotations
@@ -9,26 +11,39 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
-import random
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from elastic_ring.attention.kernels.adapters import aten_cpu, reference
-from elastic_ring.attention.kernels.backend import Backend, Backward, Forward
-from elastic_ring.attention.merge import Accumulator, lse_for_backward
+from elastic_ring.attention.accumulate import Accumulator
+from elastic_ring.attention.kernels.adapters import reference
+from elastic_ring.attention.kernels.block_tables import (
+    BLOCK_TOKENS,
+    BlockTables,
+    tables_apart,
+    tables_between,
+    tables_of,
+)
+from elastic_ring.attention.kernels.kernel import Cover, Kernel
+from elastic_ring.attention.lowering.rows import Span
+from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward
 
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+SPARSE_HALF_TOLERANCE = 2e-2
+"""Of half-precision kernels over tables: gradients pass through buffers of 16 bits."""
 
 
 @lru_cache(maxsize=256)
 def self_test(
-    backend: Backend,
+    kernel: Kernel,
     *,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -38,98 +53,57 @@ def self_test(
 ) -> str | None:
     """None if out, lse, dq, dk and dv agree with the fp64 reference, else a text with the difference or the error.
 
-    The keys are split into a full and a causal tile, so that backward gets the merged out and lse as in a ring;
-    `head_ratio` query heads share a K/V head. A deterministic backend runs twice on the GPU and must repeat bitwise.
-    `cache_dir` stores passes only. Raises: torch.OutOfMemoryError.
+    The keys are split into parts, so that backward gets the merged out and lse as in a ring; `head_ratio` query heads
+    share a K/V head. A deterministic kernel runs twice and must repeat bitwise. `cache_dir` stores passes only.
+    Raises: torch.OutOfMemoryError.
     """
-    return proved(
-        backend.name, backend.version(), (backend.deterministic, str(dtype), head_dim, head_ratio), device, cache_dir,
-        lambda: warm_up_kernels(backend, device, dtype, head_dim, head_ratio),
-    )  # fmt: skip
-
-
-def proved(
-    name: str, version: str | None, case: tuple[object, ...], device: str, cache_dir: Path | None,
-    test: Callable[[], str | None],
-) -> str | None:  # fmt: skip
-    """What `test` finds of kernel `name`; None at once where `cache_dir` has a proof of this `case`."""
     if cache_dir is None:
-        return test()
-    proof = cache_dir / f"kernel-{_key(name, version, case, device)}.json"
+        return warm_up_kernels(kernel, device, dtype, head_dim, head_ratio)
+    case = (kernel.deterministic, kernel.covers, str(dtype), head_dim, head_ratio)
+    proof = cache_dir / f"kernel-{_key(kernel, case, device)}.json"
     if proof.exists():
         return None
-    failure = test()
+    failure = warm_up_kernels(kernel, device, dtype, head_dim, head_ratio)
     if failure is None:
         try:
             proof.parent.mkdir(parents=True, exist_ok=True)
             scratch = proof.with_suffix(f".{os.getpid()}")
-            scratch.write_text(json.dumps({"backend": name, "version": version}))
+            scratch.write_text(json.dumps({"backend": kernel.name, "version": kernel.version()}))
             scratch.replace(proof)
         except OSError as error:  # e.g. another user's folder; the next process runs the test again
-            logger.warning("that %s passed its test is not kept: %s", name, error)
+            logger.warning("that %s passed its test is not kept: %s", kernel.name, error)
     return failure
 
 
-def _key(name: str, version: str | None, case: tuple[object, ...], device: str) -> str:
+def _key(kernel: Kernel, case: tuple[object, ...], device: str) -> str:
     where = ""
     if device == "cuda":
         where = f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()} {torch.version.cuda}"
-    return hashlib.sha256(repr((name, version, torch.__version__, where, case)).encode()).hexdigest()[:24]
+    parts = (kernel.name, kernel.version(), torch.__version__, where, case)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
-def warm_up_kernels(backend: Backend, device: str, dtype: torch.dtype, head_dim: int, head_ratio: int) -> str | None:
+def warm_up_kernels(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, head_ratio: int) -> str | None:
     """Run the self-test without caches; this also loads and compiles the kernels on `device`.
 
     Raises torch.OutOfMemoryError: a full GPU is no failure of the kernel, and falling back to another kernel would
     change the results bitwise.
     """
-
-    def test() -> str | None:
-        inputs = _sample(device, dtype, head_dim, head_ratio)
-        found = _two_tiles(backend.forward, backend.backward, *inputs)
-        again = found
-        if device != "cpu" and backend.deterministic:
-            again = _two_tiles(backend.forward, backend.backward, *inputs)
-        q, k, v, dout = inputs
-        wanted = reference.attention(q, k, v, dout, _seen(q, k), head_dim**-0.5)
-        return disagreement(found, again, wanted, TOLERANCE[dtype])
-
-    return told(test)
-
-
-@lru_cache(maxsize=16)
-def masked_self_test(dtype: torch.dtype, head_dim: int) -> str | None:
-    """As `self_test`, of a full and a masked tile on the CPU, with grouped heads: what sparse rings there run."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1, 40, 4, head_dim), (1, 56, 2, head_dim), (1, 56, 2, head_dim), (1, 40, 4, head_dim)]
-    q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    mask = torch.rand(40, 24, generator=generator) < 0.3
-    mask[:, 0] = True
-    scale = head_dim**-0.5
-    total = Accumulator(q)
-    tiles = [(slice(0, 32), None), (slice(32, 56), mask)]
-    for keys, own in tiles:
-        total.add((0, 40), *aten_cpu.forward(q, k[:, keys], v[:, keys], causal=False, scale=scale, mask=own))
-    shares = [
-        aten_cpu.backward(dout, q, k[:, keys], v[:, keys], total.out, total.lse, causal=False, scale=scale, mask=own)
-        for keys, own in tiles
-    ]
-    found = [total.out, total.lse, shares[0][0] + shares[1][0], *(torch.cat([s[i] for s in shares], 1) for i in (1, 2))]
-    seen = torch.cat([torch.ones(40, 32, dtype=torch.bool), mask], dim=1)
-    wanted = reference.attention(q, k, v, dout, seen[None], scale)
-    exact = torch.float64 if dtype == torch.float64 else torch.float32  # 16-bit inputs are computed in fp32
-    return disagreement(found, found, wanted, TOLERANCE[exact], " of a masked tile")
-
-
-def told(test: Callable[[], str | None]) -> str | None:
-    """What `test` finds, or the error that the kernel meets. Raises `torch.OutOfMemoryError`: a full GPU says nothing
-    about the kernel."""
     try:
-        return test()
+        # The first call may run inside activation checkpointing, which must not count tensors that this test saves.
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            for case in _cases(kernel, device, dtype, head_dim, head_ratio):
+                found = _found(kernel, case)
+                again = _found(kernel, case) if kernel.deterministic else found
+                q, k, v, dout = case.inputs
+                wanted = reference.attention(q, k, v, dout, case.seen, head_dim**-0.5)
+                if (failure := disagreement(found, again, wanted, case.tolerance, case.of)) is not None:
+                    return failure
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ImportError, NotImplementedError, TypeError, AssertionError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
+    return None
 
 
 def disagreement(
@@ -149,69 +123,125 @@ def disagreement(
     return None
 
 
-def length_classes(tile_tokens: tuple[int, ...], group: int) -> tuple[int, ...]:
-    """One length, in tokens, for each class that kernels with these tile sizes compile separately, ascending.
+# ------------------------------------------------------------ cases
 
-    A tile's rows may be tokens, or tokens times the `group` query heads of a K/V head.
+
+class _Case(NamedTuple):
+    """q, k, v, dout; (H or 1, Sq, Sk) bool, the keys that each query sees; and the calls that take them, which is one
+    differentiable call where it is tables alone. With `exact` the merged out is not rounded to the inputs' type."""
+
+    inputs: list[torch.Tensor]
+    seen: torch.Tensor
+    calls: list[tuple[slice, Cover]] | BlockTables
+    tolerance: float
+    of: str = ""
+    exact: bool = False
+
+
+def _cases(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, head_ratio: int) -> Iterator[_Case]:
+    def inputs(seed: int, batch: int, num_queries: int, num_keys: int) -> list[torch.Tensor]:
+        """q, k, v, dout for two K/V heads."""
+        generator = torch.Generator().manual_seed(seed)
+        queries, keys = (batch, num_queries, 2 * head_ratio, head_dim), (batch, num_keys, 2, head_dim)
+        shapes = (queries, keys, keys, queries)
+        return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+    if "causal" in kernel.covers:
+        # On a GPU the lengths exceed the kernels' blocks of 128 tokens and are not multiples of them.
+        rows, before = (48, 16) if device == "cpu" else (448, 200)
+        seen = torch.ones(1, rows, rows + before, dtype=torch.bool, device=device).tril(before)
+        calls: list[tuple[slice, Cover]] = [(slice(0, before), "full"), (slice(before, rows + before), "causal")]
+        yield _Case(inputs(0, 2, rows, rows + before), seen, calls, TOLERANCE[dtype])
+    if "mask" in kernel.covers:
+        mask = torch.rand(40, 24, generator=torch.Generator().manual_seed(0)) < 0.3
+        mask[:, 0] = True
+        mask = mask.to(device)
+        seen = torch.cat([torch.ones(40, 32, dtype=torch.bool, device=device), mask], dim=1)[None]
+        tolerance = TOLERANCE[accumulate_dtype(dtype)]  # 16-bit inputs are computed in fp32
+        calls = [(slice(0, 32), "full"), (slice(32, 56), mask)]
+        yield _Case(inputs(0, 1, 40, 56), seen, calls, tolerance, " of a masked tile", exact=True)
+    if "tables" in kernel.covers:
+        tolerance = max(TOLERANCE[dtype], SPARSE_HALF_TOLERANCE if dtype.itemsize == 2 else 0.0)
+        seen, tables = _whole_tables(2 * head_ratio, torch.device(device))
+        yield _Case(inputs(0, 2, seen.size(1), seen.size(2)), seen, tables, tolerance, " of a sparse case")
+        seen, calls = _ring_tables(torch.device(device))
+        yield _Case(inputs(1, 2, seen.size(1), seen.size(2)), seen, calls, tolerance, " of a sparse case")
+
+
+def _whole_tables(num_heads: int, device: torch.device) -> tuple[torch.Tensor, BlockTables]:
+    """A whole sequence of five blocks with different blocks per head, and one key block that no later query sees."""
+    kept = torch.rand(num_heads, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.5
+    kept[:, :, 1] = False
+    kept = (kept | torch.eye(5, dtype=torch.bool)).tril().to(device)
+    return as_tokens(kept), tables_of(kept)
+
+
+def _ring_tables(device: torch.device) -> tuple[torch.Tensor, list[tuple[slice, Cover]]]:
+    """One rank's part of a ring: three query blocks, their own keys and four fetched blocks.
+
+    The first query block sees no key at all, the second no fetched key, the third not its own block. No query sees the
+    own keys of the first and the third block, nor one of the fetched blocks. All heads share their tables.
     """
-    edges = {tokens // rows for tokens in tile_tokens for rows in (1, group) if tokens >= rows}
-    return (*sorted(edges), max(edges) + 64) if edges else ()
+    own, earlier = np.array([[False, True, False]]), np.zeros((1, 3, 3), dtype=bool)
+    earlier[0, 2, 1] = True
+    fetched = np.zeros((1, 3, 4), dtype=bool)
+    fetched[0, 2] = (True, False, True, True)
+    diagonal = np.zeros_like(earlier)
+    diagonal[:, range(3), range(3)] = own
+    kept = torch.from_numpy(np.concatenate([earlier | diagonal, fetched], axis=2)).to(device)
+    return as_tokens(kept, num_own_keys=3), [
+        (slice(0, 3 * BLOCK_TOKENS), tables_between(own, earlier, device)),
+        (slice(3 * BLOCK_TOKENS, 7 * BLOCK_TOKENS), tables_apart([fetched], [np.arange(4)], device)),
+    ]
 
 
-def warm_up_variants(backend: Backend, device: str, dtype: torch.dtype, head_dim: int, group: int) -> int:
-    """Compile the kernels for documents of any length: run forward and backward of full and causal tiles of each
-    length class. Returns the number of tiles.
-
-    The order is random per process, so that processes of a node compile different variants first and load the others
-    from the cache on disk. A failed tile is only logged, because the run may not need it. Raises
-    torch.OutOfMemoryError.
-    """
-    lengths = length_classes(backend.tile_tokens, group)
-    tiles = [(rows, keys, False) for rows in lengths for keys in lengths] + [(rows, rows, True) for rows in lengths]
-    random.Random(os.getpid()).shuffle(tiles)
-    for num_rows, num_keys, causal in tiles:
-        shapes = ((2, num_rows, 2 * group, head_dim), (2, num_keys, 2, head_dim))
-        q, k = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
-        try:
-            out, lse = backend.forward(q, k, k, causal=causal, scale=1.0)
-            backend.backward(q, q, k, k, out.to(dtype), lse, causal=causal, scale=1.0)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError, AssertionError) as error:
-            kind = "causal" if causal else "full"
-            logger.warning("%s fails for %s tiles of %d x %d: %s", backend.name, kind, num_rows, num_keys, error)
-    return len(tiles)
+def as_tokens(kept: torch.Tensor, num_own_keys: int | None = None) -> torch.Tensor:
+    """Block mask (H, n, m) to token mask (H, Sq, Sk), causal on the first `num_own_keys` key blocks (default: all)."""
+    mask = kept.repeat_interleave(BLOCK_TOKENS, 1).repeat_interleave(BLOCK_TOKENS, 2)
+    own = BLOCK_TOKENS * (kept.size(2) if num_own_keys is None else num_own_keys)
+    mask[:, :, :own] = mask[:, :, :own].tril()
+    return mask
 
 
-def _sample(device: str, dtype: torch.dtype, head_dim: int, head_ratio: int) -> list[torch.Tensor]:
-    """q, k, v, dout for a batch of 2: queries that see earlier keys fully and their own keys causally.
-
-    On a GPU the lengths exceed the kernels' blocks of 128 tokens and are not multiples of them.
-    """
-    rows, before = (48, 16) if device == "cpu" else (448, 200)
-    generator = torch.Generator().manual_seed(0)
-    heads, length = 2 * head_ratio, rows + before
-    queries, keys = (2, rows, heads, head_dim), (2, length, 2, head_dim)
-    shapes = (queries, keys, keys, queries)
-    return [torch.randn(shape, generator=generator).to(device=device, dtype=dtype) for shape in shapes]
-
-
-def _two_tiles(forward: Forward, backward: Backward, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    q, k, v, dout = inputs
+def _found(kernel: Kernel, case: _Case) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv, as a ring finds them, or as autograd does where one call takes all."""
+    q, k, v, dout = case.inputs
     scale = q.size(-1) ** -0.5
-    before = k.size(1) - q.size(1)
-    tiles = [(slice(0, before), False), (slice(before, k.size(1)), True)]
-    total = Accumulator(q)
-    for keys, causal in tiles:
-        total.add((0, q.size(1)), *forward(q, k[:, keys], v[:, keys], causal=causal, scale=scale))
-    out, lse = total.out.to(q.dtype), lse_for_backward(total.lse)
-    shares = [backward(dout, q, k[:, keys], v[:, keys], out, lse, causal=causal, scale=scale) for keys, causal in tiles]
-    dq = sum((share[0].to(total.out.dtype) for share in shares), torch.zeros_like(total.out))
-    dk, dv = (torch.cat([share[i].to(total.out.dtype) for share in shares], dim=1) for i in (1, 2))
-    return [out, lse, dq, dk, dv]
+    if not isinstance(case.calls, BlockTables):
+        return _of_calls(kernel, case, scale)
+    assert kernel.whole is not None
+    with torch.enable_grad():
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        out, lse = kernel.whole(*leaves, case.calls, scale)
+        grads = torch.autograd.grad(out, leaves, dout)
+    return [out.detach(), lse.detach(), *grads]
 
 
-def _seen(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """(1, Sq, Sk): every earlier key, and the own keys causally."""
-    before = k.size(1) - q.size(1)
-    return torch.ones(1, q.size(1), k.size(1), dtype=torch.bool, device=q.device).tril(before)
+@torch.no_grad()
+def _of_calls(kernel: Kernel, case: _Case, scale: float) -> list[torch.Tensor]:
+    """Over tables, fetched K and V are interleaved and gradients are written, as in a ring's buffers."""
+    assert not isinstance(case.calls, BlockTables)
+    q, k, v, dout = case.inputs
+    pairs = [(k[:, keys], v[:, keys]) for keys, _ in case.calls]
+    sparse = isinstance(case.calls[0][1], BlockTables)
+    pairs = [pairs[0], side_by_side(*pairs[1])] if sparse else pairs
+    total, rows = Accumulator(q), Span(0, q.size(1))
+    for pair, (_, cover) in zip(pairs, case.calls, strict=True):
+        total.add(rows, *kernel.attend(q, *pair, cover, scale))
+    out, lse = total.out if case.exact else total.out.to(q.dtype), lse_for_backward(total.lse)
+    shares = []
+    for pair, (_, cover) in zip(pairs, case.calls, strict=True):
+        places = {}
+        if sparse and kernel.writes_gradients:  # NaN reveals a key, seen or not, whose gradient is not written
+            unwritten = side_by_side(*(torch.full_like(x, math.nan) for x in pair))
+            places = dict(zip(("dk", "dv"), unwritten, strict=True))
+        shares.append((*kernel.gradients(dout, q, *pair, out, lse, cover, scale, **places), *places.values()))
+    exact = accumulate_dtype(q.dtype)
+    dk, dv = (torch.cat([share[i].to(exact) for share in shares], dim=1) for i in (-2, -1))
+    return [out, total.lse, shares[0][0].to(exact) + shares[1][0].to(exact), dk, dv]
+
+
+def side_by_side(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of k and v (B, n, Hkv, D) as views of one buffer (n * Hkv, B, 2, D)."""
+    both = torch.stack([k, v], dim=3).permute(1, 2, 0, 3, 4).contiguous()
+    return both[:, :, :, 0].permute(2, 0, 1, 3), both[:, :, :, 1].permute(2, 0, 1, 3)

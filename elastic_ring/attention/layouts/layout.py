@@ -48,6 +48,19 @@ class Layout:
         """The number of ranks that share the sequence."""
         return len(self.segments)
 
+    def repeated(self, times: int) -> Layout:
+        """The layout of `times` such sequences, one after another: a rank holds its part of the first, then of the
+        second, and so on. Documents begin anew with each. Raises `ValueError` for less than one."""
+        if times < 1:
+            raise ValueError(f"times={times}: a layout has at least one sequence")
+        if times == 1:
+            return self
+        shifts = range(0, times * self.seq_len, self.seq_len)
+        segments = tuple(
+            tuple((shift + start, shift + stop) for shift in shifts for start, stop in own) for own in self.segments
+        )
+        return Layout(f"{self.name}-x{times}", times * self.seq_len, segments)
+
     def num_tokens(self, cp_rank: int) -> int:
         return sum(stop - start for start, stop in self.segments[cp_rank])
 

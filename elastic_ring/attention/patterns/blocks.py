@@ -1,72 +1,198 @@
 """A rule on one document in blocks of tokens: which blocks are kept, fully or in part, and how many pairs.
 
-Blocks count from the document's start; the last one may be shorter. No heads, ranks or layouts in this file.
-Results of `block_kinds` and `row_pairs` are read-only, and cached except for one-call rules.
+Blocks count from the document's start; the last one may be shorter. No heads, ranks or layouts in this file. Rules with
+`spans` are counted in closed form, others in strips of rows: only `block_kinds`, for pictures, holds all pairs of
+blocks. Results of `row_pairs` are read-only, and cached except for one-call rules.
 """
 
 from __future__ import annotations
 
-from functools import reduce
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_ring.attention.patterns.rules import FULL, NONE, PART, Kinds, Mask, Positions, Rule, Union
+from elastic_ring.attention.patterns.rules import FULL, NONE, PART, Kinds, Mask, Positions, Rule, Span, Union
 from elastic_ring.attention.plan.cached import static_lru_cache
+from elastic_ring.attention.plan.plan_cache import SizedLRU
+
+_ROWS_AT_ONCE = 1 << 16
+
+PAIRS_BYTES = 1 << 29
+"""Memory, in bytes, that kept results of `row_pairs` may take: 8 a token and rule."""
 
 
-def visible(rule: Rule, q: Positions, k: Positions) -> Mask:
-    """(n, m): whether queries at positions `q` (n,) see keys at `k` (m,), under the rule and causality."""
+def visible(rule: Rule, q: Positions, k: Positions, causal: bool = True) -> Mask:
+    """(n, m): whether queries at positions `q` (n,) see keys at `k` (m,), under the rule and, where `causal`,
+    causality."""
     rows, columns = q[:, None], k[None, :]
-    seen = rule.sees(rows, columns) & (columns <= rows)
+    seen = rule.sees(rows, columns)
+    if causal:
+        seen = seen & (columns <= rows)
     assert seen.shape == (q.size, k.size), (rule, seen.shape)
     return seen
 
 
-@static_lru_cache(maxsize=24)
-def block_kinds(rule: Rule, length: int, block: int) -> Kinds:
-    """(n, n) of NONE, PART, FULL for a document of `length` tokens; NONE above the diagonal.
-
-    On the diagonal FULL means all causal pairs.
-    """
-    kinds = np.tril(rule.kinds(-(-length // block), block))
-    kinds.setflags(write=False)
-    return kinds
+def block_kinds(rule: Rule, length: int, block: int, causal: bool = True) -> Kinds:
+    """(n, n) of NONE, PART, FULL for a document of `length` tokens, for pictures; where `causal` NONE above the
+    diagonal, on which FULL means all causal pairs."""
+    return rule.kinds(-(-length // block), block, causal)
 
 
-def row_kinds(rule: Rule, length: int, block: int, rows: Positions) -> Kinds:
-    """(len(rows), n): the rows `rows` of `block_kinds`; a one-call rule computes only these."""
-    if not rule.for_one_call:
-        return block_kinds(rule, length, block)[rows]
+def row_kinds(
+    rule: Rule, length: int, block: int, rows: Positions, columns: Positions | None = None, causal: bool = True
+) -> Kinds:
+    """(len(rows), len(columns)): these rows and columns of `block_kinds`; None: all columns."""
+    if columns is None:
+        columns = np.arange(-(-length // block), dtype=np.int64)
+    if not (columns[1:] >= columns[:-1]).all():
+        order = np.argsort(columns, kind="stable")
+        kinds = np.empty((len(rows), len(columns)), dtype=np.uint8)
+        kinds[:, order] = rule.row_kinds(rows, columns[order], block, causal)
+        return kinds
+    return rule.row_kinds(rows, columns, block, causal)
+
+
+def row_strips(
+    rule: Rule, length: int, block: int, rows: Positions, columns: Positions | None = None, causal: bool = True
+) -> Iterator[tuple[slice, Kinds]]:
+    """`row_kinds` of a few rows at a time, with the slice of `rows` that they are."""
+    if columns is None:
+        columns = np.arange(-(-length // block), dtype=np.int64)
+    for some in rule.strips(rows, columns, block):
+        yield some, row_kinds(rule, length, block, rows[some], columns, causal)
+
+
+def kept_by_any(rule: Rule, length: int, block: int, rows: Positions, causal: bool = True) -> tuple[Mask, Mask]:
+    """(n,), (n,): the blocks other than its own that any of `rows` keeps in full, and those that any keeps at all. Of
+    the blocks that any keeps in full, the second may leave some out."""
     if isinstance(rule, Union):
-        return reduce(np.maximum, (row_kinds(part, length, block, rows) for part in rule.rules))
+        parts = [kept_by_any(part, length, block, rows, causal) for part in rule.rules]
+        return np.logical_or.reduce([full for full, _ in parts]), np.logical_or.reduce([some for _, some in parts])
     num_blocks = -(-length // block)
-    kinds = rule.row_kinds(rows, num_blocks, block)
-    if rule.unit != block:  # otherwise a block is a unit, and chosen units lie before the diagonal
-        kinds[np.arange(num_blocks)[None, :] > rows[:, None]] = NONE
-    return kinds
+    spans = _spans(rule, rows, num_blocks, block, causal)
+    if spans is not None:
+        full, some = np.zeros((2, num_blocks + 1), dtype=np.int64)
+        for first, last, kind in spans:
+            _add_edges(some, first, last)
+            if kind == FULL:
+                _add_edges(full, first, np.minimum(last, rows))
+                _add_edges(full, np.maximum(first, rows + 1), last)
+        return np.cumsum(full[:-1]) > 0, np.cumsum(some[:-1]) > 0
+    most = np.zeros(num_blocks, dtype=np.uint8)
+    for strip, kinds in row_strips(rule, length, block, rows, causal=causal):
+        own = np.arange(len(kinds)), rows[strip]
+        kinds[own] = np.minimum(kinds[own], PART)
+        most = np.maximum(most, kinds.max(0))
+    return most == FULL, most != NONE
 
 
-@static_lru_cache(maxsize=64)
-def row_pairs(rule: Rule, length: int, block: int) -> NDArray[np.int64]:
+@static_lru_cache(maxsize=256)
+def any_partly(rule: Rule, length: int, block: int, causal: bool = True) -> bool:
+    """Whether the rule keeps any block of a document in part."""
+    num_blocks = -(-length // block)
+    rows = np.arange(num_blocks, dtype=np.int64)
+    spans = _spans(rule, rows, num_blocks, block, causal)
+    if spans is None:
+        return any(bool((kinds == PART).any()) for _, kinds in row_strips(rule, length, block, rows, causal=causal))
+    full = [span for span in spans if span[2] == FULL]
+    return bool((_union_size(spans, rows) > _union_size(full, rows)).any())
+
+
+def row_pairs(rule: Rule, length: int, block: int, causal: bool = True) -> NDArray[np.int64]:
     """(length,): the number of keys that each query of a document sees. Exact for static rules; an upper bound if
     `awaits_content`, since chosen blocks may overlap with another rule."""
+    return (_row_pairs if rule.for_one_call else _KEPT_PAIRS)(rule, length, block, causal)
+
+
+def _row_pairs(rule: Rule, length: int, block: int, causal: bool) -> NDArray[np.int64]:
     at = np.arange(length, dtype=np.int64)
     if rule.awaits_content:
         most: NDArray[np.int64] = np.minimum(row_pairs(rule.sure, length, block) + rule.num_chosen(at), at + 1)
         most.setflags(write=False)
         return most
-    kinds = block_kinds(rule, length, block)
-    whole = np.tril(kinds == FULL, -1).sum(1) * block
-    pairs: NDArray[np.int64] = whole[at // block]
-    for row, masked in enumerate(_masked_columns(kinds)):
-        start, stop = row * block, min(length, (row + 1) * block)
-        if kinds[row, row] == FULL:
-            pairs[start:stop] += at[start:stop] - start + 1
-        if masked.size:
-            pairs[start:stop] += visible(rule, at[start:stop], block_positions(masked, block, length)).sum(1)
+    pairs = np.zeros(length, dtype=np.int64)
+    unit = rule.unit
+    for begin in range(0, -(-length // unit), _ROWS_AT_ONCE):  # whole units, which a rule keeps or does not
+        rows = np.arange(begin, min(-(-length // unit), begin + _ROWS_AT_ONCE), dtype=np.int64)
+        spans = _spans(rule, rows, -(-length // unit), unit, causal)
+        if spans is None:
+            _count_in_strips(pairs, rule, block, causal)
+            break
+        start, stop = begin * unit, min(length, (begin + len(rows)) * unit)
+        pairs[start:stop] = _pairs_of_units(spans, rows, unit, length, causal).repeat(unit)[: stop - start]
+        if causal:  # of the own unit only the tokens up to the query
+            own = np.logical_or.reduce([(first <= rows) & (rows < last) for first, last, _ in spans])
+            inside = np.arange(1, unit + 1, dtype=np.int64) - unit
+            pairs[start:stop] += (own[:, None] * inside).ravel()[: stop - start]
     pairs.setflags(write=False)
     return pairs
+
+
+_KEPT_PAIRS = SizedLRU(_row_pairs, PAIRS_BYTES, lambda pairs: pairs.nbytes)
+
+
+def _pairs_of_units(spans: Sequence[Span], rows: Positions, unit: int, length: int, causal: bool) -> NDArray[np.int64]:
+    """(n,): the tokens of all units that each row keeps; the last unit of the document may be shorter."""
+    last_unit = -(-length // unit) - 1
+    sizes = _union_size(spans, rows) * unit
+    if not causal:
+        at_end = np.logical_or.reduce([(first <= last_unit) & (last_unit < last) for first, last, _ in spans])
+        sizes -= at_end * ((last_unit + 1) * unit - length)
+    return sizes
+
+
+def _count_in_strips(pairs: NDArray[np.int64], rule: Rule, block: int, causal: bool) -> None:
+    length = len(pairs)
+    at = np.arange(length, dtype=np.int64)
+    num_blocks = -(-length // block)
+    for strip, kinds in row_strips(rule, length, block, np.arange(num_blocks, dtype=np.int64), causal=causal):
+        rows = np.arange(strip.start, strip.stop)
+        full = kinds == FULL
+        own = full[np.arange(len(rows)), rows]
+        if causal:
+            full[np.arange(len(rows)), rows] = False
+        whole = np.count_nonzero(full, axis=1) * block - full[:, -1] * (num_blocks * block - length)
+        partly = (kinds == PART).any(1)
+        for number, row in enumerate(rows.tolist()):
+            start, stop = row * block, min(length, (row + 1) * block)
+            pairs[start:stop] = whole[number]
+            if causal and own[number]:
+                pairs[start:stop] += at[start:stop] - start + 1
+            if partly[number]:
+                keys = block_positions(np.flatnonzero(kinds[number] == PART), block, length)
+                pairs[start:stop] += visible(rule, at[start:stop], keys, causal).sum(1)
+
+
+def _spans(rule: Rule, rows: Positions, num_blocks: int, block: int, causal: bool) -> list[Span] | None:
+    """The rule's spans, cut at the document's ends and, where `causal`, after each row's own block."""
+    found = rule.spans(rows, num_blocks, block, causal)
+    if found is None:
+        return None
+    ends = np.minimum(rows + 1, num_blocks) if causal else np.full_like(rows, num_blocks)
+    return [(np.maximum(first, 0), np.minimum(last, ends), kind) for first, last, kind in found]
+
+
+def _union_size(spans: Sequence[Span], rows: Positions) -> NDArray[np.int64]:
+    """(n,): how many blocks of each row lie in any of the spans."""
+    if not spans:
+        return np.zeros_like(rows)
+    firsts, lasts = (np.stack([span[edge] for span in spans]) for edge in (0, 1))
+    if len(spans) > 1:
+        order = np.argsort(firsts, axis=0)
+        firsts, lasts = (np.take_along_axis(each, order, 0) for each in (firsts, lasts))
+    size, end = np.zeros_like(rows), np.zeros_like(rows)
+    for first, last in zip(firsts, lasts, strict=True):
+        size += np.maximum(last - np.maximum(first, end), 0)
+        end = np.maximum(end, last)
+    return size
+
+
+def _add_edges(edges: NDArray[np.int64], first: Positions, last: Positions) -> None:
+    """Add 1 where a range begins and take it away where it ends; empty ranges count for nothing."""
+    held = first < last
+    edges += np.bincount(first[held], minlength=len(edges))
+    edges -= np.bincount(last[held], minlength=len(edges))
 
 
 def block_positions(columns: NDArray[np.intp], block: int, length: int) -> Positions:
@@ -87,8 +213,3 @@ def reach(kinds: Kinds, depth: int) -> tuple[float, ...]:
             carried = ((reached @ carried) > 0).astype(np.float32)
         shares.append(float(carried.sum()) / (num_blocks * (num_blocks + 1) / 2))
     return tuple(shares)
-
-
-def _masked_columns(kinds: Kinds) -> list[NDArray[np.intp]]:
-    """Per row, the columns of PART blocks, which need token-wise evaluation."""
-    return [np.flatnonzero(row == PART) for row in kinds]

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic_ring.attention.patterns.families import BigBird
-from elastic_ring.attention.patterns.rules import FULL, Kinds, Mask, Positions, Rule, Union, require
+from elastic_ring.attention.patterns.rules import FULL, NONE, Kinds, Mask, Positions, Rule, Union, require
 
 Choices = NDArray[np.int32]
 """(units, width): the past units that each unit's queries see, ascending; shorter rows are padded with -1."""
@@ -75,7 +75,7 @@ class TopK(Rule):
     def sees(self, q: Positions, k: Positions) -> Mask:
         raise ValueError(self._unknown)
 
-    def row_kinds(self, rows: Positions, num_blocks: int, block: int) -> Kinds:
+    def row_kinds(self, rows: Positions, columns: Positions, block: int, causal: bool = True) -> Kinds:
         raise ValueError(self._unknown)
 
     @property
@@ -120,9 +120,9 @@ class Chosen(Rule):
             seen = seen | (self.past[row, choice] == column)
         return seen
 
-    def row_kinds(self, rows: Positions, num_blocks: int, block: int) -> Kinds:
+    def row_kinds(self, rows: Positions, columns: Positions, block: int, causal: bool = True) -> Kinds:
         if self.unit_tokens % block:
-            return super().row_kinds(rows, num_blocks, block)
+            return super().row_kinds(rows, columns, block, causal)
         per_unit = self.unit_tokens // block
         units = rows // per_unit
         kinds = np.zeros((len(rows), self.num_units), dtype=np.uint8)
@@ -130,7 +130,11 @@ class Chosen(Rule):
         at, choice = np.nonzero(past >= 0)
         kinds[at, past[at, choice]] = FULL
         kinds[np.arange(len(rows)), units] = FULL
-        return kinds.repeat(per_unit, axis=1)[:, :num_blocks] if per_unit > 1 else kinds
+        if per_unit == 1:  # chosen units lie before the diagonal
+            return kinds[:, columns]
+        kinds = kinds[:, columns // per_unit]
+        kinds[columns[None, :] > rows[:, None]] = NONE
+        return kinds
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ kernels in this file, and of heads only the assignment of one rule to each.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,7 +16,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from elastic_ring.attention.patterns.rules import FULL, Kinds, Mask, Positions, Rule, by_distance, require
+from elastic_ring.attention.patterns.rules import (
+    FULL,
+    Kinds,
+    Mask,
+    Positions,
+    Rule,
+    Span,
+    require,
+    strips,
+    unit_spans,
+)
 
 __all__ = ["BigBird", "BlockFunction", "Dilated", "Hierarchical", "Profile", "load_profile", "longnet"]
 
@@ -72,15 +83,24 @@ class Dilated(Rule):
             seen |= (q // segment == k // segment) & q_kept & k_kept
         return seen
 
-    def kinds(self, num_blocks: int, block: int) -> Kinds:
+    @property
+    def sees_ahead(self) -> bool:
+        return True
+
+    def row_kinds(self, rows: Positions, columns: Positions, block: int, causal: bool = True) -> Kinds:
         if block != self.unit_tokens:
-            return super().kinds(num_blocks, block)
-        kinds = np.zeros((num_blocks, num_blocks), dtype=np.uint8)
+            return super().row_kinds(rows, columns, block, causal)
+        kept = np.zeros((len(rows), len(columns)), dtype=bool)
         for segment, rate in zip(self.segments, self.rates, strict=True):
-            for first in range(0, num_blocks, segment // block):
-                kept = np.arange(first + self.offset % rate, min(first + segment // block, num_blocks), rate)
-                kinds[np.ix_(kept, kept)] = FULL
-        return kinds
+            length, offset = segment // block, self.offset % rate
+            at, to = (np.flatnonzero(blocks % length % rate == offset) for blocks in (rows, columns))
+            first = rows[at] // length * length
+            last = np.minimum(first + length, rows[at] + 1) if causal else first + length
+            begin, end = (np.searchsorted(columns[to], edge) for edge in (first, last))
+            counts = end - begin
+            steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            kept[np.repeat(at, counts), to[np.repeat(begin, counts) + steps]] = True
+        return kept.astype(np.uint8) * np.uint8(FULL)
 
 
 def longnet(
@@ -162,16 +182,13 @@ class BigBird(Rule):
             at_random |= drawn[row, choice] == column
         return (row - column < self.window) | (column < self.globals) | at_random
 
-    def kinds(self, num_blocks: int, block: int) -> Kinds:
-        if block != self.unit_tokens:
-            return super().kinds(num_blocks, block)
-        kept = by_distance(np.arange(1 - num_blocks, num_blocks) < self.window)
-        kept[:, : self.globals] = True
-        num_rows = 1 << (num_blocks - 1).bit_length()
-        drawn = _drawn(self.seed, self.randoms, self.window, self.globals, num_rows)[:num_blocks]
-        row, choice = np.nonzero(drawn >= 0)
-        kept[row, drawn[row, choice]] = True
-        return kept.astype(np.uint8) * np.uint8(FULL)
+    def spans(self, rows: Positions, num_blocks: int, block: int, causal: bool = True) -> list[Span] | None:
+        row = rows * block // self.unit_tokens
+        num_rows = int(row.max(initial=0)) + 1
+        drawn = _drawn(self.seed, self.randoms, self.window, self.globals, 1 << (num_rows - 1).bit_length())[row].T
+        near = (row - self.window + 1, row + 1)
+        first = (np.zeros_like(row), np.full_like(row, self.globals))
+        return unit_spans((near, first, *((one, one + 1) for one in drawn)), self.unit_tokens, block)
 
 
 @lru_cache(maxsize=32)
@@ -252,6 +269,18 @@ class Hierarchical(Rule):
             reach, every = 2 * reach, 2 * every
         return seen
 
+    def spans(self, rows: Positions, num_blocks: int, block: int, causal: bool = True) -> list[Span] | None:
+        row = rows * block // self.unit_tokens
+        farthest = int(row.max(initial=0))
+        kept = [(row - self.base + 1, row + 1)]
+        reach, every = self.base, 2
+        while reach <= farthest:
+            nearest = (row - reach + 1) // every * every - 1
+            for column in (nearest - every * n for n in range(-(-reach // every))):
+                kept.append((column, np.where(column > row - 2 * reach, column + 1, column)))
+            reach, every = 2 * reach, 2 * every
+        return unit_spans(kept, self.unit_tokens, block)
+
 
 @dataclass(frozen=True)
 class Profile(Rule):
@@ -278,6 +307,10 @@ class Profile(Rule):
         kept = np.zeros(self.distances[-1] + 2, dtype=bool)
         kept[list(self.distances)] = True
         return kept[np.clip(back, -1, self.distances[-1] + 1)]
+
+    def spans(self, rows: Positions, num_blocks: int, block: int, causal: bool = True) -> list[Span] | None:
+        row = rows * block // self.unit_tokens
+        return unit_spans(((row - d, row - d + 1) for d in self.distances), self.unit_tokens, block)
 
 
 def load_profile(path: str | Path, *, keep: float) -> tuple[Profile, ...]:
@@ -315,8 +348,8 @@ class BlockFunction(Rule):
     """A user-defined rule: `function(query_unit, key_unit)` of integer arrays that broadcast, elementwise.
 
     Example: `lambda i, j: (i - j) % 3 == 0`. The function must be pure and the same on every rank; two rules are equal
-    if they hold the same function object. `sees` raises `ValueError` if the function is not elementwise, `kinds` if it
-    keeps a future unit.
+    if they hold the same function object. `sees` raises `ValueError` if the function is not elementwise, `row_kinds` if
+    it keeps a future unit under causal attention.
     """
 
     function: Callable[[Positions, Positions], Any]
@@ -342,20 +375,29 @@ class BlockFunction(Rule):
             ) from error
         return kept
 
-    def kinds(self, num_blocks: int, block: int) -> Kinds:
-        self.check_causal(-(-num_blocks * block // self.unit_tokens))
-        return super().kinds(num_blocks, block)
+    @property
+    def sees_ahead(self) -> bool:
+        return True
 
-    def check_causal(self, num_units: int) -> None:
+    def row_kinds(self, rows: Positions, columns: Positions, block: int, causal: bool = True) -> Kinds:
+        if causal:
+            self.check_causal(*(np.unique(self._units(blocks, block)) for blocks in (rows, columns)))
+        return super().row_kinds(rows, columns, block, causal)
+
+    def _units(self, blocks: Positions, block: int) -> Positions:
+        """All units of which these blocks hold a part."""
+        parts = np.arange(0, block, math.gcd(block, self.unit_tokens), dtype=np.int64)
+        return (blocks[:, None] * block + parts).ravel() // self.unit_tokens
+
+    def check_causal(self, rows: Positions, columns: Positions) -> None:
         """Raises `ValueError` that names the first kept pair of units whose key comes after the query."""
-        at = np.arange(num_units, dtype=np.int64) * self.unit_tokens
-        for first in range(0, num_units, 512):
-            early = self.sees(at[first : first + 512, None], at[None, :])
-            early = early & (at[None, :] > at[first : first + 512, None])
+        queries, keys = rows[:, None] * self.unit_tokens, columns[None, :] * self.unit_tokens
+        for some in strips(len(rows), len(columns)):
+            early = self.sees(queries[some], keys) & (keys > queries[some])
             if early.any():
                 row, column = np.argwhere(early)[0]
                 name = getattr(self.function, "__name__", repr(self.function))
                 raise ValueError(
-                    f"function={name}: lets query unit {first + row} see unit {column} of the future; add"
+                    f"function={name}: lets query unit {rows[some][row]} see unit {columns[column]} of the future; add"
                     " `& (key <= query)`"
                 )

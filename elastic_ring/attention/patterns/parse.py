@@ -33,7 +33,7 @@ _UNIT = {"unit": 128}
 # Name -> its numbers in order with defaults (None: required), and the constructor.
 _FAMILIES: dict[str, tuple[dict[str, int | None], Callable[..., Rule]]] = {
     "dense": ({}, Dense),
-    "window": ({"tokens": None}, Window),
+    "window": ({"tokens": None, "ahead": 0}, Window),
     "sinks": ({"tokens": None}, Sinks),
     "strided": ({"every": None, "local": 1, **_UNIT}, Strided),
     "bigbird": ({"window": 3, "globals": 1, "randoms": 3, "seed": 0, **_UNIT}, BigBird),

@@ -8,8 +8,10 @@ only.
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from functools import reduce
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,11 +20,16 @@ from numpy.typing import NDArray
 Positions = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Kinds = NDArray[np.uint8]
+Span = tuple[Positions, Positions, int]
+"""For each of some rows of blocks the key blocks first <= j < last, and how much of them is kept at least: a kind."""
 
 NONE, PART, FULL = 0, 1, 2
 """How much of a block pair a rule keeps: no token pair, some (or not known to be all), or all."""
 
 _STRIP_ELEMENTS = 1 << 22
+
+NEWER: Mapping[str, object] = MappingProxyType({"identity": "where set"})
+"""Metadata of a field that older runs do not know: at its default it is no part of a pattern's identity."""
 
 
 class Rule:
@@ -39,12 +46,12 @@ class Rule:
         if "short_name" not in vars(type(self)):  # an inherited name belongs to another rule
             return repr(self)
         arguments = []
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if field.default is MISSING:
+        for own in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, own.name)
+            if own.default is MISSING:
                 arguments.append(str(value))
-            elif value != field.default:
-                arguments.append(f"{field.name.removesuffix('_tokens')}={int(value)}")
+            elif value != own.default:
+                arguments.append(f"{own.name.removesuffix('_tokens')}={int(value)}")
         return f"{self.short_name}:{','.join(arguments)}" if arguments else self.short_name
 
     @property
@@ -81,29 +88,67 @@ class Rule:
         """
         raise NotImplementedError
 
-    def kinds(self, num_blocks: int, block: int) -> Kinds:
-        """(num_blocks, num_blocks) of NONE, PART, FULL, queries first, for blocks of `block` tokens.
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether the rule says which later keys a query sees, so that it also serves attention that is not causal."""
+        return False
 
-        Only entries with key <= query are valid. On the diagonal FULL means all causal pairs.
+    @property
+    def num_ahead(self) -> int:
+        """For how many later keys the rule was told to look, which causal attention never sees."""
+        return 0
+
+    def spans(self, rows: Positions, num_blocks: int, block: int, causal: bool = True) -> list[Span] | None:
+        """The blocks that the blocks `rows` (m,) keep, in closed form: what no span holds is NONE, where spans overlap
+        the larger kind holds. None: `row_kinds` must look at pairs of blocks.
+
+        Spans may reach beyond the document and, where `causal`, beyond the row: callers cut them.
         """
-        per_block = block // math.gcd(self.unit, block)
-        kinds = np.zeros((num_blocks, num_blocks), dtype=np.uint8)
-        strip = max(1, _STRIP_ELEMENTS // (num_blocks * per_block**2))
-        for first in range(0, num_blocks, strip):
-            rows = np.arange(first, min(num_blocks, first + strip), dtype=np.int64)
-            kinds[rows] = self.row_kinds(rows, num_blocks, block)
-        return kinds
+        return None
 
-    def row_kinds(self, rows: Positions, num_blocks: int, block: int) -> Kinds:
-        """(len(rows), num_blocks): the rows `rows` of `kinds`."""
+    def kinds(self, num_blocks: int, block: int, causal: bool = True) -> Kinds:
+        """(num_blocks, num_blocks) of NONE, PART, FULL, queries first, for blocks of `block` tokens: for pictures and
+        tests of short documents."""
+        every = np.arange(num_blocks, dtype=np.int64)
+        kinds = [self.row_kinds(every[some], every, block, causal) for some in self.strips(every, every, block)]
+        return np.concatenate(kinds)
+
+    def row_kinds(self, rows: Positions, columns: Positions, block: int, causal: bool = True) -> Kinds:
+        """(len(rows), len(columns)) of NONE, PART, FULL for query blocks and ascending key blocks.
+
+        Where `causal`, later blocks are NONE, and on the diagonal FULL means all causal pairs.
+        """
+        spans = self.spans(rows, int(columns.max(initial=-1)) + 1, block, causal)
+        if spans is None:
+            kinds = self.kinds_by_pairs(rows, columns, block)
+            if causal:
+                kinds[columns[None, :] > rows[:, None]] = NONE
+            return kinds
+        painted = np.zeros((2, len(rows), len(columns) + 1), dtype=np.int16)
+        at = np.arange(len(rows))
+        for first, last, kind in spans:
+            last = np.minimum(last, rows + 1) if causal else last
+            begin, end = (np.searchsorted(columns, edge) for edge in (first, np.maximum(first, last)))
+            painted[kind - 1, at, begin] += 1
+            painted[kind - 1, at, end] -= 1
+        seen = np.cumsum(painted[:, :, :-1], axis=2, dtype=np.int16) > 0
+        return by_extremes(seen[0] | seen[1], seen[1])
+
+    def strips(self, rows: Positions, columns: Positions, block: int) -> list[slice]:
+        """Slices of `rows` of which `row_kinds` takes little memory each."""
+        per_block = 1 if self.spans(rows[:0], 0, block) is not None else block // math.gcd(self.unit, block)
+        return strips(len(rows), len(columns) * per_block**2)
+
+    def kinds_by_pairs(self, rows: Positions, columns: Positions, block: int) -> Kinds:
+        """As `row_kinds`, from what `sees` says of every pair, later keys included."""
         cell = math.gcd(self.unit, block)
         per_block = block // cell
-        keys = (np.arange(num_blocks * per_block, dtype=np.int64) * cell)[None, :]
-        queries = ((rows[:, None] * per_block + np.arange(per_block)) * cell).reshape(-1, 1)
-        seen = np.broadcast_to(self.sees(queries, keys), (queries.size, keys.size))
-        shaped = seen.reshape(len(rows), per_block, num_blocks, per_block)
-        some, every = shaped.any(axis=(1, 3)), shaped.all(axis=(1, 3))
-        return by_extremes(some, every)
+        queries, keys = (
+            ((blocks[:, None] * per_block + np.arange(per_block)) * cell).ravel() for blocks in (rows, columns)
+        )
+        seen = np.broadcast_to(self.sees(queries[:, None], keys[None, :]), (queries.size, keys.size))
+        shaped = seen.reshape(len(rows), per_block, len(columns), per_block)
+        return by_extremes(shaped.any(axis=(1, 3)), shaped.all(axis=(1, 3)))
 
     def __or__(self, other: Rule) -> Rule:
         return Union((self, other))
@@ -126,13 +171,18 @@ class Dense(Rule):
     def sees(self, q: Positions, k: Positions) -> Mask:
         return np.ones(np.broadcast_shapes(q.shape, k.shape), dtype=bool)
 
-    def kinds(self, num_blocks: int, block: int) -> Kinds:
-        return np.full((num_blocks, num_blocks), FULL, dtype=np.uint8)
+    @property
+    def sees_ahead(self) -> bool:
+        return True
+
+    def spans(self, rows: Positions, num_blocks: int, block: int, causal: bool = True) -> list[Span]:
+        return [(np.zeros_like(rows), np.full_like(rows, num_blocks), FULL)]
 
 
 @dataclass(frozen=True)
 class Window(Rule):
-    """The last `tokens` keys, the query's own among them (Longformer, Beltagy et al. 2020, arXiv:2004.05150).
+    """The last `tokens` keys, the query's own among them (Longformer, Beltagy et al. 2020, arXiv:2004.05150). Attention
+    that is not causal also sees the next `ahead` keys.
 
     ::
 
@@ -145,16 +195,27 @@ class Window(Rule):
     short_name: ClassVar[str] = "window"
 
     tokens: int
+    ahead: int = field(default=0, metadata=NEWER)
 
     def __post_init__(self) -> None:
         require("tokens", self.tokens, 1, "a window holds at least the query's own token")
+        require("ahead", self.ahead, 0, "0 sees no later key")
+
+    @property
+    def sees_ahead(self) -> bool:
+        return self.ahead > 0
+
+    @property
+    def num_ahead(self) -> int:
+        return self.ahead
 
     def sees(self, q: Positions, k: Positions) -> Mask:
-        return q - k < self.tokens
+        return (q - k < self.tokens) & (k - q <= self.ahead)
 
-    def kinds(self, num_blocks: int, block: int) -> Kinds:
-        distance = np.arange(1 - num_blocks, num_blocks, dtype=np.int64) * block
-        return by_distance(by_extremes(distance - block + 1 < self.tokens, distance + block - 1 < self.tokens))
+    def spans(self, rows: Positions, num_blocks: int, block: int, causal: bool = True) -> list[Span]:
+        back, ahead = (self.tokens + block - 2) // block, (self.ahead + block - 1) // block
+        back_full, ahead_full = self.tokens // block - 1, 0 if causal else (self.ahead + 1) // block - 1
+        return [(rows - back, rows + ahead + 1, PART), (rows - back_full, rows + ahead_full + 1, FULL)]
 
 
 @dataclass(frozen=True)
@@ -181,10 +242,13 @@ class Sinks(Rule):
     def sees(self, q: Positions, k: Positions) -> Mask:
         return np.broadcast_to(k < self.tokens, np.broadcast_shapes(q.shape, k.shape))
 
-    def kinds(self, num_blocks: int, block: int) -> Kinds:
-        start = np.arange(num_blocks, dtype=np.int64) * block
-        row = by_extremes(start < self.tokens, start + block <= self.tokens)
-        return np.broadcast_to(row, (num_blocks, num_blocks)).copy()
+    @property
+    def sees_ahead(self) -> bool:
+        return True
+
+    def spans(self, rows: Positions, num_blocks: int, block: int, causal: bool = True) -> list[Span]:
+        none, some, full = (np.full_like(rows, n) for n in (0, -(-self.tokens // block), self.tokens // block))
+        return [(none, some, PART), (none, full, FULL)]
 
 
 @dataclass(frozen=True)
@@ -219,6 +283,14 @@ class Strided(Rule):
     def sees(self, q: Positions, k: Positions) -> Mask:
         back = q // self.unit_tokens - k // self.unit_tokens
         return (back < self.local) | (back % self.every == 0)
+
+    def kinds_by_pairs(self, rows: Positions, columns: Positions, block: int) -> Kinds:
+        if self.unit_tokens % block:
+            return super().kinds_by_pairs(rows, columns, block)
+        row, column = (blocks * block // self.unit_tokens for blocks in (rows, columns))
+        back = np.arange(int(row.max(initial=0)) + int(column.max(initial=0)) + 1, dtype=np.int64)
+        kinds = self.sees(back * self.unit_tokens, np.zeros_like(back)).astype(np.uint8) * np.uint8(FULL)
+        return kinds[row[:, None] - column[None, :]]  # later keys, which attention never sees here, wrap around
 
 
 @dataclass(frozen=True)
@@ -256,8 +328,25 @@ class Union(Rule):
     def sees(self, q: Positions, k: Positions) -> Mask:
         return reduce(np.logical_or, (rule.sees(q, k) for rule in self.rules))
 
-    def kinds(self, num_blocks: int, block: int) -> Kinds:
-        return reduce(np.maximum, (rule.kinds(num_blocks, block) for rule in self.rules))
+    @property
+    def sees_ahead(self) -> bool:
+        return all(rule.sees_ahead for rule in self.rules)
+
+    @property
+    def num_ahead(self) -> int:
+        return max(rule.num_ahead for rule in self.rules)
+
+    def spans(self, rows: Positions, num_blocks: int, block: int, causal: bool = True) -> list[Span] | None:
+        found: list[Span] = []
+        for rule in self.rules:
+            spans = rule.spans(rows, num_blocks, block, causal)
+            if spans is None:
+                return None
+            found += spans
+        return found
+
+    def row_kinds(self, rows: Positions, columns: Positions, block: int, causal: bool = True) -> Kinds:
+        return reduce(np.maximum, (rule.row_kinds(rows, columns, block, causal) for rule in self.rules))
 
 
 def by_extremes(some: Any, every: Any) -> Kinds:
@@ -265,10 +354,16 @@ def by_extremes(some: Any, every: Any) -> Kinds:
     return np.asarray(some, dtype=np.uint8) + np.asarray(every, dtype=np.uint8)
 
 
-def by_distance(kinds: NDArray[Any]) -> NDArray[Any]:
-    """Toeplitz (n, n), queries first, from (2 n - 1,) values for the distances query - key from 1 - n to n - 1."""
-    num_blocks = (len(kinds) + 1) // 2
-    return np.lib.stride_tricks.sliding_window_view(kinds[::-1], num_blocks)[::-1].copy()
+def unit_spans(keys: Iterable[tuple[Positions, Positions]], unit: int, block: int) -> list[Span] | None:
+    """Whole units first <= j < last as spans of blocks that divide units; None where blocks do not."""
+    per_unit = unit // block
+    return None if unit % block else [(first * per_unit, last * per_unit, FULL) for first, last in keys]
+
+
+def strips(num_rows: int, num_columns: int) -> list[slice]:
+    """Slices of the rows, so that each strip of the columns stays small."""
+    height = max(1, _STRIP_ELEMENTS // max(1, num_columns))
+    return [slice(first, min(num_rows, first + height)) for first in range(0, num_rows, height)]
 
 
 def require(name: str, value: int, least: int, way_out: str) -> None:

@@ -22,23 +22,31 @@ DEFAULT_BLOCK_TOKENS = 128
 
 @dataclass(frozen=True)
 class SparsePattern:
-    """Causal attention in which query head h keeps the pairs of rule `heads[h]`; a single rule applies to all heads.
+    """Attention in which query head h keeps the pairs of rule `heads[h]`; a single rule applies to all heads. `causal`:
+    a query sees no later key; else each rule must say which later keys it keeps.
 
     Positions and blocks count from each document's start, so packing does not change a document's result. `block`
     (tokens) is the granularity of block lists and does not affect which pairs are kept. Raises `ValueError` for no
-    rules, a block below 1, or unsorted `document_starts`.
+    rules, a block below 1, unsorted `document_starts`, or a rule that does not look ahead where not `causal`.
     """
 
     heads: tuple[Rule, ...]
     block: int = DEFAULT_BLOCK_TOKENS
     document_starts: tuple[int, ...] = (0,)
+    causal: bool = True
 
     def __post_init__(self) -> None:
         if not self.heads:
             raise ValueError("heads=(): give one rule for all heads, or one for each query head")
         if self.block < 1:
             raise ValueError(f"block={self.block}: a block has at least one token; 128 suits the kernels")
-        Pattern(True, self.document_starts)
+        Pattern(self.causal, self.document_starts)
+        behind = next((rule for rule in self.heads if not (self.causal or rule.sees_ahead)), None)
+        if behind is not None:
+            raise ValueError(
+                f"causal=False, but {behind} does not say which later keys a query sees; dense, sinks, longnet,"
+                " functions of blocks and windows with ahead do, for example sinks:64+window:512,ahead=511"
+            )
 
     @property
     def awaits_content(self) -> bool:
@@ -63,25 +71,27 @@ class SparsePattern:
 
     def documents(self, seq_len: int) -> tuple[tuple[int, int], ...]:
         """The (start, stop) range of every document. Raises `ValueError` if one starts at or after `seq_len`."""
-        return Pattern(True, self.document_starts).documents(seq_len)
+        return Pattern(self.causal, self.document_starts).documents(seq_len)
 
     def row_pairs(self, seq_len: int) -> NDArray[np.int64]:
         """(seq_len,): number of keys that each query sees, summed over `heads`; an upper bound if `awaits_content`."""
         total = np.zeros(seq_len, dtype=np.int64)
         for number, (start, stop) in enumerate(self.documents(seq_len)):
             for rule in self.heads:
-                total[start:stop] += row_pairs(rule.of_document(number), stop - start, self.block)
+                total[start:stop] += row_pairs(rule.of_document(number), stop - start, self.block, self.causal)
         return total
 
     def density(self, seq_len: int) -> float:
-        """The kept share of the documents' causal pairs (dense causal = 1), averaged over heads; an upper bound if
-        `awaits_content`."""
-        triangles = sum((stop - start) * (stop - start + 1) // 2 for start, stop in self.documents(seq_len))
-        return float(self.row_pairs(seq_len).sum()) / (triangles * len(self.heads))
+        """The kept share of the documents' pairs (dense = 1), causal ones if `causal`, averaged over heads; an upper
+        bound if `awaits_content`."""
+        lengths = [stop - start for start, stop in self.documents(seq_len)]
+        dense = sum(n * (n + 1) // 2 if self.causal else n * n for n in lengths)
+        return float(self.row_pairs(seq_len).sum()) / (dense * len(self.heads))
 
     def kinds(self, length: int) -> Kinds:
         """(n, n) of NONE, PART, FULL for the block pairs of a document of `length` tokens: the maximum over heads."""
-        return reduce(np.maximum, (block_kinds(rule, length, self.block) for rule in dict.fromkeys(self.heads)))
+        rules = dict.fromkeys(self.heads)
+        return reduce(np.maximum, (block_kinds(rule, length, self.block, self.causal) for rule in rules))
 
     def reachability(self, length: int, depth: int) -> tuple[float, ...]:
         """For 1 to `depth` layers, the share of causal block pairs (query, key) of a document of `length` tokens for
@@ -91,7 +101,7 @@ class SparsePattern:
 
     def __str__(self) -> str:
         packed = "" if self.document_starts == (0,) else f", {len(self.document_starts)} documents"
-        return f"{rules_text(self.heads)} in blocks of {self.block}{packed}"
+        return f"{rules_text(self.heads)} in blocks of {self.block}{packed}{'' if self.causal else ', not causal'}"
 
 
 def mixed(*parts: tuple[int, Rule]) -> tuple[Rule, ...]:

@@ -1,7 +1,7 @@
-"""lru_cache that skips one-shot (routed) plans.
+"""lru_cache that skips one-shot (routed) rules.
 
-A pattern that content chose for one call never recurs: caching its plans would evict those of static patterns. The ring
-that made it keeps them (`sparse_ring`).
+A pattern that content chose for one call never recurs: caching what follows from it would evict that of static ones.
+For small results of pure functions only: plans belong to an owner (`ring_plans`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def static_lru_cache(maxsize: int) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """`lru_cache`, unless the first argument, a rule, pattern or schedule, is `for_one_call`."""
+    """`lru_cache`, unless the first argument, a rule, is `for_one_call`."""
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         cached: Any = lru_cache(maxsize)(function)

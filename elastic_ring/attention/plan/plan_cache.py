@@ -1,12 +1,12 @@
 """LRU caches: bounded by count, and bounded by bytes.
 
-The second is for large results that may never be asked for again, such as a plan per sequence of packed documents.
+The second is for large results that may never be asked for again, such as a mask per length of a document.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from threading import Lock
 from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
@@ -34,6 +34,9 @@ class LRUCache:
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def values(self) -> Iterable[Any]:
+        return self._values.values()
 
 
 class SizedLRU(Generic[_P, _R]):
@@ -68,10 +71,6 @@ class SizedLRU(Generic[_P, _R]):
                 total -= weight
         return result
 
-    def fresh(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Make a result without caching it."""
-        return self._make(*args, **kwargs)
-
     @property
     def num_kept(self) -> int:
         return len(self._kept)
@@ -80,13 +79,3 @@ class SizedLRU(Generic[_P, _R]):
     def num_bytes(self) -> int:
         with self._lock:
             return sum(self._weigh(each) for each in self._kept.values())
-
-    def cache_clear(self) -> None:
-        with self._lock:
-            self._kept.clear()
-            self._alive.clear()
-
-
-def sized_lru_cache(limit_bytes: int, weigh: Callable[[_R], int]) -> Callable[[Callable[_P, _R]], SizedLRU[_P, _R]]:
-    """The decorator that makes a `SizedLRU` of a function."""
-    return lambda make: SizedLRU(make, limit_bytes, weigh)

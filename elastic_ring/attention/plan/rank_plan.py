@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 
 from elastic_ring.attention.layouts.layout import Range
@@ -24,7 +24,7 @@ Sum = tuple[Range, tuple[tuple[int, int], ...]]
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """The stages of one rank and what follows from them. Equal arguments of `rank_plan` give the same object."""
+    """The stages of one rank and what follows from them."""
 
     schedule: Schedule
     cp_rank: int
@@ -72,13 +72,11 @@ class RankPlan:
         return tuple(sums)
 
 
-@lru_cache(maxsize=256)
 def rank_plan(schedule: Schedule, cp_rank: int, hops_per_stage: int) -> RankPlan:
-    """Shared by the rings of all layers; rings keep it, since a look-up here hashes the schedule."""
+    """Made once for each schedule and shape of tensors: call plans keep what they need of it."""
     return RankPlan(schedule, cp_rank, hops_per_stage, stages(schedule, cp_rank, hops_per_stage))
 
 
-@lru_cache(maxsize=256)
 def traffic(plan: RankPlan, batch: int, row: int, packed: bool) -> tuple[Traffic, ...]:
     """By stage after the own keys, the messages for `batch` sequences with `row` elements to a token's K.
 

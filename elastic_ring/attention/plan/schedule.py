@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Literal
 
 from elastic_ring.attention.layouts.layout import Layout, Range
@@ -93,18 +92,20 @@ class Schedule:
         batch: int = 1,
         side: Side = "received",
         partial_itemsize: int | None = None,
+        wire_row_bytes: int | None = None,
     ) -> int:
         """Bytes that `cp_rank` receives (or sends) in one hop of one attention call.
 
         Forward: K and V of the fetched tokens, `itemsize` bytes an element. Backward: K and V again, and
         the dK and dV partials the other way, `partial_itemsize` bytes an element: by default those of the
         accumulation type (fp32, or fp64 for fp64 inputs), and `itemsize` for kernels that round to it.
+        `wire_row_bytes`: of one head's key as it crosses, if not `head_dim` * `itemsize` (`comm.fp8.row_bytes`).
         """
         pulled = self.hops[cp_rank][hop].num_fetched_tokens
         served = self.hops[self.reader(cp_rank, hop)][hop].num_fetched_tokens
         keys, partials = (pulled, served) if side == "received" else (served, pulled)
         num_elements = 2 * batch * kv_heads * head_dim
-        num_bytes = num_elements * keys * itemsize
+        num_bytes = 2 * batch * kv_heads * keys * (wire_row_bytes or head_dim * itemsize)
         if direction == "backward":
             num_bytes += num_elements * partials * (max(itemsize, 4) if partial_itemsize is None else partial_itemsize)
         return num_bytes
@@ -121,11 +122,10 @@ class _Piece:
 _Pieces = dict[int, list[_Piece]]
 
 
-@lru_cache(maxsize=256)
 def plan(pattern: Pattern, layout: Layout) -> Schedule:
     """The hops of every rank. Raises `ValueError` when the documents do not fit the layout's sequence.
 
-    Pure, so cached: equal arguments give the same object on every rank and in every process.
+    Pure: equal arguments give equal schedules on every rank and in every process.
     """
     cp = layout.cp
     pattern.documents(layout.seq_len)

@@ -149,7 +149,7 @@ def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
     check_documents(pattern.document_starts)
     for rule in dict.fromkeys(pattern.heads):
         for number, (start, stop) in enumerate(pattern.documents(layout.seq_len)):
-            check_whole_blocks(rule.of_document(number), stop - start)
+            check_whole_blocks(rule.of_document(number), stop - start, pattern.causal)
     for own in layout.segments:
         for segment in own:
             if segment[0] % BLOCK_TOKENS or segment[1] % BLOCK_TOKENS:
@@ -190,10 +190,11 @@ def plan_blocks(schedule: SparseSchedule, cp_rank: int, limit_rows: int | None =
     rules = schedule.pattern.rules(schedule.num_heads)
     documents = schedule.pattern.documents(schedule.layout.seq_len)
     own_blocks = _blocks_of(schedule.layout, cp_rank)
-    kept = kept_between(tuple(rules[head] for head in order), documents, own_blocks, own_blocks)
+    causal = schedule.pattern.causal
+    kept = kept_between(tuple(rules[head] for head in order), documents, own_blocks, own_blocks, causal)
     at = np.arange(len(own_blocks))
-    own = kept[:, at, at]
-    kept[:, at, at] = False
+    own = kept[:, at, at] & causal  # else diagonal blocks are as whole as others
+    kept[:, at, at] &= not causal
     hops = group_hops(schedule, _ALL_ROWS if limit_rows is None else limit_rows)
     stages = [_stage(schedule, cp_rank, group, own_blocks, kv_order) for group in hops]
     whole = int(kept.sum()) * BLOCK_TOKENS**2 + int(own.sum()) * BLOCK_TOKENS * (BLOCK_TOKENS + 1) // 2
@@ -332,7 +333,7 @@ def _regions(
     first_head = 0
     for group, keys in zip(groups, fetched, strict=True):
         num_heads = len(group.kv_heads)
-        seen = kept_between(group.rules * num_heads, documents, own_blocks, keys)
+        seen = kept_between(group.rules * num_heads, documents, own_blocks, keys, schedule.pattern.causal)
         # Routed patterns keep all rows: their number would change from call to call, and some kernels compile for each.
         seeing = np.asarray(seen.any(axis=(0, 2))) | (schedule.for_one_call and bool(keys.size))
         readers.append(_worth_taking(seeing))

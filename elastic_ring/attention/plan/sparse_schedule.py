@@ -9,15 +9,13 @@ not enter.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 
 from elastic_ring.attention.layouts.layout import Layout, Range
-from elastic_ring.attention.patterns.blocks import row_kinds, visible
-from elastic_ring.attention.patterns.rules import FULL, NONE, Mask, Positions, Rule
+from elastic_ring.attention.patterns.blocks import block_positions, kept_by_any, row_strips, visible
+from elastic_ring.attention.patterns.rules import NONE, Mask, Positions, Rule
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.cached import static_lru_cache
 from elastic_ring.attention.plan.schedule import Direction, Side
 
 
@@ -94,6 +92,7 @@ class SparseSchedule:
         side: Side = "received",
         partial_itemsize: int | None = None,
         keys_kept: bool = False,
+        wire_row_bytes: int | None = None,
     ) -> int:
         """Bytes that `cp_rank` receives (or sends) in one hop of one attention call, like `Schedule.hop_bytes`.
 
@@ -103,7 +102,8 @@ class SparseSchedule:
         pulled = self.num_head_tokens(cp_rank, hop)
         served = self.num_head_tokens(self.reader(cp_rank, hop), hop)
         keys, partials = (pulled, served) if side == "received" else (served, pulled)
-        num_bytes = 0 if keys_kept and direction == "backward" else 2 * batch * head_dim * keys * itemsize
+        row_bytes = wire_row_bytes or head_dim * itemsize
+        num_bytes = 0 if keys_kept and direction == "backward" else 2 * batch * keys * row_bytes
         if direction == "backward":
             num_bytes += 2 * batch * head_dim * partials * (partial_itemsize or max(itemsize, 4))
         return num_bytes
@@ -132,9 +132,8 @@ class Chunk:
     local: Range
 
 
-@static_lru_cache(maxsize=64)
 def plan_sparse(pattern: SparsePattern, layout: Layout, num_heads: int, num_kv_heads: int) -> SparseSchedule:
-    """The hops of every rank. Pure, hence cached. Raises: `ValueError` if documents or heads do not match, and for a
+    """The hops of every rank. Raises: `ValueError` if documents or heads do not match, and for a
     pattern whose blocks content has not chosen yet."""
     groups = head_groups(pattern.rules(num_heads), num_kv_heads)
     documents = pattern.documents(layout.seq_len)
@@ -142,7 +141,8 @@ def plan_sparse(pattern: SparsePattern, layout: Layout, num_heads: int, num_kv_h
     hops: list[tuple[SparseHop, ...]] = []
     rules = tuple(dict.fromkeys(pattern.heads))
     for rank in range(layout.cp):
-        needed = {rule: _needed(rule, pattern, layout, documents, rank) for rule in rules}
+        chunks = chunks_of(layout, rank, documents, pattern.block)
+        needed = {rule: _needed(rule, pattern, layout, documents, rank, chunks) for rule in rules}
         of_groups = [np.logical_or.reduce([needed[rule] for rule in set(group.rules)]) for group in groups]
         sources = [(rank - hop) % layout.cp for hop in range(layout.cp)]
         nothing: tuple[tuple[Range, ...], ...] = ((),) * len(groups)
@@ -165,7 +165,6 @@ def head_groups(rules: tuple[Rule, ...], num_kv_heads: int) -> tuple[HeadGroup, 
     return tuple(HeadGroup(tuple(kv_heads), shared) for shared, kv_heads in members.items())
 
 
-@lru_cache(maxsize=256)
 def chunks_of(layout: Layout, cp_rank: int, documents: tuple[Range, ...], block: int) -> tuple[Chunk, ...]:
     """A rank's slice, cut at document and block boundaries, in local order."""
     starts = [start for start, _ in documents]
@@ -198,46 +197,44 @@ def _owned(layout: Layout, cp_rank: int) -> Positions:
     return np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
 
 
-def _needed(rule: Rule, pattern: SparsePattern, layout: Layout, documents: tuple[Range, ...], cp_rank: int) -> Mask:
-    """(seq_len,): the keys that any query of `cp_rank` sees under `rule`. Its own keys may be omitted."""
+def _needed(
+    rule: Rule, pattern: SparsePattern, layout: Layout, documents: tuple[Range, ...], cp_rank: int,
+    chunks: tuple[Chunk, ...],
+) -> Mask:  # fmt: skip
+    """(seq_len,): the keys that any query of `cp_rank`, whose slice is `chunks`, sees under `rule`. Its own keys may be
+    omitted."""
     needed = np.zeros(layout.seq_len, dtype=bool)
     foreign = np.ones(layout.seq_len, dtype=bool)
     for start, stop in layout.segments[cp_rank]:
         foreign[start:stop] = False
     by_document: dict[int, list[Chunk]] = {}
-    for chunk in chunks_of(layout, cp_rank, documents, pattern.block):
+    for chunk in chunks:
         by_document.setdefault(chunk.document, []).append(chunk)
-    for document, chunks in by_document.items():
+    for document, inside in by_document.items():
         start, stop = documents[document]
-        _mark(rule.of_document(document), pattern.block, chunks, foreign[start:stop], needed[start:stop])
+        own, span = rule.of_document(document), slice(start, stop)
+        _mark(own, pattern.block, inside, foreign[span], needed[span], pattern.causal)
     return needed
 
 
-def _mark(rule: Rule, block: int, chunks: list[Chunk], foreign: Mask, needed: Mask) -> None:
+def _mark(rule: Rule, block: int, chunks: list[Chunk], foreign: Mask, needed: Mask, causal: bool) -> None:
     """Set `needed` (length,) for the keys of one document that the queries of `chunks` see, restricted to `foreign`."""
     length = len(needed)
-    edges = np.arange(0, length, block)
-    open_blocks = np.logical_or.reduceat(foreign, edges)
-    rows = np.array([chunk.block for chunk in chunks])
-    strips = [slice(first, first + _STRIP_ROWS) for first in range(0, len(rows), _STRIP_ROWS)]
-    whole, partly = np.zeros(len(edges), dtype=bool), np.zeros(len(edges), dtype=bool)
-    for strip in strips:
-        kinds = row_kinds(rule, length, block, rows[strip])
-        full = kinds == FULL
-        full[np.arange(len(full)), rows[strip]] = False
-        whole |= full.any(0)
-        partly |= ((kinds != NONE) & ~full).any(0)
+    if rule.unit == 1 and rule.spans(np.empty(0, dtype=np.int64), 0, 1) is not None:  # in closed form, key by key
+        queries = np.concatenate([np.arange(*chunk.positions, dtype=np.int64) for chunk in chunks])
+        needed |= np.logical_or(*kept_by_any(rule, length, 1, queries, causal))
+        return
+    open_blocks = np.logical_or.reduceat(foreign, np.arange(0, length, block))
+    rows = np.array([chunk.block for chunk in chunks], dtype=np.int64)
+    whole, partly = kept_by_any(rule, length, block, rows, causal)
     needed |= np.repeat(whole, block)[:length]
-    partial_columns = open_blocks & ~whole & partly
-    for strip in strips if partial_columns.any() else ():
-        seen = (row_kinds(rule, length, block, rows[strip]) != NONE) & partial_columns
+    partial_columns = np.flatnonzero(open_blocks & ~whole & partly)
+    if not partial_columns.size:
+        return
+    for strip, kinds in row_strips(rule, length, block, rows, partial_columns, causal):
+        seen = kinds != NONE
         for at in np.flatnonzero(seen.any(1)):
-            columns = np.flatnonzero(seen[at])
-            keys = (columns[:, None] * block + np.arange(block)[None, :]).ravel()
-            keys = keys[(keys < length)]
+            keys = block_positions(partial_columns[seen[at]], block, length)
             keys = keys[foreign[keys] & ~needed[keys]]
             queries = np.arange(*chunks[strip.start + at].positions, dtype=np.int64)
-            needed[keys[visible(rule, queries, keys).any(0)]] = True
-
-
-_STRIP_ROWS = 256
+            needed[keys[visible(rule, queries, keys, causal).any(0)]] = True

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 
 from elastic_ring.attention.layouts.layout import Range
-from elastic_ring.attention.patterns.blocks import row_kinds, visible
+from elastic_ring.attention.patterns.blocks import row_strips, visible
 from elastic_ring.attention.patterns.rules import FULL, NONE, Kinds, Mask, Positions, Rule
-from elastic_ring.attention.plan.cached import static_lru_cache
+from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import Chunk, SparseSchedule, chunks_of, runs
 from elastic_ring.attention.plan.traffic import ContiguousCopy, ExchangePlan, PeerTransfer, Traffic
 
@@ -47,11 +48,10 @@ def num_tokens(ranges: tuple[Range, ...]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-@static_lru_cache(maxsize=32)
 def tiles(schedule: SparseSchedule, cp_rank: int) -> tuple[tuple[SparseTile, ...], ...]:
     """For each hop of `cp_rank` its tiles, in the order of computation."""
-    documents = schedule.pattern.documents(schedule.layout.seq_len)
-    block = schedule.pattern.block
+    documents, pattern = schedule.pattern.documents(schedule.layout.seq_len), schedule.pattern
+    block = pattern.block
     queries = chunks_of(schedule.layout, cp_rank, documents, block)
     by_hop = []
     for index, hop in enumerate(schedule.hops[cp_rank]):
@@ -61,14 +61,26 @@ def tiles(schedule: SparseSchedule, cp_rank: int) -> tuple[tuple[SparseTile, ...
             place = _Place(hop.fetch[number] if index else None)
             for rule in dict.fromkeys(group.rules):
                 heads = group.query_heads(rule)
-                for chunk in queries:
-                    start, stop = documents[chunk.document]
-                    here, row = rule.of_document(chunk.document), np.array([chunk.block])
-                    kinds = row_kinds(here, stop - start, block, row)[0]
-                    for q, k, causal, mask in _tiles_of_chunk(here, kinds, chunk, keys):
+                for here, chunk, kinds in _rows(rule, pattern, documents, queries, keys):
+                    for q, k, causal, mask in _tiles_of_chunk(here, kinds, chunk, keys, pattern.causal):
                         found.append(SparseTile(number, heads, q, place(k), causal, mask))
         by_hop.append(tuple(found))
     return tuple(by_hop)
+
+
+def _rows(
+    rule: Rule, pattern: SparsePattern, documents: tuple[Range, ...], queries: tuple[Chunk, ...], keys: _KeyChunks
+) -> Iterator[tuple[Rule, Chunk, Kinds]]:
+    """Each chunk of queries in whose document the source has keys, with the kinds of the chunks of these keys."""
+    for document, chunks in groupby(queries, lambda chunk: chunk.document):
+        blocks = keys.blocks(document)
+        if not blocks.size:
+            continue
+        own, (start, stop), here = list(chunks), documents[document], rule.of_document(document)
+        rows = np.array([chunk.block for chunk in own], dtype=np.int64)
+        for strip, kinds in row_strips(here, stop - start, pattern.block, rows, blocks, pattern.causal):
+            for chunk, of_chunk in zip(own[strip], kinds, strict=True):
+                yield here, chunk, of_chunk
 
 
 class _KeyChunks:
@@ -80,22 +92,22 @@ class _KeyChunks:
             self._of.setdefault(chunk.document, []).append(chunk)
         self._arrays = {document: np.array([(c.block, *c.local) for c in own]) for document, own in self._of.items()}
 
+    def blocks(self, document: int) -> Positions:
+        """The blocks of the source's chunks of `document`, ascending."""
+        found = self._arrays.get(document)
+        return np.empty(0, dtype=np.int64) if found is None else found[:, 0]
+
     def full(self, document: int, kinds: Kinds, row: int) -> tuple[Range, ...]:
-        """Local ranges of the blocks that query block `row` sees in full, except its own; `kinds` (n,) is the row's
-        block kinds."""
-        if document not in self._arrays:
-            return ()
+        """Local ranges of the chunks that query block `row` sees in full, except its own block's; `kinds` (n,) says how
+        much it sees of each chunk's block."""
         blocks, starts, stops = self._arrays[document].T
-        chosen = np.flatnonzero((kinds[blocks] == FULL) & (blocks != row))
+        chosen = np.flatnonzero((kinds == FULL) & (blocks != row))
         return _joined(starts[chosen], stops[chosen])
 
     def partial(self, document: int, kinds: Kinds, row: int) -> list[Chunk]:
         """The chunks that need a mask: those of partly kept blocks and of the query block itself."""
-        if document not in self._arrays:
-            return []
         blocks = self._arrays[document][:, 0]
-        kept = kinds[blocks]
-        chosen = np.flatnonzero((kept != NONE) & ((kept != FULL) | (blocks == row)))
+        chosen = np.flatnonzero((kinds != NONE) & ((kinds != FULL) | (blocks == row)))
         return [self._of[document][i] for i in chosen]
 
 
@@ -121,7 +133,7 @@ class _Place:
 _Piece = tuple[tuple[Range, ...], tuple[Range, ...], bool, Mask | None]
 
 
-def _tiles_of_chunk(rule: Rule, kinds: Kinds, chunk: Chunk, keys: _KeyChunks) -> Iterator[_Piece]:
+def _tiles_of_chunk(rule: Rule, kinds: Kinds, chunk: Chunk, keys: _KeyChunks, causal: bool) -> Iterator[_Piece]:
     """The tiles of one query chunk over one source's keys, as (q, k, causal, mask) in local ranges."""
     full = keys.full(chunk.document, kinds, chunk.block)
     if full:
@@ -131,7 +143,7 @@ def _tiles_of_chunk(rule: Rule, kinds: Kinds, chunk: Chunk, keys: _KeyChunks) ->
         return
     positions = np.concatenate([np.arange(*other.positions, dtype=np.int64) for other in partial_chunks])
     local = np.concatenate([np.arange(*other.local, dtype=np.int64) for other in partial_chunks])
-    seen = visible(rule, np.arange(*chunk.positions, dtype=np.int64), positions)
+    seen = visible(rule, np.arange(*chunk.positions, dtype=np.int64), positions, causal)
     # Key blocks whose visible pairs lie in the same rows share a tile.
     owners = np.repeat(np.arange(len(partial_chunks)), [o.positions[1] - o.positions[0] for o in partial_chunks])
     rows_of = np.stack([seen[:, owners == i].any(1) for i in range(len(partial_chunks))])

@@ -9,7 +9,7 @@ Plain, hashable Python; no tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 
 from elastic_ring.attention.layouts.layout import Range
@@ -37,20 +37,14 @@ class Stage:
         return _cover(ranges, self.num_tokens)
 
 
-@lru_cache(maxsize=64)
 def stages(schedule: Schedule, cp_rank: int, hops_per_stage: int) -> tuple[Stage, ...]:
-    """Hop 0 alone, then `hops_per_stage` hops at a time; the same grouping on every rank.
-
-    The cache serves repeated calls while one schedule is planned. `rank_plan` caches across calls; packed documents
-    give a new schedule each time.
-    """
+    """Hop 0 alone, then `hops_per_stage` hops at a time; the same grouping on every rank."""
     own = schedule.hops[cp_rank]
     groups = [range(i, min(i + hops_per_stage, schedule.cp)) for i in range(1, schedule.cp, hops_per_stage)]
     first = Stage((0,), (0,), schedule.layout.num_tokens(cp_rank), own[0].tiles, own[0].tiles)
     return first, *(_gather(schedule, cp_rank, tuple(group)) for group in groups)
 
 
-@lru_cache(maxsize=256)
 def choose_hops_per_stage(schedule: Schedule, bytes_per_token: int, limit_bytes: int) -> int:
     """The largest number of hops per stage whose keys fit into `limit_bytes` on every rank; at least 1."""
     for hops_per_stage in range(schedule.cp - 1, 1, -1):
@@ -71,7 +65,6 @@ def num_row_visits(plan: tuple[Stage, ...], *, backward: bool) -> int:
     return max((sum(tile.q[0] <= start < tile.q[1] for tile in tiles) for start in cuts), default=0)
 
 
-@lru_cache(maxsize=256)
 def most_tokens(schedule: Schedule, hops_per_stage: int) -> tuple[int, int]:
     """(keys, returned partials): the largest number of tokens of each, over all ranks and all stages after stage 0."""
     keys = inbox = 0

@@ -6,7 +6,6 @@ Blocks are numbered consecutively over all documents of a sequence. numpy only: 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -64,9 +63,8 @@ class _Chunks:
     local: Positions
 
 
-@lru_cache(maxsize=32)
 def plan_routing(layout: Layout, documents: tuple[Range, ...], rule: TopK) -> RoutingPlan:
-    """The routing plan of all ranks. Pure, hence cached."""
+    """The routing plan of all ranks."""
     unit, width = rule.unit_tokens, rule.width
     counts = [-(-(stop - start) // unit) for start, stop in documents]
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -21,7 +20,11 @@ from elastic_ring.attention.comm.exchange import Group, HopLedger
 from elastic_ring.attention.layouts.layout import Layout, Range
 from elastic_ring.attention.patterns.content import ByDocument, Choices, Chosen, TopK, resolved, top_ks_of
 from elastic_ring.attention.patterns.rules import Positions, Rule
+from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.routing.plan import RoutingPlan, SentBlocks, plan_routing
+
+NUM_ROUTES = 16
+"""Plans of routing, and their parts on a device, that are kept between calls."""
 
 _NUM_TAGGED_CALLS = 1024
 _NUM_SWAPS = 2
@@ -40,7 +43,7 @@ class Router:
     Two exchanges precede the hops of a call: sums of keys (and of queries, where a block's mean query routes) to the
     choosing ranks, and the choices to all ranks. The host then reads the choices in order to plan, the only
     device-to-host synchronization of a call. After this read `check` is called and must raise if the group was aborted:
-    on a GPU an abort ends the exchange with garbage in its buffers.
+    on a GPU an abort ends the exchange with garbage in its buffers. `routes` keeps plans between calls.
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class Router:
         *,
         coalesced: bool | None = None,
         check: Callable[[], None] | None = None,
+        routes: LRUCache | None = None,
     ) -> None:
+        self._routes = LRUCache(NUM_ROUTES) if routes is None else routes
         self._layout, self._cp_rank, self._documents = layout, cp_rank, documents
         self._check = check
         self._all_to_all = AllToAll(layout.cp, cp_rank, group, ledger, coalesced=coalesced)
@@ -71,9 +76,9 @@ class Router:
             raise ValueError(f"B={q.size(0)}: content chooses for one sequence at a time; call once for each")
         heads = rules if len(rules) > 1 else rules * q.size(2)
         parts = tuple(dict.fromkeys(top_k for rule in heads for top_k in top_ks_of(rule)))
-        plans = {rule: plan_routing(self._layout, self._documents, rule) for rule in parts}
+        plans = {rule: self._plan(rule) for rule in parts}
         requests = [
-            _RoutingRequest(rule, plan, self._layout, self._documents, heads, self._cp_rank, q, k)
+            _RoutingRequest(rule, plan, self._on_device(rule, plan, q.device), heads, self._cp_rank, q, k)
             for rule, plan in plans.items() if plan.any_chosen
         ]  # fmt: skip
         chosen = [{rule: plans[rule].few for rule in top_ks_of(own)} for own in heads]
@@ -81,6 +86,14 @@ class Router:
             for head, own in zip(each.heads, table, strict=True):
                 chosen[head][each.rule] = own
         return tuple(self._rule(rule, of_head, plans) for rule, of_head in zip(heads, chosen, strict=True))
+
+    def _plan(self, rule: TopK) -> RoutingPlan:
+        key = (self._layout, self._documents, rule)
+        return self._routes.get(key, lambda: plan_routing(*key))
+
+    def _on_device(self, rule: TopK, plan: RoutingPlan, device: torch.device) -> _DevicePlan:
+        key = (self._layout, self._documents, rule, self._cp_rank, device)
+        return self._routes.get(key, lambda: _on_device(plan, self._cp_rank, device))
 
     def _choose(self, requests: list[_RoutingRequest], q: torch.Tensor, call_index: int) -> list[Choices]:
         """For each of `requests` the choices of all blocks, (its heads, blocks, width)."""
@@ -147,8 +160,7 @@ class _RoutingRequest:
         self,
         rule: TopK,
         plan: RoutingPlan,
-        layout: Layout,
-        documents: tuple[Range, ...],
+        at: _DevicePlan,
         heads: Sequence[Rule],
         cp_rank: int,
         q: torch.Tensor,
@@ -161,7 +173,7 @@ class _RoutingRequest:
         self._kv_of = tuple(kv_heads.index(head // sharing) for head in self.heads)
         self._num_kv, self._head_dim = len(kv_heads), q.size(3)
         self._cp_rank = cp_rank
-        self._at = _on_device(layout, documents, rule, cp_rank, q.device)
+        self._at = at
         self._q, k_own = _of_heads(q[0], self.heads), _of_heads(k[0], kv_heads)
         spans = self.plan.local[cp_rank]
         self._key_sums = chunk_sums(k_own, spans)
@@ -225,12 +237,7 @@ class _DevicePlan:
     speakers: torch.Tensor
 
 
-@lru_cache(maxsize=32)
-def _on_device(
-    layout: Layout, documents: tuple[Range, ...], rule: TopK, cp_rank: int, device: torch.device
-) -> _DevicePlan:
-    plan: RoutingPlan = plan_routing(layout, documents, rule)
-
+def _on_device(plan: RoutingPlan, cp_rank: int, device: torch.device) -> _DevicePlan:
     def index(positions: Positions) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(positions)).to(device)
 

@@ -25,14 +25,39 @@ from elastic_ring.config import RunConfig
 log = logging.getLogger(__name__)
 
 FIRES_S = 240.0
+TERMINATED = 143
+ALL = "all"
 LOOK_S = 0.5
 
 
 def alert(options: argparse.Namespace) -> int:
     """Exit status 0 once the alert fires, 1 when it does not within FIRES_S. Raises ValueError for what is missing."""
-    name = options.alert
+    if options.alert == ALL:
+        return every_alert(options)
+    fired_s = fires(options.alert, options)
+    return 0 if fired_s is not None else 1
+
+
+def every_alert(options: argparse.Namespace) -> int:
+    """Every drill, one after the other; prints after how many seconds each alert fired; returns 1 if one did not."""
+    took: dict[str, float | None] = {}
+    for name in DRILLS:
+        try:
+            took[name] = fires(name, options)
+        except SystemExit as error:  # the others can still be tried
+            if error.code == TERMINATED:
+                raise
+            print(error)
+            took[name] = None
+    lines = [f"| {name} | {'did not fire' if s is None else f'{s:.0f}'} |" for name, s in took.items()]
+    print("\n".join(["| alert | seconds from the planted fault until it fires |", "|---|---|", *lines]))
+    return 0 if None not in took.values() else 1
+
+
+def fires(name: str, options: argparse.Namespace) -> float | None:
+    """Seconds from the planted fault, or else from the run's start, until the alert fires; None if it does not."""
     if name not in DRILLS:
-        raise ValueError(f"there is no drill for the alert {name!r}: give one of {', '.join(DRILLS)}")
+        raise ValueError(f"there is no drill for the alert {name!r}: give {ALL} or one of {', '.join(DRILLS)}")
     rules = Path(options.rules)
     if not rules.is_file():
         raise ValueError(f"--rules {rules}: there is no such file; give deploy/monitoring/rules.yml of the project")
@@ -45,9 +70,11 @@ def alert(options: argparse.Namespace) -> int:
         return _watch(name, drill, rule, Path(folder), options, stack)
 
 
-def _watch(name: str, drill: AlertDrill, rule: str, folder: Path, options: argparse.Namespace, stack: ExitStack) -> int:
+def _watch(
+    name: str, drill: AlertDrill, rule: str, folder: Path, options: argparse.Namespace, stack: ExitStack
+) -> float | None:
     """The run, its fault, and what Prometheus says of it."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what the drill has started ends with it
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # what the drill has started ends with it
     stack.callback(signal.signal, signal.SIGTERM, before)
     token = secrets.token_hex(8)
     run = RunConfig(name=f"{name}-{secrets.token_hex(2)}", storage_path=options.storage_path)
@@ -56,7 +83,17 @@ def _watch(name: str, drill: AlertDrill, rule: str, folder: Path, options: argpa
     prometheus = stack.enter_context(
         Prometheus(folder, port, cluster.metrics, rule, token, alertmanager=options.alertmanager)
     )
-    arguments = [*SMALL, *drill.train, *options.train, "--run-name", run.name, "--storage-path", options.storage_path]
+    prepared = drill.prepare(folder) if drill.prepare is not None else ()
+    arguments = [
+        *SMALL,
+        *drill.train,
+        *prepared,
+        *options.train,
+        "--run-name",
+        run.name,
+        "--storage-path",
+        options.storage_path,
+    ]
     training = start_training(arguments, folder / "train.log", token, {**OPEN, "RAY_ADDRESS": cluster.address})
     scene = Scene(run, cluster, training, token)
     stack.callback(training.wait)  # left in reverse: first the scene ends, then everything is killed
@@ -67,13 +104,14 @@ def _watch(name: str, drill: AlertDrill, rule: str, folder: Path, options: argpa
     begun_s, told = time.monotonic(), _fires(prometheus, folder / "train.log", training)
     if told is None:
         print(f"{name} has not fired within {FIRES_S:.0f} s; the run: {run.folder}")
-        return 1
-    log.info("fires %.0f s later", time.monotonic() - begun_s)
+        return None
+    took_s = time.monotonic() - begun_s
+    log.info("fires %.0f s later", took_s)
     print(_said(name, told, run, Path(options.rules)))
     if options.hold_s:
         print(f"for {options.hold_s:g} s: {prometheus.url}/alerts", flush=True)
         time.sleep(options.hold_s)
-    return 0
+    return took_s
 
 
 def _plant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from elastic_ring.cli.drills import planted
 
@@ -24,8 +25,10 @@ PATIENT = (
 @dataclass(frozen=True)
 class AlertDrill:
     """`plants`: the fault, in words. `train`: settings of the run, beside SMALL. `cpus` of each node. `plant` is called
-    after `after_steps` steps. The rule's durations are divided by `speed`;
-    `constants` are replaced in it, and those that `measured` gives when the run trains."""
+    after `after_steps` steps. `prepare` makes what the run needs in a folder, and returns further settings. The rule's
+    durations are divided by `speed`; `constants` are replaced in it, and those that `measured` gives while the run
+    trains.
+    """
 
     plants: str
     train: tuple[str, ...] = ()
@@ -34,6 +37,7 @@ class AlertDrill:
     after_steps: int = 5
     speed: float = 60.0
     constants: Constants = ()
+    prepare: Callable[[Path], tuple[str, ...]] | None = None
     measured: Callable[[], Constants] | None = None
 
 
@@ -41,6 +45,9 @@ def raising(first: int, last: int, every: int) -> str:
     """A schedule in which the user's code raises once in each of these steps."""
     return "; ".join(f"raise@step={step},phase=forward" for step in range(first, last, every))
 
+
+POISONED = "ever longer stretches of steps get noise in place of text"
+STEADY_RATE = ("--optim.peak-lr", "0.001", "--optim.min-lr", "0.001")
 
 DRILLS: Mapping[str, AlertDrill] = {
     "ElasticRingRunFailed": AlertDrill(
@@ -63,6 +70,12 @@ DRILLS: Mapping[str, AlertDrill] = {
     ),
     "ElasticRingDriverSilent": AlertDrill(
         "the driver is stopped (SIGSTOP)", ("--run.timeouts.lease-s", "30"), plant=planted.stop_driver
+    ),
+    "ElasticRingSlowSteps": AlertDrill(
+        "the only member is stopped for four fifths of the time, after more than a minute at its pace",
+        PATIENT, plant=planted.slow_after_a_while, speed=30.0,
+        # Else the rule is silent for as long as the mesh is new.
+        constants=(('(ray_elastic_ring_mesh{part="dp"})[6h:1m]', '(ray_elastic_ring_mesh{part="dp"})[10m:1m]'),),
     ),
     "ElasticRingRecoveryRate": AlertDrill(
         "the user's code raises in eight steps", ("--faults", raising(40, 80, 5))
@@ -95,6 +108,9 @@ DRILLS: Mapping[str, AlertDrill] = {
     "ElasticRingWorkersDoNotStart": AlertDrill(
         "every spare is killed while it starts", ("--spares", "1"), plant=planted.kill_starting
     ),
+    "ElasticRingGoodputLow": AlertDrill(
+        "the user's code raises in every second step", ("--faults", raising(60, 4000, 2)),
+    ),
     "ElasticRingMemoryPressure": AlertDrill(
         "another process takes 6 % of the node's memory, and the rule's limit is 3 % above what is used now",
         plant=planted.fill_memory, measured=planted.memory_limit,
@@ -102,9 +118,22 @@ DRILLS: Mapping[str, AlertDrill] = {
     "ElasticRingSkippedSteps": AlertDrill(
         "a learning rate at which the weights overflow", ("--optim.peak-lr", "1000")
     ),
+    "ElasticRingLossSpikes": AlertDrill(POISONED, STEADY_RATE, prepare=planted.poisoned_words),
+    "ElasticRingStraggler": AlertDrill(
+        "one of two rings' members becomes slow, and stays so",
+        ("--dp", "2", "--run.straggler-window-s", "15", "--faults", "slow@step=200,rank=1"),
+    ),
+    "ElasticRingWrongResult": AlertDrill(
+        "one bit of a member's local gradient is wrong, in three steps; a spare takes its place each time",
+        ("--dp", "2", "--spares", "1", "--run.corruption", "act", "--run.corruption-every-steps", "10", "--faults",
+         "flip@step=209,phase=backward,rank=1; flip@step=409,phase=backward,rank=1; "
+         "flip@step=609,phase=backward,rank=1"),
+    ),
+    "ElasticRingLossAnomaly": AlertDrill(POISONED, STEADY_RATE, prepare=planted.poisoned_words),
+    "ElasticRingGradientAnomaly": AlertDrill(POISONED, STEADY_RATE, prepare=planted.poisoned_sentence),
     "ElasticRingExposedWait": AlertDrill(
         "one of a ring's two members is stopped for four fifths of the time",
         (*PATIENT, "--cp", "2"), plant=planted.slow_last_rank, after_steps=50,
     ),
 }  # fmt: skip
-"""By the alert's name. The others need a GPU or a real network; rules_test.yml has their cases."""
+"""By the alert's name. The others need a GPU; rules_test.yml has their cases."""

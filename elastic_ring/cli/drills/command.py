@@ -2,11 +2,16 @@
 
     elastic-ring drill --list
     elastic-ring drill power-cut --cuts 1
+    elastic-ring drill power-cut --cuts 2 --in-save      in the middle of an upload, then of a manifest
     elastic-ring drill power-cut --steps 20 -- --preset 100m --dp 2 --cp 2      what stands after -- goes to the run
     elastic-ring drill autoscaling
+    elastic-ring drill memory
     elastic-ring drill alert ElasticRingDriverSilent --hold-s 60      with a real Prometheus
+    elastic-ring drill alert all      every one of them, an hour; ends with a table of seconds
+    elastic-ring drill healthy --minutes 60      plants nothing: no alert may fire, no detector may find anything
 
-Exit status: 0 when the run ended as the undisturbed one did, or the alert fired; 1 when not; 2 for a wrong setting.
+Exit status: 0 when the run ended as the undisturbed one did, or the alert fired, or a healthy run was silent; 1 when
+not; 2 for a wrong setting.
 """
 
 from __future__ import annotations
@@ -19,7 +24,9 @@ from collections.abc import Sequence
 DRILLS = {
     "power-cut": "kill every process of a run at once, Ray's too, and submit it again",
     "autoscaling": "a run on a cluster that grows and shrinks, from an empty one to an empty one; minutes",
+    "memory": "a step that runs out of memory, then a worker that fills its node, beside undisturbed runs; two minutes",
     "alert": "plant the fault that makes an alert of deploy/monitoring/rules.yml fire: drill alert NAME",
+    "healthy": "plant nothing, and find every false alarm of all rules and detectors; an hour",
 }
 
 
@@ -58,10 +65,18 @@ def _drill(options: argparse.Namespace) -> int:
         from elastic_ring.cli.drills.autoscaling import autoscaling
 
         return autoscaling(options.storage_path)
+    if options.name == "memory":
+        from elastic_ring.cli.drills.memory import memory
+
+        return memory(options)
     if options.name == "alert":
         from elastic_ring.cli.drills.alert import alert
 
         return alert(options)
+    if options.name == "healthy":
+        from elastic_ring.cli.drills.healthy import healthy
+
+        return healthy(options)
     raise ValueError(f"there is no drill {options.name!r}: {', '.join(DRILLS)}")
 
 
@@ -70,16 +85,20 @@ def _parser() -> argparse.ArgumentParser:
         prog="elastic-ring drill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", nargs="?", metavar="NAME")
-    parser.add_argument("alert", nargs="?", default="", metavar="ALERT", help="for the drill alert: which one")
+    parser.add_argument("alert", nargs="?", default="", metavar="ALERT", help="for the drill alert: which one, or all")
     parser.add_argument("--list", action="store_true", help="the drills and what they do")
     parser.add_argument("--cuts", type=int, default=1, help="power-cut: how many power cuts in one run (1)")
     parser.add_argument("--steps", type=int, default=30, help="power-cut: steps of the run (30)")
     parser.add_argument("--every", type=int, default=5, metavar="STEPS", help="power-cut: between checkpoints (5)")
+    parser.add_argument(
+        "--in-save", action="store_true", help="power-cut: in a checkpoint's file, or before its manifest, in turns"
+    )
     parser.add_argument("--seed", type=int, default=0, help="power-cut: of the moments of the cuts (0)")
     parser.add_argument("--storage-path", default="runs", help="where the runs' folders are made (runs)")
     parser.add_argument("--rules", default="deploy/monitoring/rules.yml", metavar="FILE", help="alert: the rules")
     parser.add_argument(
         "--alertmanager", default="", metavar="HOST:PORT", help="alert: who is told; nobody if left out"
     )
+    parser.add_argument("--minutes", type=float, default=60.0, help="healthy: for how long the run trains (60)")
     parser.add_argument("--hold-s", type=float, default=0.0, help="alert: stay for so long once it fires (0)")
     return parser

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,6 +26,7 @@ import psutil
 from elastic_ring.cli.drills.local_cluster import LocalCluster
 from elastic_ring.cli.drills.processes import LOOK_S, MARK, marked
 from elastic_ring.config import RunConfig, environment
+from elastic_ring.data.sampling.order import Order
 from elastic_ring.monitor.host_memory import HostMemory
 from elastic_ring.monitor.metrics import METRICS_NAME, read_status
 
@@ -31,6 +34,11 @@ GONE_ON_S = 120.0
 STOPPED_S, RUNNING_S = 0.1, 0.025
 """Much less than a step, so that every step takes five times as long."""
 PIDFD_GETFD = 438  # the number of the system call on every architecture that has it
+USUAL_S = 80.0
+POISON_BATCH, POISON_CONTEXT = 2, 256
+FIRST_CALM_STEPS = 120
+SENTENCE = "A ring that trains is a quiet ring, and nothing is to be seen of it. "
+WORDS = ("ring", "rank", "step", "vote", "shard", "spare", "mesh", "heal")
 BALLAST = 0.06
 """Of the node's memory."""
 
@@ -149,6 +157,13 @@ def slow_last_rank(scene: Scene) -> None:
     scene.in_thread(stop_and_continue, RUNNING_S)
 
 
+def slow_after_a_while(scene: Scene) -> None:
+    """As `slow_last_rank`, once the run has had its pace for longer than the drill then needs."""
+    begun = time.monotonic()
+    scene.until("its usual pace", lambda: time.monotonic() - begun > USUAL_S)
+    slow_last_rank(scene)
+
+
 # ---------------------------------------------------------------- connections
 
 
@@ -182,7 +197,37 @@ def shut_between(first: int, second: int) -> int:
     return len(own)
 
 
-# ---------------------------------------------------------------- storage and memory
+# ---------------------------------------------------------------- data, storage and memory
+
+
+def poisoned_words(folder: Path) -> tuple[str, ...]:
+    """Words in random order, of which a model learns all but the order: the loss is even, and far below noise's."""
+    choose = random.Random(1)
+    return poisoned(folder, lambda: " ".join(choose.choice(WORDS) for _ in range(POISON_CONTEXT)))
+
+
+def poisoned_sentence(folder: Path) -> tuple[str, ...]:
+    """A sentence again and again: the gradient of what is known by heart is small, and stays so."""
+    return poisoned(folder, lambda: SENTENCE * POISON_CONTEXT)
+
+
+def poisoned(folder: Path, calm: Callable[[], str], num_steps: int = 20_000) -> tuple[str, ...]:
+    """The settings for a corpus of `calm` texts in which the sequences of some stretches of steps are noise.
+
+    The sample order says which these are. How fast a machine trains is not known: good stretches and bad ones are ever
+    longer, so that some are as long as a rule wants them.
+    """
+    noise, order = random.Random(0), Order(0, POISON_BATCH, POISON_BATCH * num_steps)
+    pieces = [calm()[:POISON_CONTEXT].encode() for _ in range(POISON_BATCH * num_steps)]
+    step, length = FIRST_CALM_STEPS, FIRST_CALM_STEPS / 2
+    while step < num_steps:
+        for bad in range(step, min(num_steps, step + int(length))):
+            for sample in order.sample_ids(bad):
+                pieces[sample] = noise.randbytes(POISON_CONTEXT)
+        step, length = step + int(4 * length), 1.5 * length
+    path = folder / "poisoned.txt"
+    path.write_bytes(b"".join(pieces))
+    return ("--data", str(path), "--seed", "0", "--global-batch", str(POISON_BATCH), "--context", str(POISON_CONTEXT))
 
 
 def block_checkpoints(scene: Scene) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 from elastic_ring.cli.drills.processes import LOOK_S, kill_everything, start_training
 from elastic_ring.config import RunConfig
-from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, read_metrics
+from elastic_ring.monitor.journal import read
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, SUMMARY_NAME, read_metrics
 from elastic_ring.runtime import run_storage
 from elastic_ring.state.checkpoints.checkpoint import committed
 from elastic_ring.state.storage.folder import Storage
@@ -26,6 +27,8 @@ from elastic_ring.state.storage.folder import Storage
 log = logging.getLogger(__name__)
 
 RUN_S = 900.0
+MOMENTS = ("commit", "upload")
+"""Of a checkpoint, for --in-save: between its files and its manifest, in the middle of a file."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,12 @@ class Watched:
     def num_steps(self) -> int:
         return len(read_metrics(self.look()))
 
+    def is_slow(self, since_s: float) -> bool:
+        """Whether the planned fault of a submission at the Unix time `since_s` has fired."""
+        path = self.look() / JOURNAL_NAME
+        notes = [line for line in read(path) if line.get("note") == "fault"] if path.exists() else []
+        return any(note["now"] > since_s for note in notes)
+
     def checkpoints(self) -> list[int]:
         """The steps that have a checkpoint which counts."""
         found = committed(self.storage.open(write=False)) if self.run.is_remote or self.folder.exists() else []
@@ -77,26 +86,36 @@ def power_cut(options: argparse.Namespace) -> int:
     step_s = sorted(line["step_s"] for line in read_metrics(calm.look()))[options.steps // 2]
     moments, cuts = random.Random(options.seed), []
     for number in range(1, options.cuts + 1):
-        cuts.append(_cut(cut_run, options, moments.uniform(0.0, 1.3 * options.every * step_s)))
+        delay_s = moments.uniform(0.0, 1.3 * options.every * step_s)
+        cuts.append(_cut(cut_run, options, delay_s, MOMENTS[number % len(MOMENTS)] if options.in_save else ""))
         log.info("cut %d: %d processes killed after step %d", number, cuts[-1].num_killed, cuts[-1].after_steps - 1)
     last_s = time.time()
     summary = _wait(_start(cut_run, options, every=options.every), cut_run)
     return _told(cuts, cut_run.next_step_s(last_s), cut_run.checkpoints(), summary, expected)
 
 
-def _cut(watched: Watched, options: argparse.Namespace, delay_s: float) -> Cut:
-    """Run until it has trained on and has a checkpoint, for `delay_s` more, then kill everything at once."""
+def _cut(watched: Watched, options: argparse.Namespace, delay_s: float, moment: str) -> Cut:
+    """Run until it has trained on and has a checkpoint, for `delay_s` more, then kill everything at once.
+
+    With a `moment`, upload or commit, in the middle of a file of the checkpoint after that, or between its files and
+    its manifest, each of which takes longer this time.
+    """
     before, begun_s, token = watched.num_lines(), time.time(), secrets.token_hex(8)
-    process = _start(watched, options, every=options.every, token=token)
+    step = max(watched.checkpoints(), default=options.every) + options.every if moment else 0
+    faults = f"slow@step={step},phase={moment}" if moment else "none"
+    process = _start(watched, options, every=options.every, token=token, faults=faults)
     deadline = time.monotonic() + RUN_S
-    while watched.num_lines() <= before or not watched.checkpoints():
+    while not (watched.checkpoints() and (watched.is_slow(begun_s) if moment else watched.num_lines() > before)):
         if process.poll() is not None or time.monotonic() > deadline:
             kill_everything(token)
             raise SystemExit(
                 f"elastic-ring drill: the run ended ({process.returncode}) before it could be cut; give more --steps"
             )
         time.sleep(LOOK_S)
-    time.sleep(delay_s)
+    if not moment:
+        time.sleep(delay_s)
+    elif step in watched.checkpoints():
+        raise SystemExit(f"elastic-ring drill: the checkpoint of step {step} was whole before it could be cut")
     if process.poll() is not None:
         raise SystemExit("elastic-ring drill: the run ended before it could be cut; give more --steps")
     num_killed = kill_everything(token)
@@ -107,11 +126,12 @@ def _cut(watched: Watched, options: argparse.Namespace, delay_s: float) -> Cut:
 
 
 def _start(
-    watched: Watched, options: argparse.Namespace, *, every: int, token: str = ""
+    watched: Watched, options: argparse.Namespace, *, every: int, token: str = "", faults: str = "none"
 ) -> subprocess.Popen[bytes]:  # fmt: skip
     arguments = [
         *options.train, "--steps", str(options.steps), "--run-name", watched.run.name,
         "--storage-path", options.storage_path, "--checkpoint-every-steps", str(every),
+        "--faults", faults,
     ]  # fmt: skip
     # A cluster that others use is not for cutting.
     return start_training(arguments, watched.log_path, token, {"RAY_ADDRESS": "local"})

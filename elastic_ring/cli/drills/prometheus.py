@@ -1,4 +1,5 @@
-"""One alert rule in a real Prometheus of a drill's own, with shorter times: a drill cannot last as a real fault does.
+"""Alert rules in a real Prometheus of a drill's own: most often one, with shorter times, since a drill cannot last as a
+real fault does.
 
 The rule is the text of rules.yml. Its durations are divided by the drill's speed, and so are the constants in seconds
 that the drill names; limits of other kinds stay, but where the drill says so.
@@ -51,15 +52,23 @@ def faster(rule: str, speed: float, constants: Sequence[tuple[str, str]]) -> str
 
 
 class Prometheus:
-    """A Prometheus that reads `targets` every second and knows one rule. Use as a context."""
+    """A Prometheus that reads `targets` and judges `rule`, one or a whole file of them, `every` so often. Use as a
+    context."""
 
     def __init__(
-        self, folder: Path, port: int, targets: Sequence[str], rule: str, token: str, alertmanager: str = ""
+        self,
+        folder: Path,
+        port: int,
+        targets: Sequence[str],
+        rule: str,
+        token: str,
+        alertmanager: str = "",
+        every: str = "1s",
     ) -> None:
         """`alertmanager`: HOST:PORT of the one that is told; nobody if empty."""
         self._folder, self._token = folder, token
         self._targets, self._rule, self._alertmanager = list(targets), rule, alertmanager
-        self._port = port
+        self._port, self._every = port, every
         self.url = f"http://{HOST}:{port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -67,7 +76,7 @@ class Prometheus:
         rules = self._write(self._rule)
         # JSON is YAML.
         (self._folder / "prometheus.yml").write_text(json.dumps({
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"}, "rule_files": [str(rules)],
+            "global": {"scrape_interval": self._every, "evaluation_interval": self._every}, "rule_files": [str(rules)],
             "scrape_configs": [{"job_name": "ray", "static_configs": [{"targets": self._targets}]}],
             **({"alerting": {"alertmanagers": [{"static_configs": [{"targets": [self._alertmanager]}]}]}}
                if self._alertmanager else {}),
@@ -96,7 +105,8 @@ class Prometheus:
 
     def _write(self, rule: str) -> Path:
         path = self._folder / "rules.yml"
-        path.write_text(f"groups:\n  - name: drill\n    rules:\n{rule}")
+        is_file = any(line.startswith("groups:") for line in rule.splitlines())
+        path.write_text(rule if is_file else f"groups:\n  - name: drill\n    rules:\n{rule}")
         return path
 
     def alert(self) -> dict[str, Any] | None:
@@ -109,8 +119,16 @@ class Prometheus:
 
     def sees(self, run: str) -> bool:
         """Whether it has read that the run trains: a metric's first value comes some 10 s after the coordinator."""
-        query = f'{PREFIX}elastic_ring_phase{{run="{run}", part="running"}} == 1'
-        return bool(self._ask(f"query?query={quote(query)}").get("result"))
+        return bool(self.query(f'{PREFIX}elastic_ring_phase{{run="{run}", part="running"}} == 1'))
+
+    def query(self, promql: str) -> list[dict[str, Any]]:
+        """The samples that it answers with."""
+        return list(self._ask(f"query?query={quote(promql)}").get("result", []))
+
+    def num_rules(self) -> int:
+        """How many rules it has judged without an error."""
+        groups = self._ask("rules").get("groups", [])
+        return sum(rule["health"] == "ok" for group in groups for rule in group["rules"])
 
     def _ask(self, what: str) -> dict[str, Any]:
         """{} while it still starts."""

@@ -13,13 +13,14 @@ PACE_STEPS = 3
 
 
 def cost_s(state: State) -> float:
-    """What a growth costs: the setting, else what the last rebuild of the running mesh took."""
+    """What a growth costs: the setting, else what the last build took, the first one if there is no other, and what the
+    last new worker took from its start until it was warm."""
     if state.options.grow_cost_s is not None:
         return state.options.grow_cost_s
     change = state.last_change
-    if change is None or change.previous_mesh is None or change.resumed_at is None:
+    if change is None or change.resumed_at is None:
         return 0.0
-    return change.resumed_at - change.noticed_at
+    return change.resumed_at - change.noticed_at + state.warm_up_s
 
 
 def saved_s(state: State, dp: int) -> float | None:
@@ -27,11 +28,18 @@ def saved_s(state: State, dp: int) -> float | None:
 
     By the pace since the last change: `committed` steps at `committed_at`.
     """
+    pace_s, change = step_s(state), state.last_change
+    if pace_s is None or change is None:
+        return None
+    return (state.options.total_steps - state.committed) * pace_s * (1 - change.mesh.dp / dp)
+
+
+def step_s(state: State) -> float | None:
+    """How long a step takes, by the pace since the last change; None: not known."""
     change = state.last_change
     if change is None or change.resumed_at is None or state.committed < change.step + PACE_STEPS:
         return None
-    step_s = (state.committed_at - change.resumed_at) / (state.committed - change.step)
-    return (state.options.total_steps - state.committed) * step_s * (1 - change.mesh.dp / dp)
+    return (state.committed_at - change.resumed_at) / (state.committed - change.step)
 
 
 def is_worth_it(state: State, dp: int) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from elastic_ring.control import recovery
+from elastic_ring.control.capacity import growth
 from elastic_ring.control.state import Running, State, able_to_form
 from elastic_ring.control.transition import Transition
 
@@ -23,19 +27,52 @@ def hand_over_by(state: State, now: float) -> float | None:
 
     `handover_s` before the first member's node is gone, and not before half of what is left.
     """
-    times = [state.nodes[state.workers[name].node].leaves_at for name in leaving_members(state)
-             if state.workers[name].node in state.nodes]  # fmt: skip
-    leaves_at = min((at for at in times if at), default=None)
+    leaves_at = _first_to_leave(state)
     return None if leaves_at is None else max(now, leaves_at - min(state.options.handover_s, (leaves_at - now) / 2))
 
 
 def save_if_alone(ctx: Transition) -> None:
-    """Ask for a checkpoint, once for each node, if members leave whom nobody can replace."""
+    """If members leave whom nobody can replace, ask for a checkpoint after the step under way, once for each node; give
+    that step up where it does not end in time."""
     phase = ctx.phase
     assert isinstance(phase, Running)
     nodes = frozenset(ctx.state.workers[name].node for name in leaving_members(ctx.state)) - phase.saved_for
-    if not nodes or can_hand_over(ctx.state):
-        return
-    ctx.stop(ctx.ready_among(phase.membership.members), "save")
-    ctx.edit_phase(saved_for=phase.saved_for | nodes)
-    ctx.explain(f"too few workers without node {', '.join(sorted(nodes))}: a checkpoint is asked for")
+    if nodes and not can_hand_over(ctx.state):
+        ctx.stop(ctx.ready_among(phase.membership.members), "save")
+        by = save_by(ctx.state, ctx.now) if ctx.options.takes_checkpoints else None
+        ctx.edit_phase(saved_for=phase.saved_for | nodes, save_by=by, save_after=ctx.state.committed)
+        ctx.explain(f"too few workers without node {', '.join(sorted(nodes))}: a checkpoint is asked for")
+    phase = ctx.phase
+    assert isinstance(phase, Running)
+    if phase.save_by is not None and ctx.state.committed > phase.save_after:
+        ctx.edit_phase(save_by=None)  # the checkpoint is being written
+    elif phase.save_by is not None and ctx.now >= phase.save_by:
+        _save_at_once(ctx, phase)
+
+
+def save_by(state: State, now: float) -> float | None:
+    """When a step that still runs is given up for a checkpoint of the state before it; None without a deadline.
+
+    At once where a step and the writing together take longer than what is left, by what they took so far. Else as long
+    before the end as the writing and `handover_s`, and not before half of what is left.
+    """
+    leaves_at = _first_to_leave(state)
+    if leaves_at is None:
+        return None
+    step_s, left_s = growth.step_s(state), leaves_at - now
+    if step_s is not None and left_s < step_s + state.write_s:
+        return now
+    return max(now, leaves_at - min(state.options.handover_s + state.write_s, left_s / 2))
+
+
+def _save_at_once(ctx: Transition, phase: Running) -> None:
+    why = f"the step under way does not end before node {', '.join(sorted(phase.saved_for))} leaves"
+    incident = recovery.open_incident(ctx, phase.membership, why, planned=("save",))
+    incident = replace(incident, counted=True, saves_for=phase.saved_for)
+    recovery.begin_closing(ctx, phase.membership, incident, f"{why}: it is given up for a checkpoint")
+
+
+def _first_to_leave(state: State) -> float | None:
+    times = [state.nodes[state.workers[name].node].leaves_at for name in leaving_members(state)
+             if state.workers[name].node in state.nodes]  # fmt: skip
+    return min((at for at in times if at), default=None)

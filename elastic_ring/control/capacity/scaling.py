@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from elastic_ring.control import worker_pool
+from elastic_ring.control.capacity import worker_pool
 from elastic_ring.control.messages import DrainNode, ScaleRequested
 from elastic_ring.control.state import Running, State, spares
 from elastic_ring.control.transition import Transition

@@ -5,7 +5,8 @@ result before anything is applied. Replicas of a shard must hold the same state 
 local gradient reaches all replicas alike: so the ring after each one recomputes one of its sequences.
 
 Three replicas or more name the one that differs. Two cannot: then the step runs again, on the same ranks, and each
-tells what it had the first time. If they agree now, the rank whose two digests differ was wrong. If not, nobody knows.
+tells what it had the first time. If they agree now, the rank whose two digests differ was wrong. If not, a spare takes
+one place after the other, and the core sees without whom the ranks agree (`third_opinion`).
 """
 
 from __future__ import annotations
@@ -136,7 +137,10 @@ def _second_try(
             changed.append(rank)
     if not changed:
         return None
-    is_named = len(changed) == 1 or what_before == REDUCED
+    # A newcomer in a ring has no first try: what changed in that ring may be its predecessor's fault.
+    new = {mesh.coordinate(rank).dp_rank for rank, first in enumerate(before) if first is None}
+    is_hidden = what_before == LOCAL and any(mesh.coordinate(rank).dp_rank in new for rank in changed)
+    is_named = (len(changed) == 1 and not is_hidden) or what_before == REDUCED
     return Finding(what_before, tuple(changed) if is_named else (), tuple(changed), is_over=True)
 
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Action = Literal["clip", "skip", "stop"]
-VERDICTS = ("", "log", "clip", "skip", "stop")
+Action = Literal["clip", "skip", "back", "stop"]
+VERDICTS = ("", "log", "clip", "skip", "stop", "back")
 """What a vote says of a loss above the limit, by its number."""
 
 WINDOW = 64
@@ -70,6 +70,11 @@ class SpikeWatch:
         self._next = -1
         self._losses: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._spikes: deque[tuple[int, str]] = deque(maxlen=WINDOW)
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether going back is an action, and so what follows too many skipped steps."""
+        return "back" in self._actions
 
     def ballot(self, step: int) -> SpikeBallot:
         """For the vote of `step`."""

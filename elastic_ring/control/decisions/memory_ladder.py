@@ -1,32 +1,44 @@
 """The memory ladder: what follows when a step runs out of memory. Pure.
 
-The step is a skipped attempt: it runs again on all members, with one relief more. The reliefs in force travel with each
-`Build`, so that all members climb together. Each relief keeps the bits. After enough steps without a shortage the run
-goes one relief down at a boundary, and waits twice as long the next time, because it may have to climb again.
+The step is a skipped attempt: it runs again on all members, with one relief more. Where memory is nearly full the next
+relief is taken before, at a boundary (`tight`). The reliefs in force travel with each `Build`, so all members climb
+together. Each relief keeps the bits. After enough steps without a shortage the run goes one relief down at a boundary,
+and waits twice as long the next time, because it may have to climb again.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_ring.control.messages import MemberFailed
-from elastic_ring.control.state import Incident, MemoryLadder, State
+from elastic_ring.control.messages import MemberFailed, MemoryTight
+from elastic_ring.control.state import Incident, MemoryLadder, Running, State
 from elastic_ring.control.transition import Transition
 
 RELIEFS_ON = {"cpu": ("caches", "recompute"), "cuda": ("caches", "recompute", "offload")}
-"""Device type -> the reliefs from the cheapest on. `train.memory_relief` carries them out."""
+"""Device type -> the reliefs that keep the bits, from the cheapest on. `train.memory_relief` carries them out."""
+CHANGING_BITS = ("passes", "chunks")
+"""The last reliefs: sums are added up in another order. They are taken when a step fails, never before."""
 MEANING = {
     "caches": "caches are freed before each step and one sequence is read ahead",
     "recompute": "layers keep only their input and compute the rest again in backward",
     "offload": "what backward needs waits in host memory",
+    "passes": "each pass has one sequence; other bits",
+    "chunks": "the loss is computed in chunks of an eighth; other bits",
 }
 ADVICE = (
-    "Split sequences over more ranks (cp), train shorter ones (context_tokens), lower loss_chunk_tokens, keep fewer "
-    "copies, or give each worker more memory"
+    "Split sequences over more ranks (cp), train shorter ones (context_tokens) or fewer at once (sequences_per_pass), "
+    "lower loss_chunk_tokens, keep fewer copies, or give each worker more memory"
 )
 MAX_DOUBLINGS = 6
+MIN_STEPS = 8
+"""Steps between two reliefs that are taken before memory runs out."""
 OUT_OF_MEMORY = "out of memory"
 """Why a worker was lost that the node's agent, or the kernel, killed for the node's memory."""
+
+
+def reliefs_on(device: str, sequences_per_pass: int) -> tuple[str, ...]:
+    """The reliefs of a run."""
+    return (*RELIEFS_ON[device], *(name for name in CHANGING_BITS if name != "passes" or sequences_per_pass > 1))
 
 
 def climb(ctx: Transition, event: MemberFailed) -> bool:
@@ -45,7 +57,7 @@ def climb(ctx: Transition, event: MemberFailed) -> bool:
         return True
     climbed = replace(
         ladder, num_reliefs=ladder.num_reliefs + 1, generation=event.generation, since=ctx.state.committed,
-        num_shortages=ladder.num_shortages + 1, why=told,
+        num_shortages=ladder.num_shortages + 1, why=told, wanted="",
     )  # fmt: skip
     ctx.set(memory=climbed)
     name = reliefs[ladder.num_reliefs]
@@ -65,15 +77,48 @@ def climb_after_deaths(ctx: Transition, incident: Incident) -> None:
     climbed = replace(
         ladder, num_reliefs=ladder.num_reliefs + helps, generation=generation, since=ctx.state.committed,
         num_shortages=ladder.num_shortages + 1, why=f"{short[0].worker} was killed: {short[0].detail}".splitlines()[0],
+        wanted="",
     )  # fmt: skip
     ctx.set(memory=climbed)
     ctx.explain(f"{short[0].worker} died of its node's memory: relief {climbed.num_reliefs} of {len(reliefs)}")
 
 
+def tight(ctx: Transition, event: MemoryTight) -> None:
+    """Have the next relief taken at a boundary, before memory runs out."""
+    ladder, reliefs = ctx.state.memory, ctx.options.memory_reliefs
+    if not isinstance(ctx.phase, Running):
+        ctx.explain("no step runs: memory is judged anew")
+    elif ladder.wanted:
+        ctx.explain("a relief is wanted already")
+    elif ladder.num_reliefs >= len(reliefs):
+        ctx.explain(f"{event.text}, and no relief is left. {ADVICE}")
+    elif reliefs[ladder.num_reliefs] in CHANGING_BITS:
+        ctx.explain(f"{event.text}, and the next relief changes bits: it waits until a step fails")
+    elif event.what == "host" and reliefs[ladder.num_reliefs] == "offload":
+        ctx.explain(f"{event.text}, and the next relief takes more of it")
+    elif event.step + 1 - ladder.since < MIN_STEPS:
+        ctx.explain(f"{event.text}, and the last change is {event.step + 1 - ladder.since} steps old")
+    else:
+        ctx.set(memory=replace(ladder, wanted=event.text))
+        ctx.explain(f"{event.text}: relief {ladder.num_reliefs + 1} of {len(reliefs)} at the next boundary")
+
+
+def climb_early(ctx: Transition) -> None:
+    """The relief that is wanted, for the build that follows."""
+    ladder = ctx.state.memory
+    name = ctx.options.memory_reliefs[ladder.num_reliefs]
+    climbed = replace(
+        ladder, num_reliefs=ladder.num_reliefs + 1, since=ctx.state.committed, why=ladder.wanted, wanted="",
+        num_early=ladder.num_early + 1,
+    )  # fmt: skip
+    ctx.set(memory=climbed)
+    ctx.explain(f"{ladder.wanted}; relief {climbed.num_reliefs}, {name}: {MEANING.get(name, name)}")
+
+
 def may_relax(state: State, committed: int) -> bool:
     """Whether one relief may go, with `committed` steps: enough of them passed since the last shortage or change."""
     ladder, steps = state.memory, state.options.memory_relax_steps
-    if not ladder.num_reliefs or not steps:
+    if not ladder.num_reliefs or not steps or ladder.wanted:
         return False
     waits_steps: int = steps << min(ladder.num_relaxed, MAX_DOUBLINGS)
     return committed - ladder.since >= waits_steps

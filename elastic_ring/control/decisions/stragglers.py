@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elastic_ring.control import worker_pool
+from elastic_ring.control.capacity import worker_pool
 from elastic_ring.control.messages import StragglerFound
 from elastic_ring.control.state import Running, State, able_to_form
 from elastic_ring.control.transition import Transition

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from elastic_ring.data.sampling.order import philox
 
 Ids = NDArray[np.int64]
-KEPT = 2  # epochs and windows that are remembered
+KEPT = 2  # epochs and windows that are cached
 BEGINNING = np.zeros(1, dtype=np.int64)
 
 

@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from elastic_ring.config import StepConfig
+
 
 class SampleOrder(Protocol):
     """Which sequences each step uses. Depends on neither the mesh nor what ran before."""
@@ -83,3 +85,19 @@ def share(ids: Sequence[int], dp_rank: int, dp: int) -> tuple[tuple[int, int], .
     if not 0 <= dp_rank < dp:
         raise ValueError(f"dp_rank={dp_rank}: must be in [0, dp={dp})")
     return tuple((index, ids[index]) for index in range(dp_rank, len(ids), dp))
+
+
+def passes(num_sequences: int, sequences_per_pass: int) -> tuple[range, ...]:
+    """A ring's share of a step in groups that it computes together; the last one has what is left."""
+    return tuple(
+        range(first, min(first + sequences_per_pass, num_sequences))
+        for first in range(0, num_sequences, sequences_per_pass)
+    )
+
+
+def pass_sizes(step: StepConfig) -> tuple[int, ...]:
+    """How many sequences a pass may have on some mesh, ascending; validation takes one at a time."""
+    batch = step.global_batch
+    shares = {share for dp in range(1, batch + 1) for share in (batch // dp, -(-batch // dp))}
+    sizes = {len(group) for share in shares for group in passes(share, step.sequences_per_pass)}
+    return tuple(sorted(sizes | ({1} if step.val_every_steps else set())))

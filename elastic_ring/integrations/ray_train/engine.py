@@ -55,6 +55,8 @@ class Zero3Engine:
         if not own:
             own = {"optimizer": _optimizer(task, model)}
         self._engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False, **own)
+        if fill and task.initial is not None and task.step.param_dtype != "float32":
+            self._fill_masters(task.initial)
 
     @property
     def module(self) -> nn.Module:
@@ -75,6 +77,19 @@ class Zero3Engine:
         """Of the last update, before clipping."""
         found = self._engine.get_global_grad_norm()
         return float("nan") if found is None else float(found)
+
+    def _fill_masters(self, initial: Any) -> None:
+        """Give the masters the first values themselves: DeepSpeed has made them from parameters that were rounded."""
+        rank = dist.get_rank()
+        for index, group in enumerate(self._engine.optimizer.fp16_groups):
+            with self._swapped_in(index, changed=True) as flat:
+                offset = 0
+                for param in group:
+                    size = param.partition_numel()
+                    whole = initial.tensor(self._engine.param_names[param], tuple(param.ds_shape)).flatten()
+                    piece = whole[rank * size : (rank + 1) * size]
+                    flat.data[offset : offset + len(piece)].copy_(piece)
+                    offset += size
 
     # ------------------------------------------------------------ checkpoints
 

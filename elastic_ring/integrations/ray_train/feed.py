@@ -7,7 +7,8 @@ failure. The second is whatever a Ray Data pipeline yields, in its order; a new 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -55,6 +56,17 @@ class OrderedFeed:
 
     def _share(self, step: int) -> tuple[tuple[int, int], ...]:
         return share(self._order.sample_ids(step), self._at.dp_rank, self._mesh.dp)
+
+
+@dataclass(frozen=True)
+class DatasetRows:
+    """What a task knows of a Ray dataset, in place of a corpus: `DatasetFeed` reads the rows."""
+
+    context_tokens: int
+    vocab_size: int
+
+    def open(self) -> NoReturn:
+        raise ValueError("a Ray dataset has no sequences by number: its workers read rows of their shards")
 
 
 class DatasetFeed:

@@ -5,6 +5,7 @@ What ElasticRingTrainer's workers rebuild in a recovery is made once here: a wor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_ring.attention.comm.exchange import HopBuffers
-from elastic_ring.attention.plan.plan_cache import LRUCache
-from elastic_ring.attention.ring import NUM_PLANS
+from elastic_ring.attention.ring_plans import PlanCache
 from elastic_ring.config import Timeouts
 from elastic_ring.data.loader import Slice
 from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.gpu.device import KERNEL_CACHE
+from elastic_ring.runtime.gpu.leases import shared_folder
 from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.startup.kernels import KernelAgreement
 from elastic_ring.train.startup.layouts import Layouts
@@ -32,18 +34,22 @@ class Rings:
         """Collective over torch's default group, which has `mesh.size` ranks."""
         self.mesh, self.device = mesh, device
         self.coordinate = mesh.coordinate(dist.get_rank())
-        limit = timedelta(seconds=Timeouts().collective_s)
-        groups = [dist.new_group(list(mesh.ring(dp_rank)), timeout=limit) for dp_rank in range(mesh.dp)]
+        groups = [_group(mesh.ring(dp_rank), device) for dp_rank in range(mesh.dp)]
         self.ring: Any = groups[self.coordinate.dp_rank] if mesh.cp > 1 else None
+        if device.type == "cuda" and self.ring is not None:
+            # NCCL connects at a group's first operation, for which all its ranks must come: not every hop has them all.
+            dist.all_reduce(torch.zeros(1, device=device), group=self.ring)
         self.task = _agreed(task, device)
         self.layout = Layouts(self.task).choice(mesh.cp, device.type).layout
-        self._buffers, self._plans = HopBuffers(), LRUCache(NUM_PLANS)
+        self._buffers, self._plans = HopBuffers(), PlanCache()
+        self._kernel_cache = shared_folder(KERNEL_CACHE) if device.type == "cuda" else None
 
     def batch(self, piece: Slice) -> Batch:
         """One sequence's slice with the ring's attention, for a loss function."""
         attention = attention_of(
-            self.task, piece, self.layout, self.coordinate.cp_rank, self.ring, buffers=self._buffers, plans=self._plans
-        )
+            self.task, piece, self.layout, self.coordinate.cp_rank, self.ring, kernel_cache=self._kernel_cache,
+            buffers=self._buffers, plans=self._plans,
+        )  # fmt: skip
         return batch_of(piece, attention, self.device)
 
     def total(self, *values: float) -> list[float]:
@@ -57,10 +63,19 @@ class Rings:
         return summed
 
 
+def _group(ranks: Sequence[int], device: torch.device) -> Any:
+    options = None
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True  # hops must not wait for the blocks of a kernel that is running
+    limit = timedelta(seconds=Timeouts().collective_s)
+    return dist.new_group(list(ranks), timeout=limit, pg_options=options)
+
+
 def _agreed(task: TrainingTask, device: torch.device) -> TrainingTask:
     """The task with one attention kernel for all ranks; CPUs have the same one anyway."""
     if device.type == "cpu":
         return task
-    kernels = KernelAgreement(task, device.type, None)
+    kernels = KernelAgreement(task, device.type, shared_folder(KERNEL_CACHE))
     kernels.look(attention_shapes(task))
     return kernels.settle(task, dist.new_group(backend="gloo"), holds=False)

@@ -84,8 +84,8 @@ class Records:
         """A checkpoint is in the storage."""
         self._note({"note": "checkpoint", "step": step, "path": path})
 
-    def finish(self, weights_sha256: str) -> dict[str, Any]:
-        """Write the summary and return it."""
+    def finish(self, weights_sha256: str, peak_gpu_bytes: int = 0) -> dict[str, Any]:
+        """Write the summary and return it. `peak_gpu_bytes`: of the last worker group."""
         attempts = self._of("attempt")
         keys = ("note", "unix_s")
         recoveries = [{k: v for k, v in line.items() if k not in keys} for line in self._of("recovery")]
@@ -102,6 +102,7 @@ class Records:
             resumed_from=[{"path": line["resumed_from"], "step": line["step"]}
                           for line in attempts if line["resumed_from"]],
             checkpoints=[{"path": line["path"], "step": line["step"]} for line in self._of("checkpoint")],
+            peak_gpu_bytes=peak_gpu_bytes,
         )  # fmt: skip
         write_summary(self._folder, summary)
         self._metrics.close()

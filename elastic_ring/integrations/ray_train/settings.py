@@ -120,7 +120,10 @@ def check_deepspeed(given: Mapping[str, Any], own: Zero3Config) -> None:
 
 
 def check_mesh(num_workers: tuple[int, int], cp: int, step: StepConfig, own: Zero3Config) -> None:
-    """Raises ValueError where no mesh of these workers fits: `num_workers` is (fewest, most)."""
+    """Raises ValueError where no mesh of these workers runs such steps: `num_workers` is (fewest, most)."""
+    if step.sequences_per_pass > 1:
+        raise ValueError(f"sequences_per_pass={step.sequences_per_pass}: ZeRO-3 in Ray Train computes one sequence at "
+                         "a time; set it to 1")  # fmt: skip
     fewest, most = num_workers
     if not 1 <= fewest <= most:
         raise ValueError(f"workers={fewest}:{most}: must be MIN:MAX with 1 <= MIN <= MAX")
@@ -180,7 +183,8 @@ def deepspeed_config(
             part = {"buffer_count": BUFFER_COUNT, "buffer_size": largest_elements, "max_in_cpu": 0, **part}
         zero[key] = part
     return {
-        "steps_per_print": NEVER, **made,
+        # Gradients are summed in fp32, as in the elastic ring; with bf16 parameters DeepSpeed's own choice is bf16.
+        "steps_per_print": NEVER, "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}, **made,
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": step.global_batch // mesh.dp,
         "gradient_clipping": optim.clip_norm or 0.0, "bf16": {"enabled": step.param_dtype == "bfloat16"},
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,

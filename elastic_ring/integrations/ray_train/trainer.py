@@ -11,6 +11,7 @@ import logging
 import math
 import textwrap
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any, Literal
 
 import ray
@@ -20,22 +21,27 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 
 from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig, check_lasting
-from elastic_ring.data.source import SourceConfig, StdlibText, open_source
+from elastic_ring.data.source import SourceConfig, open_source
 from elastic_ring.errors import RunFailed
 from elastic_ring.integrations.ray_train import checks, ops
+from elastic_ring.integrations.ray_train.feed import DatasetRows
 from elastic_ring.integrations.ray_train.run_records import Records
 from elastic_ring.integrations.ray_train.settings import Zero3Config, check_mesh
 from elastic_ring.integrations.ray_train.worker import DATASET, Job, Zero3Worker, train_worker
 from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME, write_json
 from elastic_ring.monitor.result import Result
-from elastic_ring.runtime.driver.cluster import WORKER_ENVIRONMENT
+from elastic_ring.runtime.coordinator.run_spec import identity_digest
 from elastic_ring.runtime.driver.session import cluster
-from elastic_ring.train.startup.layouts import check_layers
+from elastic_ring.runtime.groups import nccl
+from elastic_ring.runtime.worker.env_fingerprint import versions
+from elastic_ring.train.startup.layouts import check_layers, check_rows
 from elastic_ring.train.wrap import check_buildable, check_own_optimizer
 from elastic_ring.trainer import ElasticRingTrainer, check_portable, check_writable, described, training_order
 
 log = logging.getLogger(__name__)
 
+# NCCL's own watchdog stays on: nothing else ends a worker group that hangs.
+GPU_ENVIRONMENT = {name: value for name, value in nccl.ENVIRONMENT.items() if not name.startswith("TORCH_NCCL_")}
 NUM_TOLD = 3
 NUM_KEPT = 2
 DATA_CPUS = 2
@@ -91,7 +97,7 @@ class Zero3Trainer:
         self._check_dataset(data)
         self.device: Literal["cpu", "cuda"] = "cuda" if self.scaling_config.use_gpu else "cpu"
         base = ElasticRingTrainer(
-            model, StdlibText(step.context_tokens) if data is None else data, step_config=step,
+            model, data or DatasetRows(step.context_tokens, vocab_size or 0), step_config=step,
             optim_config=optim_config, scaling_config=ScalingConfig(dp=1, cp=cp, spares=0, device=self.device),
             **settings,
         )  # fmt: skip
@@ -111,7 +117,7 @@ class Zero3Trainer:
         if done is not None:
             return done
         self._check()
-        write_json(self._run.driver_folder / CONFIG_NAME, {"run": self._run.name, "identity": self._identity()})
+        write_json(self._run.driver_folder / CONFIG_NAME, self._config())
         for name, text in self.config_files.items():
             (self._run.driver_folder / name).write_text(text, encoding="utf-8")
         with cluster(self._num_cpus(), self._run.timeouts.lease_s):
@@ -127,6 +133,7 @@ class Zero3Trainer:
         check_buildable(self.task)
         check_own_optimizer(self.task)
         check_layers(self.task)
+        check_rows(self.task)
         check_portable(self.task)
         if self.dataset is None:
             log.info("data %s", open_source(self.task.data).fingerprint[:16])
@@ -144,6 +151,11 @@ class Zero3Trainer:
         if self.dataset is not None and (self.vocab_size is None or self.end_of_document is None):
             raise ValueError(f"dataset with vocab_size={self.vocab_size}, end_of_document={self.end_of_document}: give "
                              "both, as of its tokenizer")  # fmt: skip
+        if self.vocab_size is not None and self.end_of_document is not None and (
+            not 0 <= self.end_of_document < self.vocab_size
+        ):  # fmt: skip
+            raise ValueError(f"end_of_document={self.end_of_document} is no token of a vocabulary of vocab_size="
+                             f"{self.vocab_size}: give both as of the dataset's tokenizer")  # fmt: skip
 
     def _identity(self) -> dict[str, str]:
         """What a submission shares with the run that it goes on with."""
@@ -151,10 +163,23 @@ class Zero3Trainer:
         found: dict[str, Any] = {f"step.{name}": getattr(task.step, name)
                                  for name in ("seed", "global_batch", "context_tokens", "param_dtype")}  # fmt: skip
         found |= {f"optim.{name}": value for name, value in vars(task.optim).items()}
+        if task.step.kv_wire != "native":
+            found["step.kv_wire"] = task.step.kv_wire
         found |= {"model": described(task.model), "loss": described(task.loss), "initial": described(task.initial),
                   "data": described(task.data) if self.dataset is None else "a Ray dataset",
                   "pattern": "" if task.pattern is None else task.pattern.identity}  # fmt: skip
         return {name: str(value) for name, value in found.items()}
+
+    def _config(self) -> dict[str, Any]:
+        """The settings as config.json records them, under the names of the elastic ring's where it has them, too."""
+        settings = {"step": self.task.step, "optim": self.task.optim, "zero": self.zero}
+        if self.dataset is None:
+            settings["data"] = self.task.data
+        shown = {name: json.loads(json.dumps(vars(value), default=str)) for name, value in settings.items()}
+        digest = identity_digest(self._identity())
+        found = {**versions(self.device), "deepspeed": version("deepspeed")}
+        return {"run": {"name": self._run.name}, "digest": digest, "identity": self._identity(), **shown,
+                "cp": self.cp, "versions": found}  # fmt: skip
 
     def _finished(self) -> Result | None:
         """The result of an earlier submission that has all steps. Raises ValueError if its settings differ."""
@@ -209,7 +234,7 @@ class Zero3Trainer:
         env = dict(given.worker_runtime_env or {})
         env["env_vars"] = {
             "DS_ACCELERATOR": self.device, ops.FOLDER: str(ops.extensions_folder()),
-            **(WORKER_ENVIRONMENT if self.device == "cuda" else {}), **env.get("env_vars", {}),
+            **(GPU_ENVIRONMENT if self.device == "cuda" else {}), **env.get("env_vars", {}),
         }  # fmt: skip
         return ray.train.RunConfig(
             name=self._run.name, storage_path=self._run.storage_path, storage_filesystem=given.storage_filesystem,

@@ -36,6 +36,7 @@ from elastic_ring.integrations.ray_train.weights import write_weights
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.runtime.coordinator.recorder import samples_text
+from elastic_ring.runtime.gpu.device import be_deterministic
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.optim import learning_rate
 from elastic_ring.train.task import TrainingTask
@@ -88,7 +89,11 @@ class Zero3Worker:
         self._local_rank = context.get_local_rank()
         torch.set_num_threads(job.num_threads)
         self.mesh: Mesh = mesh_of(self.size, job.cp, self.task.step.global_batch)
-        self.device = torch.device("cpu") if job.device == "cpu" else ray.train.torch.get_device()
+        self.device = torch.device("cpu")
+        if job.device == "cuda":
+            self.device = ray.train.torch.get_device()
+            torch.cuda.set_device(self.device)
+            be_deterministic(self.task)
         ops.without_shared_memory()
         if job.zero.uses_nvme:
             ops.load_async_io(ops.extensions_folder())
@@ -160,13 +165,22 @@ class Zero3Worker:
         """Write the weights and the summary. Collective."""
         if self.step < self.task.step.steps:
             raise RunFailed(f"the training loop returned after step {self.step} of {self.task.step.steps}")
+        peak_bytes = self._peak_gpu_bytes()
         sha256 = write_weights(self.engine, Storage(self.job.storage_uri) if self.rank == 0 else None)
         if self.rank == 0:
-            ray.get(self.job.records.finish.remote(sha256))
+            ray.get(self.job.records.finish.remote(sha256, peak_bytes))
         self.feed.close()
         dist.barrier()
         if self.job.zero.uses_nvme and self._local_rank == 0:
             shutil.rmtree(self.swap_folder, ignore_errors=True)
+
+    def _peak_gpu_bytes(self) -> int:
+        """The most memory in tensors on a GPU of this worker group; 0 without GPUs. Collective."""
+        if self.device.type == "cpu":
+            return 0
+        most = torch.tensor(torch.cuda.max_memory_allocated(self.device), device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
 
     # ------------------------------------------------------------ parts
 

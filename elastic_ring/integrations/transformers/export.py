@@ -63,10 +63,10 @@ def export(
     StorageFailed for a store that does not answer.
     """
     where, out = os.path.expanduser(run), Path(out).expanduser()
-    records = RunRecords(where)  # a copy of them lasts as long as this
-    run_folder = records.look()
-    record = _json(run_folder / CONFIG_FILE, "give the folder of a run of elastic_ring.integrations.transformers")
-    dtype = dtype or str(_json(run_folder / CONFIG_NAME, "give a run's folder")["step"]["param_dtype"])
+    with RunRecords(where) as records:
+        run_folder = records.look()
+        record = _json(run_folder / CONFIG_FILE, "give the folder of a run of elastic_ring.integrations.transformers")
+        dtype = dtype or str(_json(run_folder / CONFIG_NAME, "give a run's folder")["step"]["param_dtype"])
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

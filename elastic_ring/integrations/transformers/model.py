@@ -20,9 +20,10 @@ from elastic_ring.attention.patterns.rules import Dense, Rule, Window
 from elastic_ring.config import StepConfig
 from elastic_ring.integrations.transformers.checks import check_config, check_tokenizer, config_of, read_config, trace
 from elastic_ring.integrations.transformers.first_values import FirstValues
-from elastic_ring.integrations.transformers.module import build, checkpoint_layers
+from elastic_ring.integrations.transformers.module import PLAIN_HEAD, WHOLE_SLICE, build, checkpoint_layers
 from elastic_ring.integrations.transformers.weights import FolderWeights
 from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.flops import model_flops
 from elastic_ring.train.task import ModelParts
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class RingModel:
             pattern=self.pattern(step.context_tokens),
             vocab_size=self.vocab_size,
             files={CONFIG_FILE: record},
+            flops=model_flops(self.sizes(), step.context_tokens),
         )
 
     @property
@@ -88,7 +90,8 @@ class RingModel:
             num_heads=num_heads, num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
             head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
             ffn_width=int(config.intermediate_size), tie_embeddings=bool(config.tie_word_embeddings),
-            checkpoint_activations=self.checkpoint_activations, loss_chunk_tokens=self.loss_chunk_tokens,
+            checkpoint_activations=self.checkpoint_activations,
+            loss_chunk_tokens=self.loss_chunk_tokens if config.model_type in PLAIN_HEAD else WHOLE_SLICE,
         )  # fmt: skip
 
     def description(self) -> str:

@@ -21,6 +21,8 @@ PLAIN_HEAD = frozenset(
 )
 """Model types whose logits are `lm_head(hidden)`, with a softcap where the config has `final_logit_softcapping`: their
 loss is computed in chunks of tokens. Others make the logits of a whole slice at once, as transformers does."""
+WHOLE_SLICE = 1 << 40
+"""More tokens than any slice has."""
 
 
 @dataclass

@@ -20,9 +20,12 @@ from elastic_ring.config import Timeouts, environment
 from elastic_ring.monitor.detect import HangDetector, HangSettings, Observation, ProcReader
 from elastic_ring.monitor.exits import ExitNotice, ExitWatch, describe_exit, signal_name, tail
 from elastic_ring.monitor.host_memory import HostMemory, ProcessMemory
-from elastic_ring.monitor.stamps import Phase, Stamp, StampReader, phase_name
+from elastic_ring.monitor.metrics_table import CLOCK_PARTS
+from elastic_ring.monitor.stamps import Clock, Phase, Stamp, StampReader, phase_name
+from elastic_ring.runtime.agent.health import HealthThread
 from elastic_ring.runtime.agent.memory_guard import MemoryGuard, guard_limit, ray_threshold, warning
 from elastic_ring.runtime.agent.notices import Notices
+from elastic_ring.runtime.agent.raylet_log import ray_killed
 from elastic_ring.runtime.agent.resolver import lookup_s
 from elastic_ring.runtime.agent.rpc import JsonConnection, dial
 from elastic_ring.runtime.agent.stamp_dir import hold, remove_stale
@@ -70,6 +73,7 @@ class NodeAgent:
         self._node, self._timeouts, self._early = node, timeouts, early
         self._notices_of, self._leaves_at = notices, 0.0
         self._memory_limit, self._guard, self._memory = memory_limit, MemoryGuard(0.0), HostMemory()
+        self._health = HealthThread(self._tell)
         self._exits = ExitWatch()
         self._detector = HangDetector(hang_settings(timeouts))
         self._proc = ProcReader()
@@ -125,6 +129,7 @@ class NodeAgent:
         self._exits.open()
         self._guard = MemoryGuard(guard_limit(self._memory_limit, ray_threshold(os.getppid())))
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        self._health.open()
         if self._notices_of:
             Notices(self._notices_of, self._on_notice).open()
 
@@ -138,6 +143,13 @@ class NodeAgent:
         with self._lock:
             self._leaves_at = time.monotonic() + in_s
             self._tell_notice()
+
+    def _tell(self, text: str) -> None:
+        """A sentence for the run's log; the node's name goes before it."""
+        log.warning("%s", text)
+        with self._lock:
+            if self._connection is not None:
+                self._connection.send({"kind": "told", "text": f"node {self._node}: {text}"})
 
     def _tell_notice(self) -> None:
         if self._leaves_at and self._connection is not None:
@@ -209,7 +221,10 @@ class NodeAgent:
                 for worker, watched in self._watched.items()
             }
             pressure = self._memory.pressure()
+            message["memory_share"] = self._memory.read().share
             message["pressure"] = vars(pressure) if pressure is not None else {}
+            if (health := self._health.take()) is not None:
+                message["health"] = health
         self._connection.send(message)
 
     def _check_coordinator(self) -> None:
@@ -321,7 +336,7 @@ class NodeAgent:
         if watched is None:
             return
         if signal_name(notice.signal) == "SIGKILL" and not watched.killed:
-            watched.memory = self._guard.kernel_killed(notice.key)
+            watched.memory = self._guard.kernel_killed(notice.key) or ray_killed(watched.log_path, watched.pid)
         reason = "hung" if watched.hang else OUT_OF_MEMORY if watched.memory else "died"
         reason = "exited" if notice.exit_code is not None and reason == "died" else reason
         self._report(watched, reason, describe_exit(notice), notice.monotonic_s, signal_name(notice.signal))
@@ -347,11 +362,22 @@ class NodeAgent:
 
 
 def progress(stamp: Stamp | None) -> dict[str, Any]:
-    """What a worker's training thread does: its step and phase, and for how long it has been in that; {} if unknown."""
+    """What a worker's training thread does: its step and phase, for how long it has been in that, and how long each
+    part of its last whole step took; {} if unknown."""
     if stamp is None:
         return {}
     in_phase_s = max(0.0, (time.monotonic_ns() - stamp.monotonic_ns) / 1e9)
-    return {"at_step": stamp.step, "phase": phase_name(stamp.phase), "in_phase_s": round(in_phase_s, 3)}
+    found: dict[str, Any] = {
+        "at_step": stamp.step, "phase": phase_name(stamp.phase), "in_phase_s": round(in_phase_s, 3)
+    }  # fmt: skip
+    return found if stamp.clock is None else {**found, "clock": clock_of(stamp.clock)}
+
+
+def clock_of(clock: Clock) -> dict[str, float]:
+    """Seconds of a step by part, as `metrics_table.CLOCK_PARTS`; what is no part of every step is `other`."""
+    parts = {part: clock.phases_s[part] for part in CLOCK_PARTS if part in clock.phases_s}
+    parts |= {"data": clock.data_wait_s, "other": sum(clock.phases_s.values()) - sum(parts.values())}
+    return {part: round(parts[part], 6) for part in CLOCK_PARTS}
 
 
 def memory_of(found: ProcessMemory | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ NOTABLE_GROWTH = 0.02
 REST_S = 3.0
 """For a killed worker's memory to be free."""
 KERNEL_S = 3.0
-"""A worker that died by SIGKILL within this time of the OOM killer's strike counts as its victim."""
+"""A worker that died by SIGKILL within this time of the kernel's OOM kill counts as its victim."""
 RAY_THRESHOLD, RAY_THRESHOLD_VARIABLE = 0.95, "RAY_memory_usage_threshold"
 RAY_REFRESH_VARIABLE = "RAY_memory_monitor_refresh_ms"
 GIB = 2**30
@@ -76,7 +76,7 @@ class MemoryGuard:
         before, after = known.counts[0][1], kills(known.counter)
         if after <= before:
             return ""
-        return f"the kernel's OOM killer struck ({known.counter}: oom_kill {before} -> {after})"
+        return f"killed by the kernel's OOM killer ({known.counter}: oom_kill {before} -> {after})"
 
     def _measure(self, now: float, pids: Mapping[str, int]) -> None:
         self._known = {
@@ -101,7 +101,9 @@ class MemoryGuard:
         worker = max(ranked, key=lambda name: (ranked[name], sizes[name]), default="")
         excess = reading.used_bytes - self._limit * reading.total_bytes
         if not worker or sizes[worker] < max(excess, NOTABLE_GROWTH * reading.total_bytes):
-            return Verdict("", f"{full}, and no worker of the run holds enough to change that: look who else is there")
+            return Verdict(
+                "", f"{full}, and no worker of the run holds enough to change that: other processes fill the node"
+            )
         grew = f"it grew by {growth[worker] / GIB:.2f} GiB to {sizes[worker] / GIB:.2f} GiB"
         return Verdict(worker, f"{full}; {grew} within {WINDOW_S:.0f} s")
 

@@ -35,7 +35,7 @@ def lookup_s(address: str) -> float:
 
 
 def warning(node: str, address: str, took_s: float) -> str:
-    """What a run says of a node whose look-up took so long; empty if that is no trouble."""
+    """What a run says of a node whose look-up took so long; empty if that is fast enough."""
     if took_s < LIMIT_S:
         return ""
     return (

@@ -24,9 +24,11 @@ from typing import Any
 import ray
 
 from elastic_ring.config import environment
+from elastic_ring.control.capacity.worker_pool import vacant_nodes
 from elastic_ring.control.cause_ids import CauseIds
 from elastic_ring.control.coordination import Decision, advance, initial, next_deadline
-from elastic_ring.control.corpus import may_switch
+from elastic_ring.control.decisions import rollback
+from elastic_ring.control.decisions.corpus import may_switch
 from elastic_ring.control.decisions.memory_ladder import may_relax
 from elastic_ring.control.messages import (
     Build,
@@ -38,13 +40,15 @@ from elastic_ring.control.messages import (
     Event,
     Finalized,
     MemberFailed,
-    NodeDraining,
+    MemoryTight,
     NodeJoined,
     NodeLost,
     Published,
+    Release,
     Report,
     Resumed,
     ScaleRequested,
+    Stop,
     StragglerFound,
     Tick,
     Vote,
@@ -56,17 +60,16 @@ from elastic_ring.control.messages import (
 from elastic_ring.control.phases import boundary_reasons
 from elastic_ring.control.replay import journal_line, replay, term_note
 from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, membership_of, waiting_for
-from elastic_ring.control.worker_pool import vacant_nodes
 from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage, StorageFailed
 from elastic_ring.monitor.journal import Journal
-from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_trouble
+from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_error
 from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
 from elastic_ring.runtime.coordinator.checkpoints import PRIOR_FAILURE_S, CheckpointKeeper
 from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
 from elastic_ring.runtime.coordinator.demand import DemandKeeper
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
-from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter
+from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, Work
 from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor
 from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
 from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, checkpoint_facts, control_options, identity_digest
@@ -76,7 +79,7 @@ from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, 
 from elastic_ring.runtime.head import is_kept, warn_if_shorter
 from elastic_ring.runtime.run_storage import Mirror
 from elastic_ring.runtime.worker.env_fingerprint import versions
-from elastic_ring.runtime.worker.faults import inject_into_coordinator
+from elastic_ring.runtime.worker.faults import SLOW_SAVE_S, inject_into_coordinator
 
 log = logging.getLogger(__name__)
 
@@ -172,8 +175,8 @@ class Coordinator:
             if self.run_spec.resume.checkpoints and not self._is_restart:
                 self._decide(CheckpointsKnown(self._cause(), self.run_spec.resume.checkpoints))
             resume = self.run_spec.resume
-            if resume.corpus or resume.num_steps:  # again, where one that died did not come to it
-                self._decide(CorpusRecalled(self._cause(), resume.corpus, resume.num_steps))
+            if resume.corpus or resume.num_steps or resume.skips:  # again, where one that died did not come to it
+                self._decide(CorpusRecalled(self._cause(), resume.corpus, resume.num_steps, resume.skips))
             self.corpus.open(self.state)
             while self._ended is None:
                 self._take()
@@ -191,7 +194,7 @@ class Coordinator:
     def _fail(self, error: BaseException) -> None:
         message = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
-            message = storage_trouble(self.run_spec.run.folder, error)
+            message = storage_error(self.run_spec.run.folder, error)
         end = {"error": "RunFailed", "message": message, "facts": {}}
         try:
             # Before it could open the run, RunFailed says that the folder is another submission's, or a finished run's.
@@ -234,22 +237,28 @@ class Coordinator:
         self.node_monitor.open()
         self.recorder.progress = self.node_monitor.progress
         self.recorder.pressure = self.node_monitor.pressure
+        self.recorder.host_share = partial(self.node_monitor.host_share, self.run_spec.run.memory_limit)
+        self.recorder.health = self.node_monitor.health
         self.dispatch = Dispatcher(run_spec, self.address, self.cluster, self.node_monitor, self.me, self._put)
         self.dispatch.open()
         self.dispatch.recall(self.state)
         facts = {"identity": identity_digest(run_spec.identity), "run": checkpoint_facts(run_spec)}
         self.checkpoints = CheckpointKeeper(
             run_spec.run, run_spec.resume, self._term, facts, self._put, lambda: self.recorder.resumed_from,
-            self.mirror.flush, lambda: [dataclasses.asdict(version) for version in self.state.corpus],
+            self.mirror.flush, lambda: {name: [dataclasses.asdict(one) for one in getattr(self.state, name)]
+                                        for name in ("corpus", "skips")},
+            self._is_current, run_spec.attempt, self._inject_into_commit,
         )  # fmt: skip
         self.corpus = CorpusWatcher(
             run_spec.task.data, run_spec.run.corpus_look_s,
             grew=lambda uri, digest: self._put("grew", (uri, digest)),
             refused=partial(self._put, "told"),
         )  # fmt: skip
-        if run_spec.run.checkpoint_config.is_on or run_spec.resume.checkpoints:
+        if run_spec.run.checkpoint_config.is_on or run_spec.resume.checkpoints or run_spec.resume.lineage:
             self.checkpoints.open()
-        self.metrics_exporter = MetricsExporter(run_spec.run, self.recorder, lambda: self.checkpoints.failing_s)
+        self.metrics_exporter = MetricsExporter(
+            run_spec.run, self.recorder, lambda: self.checkpoints.failing_s, Work.of(run_spec.run, run_spec.task)
+        )
         self.demand = DemandKeeper(
             run_spec.run.name, run_spec.scaling, partial(self._put, "demand"), self.node_monitor.listed
         )
@@ -287,7 +296,8 @@ class Coordinator:
         if self.driver_feed.silent_s > self.run_spec.run.timeouts.lease_s:
             self._handle("abandon", f"no driver for {self.run_spec.run.timeouts.lease_s:.0f} s", {})
         self._end_if_checkpoints_fail()
-        self._refresh()  # a step may take longer than an onlooker takes silence for trouble
+        self._retry_checkpoint()
+        self._refresh()  # a step may take longer than the age at which status calls a run silent
         self.metrics_exporter.export(self.state, self.driver_feed.silent_s, self.clock())
         self.demand.look(self.state)
         self.node_monitor.vacate(vacant_nodes(self.state))
@@ -315,10 +325,12 @@ class Coordinator:
                 self._commit_checkpoints()
             case "checkpoint":
                 self.recorder.checkpoint(body)
-                if not (isinstance(self.state.phase, Building) and self.state.phase.order.goes_back):
+                goes_back = isinstance(self.state.phase, Building) and self.state.phase.order.goes_back
+                if not goes_back and rollback.pending(self.state) is None:
                     self.checkpoints.clean(body["step"])
             case "checkpoints":
-                self._decide(CheckpointsKnown(self._cause(), tuple(body)))
+                write_s = self.recorder.checkpoints[-1]["total_s"] if self.recorder.checkpoints else 0.0
+                self._decide(CheckpointsKnown(self._cause(), tuple(body), write_s))
             case "checkpoint-failed":
                 self._on_checkpoint_failed(body)
             case "told":
@@ -331,9 +343,11 @@ class Coordinator:
 
     def _on_event(self, event: Any, extra: dict[str, Any]) -> None:
         if isinstance(event, MemberFailed):
-            self.recorder.recoveries.trouble(event.worker, event.kind, event.step, event.detail)
+            self.recorder.recoveries.member_failed(event.worker, event.kind, event.step, event.detail)
             if event.kind == "corrupt":
                 self.recorder.broke_off_wrong(event.detail, (event.term, event.generation), event.accused)
+            if event.kind == "back":
+                self.recorder.goes_back(event.step, event.detail, (event.term, event.generation))
         if isinstance(event, Resumed):
             self.recorder.recoveries.resumed(event.worker, extra)
         if isinstance(event, WorkerReady):
@@ -372,6 +386,13 @@ class Coordinator:
         if new:  # this process's own faults fire once, or it would die of one at each start
             inject_into_coordinator(self.run_spec.run.faults[index].kind)
 
+    def _inject_into_commit(self, step: int) -> None:
+        """Asked by the thread of the checkpoints between the last file of a checkpoint and its manifest."""
+        for index, fault in enumerate(self.run_spec.run.faults):
+            if fault.phase == "commit" and fault.step == step and self.fault(index, "coordinator"):
+                log.warning("planned fault %s fires in pid %d", fault, os.getpid())
+                time.sleep(SLOW_SAVE_S)
+
     def _check_reconnect(self, node: str, reconnect_s: float) -> None:
         """Tell of the first node that Ray ends before the driver gives up, where the head can come back at all."""
         lease_s = self.run_spec.run.timeouts.lease_s
@@ -387,8 +408,19 @@ class Coordinator:
         self.checkpoints.look(self.recorder.metrics.last_step)
 
     def _on_checkpoint_failed(self, failed: Mapping[str, Any]) -> None:
-        self.recorder.recoveries.say(f"no checkpoint of step {failed['step']}: {failed['why']}; training goes on")
+        self.recorder.checkpoint_failed(failed)
         self._last_checkpoint_failure = failed["why"]
+
+    def _retry_checkpoint(self) -> None:
+        """After a checkpoint that was not written the next one is not left to an interval of an hour."""
+        membership = membership_of(self.state)
+        if isinstance(self.state.phase, Running) and membership is not None and self.checkpoints.take_retry():
+            self._act((Stop(self._cause(), membership.members[0], *membership.id, mode="save"),))
+
+    def _is_current(self) -> bool:
+        """Asked by the thread of the checkpoints, before one counts. Raises StorageFailed."""
+        self.mirror.look()
+        return self.mirror.newest_term <= self._term
 
     def _end_if_checkpoints_fail(self) -> None:
         """Asked at each tick: a store that hangs tells nothing."""
@@ -410,6 +442,7 @@ class Coordinator:
             if self.checkpoints.has_parts:
                 self._commit_checkpoints()
             self._look_at_straggler()
+            self._look_at_memory()
             self._refresh()
 
     def _look_at_straggler(self) -> None:
@@ -422,6 +455,16 @@ class Coordinator:
         self.recorder.straggles(straggler, worker, known.node if known else "")
         if self.run_spec.run.straggler == "act":
             self._decide(StragglerFound(self._cause(), worker, straggler.ratio))
+
+    def _look_at_memory(self) -> None:
+        """Tell of memory that is nearly full, and with memory_pressure=act have the next relief taken."""
+        found, membership = self.recorder.take_tight(), membership_of(self.state)
+        if found is None or membership is None or found[1] != membership.id:
+            return
+        worker = membership.members[found[0].global_rank] if found[0].what == "device" else ""
+        text = self.recorder.tight(found[0], worker)
+        if self.run_spec.run.memory_pressure == "act":
+            self._decide(MemoryTight(self._cause(), found[0].what, self.recorder.metrics.last_step, text))
 
     def _decide(self, event: Event) -> None:
         """Apply an event, after the newest published vote if a quorum may follow."""
@@ -437,9 +480,16 @@ class Coordinator:
         self._one(event)
 
     def _may_change(self, newest: Vote) -> bool:
-        """Whether a planned change is due that the steps decide on: a growth, one memory relief less, or more of the
-        corpus."""
-        if not isinstance(self.state.phase, Running) or self.state.phase.boundary:
+        """Whether a planned change is due that the steps decide on: a growth, one memory relief less, more of the
+        corpus, or giving a step up for a checkpoint."""
+        if not isinstance(self.state.phase, Running):
+            return False
+        if self.state.suspects is not None and newest.step >= self.state.suspects.step:
+            return True
+        save_by = self.state.phase.save_by
+        if save_by is not None and self.clock() >= save_by:
+            return True
+        if self.state.phase.boundary:
             return False
         if may_relax(self.state, newest.step + 1) or may_switch(self.state, newest.step + 1):
             return True
@@ -464,6 +514,8 @@ class Coordinator:
             if order.goes_back and is_new:
                 self.recorder.went_back(order.step, (order.term, order.generation))
                 self.checkpoints.gone_back(order.step, (order.term, order.generation))
+        for left in [one for one in decision.commands if isinstance(one, Release) and one.wrong]:
+            self.recorder.found_wrong(left.wrong, [left.worker])
         self._act(decision.commands)
         if isinstance(before.phase, Reconnecting) and isinstance(self.state.phase, Running):
             self.recorder.coordinator_back(now)
@@ -477,7 +529,7 @@ class Coordinator:
         """Raises StaleMessage when another coordinator has claimed a higher term."""
         newest = self.mirror.newest_term
         if newest > self._term:
-            raise StaleMessage(f"another coordinator speaks term {newest}: this one ends")
+            raise StaleMessage(f"a newer coordinator has term {newest}: this one exits")
 
     def _act(self, commands: tuple[Command, ...]) -> None:
         self.dispatch.send(commands, self.recorder.metrics.last_step, self._told_of_checkpoints())
@@ -505,7 +557,7 @@ class Coordinator:
         try:
             self.mirror.look()  # this process may have been frozen for long
         except StorageFailed as error:
-            log.warning("the storage does not say whether another coordinator speaks: %s", error)
+            log.warning("the storage did not answer whether a newer coordinator exists: %s", error)
         self._refuse_if_replaced()
         weights_sha256 = self.dispatch.weights_sha256
         end = aside(
@@ -563,6 +615,7 @@ class Coordinator:
 
 
 def starts_closing(event: Event) -> bool:
-    """Whether this event may lead to a quorum, which the newest published result must then be part of."""
-    pool = NodeJoined | NodeDraining | ScaleRequested | WorkerStarting | WorkerReady
+    """Whether this event may lead to a quorum, which the newest published result must then be part of; or to a
+    checkpoint, for which the step under way must be known."""
+    pool = NodeJoined | ScaleRequested | WorkerStarting | WorkerReady
     return not isinstance(event, Tick | Published | pool | Resumed | CheckpointsKnown)

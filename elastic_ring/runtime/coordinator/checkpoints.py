@@ -1,4 +1,4 @@
-"""The coordinator's side of checkpoints: collects the ranks' parts, commits, removes old ones, finds what to resume.
+"""The coordinator's side of checkpoints: collects the ranks' parts, commits, removes old ones.
 
 A thread of its own talks to the storage, in order; the deciding thread never waits for it. What a run does with a
 checkpoint is decided in `control`.
@@ -12,18 +12,24 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.messages import Checkpoint, CorpusVersion
+from elastic_ring.control.messages import Checkpoint
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
-from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.coordinator.lineage import Earlier, earlier
+from elastic_ring.runtime.coordinator.resume import (
+    Resume,
+    known,
+    lineage_name,
+    lineage_of,
+    lineage_of_folder,
+    listed,
+    uri_of,
+)
 from elastic_ring.state.checkpoints.checkpoint import (
     COMMIT,
     FOLDER,
-    REJECTED,
     Described,
     Manifest,
     commit,
@@ -34,39 +40,23 @@ from elastic_ring.state.checkpoints.checkpoint import (
     set_aside,
     wrong_with,
 )
-from elastic_ring.state.storage.folder import Storage, StoredFile, open_or_refuse
+from elastic_ring.state.checkpoints.retention import UNFINISHED_AFTER_S
+from elastic_ring.state.checkpoints.weight_files import WEIGHTS_FOLDER
+from elastic_ring.state.storage.folder import Storage, StoredFile
+from elastic_ring.state.storage.stored import Upload
 
 log = logging.getLogger(__name__)
 
-LINEAGES = "lineages"
 PRIOR_FAILURE_S = 86_400.0
 """Time in which one failure is assumed beside those that were seen."""
+RETRY_PAUSES_S = (1.0, 5.0, 30.0, 60.0)
+"""Between attempts at what the storage refused; each request is tried again for `storage_s` besides."""
+ASK_AGAIN_S = 60.0
+"""From a checkpoint that was not written to the next try, where the next one is due later."""
+READ_BACK_BYTES = 2 << 30
+"""A checkpoint of at most so many bytes is read back before an older one goes."""
 
 Post = Callable[[str, Any], None]
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Where a submission begins. `checkpoints`: those that may be used, by step; empty for step 0."""
-
-    lineage: int = 0
-    checkpoints: tuple[Checkpoint, ...] = ()
-    resumed_from: tuple[Mapping[str, Any], ...] = ()
-    """The resumes so far, this one last: {"step", "path"}."""
-    corpus: tuple[CorpusVersion, ...] = ()
-    """The later manifests of the corpus: those by then, and those that earlier submissions took after it."""
-    num_steps: int = 0
-    """How many steps earlier submissions ran, where the corpus may grow: these use the same sequences again."""
-
-    @property
-    def step(self) -> int:
-        """The step that runs first, if the newest verifies."""
-        return self.checkpoints[-1].step if self.checkpoints else 0
-
-    def journalled(self) -> dict[str, Any]:
-        """What the next submission needs to know of this one's beginning, for the journal's first note."""
-        corpus = [asdict(version) for version in self.corpus]
-        return {"lineage": self.lineage, "corpus": corpus, "num_steps": self.num_steps}
 
 
 @dataclass
@@ -89,36 +79,47 @@ class CheckpointKeeper:
     """Commits checkpoints of one run. `post(kind, body)` puts results into the deciding thread's queue:
 
     `checkpoint`: one that counts now, as summary.json has it; `checkpoints`: all that count, by step;
-    `checkpoint-failed`: why one was not written.
+    `checkpoint-failed`: why one was not written; `told`: a line for the log and the driver.
     """
 
     def __init__(
         self, run: RunConfig, resume: Resume, term: int, facts: Mapping[str, Any], post: Post,
         resumed_from: Callable[[], Sequence[Mapping[str, Any]]] = tuple, recorded: Callable[[], None] = lambda: None,
-        corpus: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
+        data: Callable[[], Mapping[str, Any]] = dict, is_current: Callable[[], bool] = lambda: True,
+        attempt: str = "", inject: Callable[[int], None] = lambda step: None,
     ) -> None:  # fmt: skip
         """`facts` go into each manifest: `identity`, and under `run` what a reader may want to know. `resumed_from`
         tells of the checkpoints that this run began at so far. `recorded` returns once the records are in storage.
-        `corpus` tells of the later manifests of a corpus that grows, and from which step each holds."""
-        self._resumed_from, self._recorded, self._corpus = resumed_from, recorded, corpus
+        `data` tells of the later manifests of a corpus that grows and of batches that are left out, and from which step
+        each holds. `is_current` asks the storage whether no other coordinator has claimed a higher term. `attempt` is
+        this submission's. `inject` fires the faults that are planned before the manifest of a step."""
+        self._resumed_from, self._recorded, self._data, self._is_current = resumed_from, recorded, data, is_current
         self._run, self._resume, self._term, self._facts, self._post = run, resume, term, facts, post
-        self._storage = Storage(run.storage_uri, timeout_s=run.timeouts.storage_s)
+        self._attempt, self._inject = attempt, inject
+        self._storage = Storage(run.storage_uri, resume.excludes, run.timeouts.storage_s)
         self._pending: dict[tuple[int, int, int], _Pending] = {}
         self._oldest = (0, 0)
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
+        self._closing = threading.Event()
         self._failing_since: float | None = None
+        self._commit_since: float | None = None  # the oldest that is queued or under way
+        self._tried_s = 0.0
+        own = [one for one in resume.checkpoints if self._is_own(one)]
+        self._read_back = own[-1].step if own else None  # the newest of this lineage of which every byte was read
 
     def open(self) -> None:
         """Start the thread, and have it tell which checkpoints count."""
         self._thread.start()
         self._jobs.put(self._begin_lineage)
+        self._jobs.put(self._abort_old_uploads)
         self._jobs.put(self._tell)
 
     def close(self, timeout_s: float) -> bool:
         """End what is under way, remove what will never count, and stop. Whether all of it is done in time."""
         if not self._thread.is_alive():
             return True
+        self._closing.set()
         self._jobs.put(lambda: self._sweep(None))
         self._jobs.put(None)
         self._thread.join(timeout_s)
@@ -130,16 +131,32 @@ class CheckpointKeeper:
 
     @property
     def failing_s(self) -> float:
-        """For how long no checkpoint could be written although one was tried."""
-        return 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
+        """For how long no checkpoint could be written although one was tried. A listing that fails is no such try."""
+        since, queued = self._failing_since, self._commit_since
+        if since is None and queued is not None and time.monotonic() - queued > self._run.timeouts.storage_s:
+            since = queued  # a store that hangs fails nothing
+        return 0.0 if since is None else time.monotonic() - since
+
+    def take_retry(self) -> bool:
+        """Whether a checkpoint is to be taken now because the last one was not written: once in ASK_AGAIN_S."""
+        if self._failing_since is None or time.monotonic() - self._tried_s < ASK_AGAIN_S:
+            return False
+        self._tried_s = time.monotonic()
+        return True
 
     # ------------------------------------------------------------ the deciding thread
 
     def written(self, part: Mapping[str, Any]) -> None:
-        """A rank's part, or its error. Parts of members that gave their steps up do not count."""
+        """A rank's part, or its error. Parts of members that have gone back do not count."""
         identity = part["term"], part["generation"]
+        if "missed" in part:
+            if identity >= self._oldest:
+                self._failed(part["step"], part["missed"])
+            return
         if identity < self._oldest or part["lineage"] != self._resume.lineage:
-            log.info("a part of step %d of generation %d comes too late", part["step"], part["generation"])
+            log.info(
+                "ignored a late part of the checkpoint of step %d, generation %d", part["step"], part["generation"]
+            )
             return
         pending = self._pending.setdefault((part["step"], *identity), _Pending())
         if "error" in part and not pending.failed:
@@ -153,9 +170,10 @@ class CheckpointKeeper:
             step, pending = key[0], self._pending[key]
             if not pending.is_complete() or last_step < step - 1:
                 continue
-            for other in [known for known in self._pending if known <= key]:
+            for other in [each for each in self._pending if each <= key]:
                 del self._pending[other]
-            self._jobs.put(lambda step=step, pending=pending: self._commit(step, pending))  # type: ignore[misc]
+            self._commit_since = self._commit_since or time.monotonic()
+            self._jobs.put(lambda step=step, pending=pending: self._try_commit(step, pending))  # type: ignore[misc]
             return
 
     def clean(self, step: int) -> None:
@@ -177,20 +195,35 @@ class CheckpointKeeper:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                self._storage.open(write=False)
-                job()
-            except (StorageFailed, CheckpointDamaged) as error:
-                log.warning("%s", error)
-                self._failed(-1, str(error))
-            except Exception:
-                log.exception("the checkpoints' thread goes on after an error")
+            for pause_s in (*RETRY_PAUSES_S, 0.0):
+                try:
+                    self._storage.open(write=False)
+                    job()
+                    break
+                except (StorageFailed, CheckpointDamaged) as error:
+                    is_last = not pause_s or self._closing.is_set()
+                    log.warning("%s; %s", error, "given up" if is_last else f"again in {pause_s:g} s")
+                    if is_last or self._closing.wait(pause_s):
+                        break
+                except Exception:
+                    log.exception("the checkpoints' thread goes on after an error")
+                    break
+
+    def _try_commit(self, step: int, pending: _Pending) -> None:
+        try:
+            self._commit(step, pending)
+        except StorageFailed as error:
+            if not pending.failed:
+                pending.failed = str(error)
+                self._failed(step, pending.failed)
+            raise
+        self._commit_since = None
 
     def _commit(self, step: int, pending: _Pending) -> None:
         head = pending.head
         assert head is not None
         if (head["term"], head["generation"]) < self._oldest:
-            log.info("the checkpoint of step %d is of members that gave their steps up", step)
+            log.info("discarded the checkpoint of step %d: its members have gone back to an earlier step", step)
             return
         parts = [pending.parts[key] for key in sorted(pending.parts)]
         manifest = Manifest(
@@ -199,31 +232,66 @@ class CheckpointKeeper:
             files=tuple(StoredFile(**part["file"]) for part in parts),
             tensors={name: Described(**{**one, "shape": tuple(one["shape"])}) for name, one in head["tensors"].items()},
             meta=head["meta"], run={**self._facts["run"], "resumed_from": list(self._resumed_from()),
-                 **({"corpus": corpus} if (corpus := list(self._corpus())) else {})},
+                 **{name: value for name, value in self._data().items() if value}},
         )  # fmt: skip
         begun = time.monotonic()
         self._recorded()  # what comes before a checkpoint must outlive the cluster too
-        if not commit(self._storage, manifest):
+        self._check_files(manifest)
+        self._inject(step)
+        if not self._is_current():
+            log.warning("step %d is not committed: another coordinator speaks a higher term", step)
+            return
+        if not commit(self._storage, manifest) and not self._is_committed(manifest):
             log.warning("step %d has a checkpoint already: another writer was first", step)
             self._storage.remove_folder(manifest.folder)
             return
         self._failing_since = None
+        if head.get("interval"):
+            self._post("told", head["interval"])
         self._post("checkpoint", {
-            "step": step, "path": _uri(self._storage, manifest.folder.rpartition("/")[0]), "bytes": manifest.num_bytes,
+            "step": step, "path": uri_of(self._storage, manifest.folder.rpartition("/")[0]),
+            "bytes": manifest.num_bytes,
             "blocked_s": max(part["blocked_s"] for part in parts),
             "total_s": max(part["total_s"] for part in parts) + time.monotonic() - begun,
         })  # fmt: skip
-        self._tell()
+        self._jobs.put(self._tell)  # a job of its own: trying it again must not commit again
+
+    def _is_committed(self, manifest: Manifest) -> bool:
+        """Whether the manifest that is there is this one, which an earlier try wrote before it failed."""
+        return read_manifest(self._storage, manifest.folder.rpartition("/")[0]).folder == manifest.folder
+
+    def _check_files(self, manifest: Manifest) -> None:
+        """Raises StorageFailed unless all files are there as this node sees them, each with its size."""
+        sizes = dict(self._storage.names(manifest.folder))
+        for file in manifest.files:
+            if sizes.get(file.name) != file.num_bytes:
+                seen = "missing" if file.name not in sizes else f"of {sizes[file.name]} bytes"
+                raise StorageFailed(
+                    f"{uri_of(self._storage, file.name)} is {seen} on the coordinator's node, a worker wrote "
+                    f"{file.num_bytes} bytes: storage_path must be one place for all nodes", path=file.name,
+                )  # fmt: skip
 
     def _clean(self, step: int, written: Collection[int]) -> None:
         """What is left over stays where the store does not let it be removed: the checkpoint counts all the same."""
         config = self._run.checkpoint_config
         try:
-            prune(self._storage, config.keep_last, config.keep_every, self._resume.lineage)
+            self._look_at_newest()
+            prune(self._storage, config.keep_last, config.keep_every, self._resume.lineage, read_back=self._read_back)
             self._sweep(step, written)
         except StorageFailed as error:
             log.warning("old checkpoints could not be removed: %s", error)
         self._tell()
+
+    def _look_at_newest(self) -> None:
+        """Read the newest checkpoint back before an older one goes in its favour, unless it is large: then the newest
+        that was read whole stays, too."""
+        newest = [folder for folder in committed(self._storage) if lineage_of_folder(folder) == self._resume.lineage][
+            :1
+        ]
+        for folder in newest:
+            manifest = read_manifest(self._storage, folder)
+            if manifest.num_bytes <= READ_BACK_BYTES and not self._set_aside_if_damaged(folder):
+                self._read_back = manifest.step
 
     def _begin_lineage(self) -> None:
         """So that a later submission goes on in this lineage, also where it has no checkpoint yet."""
@@ -231,36 +299,56 @@ class CheckpointKeeper:
         self._storage.create(lineage_name(self._resume.lineage), json.dumps(begun).encode())
 
     def _tell(self) -> None:
-        own = [checkpoint for checkpoint in known(self._storage) if lineage_of(checkpoint) == self._resume.lineage]
-        first = [one for one in self._resume.checkpoints if lineage_of(one) != self._resume.lineage]
+        found, damaged = listed(self._storage)
+        for folder in damaged:
+            if lineage_of_folder(folder) == self._resume.lineage:
+                self._set_aside_if_damaged(folder)
+        own = [checkpoint for checkpoint in found if lineage_of(checkpoint) == self._resume.lineage]
+        first = [one for one in self._resume.checkpoints if not self._is_own(one)]
         self._post("checkpoints", (*first, *own))
+
+    def _is_own(self, one: Checkpoint) -> bool:
+        """Whether a checkpoint is of this run's storage and lineage; other runs count their lineages from 0, too."""
+        uri, _ = located(self._run.storage_uri, one.folder)
+        return uri == self._run.storage_uri and lineage_of(one) == self._resume.lineage
 
     def _set_aside(self, folder: str, why: str) -> None:
         uri, inside = located(self._run.storage_uri, folder)
-        if uri == self._run.storage_uri and self._storage.exists(f"{inside}/{COMMIT}"):
-            if seen := wrong_with(self._storage, inside):
-                set_aside(self._storage, inside, seen)
-                log.error("%s does not verify and is kept aside: %s", folder, "; ".join(seen))
-            else:  # that worker's node may lack the mount, or have bad memory
-                log.error("%s is whole as seen from here, but a worker could not use it: %s", folder, why)
+        is_there = uri == self._run.storage_uri and self._storage.exists(f"{inside}/{COMMIT}")
+        if is_there and not self._set_aside_if_damaged(inside):
+            # That worker's node may lack the mount, or have bad memory.
+            log.error("%s is whole as seen from here, but a worker could not use it: %s", folder, why)
         self._tell()
+
+    def _set_aside_if_damaged(self, folder: str) -> bool:
+        """Read a checkpoint, its manifest first; whether something was wrong with it."""
+        seen = wrong_with(self._storage, folder)
+        if seen:
+            set_aside(self._storage, folder, seen)
+            log.error("%s does not verify and is kept aside: %s", folder, "; ".join(seen))
+        return bool(seen)
 
     def _set_aside_later(self, step: int) -> None:
         for checkpoint in known(self._storage):
             if checkpoint.step > step and lineage_of(checkpoint) == self._resume.lineage:
                 set_aside(self._storage, checkpoint.folder, [f"the run went back to step {step}"])
-                log.warning("%s is of steps that were given up: kept aside", checkpoint.folder)
+                log.warning("set aside %s: its steps were undone", checkpoint.folder)
         self._tell()
 
     def _sweep(self, below: int | None, written: Collection[int] = ()) -> None:
         """Remove what was begun and never committed, of steps below `below` or of all, but not of those in `written`,
         whose parts are on their way; and abort the uploads that were left there."""
         lineage = f"lineage-{self._resume.lineage:03d}"
-        for name in self._storage.folders(FOLDER):
+
+        def is_left(name: str) -> bool:
             number = name.removeprefix("step-")
-            if not number.isdigit() or int(number) in written or (below is not None and int(number) >= below):
-                continue
-            self._storage.abort_uploads(f"{FOLDER}/{name}/{lineage}/")
+            return number.isdigit() and int(number) not in written and (below is None or int(number) < below)
+
+        for upload in self._storage.uploads(FOLDER):  # of a step without an object there is no folder
+            name, of_lineage = self._storage.name_of(upload).split("/")[1:3]
+            if is_left(name) and of_lineage == lineage:
+                self._storage.abort(upload)
+        for name in filter(is_left, self._storage.folders(FOLDER)):
             folder = f"{FOLDER}/{name}/{lineage}"
             files = [file for file, _ in self._storage.names(folder)]
             if files and not any(file.endswith(".json") for file in files):
@@ -268,122 +356,24 @@ class CheckpointKeeper:
                 if not self._storage.folders(f"{FOLDER}/{name}"):
                     self._storage.remove_folder(f"{FOLDER}/{name}")
 
+    def _abort_old_uploads(self) -> None:
+        """Uploads that earlier submissions left, of which no object may tell: of checkpoints, whose writers are gone,
+        and of weights that nobody has gone on with for an hour."""
+        own, stale_unix_s = f"/attempt-{self._attempt[:8]}-", time.time() - UNFINISHED_AFTER_S
+
+        def is_old(upload: Upload) -> bool:
+            name = self._storage.name_of(upload)
+            if name.startswith(f"{FOLDER}/"):
+                return not self._attempt or own not in name
+            return name.startswith(WEIGHTS_FOLDER) and upload.begun_unix_s <= stale_unix_s
+
+        old = [upload for upload in self._storage.uploads() if is_old(upload)]
+        for upload in old:
+            self._storage.abort(upload)
+        if old:
+            log.info("aborted %d upload(s) that earlier submissions left in %s", len(old), self._storage.uri)
+
     def _failed(self, step: int, why: str) -> None:
-        self._failing_since = self._failing_since or time.monotonic()
+        self._tried_s = time.monotonic()
+        self._failing_since = self._failing_since or self._tried_s
         self._post("checkpoint-failed", {"step": step, "why": why})
-
-
-# ---------------------------------------------------------------- finding where to begin
-
-
-def known(storage: Storage) -> list[Checkpoint]:
-    """The checkpoints that count, of all lineages, by lineage and step. Unreadable manifests are left out, and told."""
-    found = []
-    for folder in reversed(committed(storage)):
-        try:
-            manifest = read_manifest(storage, folder)
-        except CheckpointDamaged as error:
-            log.error("%s", error)
-            continue
-        except StorageFailed:
-            if storage.exists(f"{folder}/{COMMIT}"):
-                raise
-            continue  # removed since it was listed
-        found.append(Checkpoint(manifest.step, folder, Mesh(manifest.num_parts, manifest.cp)))
-    return found
-
-
-def lineage_of(checkpoint: Checkpoint) -> int:
-    return int(checkpoint.folder.rpartition("lineage-")[2])
-
-
-def find_resume(run: RunConfig, identity: str, settings: Mapping[str, Any], *, grows: bool = False) -> Resume:
-    """Where a submission of these settings begins, as `run.resume` asks. `grows`: the corpus may grow while it trains.
-
-    Raises: ValueError for a step without a checkpoint, a path that is none, and a checkpoint of another run's settings
-    (it names what differs) or of a newer format; StorageFailed; JournalDamaged.
-    """
-    writes = run.checkpoint_config.is_on and not Storage(run.storage_uri).is_local  # a folder is tried elsewhere
-    storage = open_or_refuse(run.storage_uri, write=writes, timeout_s=run.timeouts.storage_s)
-    found = known(storage)
-    begun = {int(name[-8:-5]): json.loads(storage.read(name)) for name, _ in storage.names(LINEAGES)}
-    newest = max([*begun, *map(lineage_of, found)], default=-1)
-    if run.resume == "never":
-        return Resume(newest + 1)
-    if run.resume == "auto":
-        usable = [checkpoint for checkpoint in found if lineage_of(checkpoint) == newest]
-        if not usable and newest in begun:
-            usable = [checkpoint for checkpoint in found if checkpoint.folder in begun[newest]["from"]]
-        if not usable:
-            _refuse_where_all_were_rejected(storage, newest)
-        before = earlier(storage, max(newest, 0)) if grows else Earlier()
-        return _resume(storage, usable, max(newest, 0), identity, settings, before)
-    if run.resume.isdigit():
-        usable = [checkpoint for checkpoint in found if checkpoint.step == int(run.resume)][-1:]
-        if not usable:
-            steps = ", ".join(str(checkpoint.step) for checkpoint in found)
-            raise ValueError(f"resume={run.resume!r}: no checkpoint of that step in {storage.uri}; "
-                             f"there are {steps or 'none'}")  # fmt: skip
-        before = earlier(storage, lineage_of(usable[-1])) if grows else Earlier()
-        return _resume(storage, usable, newest + 1, identity, settings, before)
-    return _resume_from(run, newest + 1, identity, settings, grows)
-
-
-def _refuse_where_all_were_rejected(storage: Storage, lineage: int) -> None:
-    """Nobody wants to find out after a week that a run has begun at step 0 again."""
-    ending = f"lineage-{lineage:03d}/"
-    aside = [name for name, _ in storage.names(FOLDER) if name.endswith(REJECTED) and ending in name]
-    if aside:
-        raise ValueError(
-            f"resume='auto': every checkpoint in {storage.uri} was set aside ({len(aside)}; elastic-ring checkpoints "
-            "list tells why): give resume='never' to begin at step 0, or the path of another run's checkpoint"
-        )
-
-
-def lineage_name(lineage: int) -> str:
-    return f"{LINEAGES}/{lineage:03d}.json"
-
-
-def _resume_from(run: RunConfig, lineage: int, identity: str, settings: Mapping[str, Any], grows: bool) -> Resume:
-    """From a path: of one checkpoint, or of a run, whose newest is taken."""
-    uri, folder = located("", run.resume.rstrip("/"))
-    where = uri or run.resume.rstrip("/")
-    storage = open_or_refuse(where, write=False, timeout_s=run.timeouts.storage_s, setting="resume")
-    usable = [one for one in known(storage) if one.folder == folder or not uri][-1:]
-    if not usable:
-        raise ValueError(f"resume={run.resume!r}: there is no checkpoint; give auto, never, a step, or the path of a "
-                         "run or of one of its checkpoints (elastic-ring checkpoints list PATH)")  # fmt: skip
-    whole = [Checkpoint(one.step, _uri(storage, one.folder), one.mesh) for one in usable]
-    before = earlier(storage, lineage_of(usable[-1])) if grows else Earlier()
-    return _resume(storage, whole, lineage, identity, settings, before)
-
-
-def _resume(
-    storage: Storage, usable: Sequence[Checkpoint], lineage: int, identity: str, settings: Mapping[str, Any],
-    before: Earlier,
-) -> Resume:  # fmt: skip
-    if not usable:
-        return Resume(lineage, corpus=before.corpus, num_steps=before.num_steps)
-    newest = usable[-1]
-    _, folder = located(storage.uri, newest.folder)
-    manifest = read_manifest(storage, folder)
-    if manifest.identity != identity:
-        differing = _differences(manifest.run.get("settings", {}), settings)
-        raise ValueError(
-            f"{_uri(storage, folder)} is a checkpoint of other settings ({differing}): submit the same, choose another "
-            "run name, or give resume='never' in a new storage_path"
-        )
-    resumed_from = (*manifest.run.get("resumed_from", ()), {"step": newest.step, "path": _uri(storage, folder)})
-    by_then = tuple(CorpusVersion(**version) for version in manifest.run.get("corpus", ()))
-    corpus = max(by_then, before.corpus, key=len)  # of one lineage, so the longer begins with the shorter
-    return Resume(lineage, tuple(usable), resumed_from, corpus, before.num_steps)
-
-
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    told = [f"{name}: {there.get(name)} there, {here.get(name)} here" for name in sorted({*there, *here})
-            if there.get(name) != here.get(name)]  # fmt: skip
-    return "; ".join(told[:3]) or "nothing that is recorded"
-
-
-def _uri(storage: Storage, name: str) -> str:
-    return f"{storage.uri.rstrip('/')}/{name}"

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 FAILED_S = 10.0
+UNKNOWN = -1
+"""What an earlier coordinator asked for last."""
 PLACED_S = 30.0
 """Room that nobody of the run got within this long is somebody else's."""
 
@@ -67,8 +69,8 @@ class DemandKeeper:
         self._thread = threading.Thread(target=self._keep, name="demand", daemon=True)
 
     def open(self, *, goes_on: bool) -> None:
-        """`goes_on`: an earlier coordinator has asked, and its request must not expire."""
-        self._sent = 0 if goes_on else None
+        """`goes_on`: an earlier coordinator has asked: its request is renewed, or withdrawn, at the first look."""
+        self._sent = UNKNOWN if goes_on else None
         self._thread.start()
 
     def look(self, state: State) -> None:

@@ -110,7 +110,8 @@ class Dispatcher:
                     self._tell(command, {**self._rendezvous(command), "published": published, "checkpoint": checkpoint})
                 case Release():
                     self._tell(command, {"published": published})
-                    self._ray_calls.put(partial(self._cluster.remove_worker, command.worker))
+                    if not command.wrong:  # else it marks its GPU first, and ends by itself
+                        self._ray_calls.put(partial(self._cluster.remove_worker, command.worker))
                 case Stop() | Hello() | Standby() | Finalize():
                     self._tell(command, {"published": published})
                 case EndRun():

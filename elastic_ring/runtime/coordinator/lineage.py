@@ -1,4 +1,4 @@
-"""What earlier submissions of a run decided about a corpus that grows, read from their records in the run's storage.
+"""What earlier submissions of a run decided about its data, read from their records in the run's storage.
 
 A checkpoint has the manifests by its step. Steps that ran after it run again when the run is submitted again, and must
 use the same sequences: the journal says which manifests held there, the metrics how far the run came.
@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ring.control.corpus import journalled
-from elastic_ring.control.messages import CorpusVersion
+from elastic_ring.control.decisions import rollback
+from elastic_ring.control.decisions.corpus import journalled
+from elastic_ring.control.messages import BatchSkip, CorpusVersion
 from elastic_ring.control.replay import standing
 from elastic_ring.monitor.journal import parse
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME
@@ -21,10 +22,12 @@ from elastic_ring.state.storage.folder import Storage
 
 @dataclass(frozen=True)
 class Earlier:
-    """The later manifests that were decided, and how many steps ran, from step 0 on."""
+    """The later manifests that were decided, how many steps ran, from step 0 on, and which batches are left out; None
+    where no records say."""
 
     corpus: tuple[CorpusVersion, ...] = ()
     num_steps: int = 0
+    skips: tuple[BatchSkip, ...] | None = None
 
 
 def earlier(storage: Storage, lineage: int) -> Earlier:
@@ -40,7 +43,8 @@ def earlier(storage: Storage, lineage: int) -> Earlier:
         if begin is None or begin.get("lineage", 0) != lineage:
             continue
         ran = [line["step"] + 1 for line in _records(storage, folder + METRICS_NAME) if "loss_hex" in line]
-        return Earlier(journalled(lines), max([*ran, begin.get("num_steps", 0)]))
+        num_steps = max([*ran, begin.get("num_steps", 0)])
+        return Earlier(journalled(lines), num_steps, rollback.journalled(lines))
     return Earlier()
 
 

@@ -11,15 +11,20 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ray.util.metrics import Gauge, Histogram
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.state import State, mesh_of, phase_name, spares
+from elastic_ring.control.state import State, members, mesh_of, phase_name, spares
+from elastic_ring.model.flops import peak_tflops
+from elastic_ring.monitor.goodput import time_by_part
 from elastic_ring.monitor.metrics_table import (
     BUCKETS_S,
     CAUSES,
+    CLOCK_PARTS,
+    GPU_METRICS,
     LOSSES,
     PHASES,
     RECOVERY_PARTS,
@@ -28,21 +33,46 @@ from elastic_ring.monitor.metrics_table import (
     by_name,
 )
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
+from elastic_ring.train.task import TrainingTask
 
 log = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
+MOST_RANKS = 1500
+"""Ray folds what a metric has above 2,000 series."""
 DURATION = "elastic_ring_recovery_duration_seconds"
 
 Sample = tuple[str, str, float | None]
 """Name, value of the second label (empty without one), value (None: not known)."""
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a step computes, in FLOP, and what one device computes at most in a second, in TFLOP; None: not known, for
+    the peak that of the GPU's name."""
+
+    flops: float | None = None
+    peak_tflops: float | None = None
+
+    @classmethod
+    def of(cls, run: RunConfig, task: TrainingTask) -> Work:
+        """Unknown with a pattern: what its attention leaves out is not counted."""
+        known = task.flops is not None and task.pattern is None
+        return cls((task.flops or 0.0) * task.step.global_batch if known else None, run.peak_tflops)
+
+    def utilisation(self, step_s: float, num_ranks: int, gpu: str) -> float | None:
+        peak = self.peak_tflops or peak_tflops(gpu)
+        return self.flops / (step_s * num_ranks * peak * 1e12) if self.flops is not None and peak else None
+
+
 class MetricsExporter:
     """The metrics of one run. Not thread-safe: the deciding thread alone uses it."""
 
-    def __init__(self, run: RunConfig, recorder: RunRecorder, checkpoint_failing_s: Callable[[], float]) -> None:
+    def __init__(
+        self, run: RunConfig, recorder: RunRecorder, checkpoint_failing_s: Callable[[], float], work: Work | None = None
+    ) -> None:
         """`checkpoint_failing_s` says for how long no checkpoint could be written."""
+        self._work = work or Work()
         self._config, self._run, self._recorder = run, run.name, recorder
         self._checkpoint_failing_s = checkpoint_failing_s
         self._started_unix_s = time.time()
@@ -76,11 +106,12 @@ class MetricsExporter:
         self._metrics = self._metrics or {metric.name: _made(metric) for metric in TABLE}
         others = [("elastic_ring_driver_silent_seconds", "", driver_silent_s),
                   ("elastic_ring_driver_lease_seconds", "", self._config.timeouts.lease_s),
+                  ("elastic_ring_checkpoints_missed", "", self._recorder.num_checkpoints_missed),
                   ("elastic_ring_checkpoint_failing_seconds", "", self._checkpoint_failing_s())]  # fmt: skip
         if self._config.checkpoint_config.is_on:
             newest_unix_s = self._recorder.checkpoint_unix_s or self._started_unix_s
             others.append(("elastic_ring_last_checkpoint_timestamp_seconds", "", newest_unix_s))
-        for name, value, number in [*samples(state, self._recorder, now, self._started_unix_s), *others]:
+        for name, value, number in [*samples(state, self._recorder, now, self._started_unix_s, self._work), *others]:
             self._set(name, value, number)
         for record in self._recorder.recoveries.records[self._num_observed :]:
             for part, duration_s in parts_of(record).items():
@@ -100,16 +131,18 @@ def _made(metric: Metric) -> Gauge | Histogram:
     return Gauge(metric.name, metric.meaning, metric.labels)
 
 
-def samples(state: State, recorder: RunRecorder, now: float, started_unix_s: float) -> Iterator[Sample]:
+def samples(state: State, recorder: RunRecorder, now: float, started_unix_s: float, work: Work) -> Iterator[Sample]:
     """Every gauge of the table but those that the recorder and the state do not know."""
     yield from _standing(state, recorder, started_unix_s)
     yield from _of_mesh(state)
-    yield from _of_steps(recorder)
+    yield from _of_steps(recorder, work)
     yield from _of_recoveries(recorder.recoveries.records, recorder.recoveries.num_lost())
     yield from _of_checkpoints(recorder.checkpoints)
     yield from _of_copies(recorder.copied)
     yield from _of_memory(state, recorder)
     yield from _of_time(recorder, now)
+    yield from _of_clocks(state, recorder)
+    yield from _of_nodes(recorder)
 
 
 def of_end(failed: bool) -> Iterator[Sample]:
@@ -131,6 +164,10 @@ def _standing(state: State, recorder: RunRecorder, started_unix_s: float) -> Ite
     kept = recorder.recoveries.same_environment and all(record["exact"] for record in recorder.recoveries.records)
     yield "elastic_ring_memory_shortages", "", state.memory.num_shortages
     yield "elastic_ring_memory_reliefs", "", state.memory.num_reliefs
+    yield "elastic_ring_memory_tight", "", recorder.num_tight
+    if recorder.memory_pressure is not None:
+        yield "elastic_ring_memory_share_ratio", "device", recorder.memory_pressure.device_share
+        yield "elastic_ring_memory_share_ratio", "host", recorder.memory_pressure.host_share
     yield "elastic_ring_bit_exact", "", float(kept and state.promise == "bit-exact")
 
 
@@ -157,7 +194,7 @@ def _of_mesh(state: State) -> Iterator[Sample]:
     yield "elastic_ring_failed_starts", "", max((node.start_failures for node in nodes), default=0)
 
 
-def _of_steps(recorder: RunRecorder) -> Iterator[Sample]:
+def _of_steps(recorder: RunRecorder, work: Work) -> Iterator[Sample]:
     newest = recorder.metrics.newest
     yield "elastic_ring_skipped_steps", "", newest.num_skipped
     yield "elastic_ring_loss_spikes", "", recorder.num_spikes
@@ -170,6 +207,7 @@ def _of_steps(recorder: RunRecorder) -> Iterator[Sample]:
         yield "elastic_ring_learning_rate", "", step.lr
         yield "elastic_ring_step_seconds", "", step.step_s
         yield "elastic_ring_tokens_per_second", "", step.tokens_per_s
+        yield "elastic_ring_mfu_ratio", "", work.utilisation(step.step_s, step.mesh.size, recorder.recoveries.gpu())
         yield "elastic_ring_data_wait_seconds", "", step.data_wait_s
         yield "elastic_ring_hop_sent_bytes", "", step.hop_bytes
         yield "elastic_ring_slowest_rank_ratio", "", recorder.stragglers.slowest if recorder.stragglers else None
@@ -216,6 +254,26 @@ def _of_memory(state: State, recorder: RunRecorder) -> Iterator[Sample]:
     yield from (("elastic_ring_memory_pressure_ratio", part, share) for part, share in recorder.pressure().items())
 
 
+def _of_clocks(state: State, recorder: RunRecorder) -> Iterator[Sample]:
+    told = [recorder.progress(worker) for worker in members(state)]
+    clocks = [one["clock"] for one in told if "clock" in one]
+    for part in CLOCK_PARTS if clocks else ():
+        seconds = [clock[part] for clock in clocks]
+        yield "elastic_ring_step_part_mean_seconds", part, math.fsum(seconds) / len(seconds)
+        yield "elastic_ring_step_part_longest_seconds", part, max(seconds)
+    ranks = recorder.work_s[:MOST_RANKS] if len(recorder.work_s) == len(members(state)) else ()
+    yield from (("elastic_ring_rank_work_seconds", str(rank), work_s) for rank, work_s in enumerate(ranks))
+
+
+def _of_nodes(recorder: RunRecorder) -> Iterator[Sample]:
+    for address, read in sorted(recorder.health().items())[:MOST_RANKS]:
+        yield from ((f"elastic_ring_network_{key}", address, number) for key, number in read["network"].items())
+    gpus = [(f"{address}/{index}", gpu) for address, read in sorted(recorder.health().items())
+            for index, gpu in sorted(read["gpus"].items())]  # fmt: skip
+    for name, gpu in gpus[:MOST_RANKS]:
+        yield from ((GPU_METRICS[key], name, number) for key, number in sorted(gpu.items()))
+
+
 def parts_of(record: Mapping[str, Any]) -> dict[str, float]:
     """A recovery's durations by part."""
     return {part: float(record[f"{part}_s"]) for part in RECOVERY_PARTS}
@@ -223,11 +281,10 @@ def parts_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _of_time(recorder: RunRecorder, now: float) -> Iterator[Sample]:
     goodput = recorder.goodput
-    records = recorder.recoveries.records
-    in_recovery_s = sum(record["detect_s"] + record["close_s"] + record["heal_s"] for record in records)
-    other_s = max(0.0, goodput.total_s(now) - goodput.kept_s - in_recovery_s)
+    blocked_s = math.fsum(checkpoint["blocked_s"] for checkpoint in recorder.checkpoints)
+    parts = time_by_part(
+        goodput.kept_s, goodput.total_s(now), recorder.lost.lost_s, blocked_s, recorder.recoveries.records
+    )
     yield "elastic_ring_goodput_ratio", "", goodput.ratio(now)
-    yield "elastic_ring_time_seconds", "steps", goodput.kept_s
-    yield "elastic_ring_time_seconds", "recovery", in_recovery_s
-    yield "elastic_ring_time_seconds", "other", other_s
+    yield from (("elastic_ring_time_seconds", part, seconds) for part, seconds in parts.items())
     yield "elastic_ring_late_compilations", "", recorder.num_compiled_late

@@ -18,6 +18,7 @@ from typing import Any
 import ray
 
 from elastic_ring.control.cause_ids import CauseIds
+from elastic_ring.control.decisions.memory_pressure import host_share
 from elastic_ring.control.messages import NodeDraining, NodeJoined, NodeLost
 from elastic_ring.runtime.agent.resolver import warning
 from elastic_ring.runtime.agent.rpc import AgentServer, Message
@@ -30,6 +31,8 @@ POLL_S = 0.5
 VACANT_S = 2.0
 """An agent goes from a node on which the run has had no worker, and wanted none, for this long."""
 CONFIRM_S = 1.0
+HEALTH_KEPT_S = 30.0
+"""What an agent read of its node's health counts for so long."""
 
 Put = Callable[..., None]
 
@@ -54,6 +57,8 @@ class NodeMonitor:
         self._vacant_since: dict[str, float] = {}
         self._progress: dict[str, dict[str, Any]] = {}
         self._pressure: dict[str, dict[str, float]] = {}
+        self._memory_shares: dict[str, float] = {}
+        self._health: dict[str, tuple[float, dict[str, Any]]] = {}
         self._cause = CauseIds("monitor")
         # Guards the tables above. No call to Ray while it is held, and no use of it in a callback of Ray: callbacks run
         # in the thread that such a call waits for.
@@ -116,6 +121,20 @@ class NodeMonitor:
             told = [self._pressure[node] for node in self.nodes if self._pressure.get(node)]
         return max(told, key=lambda one: (one["full"], one["some"]), default={})
 
+    def health(self) -> dict[str, dict[str, Any]]:
+        """By the node's address what its agent read last (`agent.health`), unless that is old: a driver may hang."""
+        fresh = time.monotonic() - HEALTH_KEPT_S
+        with self._lock:
+            known = [(self.nodes[node].address, *told) for node, told in self._health.items() if node in self.nodes]
+        return {address: read for address, at, read in known if at > fresh}
+
+    def host_share(self, guard_limit: float) -> float:
+        """How full the fullest node is, as `memory_pressure.host_share` counts; 0 where nothing is known yet."""
+        with self._lock:
+            known = [(share, self._pressure.get(node, {})) for node, share in self._memory_shares.items()
+                     if node in self.nodes]  # fmt: skip
+        return max((host_share(share, guard_limit, pressure) for share, pressure in known), default=0.0)
+
     def listed(self) -> list[NodeInfo]:
         """The nodes that Ray lists."""
         with self._lock:
@@ -144,7 +163,9 @@ class NodeMonitor:
             case "beat":
                 with self._lock:
                     self._progress |= {w: told for w, told in message.get("progress", {}).items() if w in self._workers}
+                    self._health |= {node: (time.monotonic(), message["health"])} if "health" in message else {}
                     self._pressure |= {node: message["pressure"]} if "pressure" in message else {}
+                    self._memory_shares |= {node: message["memory_share"]} if "memory_share" in message else {}
                 self._put("beat", node)
             case "hello":
                 for entry in self._workers_on(node):
@@ -224,7 +245,7 @@ class NodeMonitor:
             self._beats.pop(node, None)
         self._agent_server.hang_up(node)
         if agent is not None:
-            log.info("node %s: the run has no worker there and wants none, so its agent goes", node)
+            log.info("node %s: no worker of the run is there or wanted; its agent exits", node)
             ray.kill(agent, no_restart=True)
 
     def _update(self, node: NodeInfo) -> None:

@@ -15,11 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.config import RunConfig
+from elastic_ring.control.decisions.memory_ladder import CHANGING_BITS
+from elastic_ring.control.decisions.memory_pressure import NUM_STEPS, PressureWatch, Tight
 from elastic_ring.control.decisions.stragglers import Straggler, StragglerWatch
 from elastic_ring.control.messages import Checkpoint, Vote
-from elastic_ring.control.state import Change, State, describe, members, mesh_of, phase_name, spares
+from elastic_ring.control.state import (
+    Building,
+    Change,
+    Closing,
+    Forming,
+    State,
+    describe,
+    members,
+    mesh_of,
+    phase_name,
+    spares,
+)
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.goodput import Goodput
+from elastic_ring.monitor.goodput import Goodput, LossLedger
 from elastic_ring.monitor.metrics import (
     MEMORY_KEYS,
     STATUS_NAME,
@@ -30,7 +43,7 @@ from elastic_ring.monitor.metrics import (
     overwrite_json,
     read_metrics,
     read_status,
-    storage_trouble,
+    storage_error,
     write_json,
     write_summary,
 )
@@ -52,6 +65,10 @@ class RunRecorder:
         """What a worker does right now, and what memory its process takes."""
         self.pressure: Callable[[], Mapping[str, float]] = dict
         """How much the node that waits most waits for memory."""
+        self.host_share: Callable[[], float] = float
+        """How full the fullest node is."""
+        self.health: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
+        """By the node's address its network's counters and its GPUs, as `agent.health` reads them."""
         self.folder: Path = run.folder
         self.metrics = MetricsLog(self.folder)
         self.generations: list[dict[str, Any]] = []
@@ -68,25 +85,33 @@ class RunRecorder:
         self.stragglers = (
             StragglerWatch(run.straggler_window_s, run.straggler_factor) if run.straggler != "off" else None
         )
-        self.num_stragglers = self.num_wrong = 0
+        self.memory_pressure = PressureWatch(run.memory_pressure_share) if run.memory_pressure != "off" else None
+        self._tight: tuple[Tight, tuple[int, int]] | None = None
+        self.num_stragglers = self.num_wrong = self.num_tight = 0
         self._wrong_in: tuple[int, int] = (0, 0)  # (term, generation) of the newest attempt that was told
         self._straggler: tuple[Straggler, tuple[int, int]] | None = None
         self.checkpoints: list[Mapping[str, Any]] = []
         self.checkpoint_unix_s: float | None = None
+        self.num_checkpoints_missed = 0
         self.memory: list[Mapping[str, Any]] = []  # each change of the memory ladder
+        self._back_in = (0, 0)  # (term, generation) of the members that last wanted to go back
         self._num_versions = 0  # later manifests of the corpus that are on record
         self.gpu_memory: Mapping[str, int] = {}  # of global rank 0 after the newest step, by kind
         self.peak_gpu_bytes = 0
+        self.lost = LossLedger()
+        self._attempt_began_at = 0.0  # the step that runs now
+        self.work_s: Sequence[float] = ()  # of each rank for one sequence, in the newest step that measured it
         self.copied: Mapping[str, Any] | None = None  # the newest copies in peers' memory that are complete
         self.resumed_from: Sequence[Mapping[str, Any]] = ()
-        self.started_s = 0.0
+        self.started_s, self.first_step = 0.0, 0
 
     def open(self, started_s: float, first_step: int = 0) -> None:
         """`first_step`: where this attempt began; its goodput says nothing of the steps before."""
-        self.started_s = started_s
+        self.started_s, self.first_step = started_s, first_step
         status = read_status(self.folder)
         if status is not None:
             self._alive_at_s = status["updated_unix_s"]
+            self.lost = LossLedger(status.get("lost_s"))
         self.metrics.open()
         self.goodput = Goodput(
             started_s, {step: s for step, s in self.metrics.step_times_s().items() if step >= first_step}
@@ -106,6 +131,7 @@ class RunRecorder:
         undone = self.metrics.go_back(step, membership_id)
         if not undone:
             return
+        self.lost.add("undone", self.goodput.undone_s(step))
         self.goodput.undone(step)
         self._waiting.clear()
         if self.last_vote is not None and self.last_vote.step >= step:
@@ -121,6 +147,12 @@ class RunRecorder:
                  checkpoint["step"], checkpoint["bytes"] / 1e6, checkpoint["total_s"], checkpoint["blocked_s"],
                  checkpoint["path"])  # fmt: skip
 
+    def checkpoint_failed(self, failed: Mapping[str, Any]) -> None:
+        """A checkpoint of a step was due, and does not count."""
+        self.num_checkpoints_missed += 1
+        self._note({"note": "no checkpoint", "step": failed["step"], "why": failed["why"]})
+        self.recoveries.say(f"no checkpoint of step {failed['step']}: {failed['why']}; training goes on")
+
     def counts(self, record: Mapping[str, Any]) -> bool:
         """Whether a step's record is of the members that committed it: the last that began at it or before.
 
@@ -133,13 +165,17 @@ class RunRecorder:
         """Committed steps, in order; those that are known already change nothing. Returns what was new. A record with
         a `val_loss` is what the held-out sequences gave after its step, one with `not_repeatable` why a step's bits
         would not come again, one with `compiled` the names of what a worker compiled in a step after step 0, and how
-        many it compiled before, one with `copied` the figures of copies in peers' memory."""
+        many it compiled before, one with `copied` the figures of copies in peers' memory, one with `left_out` sequences
+        that the order leaves out."""
         for record in records:
             if "val_loss" in record:
                 measured = {name: value for name, value in record.items() if name.startswith("val_")}
                 self.metrics.validated(record["step"], measured)
+                self.lost.add("validation", record.get("took_s", 0.0))
             elif "not_repeatable" in record:
                 self.recoveries.not_repeatable(record["step"], record["not_repeatable"])
+            elif "left_out" in record:
+                self._left_out(record)
             elif "copied" in record:
                 self.copied = record["copied"]
             elif "compiled" in record:
@@ -154,7 +190,7 @@ class RunRecorder:
         while (found := self._waiting.pop(self.metrics.last_step + 1, None)) is not None and self.counts(found):
             record = found
             new.append(record)
-            now = self._clock()
+            now = self._attempt_began_at = self._clock()
             mesh = Mesh(record["dp"], record["cp"])
             step_s = max(record["step_s"], 1e-9)
             self.metrics.record(
@@ -171,6 +207,7 @@ class RunRecorder:
             if record.get("spike"):
                 self._spiked(record)
             self._look_at_work(record, mesh)
+            self._look_at_pressure(record)
             if record.get("gpu_memory"):
                 self.gpu_memory = record["gpu_memory"]
                 self.peak_gpu_bytes = max(self.peak_gpu_bytes, self.gpu_memory["peak"])
@@ -191,8 +228,30 @@ class RunRecorder:
         self._note({"note": "spike", "step": record["step"], "verdict": record["spike"], "told": told})
         self.recoveries.say(told)
 
+    def goes_back(self, step: int, why: str, membership_id: tuple[int, int]) -> None:
+        """A spike, or a streak of skipped steps, for which everyone is to go back; every member says so."""
+        if self._back_in == membership_id:
+            return
+        self._back_in = membership_id
+        told = f"loss spike in step {step}: {why}; the run goes back to before it"
+        self.num_spikes += 1
+        self._note({"note": "spike", "step": step, "verdict": "back", "told": told})
+        self.recoveries.say(told)
+
+    def _left_out(self, record: Mapping[str, Any]) -> None:
+        """Batches that the order leaves out from a step on."""
+        ids = record["left_out"]
+        shown = ", ".join(map(str, ids[:20])) + (", ..." if len(ids) > 20 else "")
+        told = (f"from step {record['step']} on the order leaves out {record['num_batches']} batch(es): "
+                f"sequences {shown}")  # fmt: skip
+        self._note({"note": "left out", "step": record["step"], "num_batches": record["num_batches"],
+                    "sequences": ids, "told": told})  # fmt: skip
+        self.recoveries.say(told)
+
     def _look_at_work(self, record: Mapping[str, Any], mesh: Mesh) -> None:
         """How long each rank worked in this step."""
+        work_s = record.get("work_s", ())
+        self.work_s = work_s if any(work_s) else self.work_s
         if self.stragglers is None:
             return
         membership_id = (record["membership_id"][0], record["membership_id"][1])
@@ -215,6 +274,34 @@ class RunRecorder:
                     "ratio": round(found.ratio, 3), "step": self.metrics.last_step, "told": told})  # fmt: skip
         self.recoveries.say(told)
 
+    def _look_at_pressure(self, record: Mapping[str, Any]) -> None:
+        """How near each rank and node came to the end of its memory in this step."""
+        if self.memory_pressure is None:
+            return
+        membership_id = (record["membership_id"][0], record["membership_id"][1])
+        found = self.memory_pressure.saw(membership_id, record.get("memory_shares", ()), self.host_share())
+        if found is not None:
+            self._tight = found, membership_id
+
+    def take_tight(self) -> tuple[Tight, tuple[int, int]] | None:
+        """Memory that is nearly full since the steps published last, and (term, generation) of the members."""
+        found, self._tight = self._tight, None
+        return found
+
+    def tight(self, found: Tight, worker: str) -> str:
+        """Memory has been nearly full for some steps; returns that in words."""
+        if found.what == "device":
+            who = f"{worker}, rank {found.global_rank}, had {100 * found.share:.0f} % of its device's memory in use"
+        else:
+            who = f"a node had {100 * found.share:.0f} % of what its guard allows in use"
+        text = f"memory pressure: {who} in {NUM_STEPS} steps in a row"
+        did = "" if self._run.memory_pressure == "act" else "; nothing is done (memory_pressure=log)"
+        self.num_tight += 1
+        self._note({"note": "tight", "what": found.what, "share": round(found.share, 4), "worker": worker,
+                    "step": self.metrics.last_step, "told": text + did})  # fmt: skip
+        self.recoveries.say(text + did)
+        return text
+
     def broke_off_wrong(self, told: str, membership_id: tuple[int, int], workers: Sequence[str]) -> None:
         """As `found_wrong`, of a step that is not applied: every member of `membership_id` says so; it counts once."""
         if self._wrong_in != membership_id:
@@ -232,6 +319,7 @@ class RunRecorder:
 
     def look(self, state: State) -> None:
         """Record a new generation, and a recovery if it was one."""
+        self.lost.look(lost_to(state), self._clock())
         change = state.last_change
         if change is None or (change.term, change.generation, change.resumed_at is not None) == self._seen_change:
             return
@@ -251,7 +339,10 @@ class RunRecorder:
         self.recoveries.compare_environments(change.members)
         self.recoveries.compare_places(change.mesh, change.members)
         if change.previous_mesh is not None and (not change.planned or change.drained):
-            self.recoveries.begin(change, self.metrics.last_step + 1)
+            self.recoveries.begin(change, self.metrics.last_step + 1, self._attempt_began_at)
+        elif change.previous_mesh is not None:
+            self.lost.add("resize", change.resumed_at - change.noticed_at)
+        self._attempt_began_at = max(self._attempt_began_at, change.resumed_at)
 
     def _look_at_memory(self, state: State, change: Change) -> None:
         """Record a relief of the memory ladder more or less than in the last generation."""
@@ -266,6 +357,8 @@ class RunRecorder:
         self._note({"note": "memory", **self.memory[-1]})
         reliefs = ", ".join(self.memory[-1]["reliefs"]) or "none"
         self.recoveries.say(f"memory ladder in force from step {change.step}: {reliefs}")
+        if other := [name for name in self.memory[-1]["reliefs"] if name in CHANGING_BITS]:
+            self.recoveries.not_repeatable(change.step, f"reliefs of the memory ladder: {', '.join(other)}")
 
     def _look_at_corpus(self, state: State) -> None:
         """Record from which step a longer manifest holds."""
@@ -318,6 +411,7 @@ class RunRecorder:
             "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(members(state))],
             "spares": [person(w) for w in spares(state)],
             "recoveries": self.recoveries.records[-20:], "updated_unix_s": time.time(), "ended": False,
+            "lost_s": {cause: round(s, 3) for cause, s in self.lost.lost_s.items()},
             "error": "", "end": {}, "peak_gpu_bytes": self.peak_gpu_bytes, "story": describe(state)["story"],
         }  # fmt: skip
 
@@ -375,12 +469,26 @@ class RunRecorder:
             self._num_versions += 1
         if line.get("note") == "memory":
             self.memory.append({k: line[k] for k in MEMORY_KEYS})
+        self.num_checkpoints_missed += line.get("note") == "no checkpoint"
         self.num_spikes += line.get("note") == "spike"
         self.num_stragglers += line.get("note") == "straggler"
+        self.num_tight += line.get("note") == "tight"
         self.num_wrong += line.get("note") == "wrong"
         if line.get("note") == "compiled":
             self._count_compilations(line)
         self.recoveries.recall(line)
+
+
+def lost_to(state: State) -> str:
+    """Of `goodput.LOSS_CAUSES` what a run's time goes to now, where that shows in its phase."""
+    phase = state.phase
+    if isinstance(phase, Closing) and phase.waiting:
+        return "stalled"
+    if isinstance(phase, Forming):
+        room = sum(node.num_slots for node in state.nodes.values() if not node.draining)
+        fits = room >= state.options.dp * state.options.cp
+        return "waiting" if not fits else "startup" if phase.incident is None else ""
+    return "startup" if isinstance(phase, Building) and phase.incident.base is None else ""
 
 
 def over(end: Mapping[str, Any]) -> dict[str, Any]:
@@ -409,7 +517,7 @@ def _replace_status(folder: Path, status: Mapping[str, Any]) -> None:
         write_json(folder / STATUS_NAME, status)
         return
     except OSError as error:
-        log.warning("%s", storage_trouble(folder, error))
+        log.warning("%s", storage_error(folder, error))
     if not status["ended"]:
         return
     bare = {key: value for key, value in status.items() if key not in ("recoveries", "story")}

@@ -7,6 +7,7 @@ here. Facts that a restarted coordinator needs go into the journal as notes.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -70,7 +71,7 @@ class RecoveryLog:
     def resumed(self, worker: str, timings: Mapping[str, Any]) -> None:
         self._timings[worker] = dict(timings)
 
-    def trouble(self, worker: str, kind: str, step: int, detail: str) -> None:
+    def member_failed(self, worker: str, kind: str, step: int, detail: str) -> None:
         """A member's step broke off: what to say of it if nobody turns out to be dead."""
         what = (detail.strip().splitlines() or [""])[-1]
         did = {
@@ -78,16 +79,24 @@ class RecoveryLog:
             "device": "had a device error",
             "memory": "ran out of memory",
             "corrupt": "did not agree with the others",
+            "back": "went back on purpose",
         }.get(kind, "lost a peer")
         self._own_failures[worker] = f"{did} in step {step} ({what})"
         self._own_failure_kinds.append(kind)
+
+    def gpu(self) -> str:
+        """The name of the workers' GPUs; empty on CPUs, and where workers have different ones."""
+        names = {str(environment.get("gpu", "")) for environment in self._environments.values()}
+        return names.pop() if len(names) == 1 else ""
 
     def num_lost(self) -> dict[str, int]:
         """How many members were lost, by reason: "node lost", "died", "hung" and so on."""
         return dict(sum((Counter(record.get("lost", {})) for record in self.records), Counter()))
 
-    def unfired(self) -> list[Fault]:
-        return [fault for index, fault in enumerate(self._run.faults) if index not in self.fired]
+    def unfired(self, first_step: int = 0) -> list[Fault]:
+        """Planned faults from `first_step` on that never fired; those before it were an earlier attempt's."""
+        planned = enumerate(self._run.faults)
+        return [fault for index, fault in planned if index not in self.fired and fault.step >= first_step]
 
     def compare_environments(self, members: Sequence[str]) -> None:
         """Equal bits are promised among machines equal to the first member's only; a run with others says so."""
@@ -134,11 +143,12 @@ class RecoveryLog:
 
     # ------------------------------------------------------------ a recovery from its beginning to its end
 
-    def begin(self, change: Change, num_published: int) -> None:
-        """The ring has closed again; `num_published` steps are in the metrics."""
+    def begin(self, change: Change, num_published: int, attempt_began_at: float = math.inf) -> None:
+        """The ring has closed again; `num_published` steps are in the metrics. The attempt that broke off had begun at
+        `attempt_began_at`; infinity: nobody knows."""
         assert change.resumed_at is not None
         faults = self._take_faults()
-        struck = min([self.fired[i] for i in faults], default=change.noticed_at)
+        fault_at = min([self.fired[i] for i in faults], default=change.noticed_at)
         heal_s = max([self._timings.get(w, {}).get("heal_s", 0.0) for w in change.newcomers], default=0.0)
         begun = {
             "step": change.step_rerun if change.step_rerun is not None else change.step,
@@ -146,9 +156,10 @@ class RecoveryLog:
             "cause": self._cause(change),
             "kind": self._kind(change),
             "action": change.action,
-            "detect_s": max(0.0, change.noticed_at - struck),
+            "detect_s": max(0.0, change.noticed_at - fault_at),
             "close_s": max(0.0, change.resumed_at - change.noticed_at - heal_s),
             "heal_s": heal_s,
+            "broken_off_s": max(0.0, fault_at - attempt_began_at) if change.step_rerun is not None else 0.0,
             "steps_undone": max(change.steps_undone, num_published - change.step, 0),
             "steps_rerun": change.steps_undone + (1 if change.step_rerun is not None else 0),
             "source": change.source,
@@ -156,7 +167,7 @@ class RecoveryLog:
             "phases": self._phases(change.newcomers),
             "exact": change.promise == "bit-exact" and self.same_environment,
             "lost": dict(Counter(lost.reason for lost in change.lost if lost.global_rank is not None)),
-            "_struck": struck,
+            "_fault_at": fault_at,
             "_resumed": change.resumed_at,
             "_step": change.step,
         }
@@ -176,22 +187,23 @@ class RecoveryLog:
             return
         record = {key: value for key, value in self._open.items() if not key.startswith("_")}
         record["rerun_s"] = now - self._open["_resumed"]
-        record["total_s"] = now - self._open["_struck"]
+        record["total_s"] = now - self._open["_fault_at"]
         self._open = None
         self._add(record, closes=True)
 
     def coordinator_back(self, now: float, step: int, alive_at_s: float | None) -> None:
         """A new coordinator found the mesh at work: nothing of the training was lost.
 
-        The old one died when a planned fault struck it, else some time after its last sign of life.
+        The old one died when a planned fault hit it, else some time after its last sign of life.
         """
         last_s = now if alive_at_s is None else alive_at_s
-        struck = min((self.fired[i] for i in self._open_faults), default=last_s)
+        fault_at = min((self.fired[i] for i in self._open_faults), default=last_s)
         self._add({
             "step": step, "cause": "the coordinator died", "kind": "coordinator",
             "faults": [str(self._run.faults[i]) for i in sorted(self._take_faults())],
-            "action": "coordinator restarted from its journal", "detect_s": 0.0, "close_s": now - struck, "heal_s": 0.0,
-            "rerun_s": 0.0, "total_s": now - struck, "steps_undone": 0, "steps_rerun": 0, "source": "replica",
+            "action": "coordinator restarted from its journal", "detect_s": 0.0, "close_s": now - fault_at,
+            "heal_s": 0.0, "rerun_s": 0.0, "total_s": now - fault_at, "steps_undone": 0, "steps_rerun": 0,
+            "source": "replica",
             "survivor_pids_kept": True, "exact": True,
         }, closes=False)  # fmt: skip
 
@@ -277,7 +289,7 @@ class RecoveryLog:
 
 
 def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """One recovery of two, the second of which struck before a step had committed after the first."""
+    """One recovery of two, the second of which began before a step had committed after the first."""
     return {
         **second,
         "faults": first["faults"] + second["faults"],
@@ -286,6 +298,7 @@ def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         "detect_s": first["detect_s"] + second["detect_s"],
         "close_s": first["close_s"] + second["close_s"],
         "heal_s": first["heal_s"] + second["heal_s"],
+        "broken_off_s": first.get("broken_off_s", 0.0) + second["broken_off_s"],
         "steps_undone": max(first["steps_undone"], second["steps_undone"]),
         "steps_rerun": max(first["steps_rerun"], second["steps_rerun"]),
         "source": min(first["source"], second["source"]),  # the lower relief
@@ -293,5 +306,5 @@ def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         "phases": second["phases"],
         "exact": first["exact"] and second["exact"],
         "lost": dict(Counter(first["lost"]) + Counter(second["lost"])),
-        "_struck": first["_struck"],
+        "_fault_at": first["_fault_at"],
     }

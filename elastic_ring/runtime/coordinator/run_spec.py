@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.config import RunConfig, ScalingConfig
-from elastic_ring.control.decisions.memory_ladder import RELIEFS_ON
+from elastic_ring.control.decisions.memory_ladder import reliefs_on
 from elastic_ring.control.options import ControlOptions
-from elastic_ring.monitor.callbacks import CALLBACKS_NAME, STEP, VALIDATION
+from elastic_ring.monitor.callbacks import CALLBACKS_NAME, kept_places
 from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, write_json
-from elastic_ring.runtime.coordinator.checkpoints import Resume
+from elastic_ring.runtime.coordinator.resume import Resume
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_FOLDER, WEIGHTS_INDEX
 from elastic_ring.train.task import TrainingTask
@@ -60,9 +60,11 @@ def control_options(run_spec: RunSpec) -> ControlOptions:
         hello_s=timeouts.hello_s, boundary_s=timeouts.boundary_s, finalize_s=timeouts.finalize_s,
         restore_s=timeouts.restore_s, grow_delay_s=run.grow_delay_s,
         grow_interval_s=run.grow_interval_s, grow_cost_s=run.grow_cost_s, crash_loop_limit=run.crash_loop_limit,
-        user_error_limit=run.user_error_limit,
+        user_error_limit=run.user_error_limit, rollback_limit=run.rollback_limit,
+        takes_checkpoints=run.checkpoint_config.is_on,
         copies=run.copies, copy_every_steps=run.copy_every_steps,
-        memory_reliefs=RELIEFS_ON[scaling.device], memory_relax_steps=run.memory_relax_steps,
+        memory_reliefs=reliefs_on(scaling.device, run_spec.task.step.sequences_per_pass),
+        memory_relax_steps=run.memory_relax_steps,
     )  # fmt: skip
 
 
@@ -105,9 +107,5 @@ def set_aside(folder: Path, *, keep_metrics: bool) -> None:
 
 
 def _keep_places(old: Path, new: Path) -> None:
-    """Callbacks have been told the steps that stay; recoveries and checkpoints are counted anew by each attempt."""
     if old.exists():
-        record = json.loads(old.read_text(encoding="utf-8"))
-        kept = {name: {kind: at for kind, at in place.items() if kind in (STEP, VALIDATION)}
-                for name, place in record["told"].items()}  # fmt: skip
-        write_json(new, {**record, "told": kept})
+        write_json(new, kept_places(json.loads(old.read_text(encoding="utf-8"))))

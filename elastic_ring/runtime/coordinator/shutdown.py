@@ -38,7 +38,7 @@ def conclude(end: End, recorder: RunRecorder, state: State, weights_sha256: str)
 
 def _last_records(end: End, recorder: RunRecorder, state: State, weights_sha256: str) -> End:
     if not end["error"] and recorder.metrics.last_step + 1 == state.options.total_steps:
-        unfired = recorder.recoveries.unfired()
+        unfired = recorder.recoveries.unfired(recorder.first_step)
         if unfired:
             text = "; ".join(str(fault) for fault in unfired)
             message = f"planned faults that never fired: {text}"

@@ -52,7 +52,9 @@ def open_run(
     folder = run_spec.run.folder
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / JOURNAL_NAME
-    term = run_storage.next_term(run_spec.run)  # before reading: later lines of an older coordinator do not count
+    term = run_storage.next_term(
+        run_spec.run, excludes=run_spec.resume.excludes
+    )  # before reading: later lines of an older coordinator do not count
     run_storage.fetch(run_spec.run, folder, keep_longer=True)
     written = list(read(path)) if path.exists() else []
     lines = standing(written)
@@ -67,6 +69,7 @@ def open_run(
     if lines:
         set_aside(folder, keep_metrics=bool(run_spec.resume.checkpoints))
         run_storage.forget_end(run_spec.run)
+        run_storage.reset_places(run_spec.run, goes_on=bool(run_spec.resume.checkpoints))
     _bring_metrics(run_spec)
     return Startup(term)
 

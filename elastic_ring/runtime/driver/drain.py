@@ -57,7 +57,7 @@ def leave_node(node: str) -> None:
     A node that no autoscaler has brought stays as it is: nobody would bring it back.
     """
     if node not in brought_nodes():
-        log.info("node %s: left, and kept, as no autoscaler has brought it", node)
+        log.info("node %s: the run has left it; it stays in the cluster, since no autoscaler started it", node)
         return
     accepted, why_not = _gcs().drain_node(
         node, autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "left by an elastic_ring run", 0

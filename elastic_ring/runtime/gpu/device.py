@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.plan.device_blocks import forget_plans
 from elastic_ring.config import CpuOffload
 from elastic_ring.errors import PeerFailed, RunFailed
 from elastic_ring.runtime.gpu import leases
@@ -33,6 +32,7 @@ from elastic_ring.train.memory import is_out_of_memory
 from elastic_ring.train.startup.kernels import KernelMismatch
 from elastic_ring.train.startup.warm import attention_shapes, warm_up_device
 from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.vote import ComputedWrongly
 
 log = logging.getLogger(__name__)
 
@@ -104,24 +104,24 @@ class DeviceLease:
         """Record an error in a step or a build, unless it proves nothing: no memory, or a kernel that does not run."""
         if self._kind != "cpu" and not isinstance(error, KernelMismatch) and not is_out_of_memory(error):
             lines = str(error).splitlines()
-            self.failed(f"{type(error).__name__} in a step or a build: {lines[0] if lines else ''}")
+            why = f"{type(error).__name__} in a step or a build: {lines[0] if lines else ''}"
+            self.failed(why, is_proven=isinstance(error, ComputedWrongly))
 
-    def failed(self, why: str) -> None:
+    def failed(self, why: str, *, is_proven: bool = False) -> None:
         """Record a failure of the GPU owned; this process uses no other."""
         self.broken = True
         if self._lease.gpu is not None:
-            record_failure(self._lease.folder, self._lease.gpu, why)
+            record_failure(self._lease.folder, self._lease.gpu, why, is_proven)
 
     def give_back(self) -> None:
         """Call once this process has nothing in its memory any more but the context."""
         if self._lease.gpu is None:
             return
         try:
-            forget_plans()
             empty_cache(self.device)
             left = torch.cuda.memory_reserved(self.device)
             if left > MUCH_BYTES:
-                log.warning("%s is given back with %.1f GiB of this process in it", self.device, left / 2**30)
+                log.warning("%s is released with %.1f GiB of this process still allocated", self.device, left / 2**30)
         except RuntimeError as error:
             self.failed(f"it failed when its memory was given back: {error}")
         finally:

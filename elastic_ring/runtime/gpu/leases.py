@@ -54,19 +54,24 @@ class Owner:
 
 @dataclass(frozen=True)
 class GpuFailure:
-    """One process's failure on a GPU."""
+    """One process's failure on a GPU. `is_proven`: it gave a wrong result, which others showed."""
 
     pid: int
     started: int
     unix_s: float
     why: str
+    is_proven: bool = False
 
 
 # ------------------------------------------------------------ decisions, from what was read
 
 
 def verdict(failures: Iterable[GpuFailure], now_unix_s: float) -> str:
-    """`good`, `doubtful` (the process may have been to blame) or `bad` (another one failed there too)."""
+    """`good`, `doubtful` (the process may have been to blame) or `bad` (another one failed there too, or a wrong result
+    was proven, which does not lapse)."""
+    failures = list(failures)
+    if any(failure.is_proven for failure in failures):
+        return "bad"
     failed = {(f.pid, f.started) for f in failures if abs(now_unix_s - f.unix_s) < FAILURE_WINDOW_S}
     return "bad" if len(failed) >= MAX_FAILURES else "doubtful" if failed else "good"
 
@@ -191,7 +196,8 @@ def failures_of(folder: Path, name: str) -> list[GpuFailure]:
             with suppress(ValueError, TypeError, KeyError):
                 one = json.loads(line)
                 when, why = float(one["unix_s"]), str(one["why"])
-                found.append(GpuFailure(int(one["pid"]), int(one["started"]), when, why))
+                proven = bool(one.get("is_proven", False))
+                found.append(GpuFailure(int(one["pid"]), int(one["started"]), when, why, proven))
     return found
 
 
@@ -325,10 +331,10 @@ class GpuLease:
         os.pwrite(self._fd, json.dumps(asdict(owner)).encode(), 0)
 
 
-def record_failure(folder: Path, gpu: Gpu, why: str) -> str:
+def record_failure(folder: Path, gpu: Gpu, why: str, is_proven: bool = False) -> str:
     """Record that this process failed on `gpu`, which it owns; returns the new verdict."""
     pid, first_line = os.getpid(), (why.splitlines() or [""])[0][:300]
-    entry: dict[str, Any] = asdict(GpuFailure(pid, process_started(pid) or 0, time.time(), first_line))
+    entry: dict[str, Any] = asdict(GpuFailure(pid, process_started(pid) or 0, time.time(), first_line, is_proven))
     fd = open_shared(failure_record_path(shared_folder(folder), gpu.name), os.O_APPEND)
     os.write(fd, f"{json.dumps(entry)}\n".encode())
     os.close(fd)

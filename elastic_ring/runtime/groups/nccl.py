@@ -31,12 +31,12 @@ ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "NCCL_NVLS_ENABLE": "0",
     # Buffers that peers map through the driver's newer calls take a second to connect, the older ones a third
-    # (benchmarks/results/2026-11-21-training-4xH200.md); between hosts it makes no difference.
+    # (benchmarks/results/training/2026-11-21-training-4xH200.md); between hosts it makes no difference.
     "NCCL_CUMEM_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",  # a standby loads what another process has compiled
     # Groups are built and aborted by short-lived threads, and glibc keeps what each of them freed in its own arena: 30
-    # MiB a generation, none with one arena for all (benchmarks/results/2026-11-21-training-4xH200.md).
+    # MiB a generation, none with one arena for all (benchmarks/results/training/2026-11-21-training-4xH200.md).
     "MALLOC_ARENA_MAX": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS may add up in another order each time
 }
@@ -64,7 +64,7 @@ def create_backend(store: PrefixStore, rank: int, size: int, device: torch.devic
     options = torch.distributed.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=collective_s)
     # Hops must not wait for the blocks of a kernel that is running: 0.967 -> 0.989 of Ulysses at 512K tokens
-    # (benchmarks/results/2026-11-21-ring-4xH200.md).
+    # (benchmarks/results/ring/2026-11-21-ring-4xH200.md).
     options.is_high_priority_stream = True
     torch.cuda.set_device(device)
     return torch.distributed.ProcessGroupNCCL(store, rank, size, options)

@@ -39,14 +39,14 @@ from elastic_ring.runtime.groups.nccl import has_failed
 from elastic_ring.runtime.groups.transport import is_transport_error
 from elastic_ring.runtime.worker.coordinator_client import CoordinatorClient
 from elastic_ring.runtime.worker.env_fingerprint import environment_fingerprint
-from elastic_ring.runtime.worker.error_classifier import trouble_kind, trouble_text
+from elastic_ring.runtime.worker.error_classifier import error_kind, error_text
 from elastic_ring.runtime.worker.member import Member
 from elastic_ring.runtime.worker.stall_watchdog import StallDetected, StallWatchdog, look_at_device
 from elastic_ring.runtime.worker.start_reports import start_reports
 from elastic_ring.runtime.worker.training_thread import TrainingThread
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
 from elastic_ring.train.memory import drop_frames
-from elastic_ring.train.vote import ComputedWrongly
+from elastic_ring.train.vote import ComputedWrongly, MustGoBack
 
 log = logging.getLogger(__name__)
 
@@ -149,10 +149,21 @@ class Worker:
         # Late: a repeated Build, or the abort that preceded the Build of this generation.
         late = stamp == self._built and (isinstance(command, Build) or getattr(command, "mode", "") == "abort")
         if stamp < self._seen or late:
-            log.info("ignored %s of %s: seen %s, built %s", type(command).__name__, stamp, self._seen, self._built)
+            log.info(
+                "ignored %s of (term, generation) %s: newest seen %s, built %s",
+                type(command).__name__,
+                stamp,
+                self._seen,
+                self._built,
+            )
             return
         self._seen = stamp
         match command:
+            case Release() if command.wrong:
+                log.error("%s", command.wrong)
+                if self._member is not None:
+                    self._member.fail_device(ComputedWrongly(command.wrong))
+                os._exit(0)
             case Release():
                 log.info("released")  # the coordinator has Ray end this process
             case Hello():
@@ -192,12 +203,12 @@ class Worker:
         if self._training.paused.is_set() or not self._stall_watchdog.holds(told):
             return
         phase = phase_name(self._stamps.phase)
-        log.error("step %d of generation %d stands still in %s: %s; its groups are aborted", member.applied,
+        log.error("step %d of generation %d stalled in %s: %s; its process groups are aborted", member.applied,
                   told.generation, phase, told.why)  # fmt: skip
         # A thread that returns reports by itself. One that does not is abandoned, or killed, at the next `Stop`.
         if not member.abort(self._training.paused, GIVE_UP_S):
             identity = (self.spec.worker, told.term, told.generation)
-            detail = f"stands still in {phase}: {told.why}"
+            detail = f"stalled in {phase}: {told.why}"
             self._client.answer(MemberFailed(self._client.cause(), *identity, "peer", member.applied, detail))
 
     def _build(self, command: Build, extra: dict[str, Any]) -> None:
@@ -308,7 +319,7 @@ class Worker:
     def _kind_of(self, error: BaseException, healing: bool = False) -> str:
         assert self._member is not None
         member = self._member
-        kind = trouble_kind(error, lambda: has_failed(member.device), healing=healing)
+        kind = error_kind(error, lambda: has_failed(member.device), healing=healing)
         if kind in ("device", "user", "check", "memory") and member.aborted:
             return "peer"  # an abort leaves garbage in the buffers; the device is probed before the report
         if kind == "device":
@@ -320,10 +331,15 @@ class Worker:
     def _report_failure(self, kind: str, error: BaseException, identity: tuple[str, int, int], step: int) -> None:
         if kind == "memory":
             drop_frames(error)  # first: the text needs memory, too
-        text = trouble_text(error, kind)
+        text = error_text(error, kind)
         assert self._member is not None
         accused = self._member.names_of(error.ranks) if isinstance(error, ComputedWrongly) else ()
-        self._client.answer(MemberFailed(self._client.cause(), *identity, kind, step, text, accused))
+        suspects = self._member.names_of(error.differs) if isinstance(error, ComputedWrongly) else ()
+        first_step = -1
+        if isinstance(error, MustGoBack):
+            first_step, step = error.facts["first_step"], error.facts["step"]
+        failed = MemberFailed(self._client.cause(), *identity, kind, step, text, accused, first_step, suspects)
+        self._client.answer(failed)
 
     def _pause(self) -> None:
         """Pause before the report is sent, so that the next order never waits for this thread."""

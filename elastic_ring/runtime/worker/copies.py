@@ -122,7 +122,12 @@ class Copies:
     def _take(self, shard: Shard) -> None:
         assert self._placement is not None
         begun = time.monotonic()
-        taken = snapshot.take(shard, self._placement.membership_id, self._pinned, self._stream)
+        try:
+            taken = snapshot.take(shard, self._placement.membership_id, self._pinned, self._stream)
+        except (MemoryError, RuntimeError) as error:  # one of the device shows again in the next step
+            at = SnapshotId(shard.counters.applied, self._placement.membership_id)
+            log.error("no snapshot of %s, and no copies of it: %s: %s", named(at), type(error).__name__, error)
+            taken = Snapshot.empty(at, shard.cp_rank)
         exchange = Exchange(taken, self._placement, self._group, self._buffers, self._keep_own, self._hold)
         blocked_s = time.monotonic() - begun
         self._exchanges = [*(one for one in self._exchanges if one.is_alive), exchange]

@@ -106,9 +106,9 @@ class Exchange:
             is_whole = self._transfer()
         except Exception as error:  # training goes on; the vote says that there are no copies
             if self.is_over or is_transport_error(error):
-                log.info("the copies of %s came to nothing: %s", named(self.snapshot.id), error)
+                log.info("the copies of %s were not completed: %s", named(self.snapshot.id), error)
             else:
-                log.exception("the copies of %s came to nothing", named(self.snapshot.id))
+                log.exception("the copies of %s were not completed", named(self.snapshot.id))
             self.state = FAILED
             return
         self.state = DONE if is_whole else FAILED
@@ -118,14 +118,20 @@ class Exchange:
     def _transfer(self) -> bool:
         """Send and receive everything; False if something arrived damaged. What is awaited is taken from its sender
         in any case, so that the next exchange finds nothing of this one."""
-        self.snapshot.finish()
-        self.keep_own(self)
-        sent = [work for rank in self.placement.receivers for work in sealed.send(self.group, self.snapshot.data, rank)]
+        mine, receivers = self.snapshot, self.placement.receivers
+        if (
+            mine.is_empty
+        ):  # the others' copies of this step count for nothing then; the exchange is complete all the same
+            sent = [work for rank in receivers for work in sealed.refuse(self.group, rank)]
+        else:
+            mine.finish()
+            self.keep_own(self)
+            sent = [work for rank in receivers for work in sealed.send(self.group, mine.data, rank)]
         results = [self._hold_copy(owner) for owner in self.placement.owners]
         results += [self._hold_parity(ranks) for ranks in self.placement.parities]
         for work in sent:
             work.wait()
-        return all(results)
+        return all(results) and not mine.is_empty
 
     def _hold_copy(self, owner: int) -> bool:
         data = self._received(owner)
@@ -146,7 +152,11 @@ class Exchange:
             sealed.xor(total, spent)
             self.buffers.give_back(spent)
         if is_whole and total is not None:
-            self._hold(ranks, sealed.parity_of([total], self.buffers.take))
+            try:
+                self._hold(ranks, sealed.parity_of([total], self.buffers.take))
+            except (MemoryError, RuntimeError) as error:
+                log.error("the parity of ranks %s of %s is not kept: %s", ranks, named(self.snapshot.id), error)
+                is_whole = False
         if total is not None:
             self.buffers.give_back(total)
         return is_whole
@@ -158,7 +168,9 @@ class Exchange:
             return sealed.receive(self.group, rank, self.buffers.take, what)
         except DigestMismatch as error:
             log.error("%s: it arrived damaged and is not kept", error)
-            return None
+        except MemoryError as error:
+            log.error("%s: it is not kept", error)
+        return None
 
     def _hold(self, ranks: tuple[int, ...], data: Tensor) -> None:
         at = self.placement

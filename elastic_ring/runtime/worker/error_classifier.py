@@ -22,10 +22,10 @@ from elastic_ring.runtime.groups.transport import is_transport_error
 from elastic_ring.train.memory import chain, describe_shortage, is_out_of_host_memory, is_out_of_memory
 from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.startup.kernels import KernelMismatch
-from elastic_ring.train.vote import ComputedWrongly, ReplicasDiverged
+from elastic_ring.train.vote import ComputedWrongly, MustGoBack, ReplicasDiverged
 
 
-def trouble_kind(
+def error_kind(
     error: BaseException, device_failed: Callable[[], bool] = lambda: False, *, healing: bool = False
 ) -> str:
     """Which kind of `MemberFailed` an exception is.
@@ -39,6 +39,8 @@ def trouble_kind(
         return "skipped"
     if isinstance(error, LossSpike):
         return "spike"
+    if isinstance(error, MustGoBack):
+        return "back"
     if isinstance(error, DigestMismatch):
         return "peer"  # what arrived is not used; the next build sends it again
     if isinstance(error, CheckpointDamaged):
@@ -62,7 +64,7 @@ def trouble_kind(
     return "user"
 
 
-def trouble_text(error: BaseException, kind: str = "user") -> str:
+def error_text(error: BaseException, kind: str = "user") -> str:
     """The user's traceback, what an error of ours says, the first line of a device's, or who asked for how much."""
     if kind == "memory":
         return describe_shortage(error)

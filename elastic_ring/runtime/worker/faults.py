@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 SLOW_S = 0.02
 """What each hop of a slow process takes longer."""
+SLOW_SAVE_S = 5.0
+"""What a file, or a manifest, of a checkpoint takes longer with slow@...,phase=upload or commit."""
 
 Ask = Callable[[int], bool]
 """Asks the coordinator for the fault with this index; False when it has fired already."""
@@ -34,8 +36,8 @@ class Injector:
         self._ask = ask
         self._notify = notify
         self._is_slow = False
-        self.flip: Callable[[str], None] = lambda phase: None
-        """Makes one bit of what this phase computes wrong."""
+        self.flip: Callable[[str, bool], None] = lambda phase, stays: None
+        """Makes one bit of what this phase computes wrong, once or from now on."""
 
     def check(self, *, phase: str, step: int, rank: int, hop: int | None = None, role: str | None = None) -> None:
         """Fire the faults planned for this phase, step and rank."""
@@ -62,8 +64,10 @@ class Injector:
                 os._exit(3)
             case "kill-node":
                 kill_node()
-            case "flip":
-                self.flip(fault.phase)
+            case "flip" | "wrong":
+                self.flip(fault.phase, fault.kind == "wrong")
+            case "slow" if fault.phase == "upload":
+                time.sleep(SLOW_SAVE_S)
             case "slow":
                 self._is_slow = True
             case _:  # the coordinator carries out drain and its own faults

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from elastic_ring.control.decisions.loss_spikes import SpikeWatch
-from elastic_ring.control.messages import Build, CorpusVersion, Finalized, Heal, Report, Resumed
+from elastic_ring.control.messages import BatchSkip, Build, CorpusVersion, Finalized, Heal, Report, Resumed
 from elastic_ring.data.growth import grown
 from elastic_ring.data.loader import Loader
-from elastic_ring.data.source import hold_out, open_source, order_of
+from elastic_ring.data.sampling.skips import SkippingOrder, by_batch
+from elastic_ring.data.source import Source, hold_out, open_source, order_of
 from elastic_ring.errors import GroupAborted
 from elastic_ring.monitor.stamps import Phase, StampWriter
 from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser
@@ -46,6 +47,7 @@ from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks
 from elastic_ring.runtime.worker.step_records import StepRecords, record_of
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
 from elastic_ring.state.storage.folder import Storage
+from elastic_ring.train.memory_gauge import MemoryGauge
 from elastic_ring.train.memory_relief import MemoryRelief, free_caches
 from elastic_ring.train.optim import learning_rate
 from elastic_ring.train.startup.check import check_model
@@ -61,6 +63,8 @@ from elastic_ring.train.wrap import num_parameters
 log = logging.getLogger(__name__)
 
 BECOME_SPARE_S = 10.0  # for a node's GPU to be empty before the next process may take it
+SAVED_S = 5.0  # for the part that is being written to be done
+NAMED = 4096  # so many sequences that are left out are named one by one
 ABORTABLE = ("idle", "forward", "backward", "reduce")
 
 
@@ -83,7 +87,9 @@ class Member:
         self.marks = DeviceMarks()
         self._num_data_waits = 0
         self.device_failed = False  # said so itself: a probe may still pass
-        self._saver = Saver(spec.run, saved)
+        self._saver = Saver(
+            spec.run, saved, lambda step, rank: injector.check(phase="upload", step=step, rank=rank)
+        )  # fmt: skip
         self._copies = Copies(spec.run, spec.worker, self._publish_copies)
         self._place: Place | None = None
         self._is_saver_prepared = False  # for the shard of this generation
@@ -105,6 +111,7 @@ class Member:
         self._compiled = CompileWatch()
         self._trained = False  # a step of this process has been committed
         self._corpus: tuple[CorpusVersion, ...] = ()  # the later manifests that are open
+        self._skips: tuple[BatchSkip, ...] = ()  # what the order leaves out
         self._kernels = KernelAgreement(spec.task, spec.scaling.device, KERNEL_CACHE)
 
     def warm_up(self) -> None:
@@ -115,13 +122,16 @@ class Member:
         self.fingerprint = source.fingerprint
         training, validation = hold_out(source, num_sequences=self._num_held_out)
         self._val_loader = Loader(validation, self._while_data_comes)
+        self._training = training
         order = order_of(training, step.seed, step.global_batch)
         cache = KERNEL_CACHE if self._spec.scaling.device == "cuda" else None
-        self._transaction = Transaction(task, Loader(training, self._while_data_comes), order, self._watch, cache)
+        self._transaction = Transaction(task, self._loader(training), order, self._watch, cache)
         self._transaction.before_apply = self._before_apply
         run = self._spec.run
         if run.loss_spike != "off":
             self._transaction.spikes = SpikeWatch(run.loss_spike_actions if run.loss_spike == "act" else ())
+        if run.memory_pressure != "off":
+            self._transaction.gauge = MemoryGauge()
         self._transaction.corruption, self._transaction.check_every_steps = run.corruption, run.corruption_every_steps
         self._transaction.offload(self._spec.scaling.cpu_offload)
         self._injector.flip = self._transaction.plan_flip
@@ -142,6 +152,9 @@ class Member:
         # Freeze long-lived objects, so that the collection in `forget_groups` takes milliseconds.
         gc.collect()
         gc.freeze()
+
+    def _loader(self, training: Source) -> Loader:
+        return Loader(training, self._while_data_comes, num_ahead=self._spec.task.step.sequences_per_pass)
 
     @property
     def _num_held_out(self) -> int:
@@ -273,7 +286,7 @@ class Member:
             self._timings["device_s"] = time.monotonic() - begun - self._timings["free_s"]
             ahead = links_ahead(command, worker) if command.step_back is None else []
             self._groups = connector.open(command.mesh, command.members.index(worker), ahead)
-            self._read_corpus(command.corpus)
+            self._read_corpus(command.corpus, command.skips)
         opened = time.monotonic()
         receives = [heal for heal in command.heals if worker in heal.newcomers]
         if self._groups is not None:
@@ -312,18 +325,26 @@ class Member:
         log.info("generation %d: step %d, %s", command.generation, command.step, timings)
         return Resumed(cause, worker, command.term, command.generation, command.step), timings
 
-    def _read_corpus(self, versions: tuple[CorpusVersion, ...]) -> None:
-        """Read from a corpus that has grown since this process's last build. What is held out stays the same.
+    def _read_corpus(self, versions: tuple[CorpusVersion, ...], skips: tuple[BatchSkip, ...]) -> None:
+        """Read from a corpus that has grown, or in an order that leaves out more, since this process's last build. What
+        is held out stays the same.
 
         Raises ValueError for a manifest that is not what it was.
         """
-        if versions == self._corpus:
+        if (versions, skips) == (self._corpus, self._skips):
             return
-        data, step = grown(self._spec.task.data, versions), self._spec.task.step
-        training, _ = hold_out(open_source(data), num_sequences=self._num_held_out)
-        order = order_of(training, step.seed, step.global_batch)
-        self._transaction.read_from(Loader(training, self._while_data_comes), order)
-        self._corpus = versions
+        if versions:
+            data = grown(self._spec.task.data, by_batch(versions, skips))
+            self._training, _ = hold_out(open_source(data), num_sequences=self._num_held_out)
+        step = self._spec.task.step
+        order = SkippingOrder(order_of(self._training, step.seed, step.global_batch), skips)
+        self._transaction.read_from(self._loader(self._training), order)
+        new = [skip for skip in skips if skip not in self._skips]
+        self._corpus, self._skips = versions, skips
+        if self._groups is not None and self._groups.global_rank == 0:
+            for skip in new:
+                self._publish([{"step": skip.first_step, "num_batches": skip.num_batches,
+                                "left_out": order.left_out(skip)[: NAMED + 1]}])  # fmt: skip
 
     def _take_device(self, connector: Connector) -> None:
         """Take the GPU this worker owns, or a free one, and select it in this thread."""
@@ -417,16 +438,19 @@ class Member:
         with translated(self._connector):
             assert state.shard is not None
             self._copies.first(state.shard)
+            if self._command.saves and state.applied:
+                self._save_state()
             while state.applied < step_config.steps:
                 step, begun = state.applied, time.monotonic()
                 self._watch("idle", step)
-                self._validate_if_due(step)
+                begun += self._validate_if_due(step)  # no part of the step
                 # A step's result is published once the next one is under way.
                 self._send(through=step - 1)
                 outcome, local = state.run(
                     step, boundary=self.boundary_requested, checkpoint=self._ballot(step),
                     copies=self._copies.ballot(step + 1),
                 )  # fmt: skip
+                self._stamps.waited_for_data(local.data_wait_s)
                 self._copies.after_step(state.shard, outcome)
                 self._record(outcome, local, time.monotonic() - begun)
                 self._save(outcome)
@@ -454,15 +478,29 @@ class Member:
     def _save(self, outcome: Outcome) -> None:
         """Save after a step whose vote asked for it; training waits for the copy only."""
         state = self._transaction
+        self._prepare_saver()
+        if outcome.checkpoint_missed and self._place is not None:
+            self._saver.missed(self._place, state.applied)
+        if outcome.checkpoint and self._place is not None:
+            assert state.shard is not None
+            self._watch("save", state.applied)
+            self._saver.save(state.shard, state.shapes, self._place)
+
+    def _prepare_saver(self) -> None:
+        state = self._transaction
         if self._place is not None and not self._is_saver_prepared:
             assert state.shard is not None
             self._is_saver_prepared = True  # not before the first step: the optimizer's moments begin there
             self._saver.prepare(state.shard, state.shapes, self._place)
-        if outcome.checkpoint_missed:
-            log.warning("the checkpoint of step %d is left out: the last one is still being written", state.applied)
-        if not outcome.checkpoint or self._place is None:
+
+    def _save_state(self) -> None:
+        """Save at the beginning of this generation: a node is about to leave, and the step that ran was given up."""
+        state = self._transaction
+        if self._place is None or not self._saver.wait(SAVED_S):
+            log.warning("no checkpoint of step %d: none are taken, or the last is still being written", state.applied)
             return
         assert state.shard is not None
+        self._prepare_saver()
         self._watch("save", state.applied)
         self._saver.save(state.shard, state.shapes, self._place)
 
@@ -478,14 +516,17 @@ class Member:
         self._stamps.stamp(self.applied, Phase.IDLE)
         return None if digest is None else Finalized(cause, worker, term, generation, digest)
 
-    def _validate_if_due(self, step: int) -> None:
+    def _validate_if_due(self, step: int) -> float:
+        """Returns how long it took."""
         config = self._spec.task.step
         if not config.val_every_steps or step == 0 or (step % config.val_every_steps and step != config.steps):
-            return
+            return 0.0
+        begun = time.monotonic()
         self._stamps.stamp(step, Phase.VALIDATE)
         found = self._transaction.validate(self._val_loader, config.num_val_sequences)
         if self._groups is not None and self._groups.global_rank == 0:
-            self._publish([{"step": step - 1, **found}])
+            self._publish([{"step": step - 1, **found, "took_s": time.monotonic() - begun}])
+        return time.monotonic() - begun
 
     def _publish_copies(self, figures: dict[str, Any]) -> None:
         """Called in the thread of an exchange; global rank 0 speaks for all."""

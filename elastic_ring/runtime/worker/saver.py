@@ -7,6 +7,7 @@ and whether it counts is decided elsewhere: ranks agree in the vote, the coordin
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -66,6 +67,7 @@ class SaveSchedule:
         self.mean_time_between_failures_s = 86_400.0
         self._told_s = 0.0
         self._is_asked = False
+        self._missed_s = -math.inf
 
     def ask(self) -> None:
         """The next one is due at once: a node that leaves takes the state with it. Called by the control thread."""
@@ -92,13 +94,30 @@ class SaveSchedule:
         found = interval_s(self._cost_s, self.mean_time_between_failures_s)
         return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, found))
 
+    def is_new_miss(self) -> bool:
+        """Whether a checkpoint that is left out is to be told: by steps each, by time, where it is due in every step
+        until it is taken, once in LEAST_INTERVAL_S."""
+        now = time.monotonic()
+        if not self._config.every_steps and now - self._missed_s < LEAST_INTERVAL_S:
+            return False
+        self._missed_s = now
+        return True
+
     def saved(self, blocked_s: float) -> None:
         """One was taken, for which training waited `blocked_s`."""
         self._last_s, self._cost_s, self._is_asked = time.monotonic(), blocked_s, False
-        if self._config.every_steps is None and self._config.every_s is None and self.interval_s != self._told_s:
-            self._told_s = self.interval_s
-            log.info("a checkpoint blocks for %.3f s and a loss is expected every %.0f s: the next in %.0f s",
-                     blocked_s, self.mean_time_between_failures_s, self.interval_s)  # fmt: skip
+
+    def news(self) -> str:
+        """The interval that the run has chosen, and why; empty where it is set, or much the same as last time."""
+        config, interval_s = self._config, self.interval_s
+        is_set = config.every_steps is not None or config.every_s is not None
+        if is_set or abs(interval_s - self._told_s) <= 0.1 * self._told_s:
+            return ""
+        self._told_s = interval_s
+        return (
+            f"a checkpoint blocks for {self._cost_s:.3f} s and a loss is expected every "
+            f"{self.mean_time_between_failures_s:.0f} s: the next checkpoint in {interval_s:.0f} s"
+        )
 
 
 @dataclass(frozen=True)
@@ -125,8 +144,12 @@ class Place:
 class Saver:
     """Holds at most one part that is being written; `send` tells the coordinator of it."""
 
-    def __init__(self, run: RunConfig, send: Callable[[dict[str, Any]], None]) -> None:
-        self._run, self._send = run, send
+    def __init__(
+        self, run: RunConfig, send: Callable[[dict[str, Any]], None],
+        inject: Callable[[int, int], None] = lambda step, rank: None,
+    ) -> None:  # fmt: skip
+        """`inject` fires the faults that are planned for the middle of a file."""
+        self._run, self._send, self._inject = run, send, inject
         self.schedule = SaveSchedule(run.checkpoint_config)
         self._storage: Storage | None = None
         self._last: Snapshot | None = None
@@ -218,8 +241,16 @@ class Saver:
         if place.global_rank == 0:
             part["tensors"] = {name: asdict(one) for name, one in described.items()}
             part["meta"] = snapshot.meta
+            part["interval"] = self.schedule.news()
         self._thread = threading.Thread(target=self._write, args=(snapshot, part, begun), name="saver", daemon=True)
         self._thread.start()
+
+    def missed(self, place: Place, step: int) -> None:
+        """A checkpoint was due, and some rank still writes the last: global rank 0 tells the coordinator."""
+        if place.global_rank == 0 and self.schedule.is_new_miss():
+            log.warning("the checkpoint of step %d is left out: the last one is still being written", step)
+            self._send({"step": step, "term": place.term, "generation": place.generation, "lineage": place.lineage,
+                        "missed": "the last one is still being written"})  # fmt: skip
 
     def wait(self, timeout_s: float) -> bool:
         """Whether nothing is being written, after at most `timeout_s`."""
@@ -232,7 +263,8 @@ class Saver:
             snapshot.wait()
             if self._storage is None:
                 self._storage = Storage(self._run.storage_uri, timeout_s=self._run.timeouts.storage_s).open(write=False)
-            file = write_part(self._storage, part["folder"], snapshot)
+            rank = part["part"] * part["cp"] + part["cp_rank"]
+            file = write_part(self._storage, part["folder"], snapshot, lambda: self._inject(part["step"], rank))
         except Exception as error:  # training goes on without this checkpoint; the coordinator counts it
             self._failed(part, error)
             return

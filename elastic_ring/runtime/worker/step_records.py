@@ -29,7 +29,8 @@ def record_of(outcome: Outcome, local: Local, mesh: Mesh, generation: int, lr: f
         "samples": list(outcome.samples), "skipped": outcome.skip, "spike": outcome.spike,
         "spike_limit": outcome.spike_limit, "step_s": step_s, "data_wait_s": local.data_wait_s,
         "wrong": outcome.finding.told(outcome.vote.step) if outcome.finding else "",
-        "work_s": list(outcome.work_s), "generation": generation, "dp": mesh.dp, "cp": mesh.cp,
+        "work_s": list(outcome.work_s), "memory_shares": list(outcome.memory_shares),
+        "generation": generation, "dp": mesh.dp, "cp": mesh.cp,
         "gpu_memory": gpu_memory(),
         **local.hops.figures(),  # their CUDA events completed before the vote
         "committed_monotonic_s": time.monotonic(),

@@ -9,49 +9,20 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic_ring.errors import CheckpointDamaged
 from elastic_ring.state.checkpoints.checkpoint import (
     COMMIT,
     FOLDER,
     REJECTED,
-    Manifest,
-    committed,
     read_manifest,
-    wrong_with,
 )
 from elastic_ring.state.storage.folder import PROBE, Storage
 from elastic_ring.state.storage.stored import Entry, Upload
 
 UNFINISHED_AFTER_S = 3600.0
 """No writer takes so long between two files of one checkpoint."""
-
-
-# ---------------------------------------------------------------- what is whole
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The newest checkpoint that is whole, and of each newer one what is wrong with it."""
-
-    folder: str | None = None
-    manifest: Manifest | None = None
-    wrong: dict[str, list[str]] = field(default_factory=dict)
-
-
-def newest_verified(storage: Storage) -> Verified:
-    """Read checkpoints, newest first, until every byte of one is right.
-
-    Raises StorageFailed, and ValueError for a newer format.
-    """
-    wrong: dict[str, list[str]] = {}
-    for folder in committed(storage):
-        if reasons := wrong_with(storage, folder):
-            wrong[folder] = reasons
-        else:
-            return Verified(folder, read_manifest(storage, folder), wrong)
-    return Verified(wrong=wrong)
 
 
 # ---------------------------------------------------------------- what nobody will finish

@@ -29,14 +29,16 @@ class Retries:
         before_next: Callable[[Exception], None] = lambda error: None,
     ) -> T:
         """The result of the first attempt that succeeds; else the last one's error, with how long was tried."""
-        begun, pause_s, num_failed = time.monotonic(), FIRST_PAUSE_S, 0
+        begun, last_s, pause_s, num_failed = time.monotonic(), 0.0, FIRST_PAUSE_S, 0
         while True:
             try:
                 return attempt()
             except Exception as error:
                 num_failed += 1
                 waited_s = time.monotonic() - begun
-                if is_final(error) or waited_s + pause_s > self.limit_s:
+                if num_failed == 1:  # which may have been slow: it also opens the connection
+                    last_s = waited_s + self.limit_s
+                if is_final(error) or waited_s + pause_s > last_s:
                     if num_failed > 1:
                         error.add_note(f"{num_failed} attempts in {waited_s:.1f} s")
                     raise

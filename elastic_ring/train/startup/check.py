@@ -1,11 +1,13 @@
 """The start-up check: does the user's model compute the same on a ring as on one rank?
 
 A model that calls plain attention would train on a ring without an error, each rank attending to its own slice only.
-One short sequence shows it before the first step.
+One short sequence shows it before the first step. Where passes have several sequences, two in one pass must give
+the sums of their losses and gradients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.layouts.layout import make_layout
-from elastic_ring.data.loader import slice_sample
+from elastic_ring.data.loader import joined, slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.model.fused_ops import as_written
@@ -45,17 +47,22 @@ def _check_model(task: TrainingTask, groups: Any, state: Any) -> None:
     sample = _short_sample(task, state.loader, groups.mesh.cp)
     _refuse_changing_buffers(task, state, sample, groups)
     model.eval()
-    alone, alone_gradient = _pass(task, state, sample, groups, cp=1)
-    if groups.mesh.cp > 1:
-        ring, ring_gradient = _pass(task, state, sample, groups, cp=groups.mesh.cp)
+    cp = groups.mesh.cp
+    together = [(sample,)] if task.step.sequences_per_pass == 1 else [(sample,), (sample, _reversed(sample))]
+    for samples in together:
+        alone, alone_gradient = _added([_pass(task, state, [each], groups, cp=1) for each in samples])
+        if cp == len(samples) == 1:
+            continue
+        ring, ring_gradient = _pass(task, state, samples, groups, cp=cp)
         _sum(groups, ring)
         # At cp = 1 every rank of the ring computed the whole sequence, and FSDP2 summed their gradients.
         parts = torch.stack([
-            torch.stack([(g - a / groups.mesh.cp).square().sum(), (a / groups.mesh.cp).square().sum()])
+            torch.stack([(g - a / cp).square().sum(), (a / cp).square().sum()])
             for g, a in zip(ring_gradient, alone_gradient, strict=True)
         ])  # fmt: skip
         _sum(groups, parts)
-        _compare(task, alone, ring, _worst(parts))
+        where = "on a ring" if len(samples) == 1 else f"with sequences_per_pass={task.step.sequences_per_pass}"
+        _compare(task, alone, ring, _worst(parts), where)
     model.train()
 
 
@@ -75,28 +82,38 @@ def _worst(parts: Tensor) -> float:
     return float((error[counted] / norm[counted]).max()) if bool(counted.any()) else 0.0
 
 
-def _compare(task: TrainingTask, alone: Tensor, ring: Tensor, gradient_error: float) -> None:
+def _compare(task: TrainingTask, alone: Tensor, ring: Tensor, gradient_error: float, where: str) -> None:
     tolerance = TOLERANCE[task.step.param_dtype]
     if alone[1] != ring[1]:
         raise ModelRefused(
-            f"the loss counted {int(alone[1])} targets on one rank and {int(ring[1])} on the ring: count the targets "
-            "of the slice that is passed in (those that are not -100)"
+            f"the loss counted {int(alone[1])} targets of each sequence alone on one rank and {int(ring[1])} {where}: "
+            "count the targets of the slice that is passed in (those that are not -100)"
         )
     loss_error = float(abs(ring[0] - alone[0]) / abs(alone[0]).clamp_min(1e-30))
     if loss_error > tolerance or gradient_error > tolerance:
         raise ModelRefused(
-            f"on a ring the model gives another result than on one rank (loss differs by {loss_error:.2e} relative, "
-            f"gradient by {gradient_error:.2e}, allowed {tolerance:.0e}): it must attend through batch.attention, "
-            "take positions from batch.positions, and let no token see another in any other way"
+            f"{where} the model gives another result than on one rank with each sequence alone (loss differs by "
+            f"{loss_error:.2e} relative, gradient by {gradient_error:.2e}, allowed {tolerance:.0e}): it must attend "
+            "through batch.attention, take positions from batch.positions, and let no token see another in any other "
+            "way"
         )
 
 
-def _pass(task: TrainingTask, state: Any, sample: Sample, groups: Any, *, cp: int) -> tuple[Tensor, list[Tensor]]:
-    """((loss sum, number of targets), local gradient of each parameter) of one forward and backward."""
+_Found = tuple[Tensor, list[Tensor]]
+"""((loss sum, number of targets), local gradient of each parameter)."""
+
+
+def _added(found: Sequence[_Found]) -> _Found:
+    results, gradients = zip(*found, strict=True)
+    return torch.stack(results).sum(0), [torch.stack(each).sum(0) for each in zip(*gradients, strict=True)]
+
+
+def _pass(task: TrainingTask, state: Any, samples: Sequence[Sample], groups: Any, *, cp: int) -> _Found:
+    """One forward and backward of these samples side by side."""
     model: nn.Module = state.model
     for param in model.parameters():
         param.grad = None
-    batch = _batch(task, state, sample, groups, cp)
+    batch = _batch(task, state, samples, groups, cp)
     loss, num_targets = _checked(task.loss(model, batch))
     loss.backward()
     gradients = [
@@ -118,20 +135,22 @@ def _checked(result: Any) -> tuple[Tensor, int]:
     return result[0], int(result[1])
 
 
-def _batch(task: TrainingTask, state: Any, sample: Sample, groups: Any, cp: int) -> Batch:
+def _batch(task: TrainingTask, state: Any, samples: Sequence[Sample], groups: Any, cp: int) -> Batch:
     cp_rank = groups.mesh.coordinate(groups.global_rank).cp_rank if cp > 1 else 0
     # A layout chosen for the whole context would not fit; any layout that splits the sequence serves here.
     name = "zigzag" if task.step.layout == AUTO else task.step.layout
-    layout = make_layout(name, len(sample.tokens) - 1, cp)
-    piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
+    layout = make_layout(name, len(samples[0].tokens) - 1, cp)
+    slices = [slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0) for sample in samples]
+    piece = joined(slices, layout.seq_len)
     attention = attention_of(
         task,
         piece,
-        layout,
+        layout.repeated(len(samples)),
         cp_rank,
         groups.ring if cp > 1 else None,
         kernel_cache=state.kernel_cache,
         check=groups.check,
+        kv_wire="native",  # one rank sends nothing, so that only unrounded keys compare
     )
     return batch_of(piece, attention, state.device)
 
@@ -145,6 +164,11 @@ def _short_sample(task: TrainingTask, loader: Any, cp: int) -> Sample:
     return Sample(whole.tokens[: num_tokens + 1], starts, ends, whole.padding)
 
 
+def _reversed(sample: Sample) -> Sample:
+    """Other tokens with the same documents."""
+    return Sample(sample.tokens[::-1].copy(), sample.document_starts, sample.ends_document, sample.padding)
+
+
 def _refuse_changing_buffers(task: TrainingTask, state: Any, sample: Sample, groups: Any) -> None:
     """Buffers that a forward pass changes would differ between rings and after a re-run."""
     model: nn.Module = state.model
@@ -152,7 +176,7 @@ def _refuse_changing_buffers(task: TrainingTask, state: Any, sample: Sample, gro
     if not before:
         return
     with torch.no_grad():
-        task.loss(model, _batch(task, state, sample, groups, groups.mesh.cp))
+        task.loss(model, _batch(task, state, [sample], groups, groups.mesh.cp))
     changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]
     if changed:
         raise ModelRefused(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, check_documents
-from elastic_ring.attention.kernels.sparse_registry import KERNELS, sparse_form
+from elastic_ring.attention.kernels.registry import covering, sparse_form
 from elastic_ring.data.source import SourceConfig, open_source
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.startup.warm import attention_shapes
@@ -31,9 +31,9 @@ def check_pattern(task: TrainingTask, cp: int, layouts: Layouts | None = None) -
     except ValueError as error:
         raise ValueError(f"{what}: {error}. Or train on device='cpu', or leave pattern out: dense attention") from error
     pinned = sparse_form(step.kernel)
-    able = [kernel for kernel in KERNELS if pinned in (None, kernel.name)]
+    able = [kernel for kernel in covering("tables") if pinned in (None, kernel.name)]
     for _, _, head_dim in attention_shapes(task):
-        reasons = [kernel.refusal(head_dim, torch.bfloat16, step.deterministic) for kernel in able]
+        reasons = [kernel.refusal("cuda", torch.bfloat16, head_dim, step.deterministic) for kernel in able]
         if all(reasons):
             listed = "; ".join(f"{kernel.name} {reason}" for kernel, reason in zip(able, reasons, strict=True))
             unpin = f", or kernel={step.kernel!r} to have one chosen" if pinned else ""

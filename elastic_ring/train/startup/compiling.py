@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from elastic_ring.config import environment
+from elastic_ring.data.sampling.order import pass_sizes
 from elastic_ring.train.memory import is_out_of_memory
 from elastic_ring.train.startup.compile_events import EVENTS
 from elastic_ring.train.startup.layouts import Layouts
@@ -91,9 +92,9 @@ def compiled_by(task: TrainingTask, device: str) -> dict[str, str]:
 
 
 def slice_lengths(task: TrainingTask, cp: int, device_type: str) -> tuple[int, ...]:
-    """The different numbers of tokens that the ranks of a ring hold, ascending."""
-    layout = Layouts(task).choice(cp, device_type).layout
-    return tuple(sorted({layout.num_tokens(cp_rank) for cp_rank in range(cp)} - {0}))
+    """The different numbers of tokens that a rank of a ring may hold in a pass, ascending."""
+    layout, sizes = Layouts(task).choice(cp, device_type).layout, pass_sizes(task.step)
+    return tuple(sorted({layout.num_tokens(cp_rank) * size for cp_rank in range(cp) for size in sizes} - {0}))
 
 
 def warm_up_model(task: TrainingTask, device: torch.device, cp: int, find: Find = find_compiler) -> None:

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from elastic_ring.attention.kernels.registry import BACKENDS, select
-from elastic_ring.attention.kernels.sparse_registry import KERNELS, select_sparse, sparse_form
+from elastic_ring.attention.kernels.kernel import CoverKind, Kernel
+from elastic_ring.attention.kernels.registry import KERNELS, select, sparse_form
 from elastic_ring.errors import ElasticRingError, RunFailed
 from elastic_ring.train.task import TrainingTask
 
 log = logging.getLogger(__name__)
 
 ROW_BYTES = 1024
-_ORDER = [backend.name for backend in BACKENDS] + [kernel.name for kernel in KERNELS]
+_ORDER = [kernel.name for kernel in KERNELS]
 
 Names = tuple[str, ...]
 """The kernel of each kind of attention call in the model, in the order of the calls."""
@@ -34,30 +34,28 @@ class KernelMismatch(ElasticRingError):
     """This rank cannot run the attention kernel of the other ranks."""
 
 
+def chosen_kernels(
+    task: TrainingTask, shapes: Sequence[tuple[int, int, int]], device: torch.device, cache_dir: Path | None
+) -> Iterator[tuple[tuple[int, int, int], CoverKind, Kernel]]:
+    """The kernel for each kind of attention of `shapes` (query heads, K/V heads, head dim) on this device. Raises as
+    `select`."""
+    step, pattern, dtype = task.step, task.pattern, getattr(torch, task.step.param_dtype)
+    pins: dict[CoverKind, str | None] = {"causal": step.kernel or None} if pattern is None or pattern.any_dense else {}
+    if pattern is not None and pattern.any_sparse and device.type == "cuda":
+        pins["tables"] = sparse_form(step.kernel)
+    for shape in shapes:
+        for cover, pin in pins.items():
+            yield shape, cover, select(
+                device, dtype, shape[2], step.deterministic, pin,
+                cover=cover, head_ratio=shape[0] // shape[1], cache_dir=cache_dir,
+            )  # fmt: skip
+
+
 def kernels_of(
     task: TrainingTask, shapes: Sequence[tuple[int, int, int]], device: torch.device, cache_dir: Path | None
 ) -> Names:
-    """The kernels for attention of `shapes` (query heads, K/V heads, head dim) on this device. Raises as `select`."""
-    names, step, dtype = [], task.step, getattr(torch, task.step.param_dtype)
-    for num_heads, num_kv_heads, head_dim in shapes:
-        if task.pattern is None or task.pattern.any_dense:
-            found = select(
-                device, dtype, head_dim, step.deterministic, step.kernel or None,
-                head_ratio=num_heads // num_kv_heads, cache_dir=cache_dir,
-            )  # fmt: skip
-            names.append(found.name)
-        if task.pattern is not None and task.pattern.any_sparse and device.type == "cuda":
-            kernel = select_sparse(
-                head_dim,
-                num_heads // num_kv_heads,
-                dtype,
-                step.deterministic,
-                sparse_form(step.kernel),
-                "cuda",
-                cache_dir,
-            )
-            names.append(kernel.name)
-    return tuple(names)
+    """The names of `chosen_kernels`."""
+    return tuple(kernel.name for _, _, kernel in chosen_kernels(task, shapes, device, cache_dir))
 
 
 def gather_rows(world: Any, names: Names, holds: bool) -> list[tuple[bool, Names]]:

@@ -5,21 +5,23 @@ Every process computes the same layout for the same ring from the task alone. No
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.autolayout.model_layout import Call, LayoutChoice, choose_layout
 from elastic_ring.attention.layers import WHICH_LAYER, LayerPatterns, PatternedAttention
-from elastic_ring.attention.layouts.layout import contiguous, make_layout
+from elastic_ring.attention.layouts.layout import Layout, contiguous, make_layout
 from elastic_ring.model.fused_ops import as_written
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.train.task import AttentionFn, Batch, TrainingTask
+from elastic_ring.train.task import AttentionFn, Batch, TrainingTask, refuse_tokens
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,14 @@ class Layouts:
         self._task = task
         self._calls: tuple[Call, ...] | None = None
         self._chosen: dict[tuple[int, str], LayoutChoice] = {}
+        self._repeated: dict[tuple[int, str, int], Layout] = {}
+
+    def of_pass(self, cp: int, device_type: str, num_sequences: int) -> Layout:
+        """The layout of so many sequences that are computed together; otherwise as `choice`."""
+        key = (cp, device_type, num_sequences)
+        if key not in self._repeated:
+            self._repeated[key] = self.choice(cp, device_type).layout.repeated(num_sequences)
+        return self._repeated[key]
 
     def choice(self, cp: int, device_type: str) -> LayoutChoice:
         """For rings of `cp` ranks on "cpu" or "cuda" (whole blocks only). Logs the reason of a choice by "auto".
@@ -82,7 +92,15 @@ def check_layers(task: TrainingTask) -> None:
     if traced.num_layers is not None and max(missing) >= traced.num_layers:
         raise ValueError(f"{problem}: name one of these")
     if traced.ended:
-        log.warning("%s: it made no call in a pass over %d tokens", problem, NUM_PROBE_TOKENS)
+        log.warning("%s; checked with one pass over %d tokens", problem, NUM_PROBE_TOKENS)
+
+
+def check_rows(task: TrainingTask) -> None:
+    """Raises `ValueError` where the data has tokens that the model's table has no row for: the embedding to which the
+    model gives the batch's tokens. Nothing is known of models that change them first, nor of data that do not say."""
+    tokens = getattr(task.data, "vocab_size", None)
+    if tokens is not None:
+        refuse_tokens(tokens, min(_meta_pass(task).rows, default=None))
 
 
 def attention_calls(task: TrainingTask) -> tuple[Call, ...]:
@@ -94,18 +112,21 @@ def attention_calls(task: TrainingTask) -> tuple[Call, ...]:
 @dataclass(frozen=True)
 class _Traced:
     """A pass on the meta device: its calls, whether some named no layer, whether the model's forward returned (the loss
-    may still read values), and the number of layers, None if unknown."""
+    may still read values), the number of layers, None if unknown, and the rows of each table that tokens were looked up
+    in."""
 
     calls: tuple[Call, ...]
     unnamed: bool
     ended: bool
     num_layers: int | None
+    rows: tuple[int, ...]
 
 
 def _meta_pass(task: TrainingTask) -> _Traced:
     found: list[Call] = []
     unnamed: list[int] = []
     ended: list[bool] = []
+    rows: list[int] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int | None = None) -> Tensor:
         if layer is None:
@@ -116,17 +137,26 @@ def _meta_pass(task: TrainingTask) -> _Traced:
     with torch.device("meta"), torch.no_grad():
         model = task.model()
         model.register_forward_hook(lambda *_: ended.append(True))
-        integers = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.int64)
+        tokens, integers = (torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.int64) for _ in range(2))
+
+        def looked_up(table: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if inputs and inputs[0] is tokens:
+                rows.append(cast(nn.Embedding, table).num_embeddings)
+
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.register_forward_pre_hook(looked_up)
         attention: AttentionFn = attend if task.pattern is None else _TracingAttention(task.pattern, attend)
         try:
             with as_written(model):  # compilers do not support the meta device
-                task.loss(model, Batch(integers, integers, integers, integers.int(), attention))
+                loss = copy.deepcopy(task.loss)  # one with a state of its own must not have seen this
+                loss(model, Batch(tokens, integers, integers, integers.int(), attention))
         except Exception as error:  # the user's code read a value
             log.debug("the pass on the meta device ended after %d attention calls: %s", len(found), error)
     num_layers = None
     if type(model) is Transformer and task.loss is language_model_loss:
         num_layers = model.config.num_layers
-    return _Traced(tuple(found), bool(unnamed), bool(ended), num_layers)
+    return _Traced(tuple(found), bool(unnamed), bool(ended), num_layers, tuple(rows))
 
 
 class _TracingAttention(PatternedAttention):

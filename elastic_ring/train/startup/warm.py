@@ -20,25 +20,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from elastic_ring.attention.comm.exchange import Group
-from elastic_ring.attention.kernels import sparse_verify
-from elastic_ring.attention.kernels.backend import Backend
+from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import select
-from elastic_ring.attention.kernels.sparse_registry import select_sparse, sparse_form
-from elastic_ring.attention.kernels.verify import warm_up_kernels, warm_up_variants
+from elastic_ring.attention.kernels.verify import warm_up_kernels
 from elastic_ring.attention.layers import LayerPatterns, of_layer
-from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.layouts.layout import Layout, make_layout
 from elastic_ring.attention.patterns.pattern import Pattern
-from elastic_ring.attention.plan.device_blocks import forget_plans
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.warmup import warm_up_lengths, warm_up_sums
-from elastic_ring.data.loader import slice_sample
+from elastic_ring.attention.warmup import warm_up_lengths, warm_up_sums, warm_up_variants
+from elastic_ring.data.loader import joined, slice_sample
 from elastic_ring.data.packing import Sample
+from elastic_ring.data.sampling.order import pass_sizes
 from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Shard, digest_of
 from elastic_ring.train.attention_context import attention_of
 from elastic_ring.train.memory import is_out_of_memory
 from elastic_ring.train.startup.compiling import compiles, warm_up_model
+from elastic_ring.train.startup.kernels import chosen_kernels
 from elastic_ring.train.startup.layouts import Layouts, attention_calls
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.wrap import local_params
@@ -90,21 +89,23 @@ def warm_up_device(
             log.info("%s: %s, %s", device, name, failure or "warm")
             if failure is not None:
                 return f"{name}: {failure}"
-        for shape, backend in dense.items():
+        for shape, kernel in dense.items():
             begun, group, dtype = time.monotonic(), shape[0] // shape[1], getattr(torch, task.step.param_dtype)
-            num_tiles = warm_up_variants(backend, str(device), dtype, shape[2], group)
+            num_tiles = warm_up_variants(kernel, str(device), dtype, shape[2], group)
             warm_up_sums(device, dtype, shape)
             torch.cuda.synchronize(device)
-            log.info("%s: %s ran %d tiles of all length classes in %.1f s", device, backend.name, num_tiles,
+            log.info("%s: %s ran %d tiles of all length classes in %.1f s", device, kernel.name, num_tiles,
                      time.monotonic() - begun)  # fmt: skip
         if cp:
             for shape in by_length:
                 warm_up_attention(task, device, shape, cp, cache_dir)
             warm_up_model(task, device, cp)
         elif by_length or compiles(task):
-            log.info("%s: others compute there, no long sequence is tried; compiled code is found on disk", device)
+            log.info(
+                "%s is shared with other workers: no long sequence in the warm-up; compiled kernels come from disk",
+                device,
+            )
     finally:
-        forget_plans()
         torch._C._cuda_clearCublasWorkspaces()  # else every GPU keeps one, whichever is taken
         torch.cuda.empty_cache()
     return ""
@@ -116,62 +117,47 @@ def _choose(
     shapes: Sequence[tuple[int, int, int]],
     cache_dir: Path | None,
     kernels: dict[str, str],
-) -> tuple[dict[str, Callable[[], str | None]], list[tuple[int, int, int]], dict[tuple[int, int, int], Backend]]:
+) -> tuple[dict[str, Callable[[], str | None]], list[tuple[int, int, int]], dict[tuple[int, int, int], Kernel]]:
     """What serves attention of these shapes, named in `kernels`: for each the test that also loads it, the shapes whose
     kernels are compiled by length, and the dense kernel of each shape."""
-    step, dtype = task.step, getattr(torch, task.step.param_dtype)
+    dtype = getattr(torch, task.step.param_dtype)
     proofs: dict[str, Callable[[], str | None]] = {}
     by_length: dict[tuple[int, int, int], None] = {}
-    dense: dict[tuple[int, int, int], Backend] = {}
-    for num_heads, num_kv_heads, head_dim in shapes:
-        whole = (num_heads, num_kv_heads, head_dim)
-        head_ratio, shape = num_heads // num_kv_heads, f"{num_heads}/{num_kv_heads} heads of {head_dim}"
-        if task.pattern is None or task.pattern.any_dense:
-            backend = select(
-                device,
-                dtype,
-                head_dim,
-                step.deterministic,
-                step.kernel or None,
-                head_ratio=head_ratio,
-                cache_dir=cache_dir,
-            )
-            kernels[f"attention, {shape}"] = f"{backend.name} {backend.version()}"
-            by_length.update({whole: None} if backend.by_length else {})
-            dense[whole] = backend
-            proofs[f"attention kernel {backend.name}, {shape}"] = partial(
-                warm_up_kernels, backend, str(device), dtype, head_dim, head_ratio
-            )
-        if task.pattern is not None and task.pattern.any_sparse:
-            kernel = select_sparse(
-                head_dim, head_ratio, dtype, step.deterministic, sparse_form(step.kernel), "cuda", cache_dir
-            )
-            kernels[f"sparse attention, {shape}"] = kernel.name
-            by_length.update({whole: None} if kernel.by_length else {})
-            proofs[f"sparse attention kernel {kernel.name}, {shape}"] = partial(
-                sparse_verify.warm_up_kernels, kernel, head_dim, head_ratio, dtype, str(device)
-            )
+    dense: dict[tuple[int, int, int], Kernel] = {}
+    for shape, cover, kernel in chosen_kernels(task, shapes, device, cache_dir):
+        (num_heads, num_kv_heads, head_dim), sparse = shape, "" if cover == "causal" else "sparse "
+        of_shape = f"{num_heads}/{num_kv_heads} heads of {head_dim}"
+        kernels[f"{sparse}attention, {of_shape}"] = kernel.name if sparse else f"{kernel.name} {kernel.version()}"
+        by_length.update({shape: None} if kernel.by_length else {})
+        dense.update({} if sparse else {shape: kernel})
+        proofs[f"{sparse}attention kernel {kernel.name}, {of_shape}"] = partial(
+            warm_up_kernels, kernel, str(device), dtype, head_dim, num_heads // num_kv_heads
+        )
     return proofs, list(by_length), dense
 
 
 def warm_up_attention(
     task: TrainingTask, device: torch.device, shape: tuple[int, int, int], cp: int, cache_dir: Path | None = None
 ) -> None:
-    """Run attention of every rank of a ring of `cp` once, for a sequence that is one document.
+    """Run attention of every rank of a ring of `cp` once, for sequences that are one document, and for each number of
+    them that a pass may have.
 
     `shape`: query heads, K/V heads, head dim. Running out of memory on a shared GPU is not an error.
     """
-    layout = Layouts(task).choice(cp, device.type).layout
-    sample = Sample(tokens=np.zeros(task.step.context_tokens + 1, dtype=np.int64), document_starts=(0,))
+    layouts, num_tokens = Layouts(task), task.step.context_tokens
+    sample = Sample(tokens=np.zeros(num_tokens + 1, dtype=np.int64), document_starts=(0,))
 
-    def attentions(cp_rank: int, group: Group | None) -> list[Any]:
-        piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
+    def attentions(layout: Layout, size: int, cp_rank: int, group: Group | None) -> list[Any]:
+        whole = layouts.of_pass(cp, device.type, 1)
+        piece = joined([slice_sample(sample, whole, cp_rank, sample_id=0, index_in_batch=0)] * size, num_tokens)
         attention = attention_of(task, piece, layout, cp_rank, group, kernel_cache=cache_dir)
         return [of_layer(attention, layer) for layer in kinds_of_layers(task.pattern)]
 
-    dtype = getattr(torch, task.step.param_dtype)
+    dtype, num_ranks = getattr(torch, task.step.param_dtype), 0
     try:
-        num_ranks = warm_up_lengths(attentions, layout, shape, dtype, device)
+        for size in pass_sizes(task.step):
+            layout = layouts.of_pass(cp, device.type, size)
+            num_ranks += warm_up_lengths(partial(attentions, layout, size), layout, shape, dtype, device)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

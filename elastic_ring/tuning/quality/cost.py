@@ -111,12 +111,14 @@ def ring_bytes(family: Family, seq_len: int, cp: int, num_layers: int, *, head_d
     if pattern is None:
         return float("nan")
     sizes = Sizes(NUM_HEADS, NUM_HEADS, head_dim, BF16_BYTES)
-    total = 0.0
-    for layer in range(num_layers):
-        one = SparsePattern(pattern.of_layer(layer).heads(NUM_HEADS, NUM_HEADS), pattern.block)
-        schedule = plan_sparse(one, choose(one, seq_len, cp, sizes).schedule.layout, NUM_HEADS, NUM_HEADS)
-        total += sum(schedule.received_bytes(rank, head_dim, BF16_BYTES) for rank in range(cp))
-    return total / num_layers / dense_bytes(seq_len, cp, head_dim)
+    received: dict[SparsePattern, int] = {}
+    layers = [
+        SparsePattern(pattern.of_layer(layer).heads(NUM_HEADS, NUM_HEADS), pattern.block) for layer in range(num_layers)
+    ]
+    for one in dict.fromkeys(layers):
+        schedule = choose(one, seq_len, cp, sizes).schedule
+        received[one] = sum(schedule.received_bytes(rank, head_dim, BF16_BYTES) for rank in range(cp))
+    return sum(received[one] for one in layers) / num_layers / dense_bytes(seq_len, cp, head_dim)
 
 
 def dense_bytes(seq_len: int, cp: int, head_dim: int) -> float:

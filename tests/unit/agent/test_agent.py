@@ -97,7 +97,7 @@ def test_gpus_that_failed_twice_are_told_once_and_again_when_the_mark_is_gone(
     agent: Any = NodeAgent("node", Timeouts(), early=True)
     agent._exits.open()
     agent._connection = line
-    agent._gpus.add("GPU-a")  # as the card of a worker names it; GPU-b is no GPU of this run's
+    agent._gpus.add("GPU-a")  # as the spec of a worker names it; GPU-b is no GPU of this run's
     agent._report_bad_gpus()
     for name in ("GPU-a", "GPU-b"):
         for pid in (1, 2):

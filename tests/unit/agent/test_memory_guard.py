@@ -95,7 +95,7 @@ def test_where_somebody_else_fills_the_node_nobody_of_the_run_is_killed() -> Non
     verdict = guard.look(1.0, PIDS)
     assert verdict is not None
     assert verdict.worker == ""
-    assert "look who else is there" in verdict.text
+    assert "other processes fill the node" in verdict.text
 
 
 def test_a_limit_of_0_never_kills() -> None:

@@ -12,15 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ring.attention import ring, sparse_ring
+from elastic_ring.attention import api
+from elastic_ring.attention.api import ring_attention
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import contiguous, make_layout, zigzag
+from elastic_ring.attention.lowering import rectangles
+from elastic_ring.attention.lowering import tiles as tiles_module
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.pattern import Pattern
-from elastic_ring.attention.plan.plan_cache import LRUCache
+from elastic_ring.attention.patterns.rules import Dense, Window
 from elastic_ring.attention.plan.schedule import plan
-from elastic_ring.attention.ring import RingAttention, ring_attention
-from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.ring_plans import PlanCache
 from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
 from tests.unit.attention.attention_rings import (
     Case,
@@ -30,6 +33,7 @@ from tests.unit.attention.attention_rings import (
     relative_error,
     whole_attention,
 )
+from tests.unit.sparse.pattern_cases import AHEAD, SparseCase, masked_attention
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +81,39 @@ def test_ring_attention_alone_trains_on_stock_groups(rings: ThreadRings, as_layo
     found = in_threads(3, work)
     for i, want in enumerate(whole_attention(case)):
         assert relative_error(case.layout.gather([locals_[i] for locals_ in found], 1), want) <= 1e-12
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_pattern_alone_trains_on_stock_groups_also_where_it_is_not_causal(rings: ThreadRings, causal: bool) -> None:
+    rule, sees = AHEAD["sinks and window"]
+    case = SparseCase((rule,), (sees,), make_layout("zigzag", 41, 3), (0, 11), causal=causal)
+    groups, tensors = rings.groups(3), case.tensors()
+
+    def work(cp_rank: int, pattern: Any) -> list[torch.Tensor]:
+        leaves = [case.layout.scatter(tensor, cp_rank, 1).requires_grad_() for tensor in tensors[:3]]
+        options: dict[str, Any] = {"seq_len": 41, "document_starts": [0, 11], "causal": causal, "pattern": pattern}
+        out = ring_attention(*leaves, group=groups[cp_rank], **options)
+        out.backward(case.layout.scatter(tensors[3], cp_rank, 1))
+        return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    for pattern in ("sinks:3+window:5,ahead=4", rule, [rule] * 4):
+        found = in_threads(3, lambda cp_rank, pattern=pattern: work(cp_rank, pattern))
+        for i, want in enumerate(masked_attention(case)):
+            assert relative_error(case.layout.gather([locals_[i] for locals_ in found], 1), want) <= 1e-12
+
+
+def test_a_pattern_that_does_not_fit_the_call_is_refused_before_a_message() -> None:
+    q, kv = torch.zeros(1, 8, 4, 8), torch.zeros(1, 8, 2, 8)
+    for pattern, causal, said in (
+        ("bigbird", False, "bigbird does not say which later keys"),
+        ("window:4", False, "window:4 does not say"),
+        ("topk:2", False, "topk:2 does not say"),
+        ("window:4;dense@0", True, "names layers"),
+        ([1], True, "give a short form"),
+        ([Dense(), Window(4), Dense()], True, "rules for 3 heads, the call has 4"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ring_attention(q, kv, kv, group=FakeRing(0, 2), pattern=pattern, causal=causal)  # type: ignore[arg-type]
 
 
 def test_the_length_is_inferred_when_all_ranks_hold_equally_many(rings: ThreadRings) -> None:
@@ -250,7 +287,7 @@ class BreakingWork:
         return self.work.wait()
 
 
-@pytest.mark.thinned(num=4)
+@pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("kind", [PeerFailed, GroupAborted])
 @pytest.mark.parametrize("good_waits", range(12))
 def test_an_error_in_any_wait_comes_out_as_it_is_keeps_its_buffer_and_lets_the_group_close(
@@ -341,8 +378,8 @@ def test_calls_on_one_group_have_tags_of_their_own_and_one_plan(
     case = Case(cp=2, seq_len=16)
     groups, (q, k, v, _) = [TagLog(group) for group in rings.groups(2)], case.tensors()
     planned: list[int] = []
-    real = ring.traffic
-    monkeypatch.setattr(ring, "traffic", lambda *a, **b: planned.append(1) or real(*a, **b))
+    real = rectangles.traffic
+    monkeypatch.setattr(rectangles, "traffic", lambda *a, **b: planned.append(1) or real(*a, **b))
 
     def work(cp_rank: int) -> list[set[int]]:
         slices = [case.layout.scatter(x, cp_rank, 1).requires_grad_() for x in (q, k, v)]
@@ -384,14 +421,14 @@ def test_a_retry_takes_no_message_of_the_call_that_failed(rings: ThreadRings) ->
 def test_what_calls_keep_for_a_group_ends_with_the_group() -> None:
     gc.collect()
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
-    alive, before = weakref.ref(group), len(ring._CALLS)
+    alive, before = weakref.ref(group), len(api._CALLS)
     q, k, v, _ = Case(cp=1, seq_len=8).tensors()
     ring_attention(q.requires_grad_(), k, v, group=group).sum().backward()
-    assert len(ring._CALLS) == before + 1
+    assert len(api._CALLS) == before + 1
     del group
     gc.collect()
     assert alive() is None
-    assert len(ring._CALLS) == before
+    assert len(api._CALLS) == before
 
 
 def test_layers_and_sequences_share_rings_and_plans_and_no_two_calls_share_tags(
@@ -399,16 +436,15 @@ def test_layers_and_sequences_share_rings_and_plans_and_no_two_calls_share_tags(
 ) -> None:
     groups, layout = [TagLog(group) for group in rings.groups(2)], zigzag(32, 2)
     q = torch.randn(1, 32, 2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    made: list[type] = []
+    made: list[int] = []
     tiled: list[int] = []
-    for kind in (RingAttention, SparseRingAttention):
-        real = kind.__init__
-        monkeypatch.setattr(kind, "__init__", lambda self, *a, real=real, **b: made.append(1) or real(self, *a, **b))
-    tiles = sparse_ring.tiles
-    monkeypatch.setattr(sparse_ring, "tiles", lambda *a: tiled.append(1) or tiles(*a))
+    real = RingAttention.__init__
+    monkeypatch.setattr(RingAttention, "__init__", lambda self, *a, **b: made.append(1) or real(self, *a, **b))
+    tiles = tiles_module.tiles
+    monkeypatch.setattr(tiles_module, "tiles", lambda *a: tiled.append(1) or tiles(*a))
 
     def work(cp_rank: int) -> list[set[int]]:
-        x, plans, tags = layout.scatter(q, cp_rank, 1).requires_grad_(), LRUCache(8), []
+        x, plans, tags = layout.scatter(q, cp_rank, 1).requires_grad_(), PlanCache(), []
         for _ in range(2):
             attention = PatternedAttention(
                 parse_pattern("window:20;dense@1,3"), layout, cp_rank, groups[cp_rank], plans=plans

@@ -55,7 +55,7 @@ def _combinations() -> list[Case]:
     return cases
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(num=4)
 @pytest.mark.parametrize("cp", range(1, 9))
 def test_fp64_agrees_with_one_process_in_every_combination(rings: ThreadRings, cp: int) -> None:
     cases = [case for case in _combinations() if case.cp == cp]

@@ -1,10 +1,11 @@
-"""Merging, the backend table and its self-test."""
+"""Merging, the registry of kernels and its self-test."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,26 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention.kernels.adapters import aten_cpu, reference
-from elastic_ring.attention.kernels.registry import BACKENDS, Backend, select, self_test
-from elastic_ring.attention.merge import Accumulator, lse_for_backward, merge_
+from elastic_ring.attention import ring as ring_module
+from elastic_ring.attention.accumulate import Accumulator
+from elastic_ring.attention.kernels.adapters import aten_cpu, aten_flash, reference
+from elastic_ring.attention.kernels.kernel import CoverKind, Kernel
+from elastic_ring.attention.kernels.registry import covering, named, select
+from elastic_ring.attention.kernels.verify import self_test
+from elastic_ring.attention.layouts.layout import contiguous
+from elastic_ring.attention.lowering.rows import Span
+from elastic_ring.attention.merge import lse_for_backward, merge_
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.rules import Dense
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
+from elastic_ring.attention.ring import RingAttention
 from elastic_ring.errors import RunFailed
 from tests.unit.attention.attention_rings import Case, one_thread, relative_error, whole_attention
 
-CPU = [backend for backend in BACKENDS if "cpu" in backend.devices]
+DENSE = covering("causal")
+CPU = [backend for backend in DENSE if "cpu" in backend.devices]
 ATEN, REFERENCE = CPU
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -58,7 +72,7 @@ def test_merging_split_keys_gives_attention_over_all_keys() -> None:
     q, k, v, _ = Case(cp=1, seq_len=30).tensors()
     total = Accumulator(q)
     for start, stop in ((0, 1), (1, 17), (17, 30)):
-        total.add((0, 30), *reference.forward(q, k[:, start:stop], v[:, start:stop], causal=False, scale=0.3))
+        total.add(Span(0, 30), *reference.forward(q, k[:, start:stop], v[:, start:stop], causal=False, scale=0.3))
     out, lse = reference.forward(q, k, v, causal=False, scale=0.3)
     assert relative_error(total.out, out) < 1e-14
     assert relative_error(total.lse, lse) < 1e-14
@@ -78,7 +92,7 @@ def test_rows_that_no_key_reached_have_zero_gradients() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("backend", CPU, ids=lambda b: b.name)
-def test_a_backend_alone_agrees_with_autograd(backend: Backend, num_kv_heads: int, causal: bool) -> None:
+def test_a_backend_alone_agrees_with_autograd(backend: Kernel, num_kv_heads: int, causal: bool) -> None:
     case = Case(cp=1, seq_len=130, causal=causal, num_kv_heads=num_kv_heads)
     q, k, v, dout = case.tensors()
     scale = case.head_dim**-0.5
@@ -93,7 +107,7 @@ def test_a_backend_alone_agrees_with_autograd(backend: Backend, num_kv_heads: in
 @pytest.mark.parametrize("backend", CPU, ids=lambda b: b.name)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [4, 64, 160])
-def test_every_cpu_backend_passes_its_self_test(backend: Backend, dtype: torch.dtype, head_dim: int) -> None:
+def test_every_cpu_backend_passes_its_self_test(backend: Kernel, dtype: torch.dtype, head_dim: int) -> None:
     assert self_test(backend, dtype=dtype, head_dim=head_dim) is None
 
 
@@ -137,9 +151,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("backend", BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_backend_is_passed_over_loudly(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_backend_is_passed_over_loudly(backend: Kernel, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        chosen = select("cpu", torch.float32, 32, True, backends=(backend, *BACKENDS))
+        chosen = select("cpu", torch.float32, 32, True, kernels=(backend, *DENSE))
     assert chosen is ATEN
     (record,) = caplog.records
     assert "broken fails its self-test" in record.getMessage()
@@ -156,9 +170,9 @@ def test_a_gpu_that_is_full_passes_over_no_kernel() -> None:
 
     tight = dataclasses.replace(ATEN, name="tight", forward=forward)
     with pytest.raises(torch.OutOfMemoryError):
-        select("cpu", torch.float32, 24, True, backends=(tight, REFERENCE))
+        select("cpu", torch.float32, 24, True, kernels=(tight, REFERENCE))
     full.clear()
-    assert select("cpu", torch.float32, 24, True, backends=(tight, REFERENCE)).name == "tight"
+    assert select("cpu", torch.float32, 24, True, kernels=(tight, REFERENCE)).name == "tight"
 
 
 def test_an_error_that_the_reference_meets_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,15 +195,15 @@ def test_a_pass_that_cannot_be_kept_is_a_pass(tmp_path: Path, caplog: pytest.Log
 
 def test_nothing_is_chosen_in_silence_when_all_fail() -> None:
     with pytest.raises(RunFailed, match="tried broken"):
-        select("cpu", torch.float32, 32, True, backends=(BROKEN["nan"],))
+        select("cpu", torch.float32, 32, True, kernels=(BROKEN["nan"],))
 
 
 def test_the_best_able_backend_is_chosen_and_a_pin_obeyed() -> None:
     limited = dataclasses.replace(ATEN, name="small", max_head_dim=64, deterministic=False)
-    table = (limited, *BACKENDS)
-    assert select("cpu", torch.float32, 64, False, backends=table) is limited
-    assert select("cpu", torch.float32, 65, False, backends=table) is ATEN
-    assert select("cpu", torch.float32, 64, True, backends=table) is ATEN
+    table = (limited, *DENSE)
+    assert select("cpu", torch.float32, 64, False, kernels=table) is limited
+    assert select("cpu", torch.float32, 65, False, kernels=table) is ATEN
+    assert select("cpu", torch.float32, 64, True, kernels=table) is ATEN
     assert select("cpu", torch.float32, 64, True, "reference") is REFERENCE
 
 
@@ -229,7 +243,7 @@ def test_a_pass_is_kept_on_disk_and_a_failure_is_not(tmp_path: Path) -> None:
 
 
 def test_an_uninstalled_package_a_head_dim_or_a_missing_device_is_a_refusal_with_its_reason() -> None:
-    cuda = {backend.name: backend for backend in BACKENDS if "cpu" not in backend.devices}
+    cuda = {backend.name: backend for backend in DENSE if "cpu" not in backend.devices}
     assert list(cuda) == ["flash-attn-4", "cudnn", "flash-attn-2", "aten-flash", "flex"]
     missing = dataclasses.replace(ATEN, package="a-package-that-nobody-has")
     assert missing.refusal("cpu", torch.float32, 64, True) == "needs a-package-that-nobody-has, which is not installed"
@@ -242,11 +256,101 @@ def test_an_uninstalled_package_a_head_dim_or_a_missing_device_is_a_refusal_with
 
 def test_deterministic_picks_the_repeatable_form_of_a_fast_backend() -> None:
     fast = dataclasses.replace(ATEN, name="fast", deterministic=False, deterministic_backward=_same_backward)
-    chosen = select("cpu", torch.float32, 32, True, backends=(fast,))
+    chosen = select("cpu", torch.float32, 32, True, kernels=(fast,))
     assert chosen.deterministic
     assert chosen.backward is _same_backward
-    assert select("cpu", torch.float32, 32, False, backends=(fast,)) is fast
+    assert select("cpu", torch.float32, 32, False, kernels=(fast,)) is fast
 
 
 def _same_backward(*args: Any, **kwargs: Any) -> Any:
     return aten_cpu.backward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("cover", "name"), [("full", "aten-cpu"), ("mask", "aten-cpu"), ("tables", "reference-sparse")]
+)
+def test_what_a_kernel_covers_is_tested_with_the_real_head_ratio_and_cached(
+    cover: CoverKind, name: str, tmp_path: Path
+) -> None:
+    """Planted: wrong for three query heads per K/V head, and for nothing else."""
+    right, calls = named(name), [0]
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        calls[0] += 1
+        out, lse = right.forward(q, k, v, *rest, **options)
+        kind = "tables" if rest else "mask" if "mask" in options else "full"
+        return (out * 1.5 if kind == cover and q.size(2) == 3 * k.size(2) else out), lse
+
+    def choose(head_ratio: int) -> Kernel:
+        kernel = dataclasses.replace(right, forward=lambda *args, **options: forward(*args, **options))  # a new process
+        return select("cpu", torch.float32, 16, True, name, cover=cover, head_ratio=head_ratio, cache_dir=tmp_path,
+                      kernels=(kernel,))  # fmt: skip
+
+    assert choose(1).name == name
+    num_calls = calls[0]
+    assert choose(1).name == name
+    assert calls[0] == num_calls > 0
+    with pytest.raises(RunFailed, match="tried aten-cpu" if cover == "full" else f"3 query heads .*{name} out"):
+        choose(3)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("cover", ["causal", "mask", "tables"])
+def test_a_ring_asks_for_its_own_calls(cover: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def ask(*args: Any, **options: Any) -> Kernel:
+        asked.append((args[2], options["head_ratio"], options["cover"]))
+        return select(*args, **options)
+
+    monkeypatch.setattr(ring_module, "select", ask)
+    layout, q, k = contiguous(128, 1), torch.zeros(1, 128, 6, 24), torch.zeros(1, 128, 2, 24)
+    sparse = plan_sparse(SparsePattern((Dense(),), 128), layout, 6, 2)
+    kernel = "reference-sparse" if cover == "tables" else None
+    ring = RingAttention(plan(Pattern(), layout) if cover == "causal" else sparse, 0, None, kernel=kernel)
+    for _ in range(2):
+        assert ring(q, k, k).shape == q.shape
+    assert asked == [(24, 3, cover)]
+
+
+def test_the_flag_that_aten_reads_is_set_for_its_calls_only_and_restored_by_the_last_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first call in ends first, while the second has not read the flag yet."""
+    from torch._inductor import config as inductor_config
+
+    second_is_in, first_is_out = threading.Event(), threading.Event()
+    modes: dict[str, int] = {}
+
+    def op(dout: torch.Tensor, *_: Any, **__: Any) -> Any:
+        if dout.size(1) == 1:
+            assert second_is_in.wait(60)
+            modes["first"] = torch.get_deterministic_debug_mode()
+        else:
+            second_is_in.set()
+            assert first_is_out.wait(60)
+            modes["second"] = torch.get_deterministic_debug_mode()
+        return dout, dout, dout
+
+    def call(num_rows: int) -> None:
+        x = torch.zeros(1, num_rows, 1, 8)
+        aten_flash.deterministic_backward(x, x, x, x, x, x[..., 0], causal=True, scale=1.0)
+
+    def first() -> None:
+        call(1)
+        first_is_out.set()
+
+    monkeypatch.setattr(aten_flash, "_backward", op)
+    mode, compiled = torch.get_deterministic_debug_mode(), inductor_config.deterministic
+    torch.set_deterministic_debug_mode("warn")  # as a worker has it
+    try:
+        threads = [threading.Thread(target=first), threading.Thread(target=call, args=(2,))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert torch.get_deterministic_debug_mode() == 1
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+    assert modes == {"first": 2, "second": 2}
+    assert inductor_config.deterministic == compiled

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention import gradients
 from elastic_ring.attention.kernels.adapters.aten_cpu import backward, forward
-from elastic_ring.attention.kernels.backend import Backend
+from elastic_ring.attention.kernels.kernel import DENSE, Kernel
 from elastic_ring.attention.layouts.layout import Layout
+from elastic_ring.attention.lowering import rectangles
+from elastic_ring.attention.lowering.call_plan import Program, one_late
 from elastic_ring.attention.merge import add_, eager_add_
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.rank_plan import RankPlan, rank_plan, traffic
@@ -110,13 +111,18 @@ def test_a_second_call_hashes_no_schedule_and_looks_up_no_plan(monkeypatch: pyte
             return int(old(self))
 
         monkeypatch.setattr(kind, "__hash__", counted)
+    planned: list[Any] = []
+    monkeypatch.setattr(rectangles, "rank_plan", lambda *args: planned.append(args) or rank_plan(*args))
     for case in CASES:
         ring, _, tensors = ring_and_tensors(case, 0, 2)
         both_passes(ring, tensors)
-        assert hashed["Schedule"], "the first call finds its plan by the schedule"
+        hash(case.schedule)
+        assert hashed["Schedule"], "a look-up by schedules would be seen"
         hashed.clear()
         both_passes(ring, tensors)
         assert not hashed, case
+        assert len(planned) == 1
+        planned.clear()
 
 
 def test_what_comes_back_to_a_key_is_added_in_one_go_dk_and_dv_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +132,7 @@ def test_what_comes_back_to_a_key_is_added_in_one_go_dk_and_dv_together(monkeypa
         sums.append(total.size(1))
         add_(total, parts)
 
-    monkeypatch.setattr(gradients, "add_", counted)
+    monkeypatch.setattr(rectangles, "add_", counted)
     case = Case(4, 64, causal=False, batch=2)
     for hops_per_stage, num_sums in ((1, 3), (3, 1)):
         sums.clear()
@@ -142,30 +148,29 @@ def test_no_tensor_is_cut_where_a_tile_is_all_of_it(monkeypatch: pytest.MonkeyPa
         seen.append(q is tensors[0] and k is tensors[1] and v is tensors[2])
         return forward(q, k, v, *rest, **more)
 
-    kernel = Backend("counted", ("cpu",), (torch.float64,), None, True, checked, backward)
+    kernel = Kernel("counted", DENSE, ("cpu",), (torch.float64,), None, True, checked, backward)
     ring, _, tensors = ring_and_tensors(Case(2, 64), 0, 1, backend=kernel)
     both_passes(ring, tensors)
     assert seen[0]
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_own_heads_in_two_halves_give_the_gradients_of_one_run(num_stages: int) -> None:
+def test_own_heads_in_two_halves_give_the_gradients_of_one_run(
+    num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a GPU runs them where there is much to hide."""
     case = Case(1, 24)
     ring, _, (q, k, v, dout) = ring_and_tensors(case, 0, 1)
     plan = rank_plan(case.schedule, 0, 1)
     with torch.no_grad():
-        backend = ring._backend_for(q, k)
         out, lse, *_ = ring.run_forward(q, k, v, 1.0)
-        found = []
-        for num_heads in (2, 1):
-            tiles = gradients.Gradients(backend, 1.0, dout, q, out, lse, 2)
-            own = gradients.OwnGradients(backend, q, k, v, num_stages)
-            own._first = num_heads
-            own.total.zero_() if own._early_sums else None
-            own.run_first_part(tiles, plan.stages[0])
-            own.run_last_part(tiles, plan.stages[0])
-            found.append((tiles.dq.total, own.total))
+        whole_plan, found = ring._call_plan(q, k), []
+        halves = rectangles.own_halves(plan.stages[0], k.size(2), q.size(2) // k.size(2))
+        sums = whole_plan.sums._replace(zeroed=num_stages > 2)
+        halved = replace(whole_plan, backward=Program(one_late(0, 2), halves, fetches=True), sums=sums)
+        for each in (whole_plan, halved):
+            monkeypatch.setattr(ring, "_call_plan", lambda *_, each=each: each)
+            found.append(ring.run_backward(dout, (q, k, v, out, lse), 1.0, 0))
     for whole, halves in zip(*found, strict=True):
         assert torch.allclose(whole, halves, rtol=1e-13, atol=1e-13)
 
@@ -211,10 +216,12 @@ def test_where_rows_see_nothing_backward_still_gets_their_lse_as_plus_infinity(
 ) -> None:
     case = Case(1, 40, document_starts=(0, 10, 20, 30))
     ring, _, (q, k, v, dout) = ring_and_tensors(case, 0, 1)
-    call_plan = ring._call_plan(k)
-    own = call_plan.plan.stages[0]
-    holes = replace(own, by_rows=own.by_rows[1:], by_keys=own.by_keys[1:])
-    monkeypatch.setattr(ring, "_call_plan", lambda _: replace(call_plan, plan=replace(call_plan.plan, stages=(holes,))))
+    call_plan = ring._call_plan(q, k)
+    own, part = call_plan.stages[0], call_plan.backward.own[0]
+    holes = (replace(own, forward=own.forward[1:], backward=own.backward[1:]),)
+    program = call_plan.backward._replace(own=(part._replace(calls=part.calls[1:], once=False),))
+    seeing = replace(call_plan, stages=holes, backward=program, every_row_sees=False)
+    monkeypatch.setattr(ring, "_call_plan", lambda *_: seeing)
     with torch.no_grad():
         out, lse, call, _ = ring.run_forward(q, k, v, 1.0)
         grads = ring.run_backward(dout, (q, k, v, out, lse), 1.0, call)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
-from elastic_ring.attention.kernels.registry import BACKENDS
+from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.parse import parse_pattern
@@ -39,7 +39,7 @@ class Plain:
 
 def train(cp: int, cp_rank: int, group: Any, *, keep: bool, offload: bool = False) -> tuple[list[Tensor], int, int]:
     """(loss and gradients, kernels run forward, bytes of forward hops) of one sequence's slice."""
-    backend, counted = next(b for b in BACKENDS if b.name == "aten-cpu"), [0]
+    backend, counted = named("aten-cpu"), [0]
 
     def forward(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         counted[0] += 1

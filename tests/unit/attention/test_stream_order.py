@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention import block_pass, gradients, sparse_ring
+from elastic_ring.attention import ring as ring_module
 from elastic_ring.attention.comm.exchange import HopBuffers, HopExchange
-from elastic_ring.attention.kernels.backend import Backend
-from elastic_ring.attention.kernels.sparse_registry import REFERENCE
+from elastic_ring.attention.kernels.kernel import DENSE, Kernel
+from elastic_ring.attention.kernels.registry import named
+from elastic_ring.attention.lowering import blocks, rectangles
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.sparse_ring import SparseRingAttention
 from tests.unit.attention.attention_rings import Case
 from tests.unit.attention.stream_model import BESIDE, KERNELS, Graph, ModelledGroup, Streams
 from tests.unit.sparse.block_cases import BlockCase, block_case, grouped_case
@@ -62,9 +62,11 @@ class Host:
 
     def __init__(self) -> None:
         self.streams: Streams | None = None
-        self.kernel = replace(REFERENCE, forward=self.forward, backward=self.backward, writes_gradients=True)
-        self.dense_kernel = Backend(
-            "modelled", ("cpu",), (torch.float64,), None, True, self.forward, self.dense_backward,
+        self.kernel = replace(
+            named("reference-sparse"), forward=self.forward, backward=self.backward, writes_gradients=True
+        )
+        self.dense_kernel = Kernel(
+            "modelled", DENSE, ("cpu",), (torch.float64,), None, True, self.forward, self.dense_backward,
             keeps_type=True, writes_gradients=True,
         )  # fmt: skip
 
@@ -121,15 +123,14 @@ def slices(case: Any, streams: Streams) -> Iterator[list[torch.Tensor]]:
 def both_passes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> tuple[Graph, list[list[str]]]:
     """Forward and backward of each call on every rank, all calls over the same buffers; and what each rank posted."""
     host, graph = Host(), Graph()
-    monkeypatch.setattr(sparse_ring, "select_sparse", lambda *_: host.kernel)
-    monkeypatch.setattr(sparse_ring, "HopExchange", ModelledExchange)
-    monkeypatch.setattr(block_pass, "add_placed_", host.add_placed_)
-    monkeypatch.setattr(sparse_ring, "gather_rows_", host.gather_rows_)
+    monkeypatch.setattr(ring_module, "HopExchange", ModelledExchange)
+    monkeypatch.setattr(blocks, "add_placed_", host.add_placed_)
+    monkeypatch.setattr(blocks, "gather_rows_", host.gather_rows_)
     posted = []
     for streams, group, buffers in each_rank(calls[0].case.layout.cp, host, graph):
         for call in calls:
-            ring = SparseRingAttention(
-                call.case.schedule, streams.rank, group, kernel=REFERENCE.name, coalesced=True, buffers=buffers,  # type: ignore[arg-type]
+            ring = RingAttention(
+                call.case.schedule, streams.rank, group, kernel=host.kernel, coalesced=True, buffers=buffers,  # type: ignore[arg-type]
                 stage_bytes=call.stage_bytes, keep_keys=call.keep_keys,
             )  # fmt: skip
             with slices(call.case, streams) as (q, k, v, dout):
@@ -255,7 +256,7 @@ class DenseCall:
 
 def dense_passes(calls: list[DenseCall], monkeypatch: pytest.MonkeyPatch) -> Graph:
     host, graph = Host(), Graph()
-    monkeypatch.setattr(gradients, "add_", host.add_)
+    monkeypatch.setattr(rectangles, "add_", host.add_)
     for streams, group, buffers in each_rank(calls[0].case.cp, host, graph):
         for call in calls:
             ring = RingAttention(

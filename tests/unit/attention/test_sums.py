@@ -11,7 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ring.attention.merge import Accumulator, GradientSum, eager_merge_, lse_for_backward, own_gradients
+from elastic_ring.attention.accumulate import Accumulator, GradientSum
+from elastic_ring.attention.lowering.rows import Span
+from elastic_ring.attention.merge import eager_merge_, lse_for_backward, own_gradients
 
 SHAPE = (2, 6, 4, 3)
 ALL = slice(None)
@@ -31,6 +33,10 @@ def share_of(rows: tuple[int, int], heads: slice, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def span(rows: tuple[int, int], heads: slice) -> Span:
+    return Span(*rows, None if heads == ALL else (heads.start, heads.stop))
+
+
 some_heads = st.sampled_from([ALL, slice(0, 2), slice(2, 4), slice(1, 2), slice(3, 4)])
 some_rows = st.sampled_from([(0, 6), (0, 6), (0, 3), (3, 6), (2, 4)])
 
@@ -41,7 +47,9 @@ def test_shares_of_any_rows_and_heads_add_up(shares: list[tuple[tuple[int, int],
     total, wanted = GradientSum(torch.zeros(SHAPE), by_rows=by_rows), torch.zeros(SHAPE)
     for seed, (rows, heads) in enumerate(shares):
         share = share_of(rows, heads, seed)
-        total.add(rows, share.transpose(1, 2).contiguous().transpose(1, 2), heads)  # heads before rows, as from kernels
+        total.add(
+            span(rows, heads), share.transpose(1, 2).contiguous().transpose(1, 2)
+        )  # heads before rows, as from kernels
         wanted[:, slice(*rows), heads] += share
     assert torch.equal(total.total, wanted)
     assert total.total.is_contiguous() or not by_rows
@@ -53,12 +61,12 @@ def test_halves_of_the_heads_are_copied_and_clear_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.Tensor, "zero_", lambda x: (cleared.append(x.shape), zero_(x))[1])
     total = GradientSum(torch.zeros(SHAPE), torch.bfloat16)
     for heads in (slice(0, 2), slice(2, 4)):
-        total.add((0, 6), share_of((0, 6), heads, 0).bfloat16(), heads)
+        total.add(span((0, 6), heads), share_of((0, 6), heads, 0).bfloat16())
     assert torch.isfinite(total.total).all()
     assert not cleared
     other = GradientSum(torch.zeros(SHAPE), torch.bfloat16)
-    other.add((0, 6), share_of((0, 6), slice(0, 2), 0).bfloat16(), slice(0, 2))
-    other.add((0, 3), share_of((0, 3), ALL, 1).bfloat16())
+    other.add(Span(0, 6, (0, 2)), share_of((0, 6), slice(0, 2), 0).bfloat16())
+    other.add(Span(0, 3), share_of((0, 3), ALL, 1).bfloat16())
     assert torch.isfinite(other.total).all()
     assert cleared == [torch.Size((2, 6, 2, 3))]
 
@@ -75,10 +83,10 @@ def test_what_is_deferred_is_added_in_one_pass_and_rounded_once(rows: list[tuple
         for seed, (start, stop) in enumerate([(0, 6), *rows])
     )
     total = GradientSum(torch.zeros(own.shape, dtype=torch.bfloat16), torch.bfloat16, at_once=True)
-    total.add((0, 6), own[:, :, :2], slice(0, 2))
+    total.add(Span(0, 6, (0, 2)), own[:, :, :2])
     for run, share in zip(rows, shares, strict=True):
-        total.defer(run, share)
-    total.add((0, 6), own[:, :, 2:], slice(2, 4))
+        total.add(Span(*run), share)
+    total.add(Span(0, 6, (2, 4)), own[:, :, 2:])
     wanted, rounded_each_time = own.float(), own.clone()
     for (start, stop), share in zip(rows, shares, strict=True):
         wanted[:, start:stop] += share.float()
@@ -105,9 +113,9 @@ def test_deferred_results_are_merged_as_one_by_one_and_rounded_once(
 
     own, parts = part(6, 1), [part(stop - start, place) for place, (start, stop) in enumerate(rows)]
     total = Accumulator(own[0], dtype, at_once=True)
-    total.add((0, 6), own[0].clone(), own[1].clone())
+    total.add(Span(0, 6), own[0].clone(), own[1].clone())
     for run, each in zip(rows, parts, strict=True):
-        total.defer(run, *each)
+        total.add(Span(*run), *each)
     out, lse = own[0].to(exact), own[1].clone()
     for (start, stop), each in zip(rows, parts, strict=True):
         eager_merge_(out[:, start:stop], lse[:, start:stop], *each)

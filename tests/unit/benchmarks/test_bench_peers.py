@@ -22,7 +22,7 @@ from benchmarks.peers.attention_torch_cp import TorchContextParallel
 from benchmarks.peers.attention_ulysses import Ulysses
 from benchmarks.peers.reference_figures import reference_of
 from elastic_ring.attention.kernels.adapters import reference
-from elastic_ring.attention.kernels.registry import BACKENDS
+from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.layouts.layout import make_layout
 
 CP = 2
@@ -40,7 +40,7 @@ ATEN = torch.ops.aten
 
 
 def systems() -> dict[str, tuple[System, Problem]]:
-    backend = next(backend for backend in BACKENDS if backend.name == "reference")
+    backend = named("reference")
     return {
         "ulysses": (Ulysses(backend), GROUPED),
         "alltoall": (TorchContextParallel("alltoall"), PROBLEM),

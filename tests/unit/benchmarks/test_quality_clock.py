@@ -42,7 +42,6 @@ from benchmarks.quality.clock import (
 from benchmarks.quality.quality_clock import main, table
 from benchmarks.quality.records import finished
 from elastic_ring.attention import layers
-from elastic_ring.attention.kernels.sparse_registry import REFERENCE
 from elastic_ring.data.source import TextFiles
 from elastic_ring.tuning.quality.families import MOST_KEPT, Family, block_families
 from elastic_ring.tuning.quality.model import Masks, SmallConfig, SmallModel
@@ -102,14 +101,14 @@ def test_what_skips_gives_the_loss_and_gradients_of_the_masks(name: str, texts: 
         assert not torch.allclose(found[0], dense[0], atol=1e-6), "a pattern that hides nothing shows nothing"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.thinned(num=2)
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "float32") for name in NAMES[1:]), ("one dense layer", "bfloat16")]
 )
 def test_what_gpus_run_in_blocks_of_128_trains_alike_on_a_cpu(name: str, dtype: str, text: Path) -> None:
     """The same lines, tables and types as on a GPU; only the kernel is the reference, and no device is waited for."""
-    settings = replace(SMALL, seq_len=2048, block=128, width=16, dtype=dtype, sparse_kernel=REFERENCE.name)
+    settings = replace(SMALL, seq_len=2048, block=128, width=16, dtype=dtype, sparse_kernel="reference-sparse")
     family = block_families(2048, 128, 2)[name]
     read = corpus(2048, 1, source=TextFiles(2048, (str(text),)), limit=8)
     model = SmallModel(SmallConfig(read.vocab_size, settings.width, num_heads=SMALL.num_heads), 0)
@@ -233,10 +232,10 @@ def test_dense_runs_its_own_kernel_by_the_same_objects_as_all(texts: Corpus, mon
 
         return make
 
-    for kind in (layers.RingAttention, layers.SparseRingAttention):
+    for kind in (layers.RingAttention, layers.RingAttention):
         monkeypatch.setattr(layers, kind.__name__, spied(kind))
     q, k, v = torch.randn(3, 2, 128, 2, 16)
-    for name, wanted in (("dense", ["RingAttention"] * 2), ("random", ["SparseRingAttention"] * 2)):
+    for name, wanted in (("dense", ["RingAttention"] * 2), ("random", ["RingAttention"] * 2)):
         made.clear()
         attentions = Attentions(block_families(128, 8, 2)[name], SMALL, CPU)
         for attend in (*attentions.of_step(), *attentions.of_step()):
@@ -270,7 +269,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @compiling
 def test_what_is_compiled_trains_alike_and_serves_all_layers_and_families(texts: Corpus) -> None:
     plain = train_for(DENSE, 0, SMALL, texts, CPU, steps=9)
@@ -314,6 +313,7 @@ def test_a_graph_that_is_made_while_the_clock_runs_is_an_error(texts: Corpus, mo
         train_for(DENSE, 0, COMPILED, texts, CPU, steps=1)
 
 
+@pytest.mark.slow
 @compiling
 def test_more_forms_than_are_kept_are_an_error_and_no_slower_run(texts: Corpus) -> None:
     raised = pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit)
@@ -335,7 +335,7 @@ class CountedPairs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_who_goes_over_fewer_pairs_makes_more_steps_in_the_same_time(texts: Corpus) -> None:
     steps = {}
     for name in ("dense", "one dense layer", "sinks + window", "causal content"):
@@ -356,7 +356,7 @@ def test_the_learning_rate_ends_when_the_time_does() -> None:
     assert min(rates) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_warms_up_leaves_no_trace_and_a_run_repeats(texts: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     family = block_families(128, 8, 2)["random"]
     train = train_ticking(1.0)
@@ -373,7 +373,7 @@ def arguments(out: Path, text: Path, *more: str) -> list[str]:
     return ["--out", str(out), "--text", str(text), *sizes.split(), "--families", "dense,random", *more]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_file_is_gone_on_with_and_nothing_is_run_twice(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -403,6 +403,7 @@ def test_a_file_is_gone_on_with_and_nothing_is_run_twice(
     assert len(trained) == 6
 
 
+@pytest.mark.slow
 def test_other_settings_another_text_and_unknown_names_are_refused_by_name(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -429,6 +430,7 @@ def test_patterns_that_gpus_cannot_run_are_refused_before_anything_is_trained() 
         Attentions(block_families(1024, 32, 2)["random"], replace(SMALL, seq_len=1024, block=32), torch.device("cuda"))
 
 
+@pytest.mark.slow
 def test_a_file_that_another_device_kernel_or_family_began_is_refused_by_name(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -487,7 +489,7 @@ def waits(family: Family, *rest: Any, **options: Any) -> dict[str, Any]:
     raise AssertionError
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_whose_parent_is_killed_ends_too() -> None:
     """It would hold the device, and nothing reads its result."""
     program = (
@@ -528,7 +530,7 @@ def test_the_script_runs_from_a_checkout(tmp_path: Path, text: Path) -> None:
 
 @pytest.mark.parametrize("name", ["quality-clock-16K-2026-11-22.jsonl", "quality-clock-32K-2026-11-22.jsonl"])
 def test_files_of_before_medians_are_still_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--out", str(ROOT / "benchmarks" / "results" / name), "--table"]) == 0
+    assert main(["--out", str(ROOT / "benchmarks" / "results" / "quality" / name), "--table"]) == 0
     printed = capsys.readouterr().out
     row = next(line.split() for line in printed.splitlines() if line.startswith("dense"))
     assert row[3] == "-"

@@ -14,7 +14,9 @@ from benchmarks.recovery import bench_recovery_gpu as bench
 from elastic_ring.faults import parse_faults
 
 MEASURED = json.loads(
-    (Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "2026-11-21-training-4xH200.json").read_text()
+    (
+        Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "training" / "2026-11-21-training-4xH200.json"
+    ).read_text()
 )
 
 

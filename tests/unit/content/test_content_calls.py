@@ -13,18 +13,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
+from elastic_ring.attention import layers
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.kernels.block_tables import check_whole_blocks
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import contiguous, zigzag
-from elastic_ring.attention.patterns.blocks import block_kinds, row_pairs
+from elastic_ring.attention.patterns.blocks import _KEPT_PAIRS, any_partly
 from elastic_ring.attention.patterns.content import TopK
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.attention.plan.device_blocks import on_device
-from elastic_ring.attention.plan.sparse_schedule import plan_sparse
-from elastic_ring.attention.plan.sparse_tiles import tiles
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
+from elastic_ring.attention.ring_plans import PlanCache
 from elastic_ring.attention.routing import router
-from elastic_ring.attention.routing.plan import plan_routing
 from elastic_ring.attention.routing.router import Router
 from elastic_ring.errors import GroupAborted
 from elastic_ring.model.init import Initialiser, initialise_module
@@ -91,22 +91,30 @@ def test_backward_under_checkpointing_neither_chooses_nor_sends_again_and_no_bit
 
 # ------------------------------------------------------------ forgotten after
 
-CACHES: Any = (plan_sparse, tiles, block_kinds, row_pairs, check_whole_blocks)
+CACHES: Any = (any_partly, check_whole_blocks)
 
 
 @pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(("kernel", "unit", "num_calls"), [(None, 2, 1000), ("reference-sparse", 128, 30)])
-def test_calls_fill_no_cache_and_leave_nothing_behind(kernel: str | None, unit: int, num_calls: int) -> None:
+def test_calls_fill_no_cache_and_leave_nothing_behind(
+    kernel: str | None, unit: int, num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A static layer beside them is planned once and stays planned; the plans of a chosen one die with its call."""
     text = f"topk:3,unit={unit};bigbird:2,0,0,unit={unit}@1"
     pattern = replace(parse_pattern(text), block=unit)
     layout = contiguous(6 * unit, 1)
-    generator = torch.Generator().manual_seed(0)
+    generator, plans, planned = torch.Generator().manual_seed(0), PlanCache(), [0, 0]
+
+    def counted(pattern: SparsePattern, *rest: Any) -> SparseSchedule:
+        planned[pattern.for_one_call] += 1
+        return plan_sparse(pattern, *rest)
+
+    monkeypatch.setattr(layers, "plan_sparse", counted)
 
     def call() -> tuple[weakref.ref[Any], int]:
         q, k, v = (torch.randn(1, 6 * unit, 1, 4, generator=generator).requires_grad_() for _ in range(3))
-        attention = PatternedAttention(pattern, layout, 0, None, sparse_kernel=kernel)
+        attention = PatternedAttention(pattern, layout, 0, None, sparse_kernel=kernel, plans=plans)
         chosen = attention.layer(0)(q, k, v)
         schedule = schedule_of(attention)
         attention.layer(1)(chosen, k, v).sum().backward()
@@ -114,17 +122,17 @@ def test_calls_fill_no_cache_and_leave_nothing_behind(kernel: str | None, unit: 
 
     with one_thread():
         call()
-        before, num_kept = [cache.cache_info() for cache in CACHES], on_device.num_kept
+        before = [cache.cache_info() for cache in CACHES]
+        kept = (len(plans), plans.num_bytes, len(plans.routes), _KEPT_PAIRS.num_kept)
         calls = [call() for _ in range(num_calls)]
         gc.collect()
     after = [cache.cache_info() for cache in CACHES]
     assert len({choice for _, choice in calls}) > num_calls // 20, "the choices were all the same: no test of this"
     assert [info.currsize for info in after] == [info.currsize for info in before]
     assert [info.misses for info in after] == [info.misses for info in before]
-    assert after[0].hits - before[0].hits == num_calls
+    assert planned == [1, num_calls + 1]
     assert not any(schedule() is not None for schedule, _ in calls)
-    assert on_device.num_kept == num_kept
-    assert plan_routing.cache_info().currsize <= 32
+    assert (len(plans), plans.num_bytes, len(plans.routes), _KEPT_PAIRS.num_kept) == kept
 
 
 # ------------------------------------------------------------ a peer is lost, or the group is aborted
@@ -153,6 +161,7 @@ class DiesAfter:
         return len(self._groups)
 
 
+@pytest.mark.thinned(num=3)
 @pytest.mark.parametrize("num_sends", [0, 1, 2])
 @pytest.mark.parametrize("kernel", [None, "reference-sparse"], ids=["tiles", "blocks"])
 def test_a_peer_that_is_lost_while_choosing_raises_on_the_others(

@@ -45,7 +45,7 @@ def rings() -> Iterator[ThreadRings]:
         yield ThreadRings()
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_ring_makes_the_choice_of_the_definition_and_its_result_is_exact(
@@ -136,6 +136,7 @@ def test_no_later_token_changes_what_an_earlier_one_sees_unless_the_mean_of_a_bl
     assert min(int(changed_after(by_mean, rings.groups(cp), position).min()) for position in (41, 44, 47, 90)) == 40
 
 
+@pytest.mark.thinned(num=3)
 @pytest.mark.parametrize("text", ["topk:3,unit=4", "topk:3,causal=0,unit=4"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_only_the_union_of_what_was_chosen_moves_and_what_choosing_takes(
@@ -220,7 +221,7 @@ BLOCK_TEXTS = (
 )  # fmt: skip
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("starts", [(0,), (0, 384)])
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("text", BLOCK_TEXTS)

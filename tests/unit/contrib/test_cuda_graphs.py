@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ring.attention.comm.exchange import HopBuffers, HopLedger
-from elastic_ring.attention.kernels.registry import BACKENDS
+from elastic_ring.attention.kernels.registry import KERNELS, named
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.content import Chosen
 from elastic_ring.attention.patterns.families import BigBird
@@ -24,7 +24,6 @@ from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.recomputation import Result
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.contrib.cuda_graphs import NUM_WARM_UPS, GraphedRing, _capture, _Passes, capturing, make_graphed
 from elastic_ring.contrib.peer_memory import PeerMemory
 from elastic_ring.errors import PeerFailed
@@ -34,9 +33,9 @@ def _ring(**options: Any) -> RingAttention:
     return RingAttention(plan(Pattern(), make_layout("contiguous", 64, 1)), 0, None, **options)
 
 
-def _sparse_ring(**options: Any) -> SparseRingAttention:
+def _sparse_ring(**options: Any) -> RingAttention:
     schedule = plan_sparse(SparsePattern((BigBird(1, 0, 0, 0, 16),)), make_layout("contiguous", 64, 1), 2, 2)
-    return SparseRingAttention(schedule, 0, None, **options)
+    return RingAttention(schedule, 0, None, **options)
 
 
 def _tensors() -> list[torch.Tensor]:
@@ -62,8 +61,8 @@ def test_a_ring_by_copy_engines_is_refused() -> None:
 
 
 def test_a_kernel_that_forgets_tensors_of_its_own_is_refused() -> None:
-    assert [backend.name for backend in BACKENDS if not backend.graphable] == ["flex"]
-    forgetful = replace(next(each for each in BACKENDS if each.name == "aten-cpu"), graphable=False)
+    assert [backend.name for backend in KERNELS if not backend.graphable] == ["flex"]
+    forgetful = replace(named("aten-cpu"), graphable=False)
     with pytest.raises(ValueError, match="kernel aten-cpu keeps tensors of its own"):
         make_graphed(_ring(backend=forgetful), *_tensors())
 
@@ -72,7 +71,7 @@ def test_blocks_that_content_chose_for_one_call_are_refused() -> None:
     pattern = SparsePattern((Chosen(4, np.array([[-1], [0], [0], [1]], dtype=np.int32).tobytes(), 16),))
     schedule = plan_sparse(pattern, make_layout("contiguous", 64, 1), 2, 2)
     with pytest.raises(ValueError, match="content chose for one call"):
-        make_graphed(SparseRingAttention(schedule, 0, None), *_tensors())
+        make_graphed(RingAttention(schedule, 0, None), *_tensors())
 
 
 @pytest.mark.parametrize("make", [_ring, _sparse_ring])
@@ -285,7 +284,7 @@ def test_what_lies_in_the_inputs_already_is_not_copied_in_any_step() -> None:
 def test_arguments_in_each_others_places_are_refused() -> None:
     graphed = _graphed()
     q, k, v = graphed.inputs
-    with pytest.raises(ValueError, match="q lies where another argument is copied to"):
+    with pytest.raises(ValueError, match="q overlaps the buffer of another argument"):
         graphed(k, q, v)
 
 

@@ -45,7 +45,7 @@ def rings() -> Iterator[ThreadRings]:
         yield ThreadRings()
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("first_query", [False, True])
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -117,6 +117,7 @@ def test_one_choice_serves_every_ring_size_and_layout(rings: ThreadRings) -> Non
     assert len(patterns) == 1
 
 
+@pytest.mark.slow
 def test_bytes_are_the_halo_the_chosen_union_and_one_sum_a_block(rings: ThreadRings) -> None:
     item = 8
     for (name, make), first_query in itertools.product(LAYOUTS.items(), (False, True)):
@@ -292,6 +293,7 @@ def test_no_tensor_of_every_pair_is_made_where_a_ring_computes() -> None:
     assert seen.most <= heads * length * max(length // 32, 2 * DIM)
 
 
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("first_query", [False, True])
 def test_with_the_first_query_no_output_depends_on_a_later_token(rings: ThreadRings, first_query: bool) -> None:
     """And with the mean query some output of the same block does: that is what the option is for."""

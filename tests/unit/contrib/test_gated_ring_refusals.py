@@ -23,7 +23,7 @@ def rings() -> Iterator[ThreadRings]:
         yield ThreadRings()
 
 
-@pytest.mark.thinned(num=2)
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(
     ("good_waits", "kind"),
     [(0, PeerFailed), (3, GroupAborted), (5, PeerFailed), *((n, GroupAborted) for n in (9, 13, 18, 26, 33))],

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +15,20 @@ from typing import Any
 import pytest
 
 from elastic_ring.config import CheckpointConfig, RunConfig, Timeouts
-from elastic_ring.control.messages import Checkpoint, CorpusVersion
+from elastic_ring.control.messages import BatchSkip, Checkpoint, CorpusVersion
 from elastic_ring.errors import JournalDamaged, RunFailed, StorageFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, read_metrics
 from elastic_ring.runtime import run_storage
-from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper, Resume, find_resume
+from elastic_ring.runtime.coordinator import checkpoints
+from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper
+from elastic_ring.runtime.coordinator.resume import Resume, find_resume
 from elastic_ring.runtime.worker.saver import Place, Saver, SaveSchedule, open_checkpoint
+from elastic_ring.state.storage import folder as storage_folder
+from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.vote import BUSY, DUE
+from tests.object_store.proxy import faulty_proxy
 from tests.object_store.store import ObjectStore
 from tests.unit.state.test_checkpoint import same, shard_of
 
@@ -32,11 +40,14 @@ CP, DP = 2, 2
 class Run:
     """A run's storage with the savers of its ranks and its keeper; what they tell is handed on as in a run."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, resume: Resume | None = None, term: int = 1) -> None:
+    def __init__(
+        self, folder: Path | str, config: CheckpointConfig, resume: Resume | None = None, term: int = 1, **more: Any
+    ) -> None:  # fmt: skip
+        """`folder`: of a file system, or s3://BUCKET/FOLDER."""
         self.config = RunConfig("kept", run_dir=str(folder), checkpoint_config=config)
         self.told: queue.Queue[tuple[str, Any]] = queue.Queue()
         self.keeper = CheckpointKeeper(
-            self.config, resume or Resume(), term, FACTS, lambda kind, body: self.told.put((kind, body))
+            self.config, resume or Resume(), term, FACTS, lambda kind, body: self.told.put((kind, body)), **more
         )
         self.parts: queue.Queue[dict[str, Any]] = queue.Queue()
         self.savers = [Saver(self.config, self.parts.put) for _ in range(CP * DP)]
@@ -158,7 +169,7 @@ def test_a_checkpoint_is_set_aside_only_where_the_keeper_sees_the_damage_too_and
     file.write_bytes(b"?" + file.read_bytes()[1:])
     run.keeper.damaged(folder, "another digest")
     assert run.next("checkpoints") == ()
-    with pytest.raises(ValueError, match=r"every checkpoint in .* was set aside"):
+    with pytest.raises(ValueError, match=r"every checkpoint in .* was set aside or is damaged"):
         find_resume(run.config, IDENTITY, SETTINGS)
 
 
@@ -173,6 +184,47 @@ def test_auto_stays_in_the_newest_lineage_also_before_it_has_a_checkpoint(tmp_pa
     Run(tmp_path, config, find_resume(replace(run.config, resume="never"), IDENTITY, SETTINGS), term=3)
     found = find_resume(run.config, IDENTITY, SETTINGS)
     assert (found.lineage, found.step) == (2, 0)
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["of this run", "of another"])
+def test_auto_begins_where_a_lineage_began_that_was_cut_before_its_first_checkpoint(
+    tmp_path: Path, is_local: bool
+) -> None:
+    every_1 = CheckpointConfig(every_steps=1, keep_last=9)
+    source = Run(tmp_path / "source", every_1)
+    source.commit(1)
+    source.commit(2)
+    folder = tmp_path / ("source" if is_local else "own")
+    path = str(tmp_path / "source/checkpoints/step-00000001/lineage-000")
+    run = replace(source.config, run_dir=str(folder), resume=path)
+    kept = Run(folder, every_1, begun := find_resume(run, IDENTITY, SETTINGS), term=2)
+    kept.keeper._jobs.put(kept.keeper._tell)
+    assert kept.next("checkpoints") == begun.checkpoints, "another run's lineage is 0 as this one's"
+    found = find_resume(replace(run, resume="auto"), IDENTITY, SETTINGS)
+    assert (found.step, found.checkpoints, found.lineage) == (1, begun.checkpoints, begun.lineage)
+    assert found.resumed_from == begun.resumed_from
+    (Path(path) / "COMMIT.json").unlink()
+    with pytest.raises(ValueError, match=r"step-00000001/lineage-000, at which it began, is not there any more"):
+        find_resume(replace(run, resume="auto"), IDENTITY, SETTINGS)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"sha256": "another", "format": 1}'])
+def test_a_damaged_manifest_is_set_aside_as_a_damaged_file_is(tmp_path: Path, damage: bytes) -> None:
+    every_1 = CheckpointConfig(every_steps=1, keep_last=9)
+    run = Run(tmp_path, every_1)
+    run.commit(1)
+    commits = [tmp_path / f"checkpoints/step-0000000{step}/lineage-000/COMMIT.json" for step in (1, 2)]
+    commits[0].write_bytes(damage)
+    with pytest.raises(ValueError, match=r"every checkpoint in .* \(1; .*the manifest in checkpoints/step-00000001"):
+        find_resume(run.config, IDENTITY, SETTINGS)
+    run.commit(2)
+    commits[1].write_bytes(damage)
+    again = Run(tmp_path, every_1, term=2)
+    assert [path.exists() for path in commits] == [False, False]
+    assert len(list(tmp_path.glob("checkpoints/*/lineage-000/*-REJECTED.json"))) == 2
+    with pytest.raises(ValueError, match=r"every checkpoint in .* was set aside or is damaged \(2;"):
+        find_resume(run.config, IDENTITY, SETTINGS)
+    assert again.commit(2, generation=2) == [2], "the step that runs again has a new one"
 
 
 def test_a_part_that_cannot_be_written_is_told_and_the_next_checkpoint_counts(tmp_path: Path) -> None:
@@ -193,6 +245,187 @@ def test_a_part_that_cannot_be_written_is_told_and_the_next_checkpoint_counts(tm
     run.keeper.look(1)
     assert run.next("checkpoint")["step"] == 2
     assert run.keeper.failing_s == 0.0
+
+
+def test_a_commit_that_failed_after_its_manifest_was_there_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the folder's fsync fails, or an answer is lost: the second try meets the manifest of the first."""
+    monkeypatch.setattr(checkpoints, "RETRY_PAUSES_S", (0.01,))
+    run, tries = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9)), []
+
+    def commit(storage: Storage, manifest: Any) -> bool:
+        tries.append(made := real(storage, manifest))
+        if len(tries) == 1:
+            raise StorageFailed("the answer is lost", path="COMMIT.json")
+        return made
+
+    real = checkpoints.commit
+    monkeypatch.setattr(checkpoints, "commit", commit)
+    for part in run.save(1):
+        run.keeper.written(part)
+    run.keeper.look(1)
+    assert run.next("checkpoint")["step"] == 1
+    assert [one.step for one in run.next("checkpoints")] == [1]
+    assert tries == [True, False]
+    found = find_resume(replace(run.config, resume="auto"), IDENTITY, SETTINGS)
+    assert checkpoints.wrong_with(Storage(str(tmp_path)).open(write=False), found.checkpoints[-1].folder) == []
+
+
+@pytest.mark.slow
+def test_a_listing_that_fails_is_no_failed_checkpoint_and_a_commit_that_fails_is_tried_again(
+    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "RETRY_PAUSES_S", (0.1,) * 20)
+    with faulty_proxy(object_store.port) as proxy:
+        for name, value in {**object_store.environment, "AWS_ENDPOINT_URL": proxy.endpoint}.items():
+            monkeypatch.setenv(name, value)
+        uri = f"s3://{object_store.new_bucket()}/runs/kept"
+        run = Run(uri, CheckpointConfig(every_steps=1))
+        run.keeper._storage = Storage(uri, timeout_s=0.0)  # one attempt at each request
+        refused = threading.Semaphore(0)
+
+        def fault(method: str, path: str) -> str | None:
+            if method != failing[0] or failing[1] not in path:
+                return None
+            refused.release()
+            return "503"
+
+        proxy.fault, failing = fault, ("GET", "prefix=runs%2Fkept%2Fcheckpoints%2F&")
+        run.keeper._jobs.put(run.keeper._tell)
+        assert all(refused.acquire(timeout=60.0) for _ in range(3))
+        assert (run.keeper.failing_s, run.told.empty()) == (0.0, True)
+        failing = ("", "")
+        assert run.next("checkpoints") == ()
+        failing = ("PUT", "COMMIT.json")
+        for part in run.save(1):
+            run.keeper.written(part)
+        run.keeper.look(1)
+        assert run.next("checkpoint-failed")["step"] == 1
+        assert run.keeper.failing_s > 0.0
+        failing = ("", "")
+        assert run.next("checkpoint")["step"] == 1
+        assert run.keeper.failing_s == 0.0
+
+
+def test_a_checkpoint_that_is_left_out_is_told_and_the_next_is_asked_for_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, CheckpointConfig(every_steps=1))
+    place = Place(1, 1, Mesh(DP, CP), 0, "0123456789abcdef", 0)
+    run.savers[1].missed(replace(place, global_rank=1), 4)
+    run.savers[0].missed(place, 4)
+    assert not run.keeper.take_retry(), "nothing was tried yet"
+    run.keeper.written(run.parts.get(timeout=1.0))
+    assert run.parts.empty(), "only rank 0 tells"
+    assert run.next("checkpoint-failed") == {"step": 4, "why": "the last one is still being written"}
+    assert (run.keeper.failing_s > 0.0, run.keeper.take_retry()) == (True, False)
+    monkeypatch.setattr(checkpoints, "ASK_AGAIN_S", 0.0)
+    assert run.keeper.take_retry()
+    run.commit(5)
+    assert not run.keeper.take_retry()
+    by_time = SaveSchedule(CheckpointConfig(every_s=5.0))
+    assert [by_time.is_new_miss() for _ in range(3)] == [True, False, False], (
+        "it is due in every step until it is taken"
+    )
+
+
+def test_a_file_that_the_coordinator_does_not_see_whole_keeps_the_checkpoint_from_counting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "RETRY_PAUSES_S", (0.1, 0.1))
+    run = Run(tmp_path, CheckpointConfig(every_steps=1))
+    for step, cut in ((1, lambda file: file.unlink()), (2, lambda file: os.truncate(file, 10))):
+        parts = run.save(step)
+        cut(tmp_path / parts[1]["file"]["name"])
+        for part in parts:
+            run.keeper.written(part)
+        run.keeper.look(step)
+        failed = run.next("checkpoint-failed")
+        assert parts[1]["file"]["name"] in failed["why"]
+        assert "storage_path must be one place for all nodes" in failed["why"]
+        assert run.is_silent()
+    assert not list(tmp_path.glob("checkpoints/*/*/COMMIT.json"))
+
+
+def test_a_coordinator_that_another_one_has_replaced_commits_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, CheckpointConfig(every_steps=1), is_current=lambda: False)
+    for part in run.save(1):
+        run.keeper.written(part)
+    run.keeper.look(1)
+    assert run.is_silent()
+    assert not list(tmp_path.glob("checkpoints/*/*/COMMIT.json"))
+
+
+def test_a_newer_checkpoint_with_a_wrong_byte_does_not_push_out_the_last_that_was_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flipped(run: Run, step: int) -> list[int]:
+        parts = run.save(step)
+        for part in parts:
+            run.keeper.written(part)
+        run.keeper.look(step)
+        assert run.next("checkpoint")["step"] == step
+        run.next("checkpoints")
+        file = tmp_path / parts[0]["file"]["name"]
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        run.keeper.clean(step)
+        return [one.step for one in run.next("checkpoints")]
+
+    only_1 = CheckpointConfig(every_steps=1, keep_last=1)
+    run = Run(tmp_path, only_1)
+    run.commit(1)
+    assert flipped(run, 2) == [1], "it is read before an older one goes, and kept aside"
+    monkeypatch.setattr(checkpoints, "READ_BACK_BYTES", 0)
+    assert [flipped(run, step) for step in (3, 4)] == [[1, 3], [1, 4]], "too large to be read: the last that was stays"
+    resumed = Run(tmp_path, only_1, replace(find_resume(run.config, IDENTITY, SETTINGS), excludes=True), term=2)
+    assert resumed.keeper._read_back == 4, "members read it whole where they begin"
+
+
+def test_uploads_of_which_no_object_tells_are_aborted(
+    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    bucket, client = object_store.new_bucket(), object_store.client()
+    storage = Storage(f"s3://{bucket}/runs/kept").open()
+
+    def begin(attempt: str, step: int) -> None:
+        key = f"runs/kept/checkpoints/step-{step:08d}/lineage-000/attempt-{attempt}-0001-000001/shard.safetensors"
+        client.create_multipart_upload(Bucket=bucket, Key=key)
+
+    for attempt, step in (("deadbeef", 7), ("01234567", 2), ("01234567", 9)):
+        begin(attempt, step)
+    for key in ("weights/abc/weights-00001-of-00002.safetensors", "weights.safetensors", "notes"):
+        client.create_multipart_upload(Bucket=bucket, Key=f"runs/kept/{key}")
+    monkeypatch.setattr(checkpoints, "UNFINISHED_AFTER_S", -60.0)
+    run = Run(storage.uri, CheckpointConfig(every_steps=1), attempt="0123456789abcdef")
+    steps = [storage.name_of(upload).split("/")[1] for upload in storage.uploads("checkpoints")]
+    assert steps == ["step-00000002", "step-00000009"], "an earlier submission's is gone"
+    (others,) = [name for name in map(storage.name_of, storage.uploads()) if not name.startswith("checkpoints/")]
+    assert others == "notes", "weights that nobody goes on with are gone"
+    run.commit(5)
+    assert [storage.name_of(upload).split("/")[1] for upload in storage.uploads("checkpoints")] == ["step-00000009"]
+    assert run.keeper.close(60.0)
+    assert storage.uploads("checkpoints") == []
+
+
+def test_a_store_that_ignores_conditions_is_known_to_the_coordinator_and_each_term_is_claimed_once(
+    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with faulty_proxy(object_store.port) as proxy:
+        for name, value in {**object_store.environment, "AWS_ENDPOINT_URL": proxy.endpoint}.items():
+            monkeypatch.setenv(name, value)
+        proxy.fault = lambda method, path: "ignore condition"
+        monkeypatch.setattr(storage_folder, "SETTLE_S", 1.0)
+        run = RunConfig("kept", run_dir=f"s3://{object_store.new_bucket()}/runs/kept")
+        resume = find_resume(run, IDENTITY, SETTINGS)
+        assert not resume.excludes
+        with ThreadPoolExecutor(3) as pool:
+            claims = [pool.submit(run_storage.next_term, run, excludes=resume.excludes) for _ in range(3)]
+        assert len({claim.result() for claim in claims}) == 3
+        keeper = CheckpointKeeper(run, resume, 1, FACTS, lambda kind, body: None)
+        assert not keeper._storage.excludes
 
 
 def test_a_copy_that_fails_costs_that_checkpoint_and_not_the_step(tmp_path: Path) -> None:
@@ -233,11 +466,13 @@ def test_a_submission_finds_where_to_begin_and_other_settings_are_named(tmp_path
 EIGHT, WHOLE = CorpusVersion(2, "x/manifest-000008.json", "8"), CorpusVersion(5, "x/manifest.json", "all")
 
 
-def journalled(folder: Path, *versions: CorpusVersion, resume: Resume | None = None, ran: int = 0) -> None:
+def journalled(
+    folder: Path, *versions: CorpusVersion, resume: Resume | None = None, ran: int = 0, skips: Sequence[BatchSkip] = ()
+) -> None:
     """The records of a submission that ordered a build with these versions, and published `ran` steps."""
     lines = [{"note": "term", "term": 1, "num_lines": 0}, {"note": "begin", **(resume or Resume()).journalled()}]
     if versions:
-        build = {"type": "Build", "corpus": [vars(version) for version in versions]}
+        build = {"type": "Build", "corpus": [vars(version) for version in versions], "skips": list(map(vars, skips))}
         lines.append({"event": {}, "term": 1, "commands": [build]})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "journal.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"torn')
@@ -246,7 +481,7 @@ def journalled(folder: Path, *versions: CorpusVersion, resume: Resume | None = N
 
 def test_manifests_that_were_taken_after_the_newest_checkpoint_hold_at_the_same_steps_again(tmp_path: Path) -> None:
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
-    run.keeper._corpus = lambda: [vars(EIGHT)]
+    run.keeper._data = lambda: {"corpus": [vars(EIGHT)], "skips": []}
     for step in (2, 3):
         run.commit(step)
     journalled(tmp_path, EIGHT, WHOLE, ran=7)
@@ -259,6 +494,19 @@ def test_manifests_that_were_taken_after_the_newest_checkpoint_hold_at_the_same_
         assert (chosen.corpus, chosen.num_steps) == ((EIGHT, WHOLE), 7)
     begins_anew = find_resume(replace(run.config, resume="never"), IDENTITY, SETTINGS, grows=True)
     assert begins_anew == Resume(1)
+
+
+def test_batches_that_were_left_out_stay_so_also_those_after_the_newest_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
+    run.keeper._data = lambda: {"corpus": [], "skips": [vars(BatchSkip(1, 4))]}
+    run.commit(2)
+    acting = replace(run.config, loss_spike="act", loss_spike_actions=("back",), skip_batches=("7+1",))
+    assert find_resume(acting, IDENTITY, SETTINGS).skips == (BatchSkip(1, 4),), "no records: the checkpoint's word"
+    journalled(tmp_path, EIGHT, skips=[BatchSkip(1, 4), BatchSkip(3, 2)])
+    assert find_resume(acting, IDENTITY, SETTINGS).skips == (BatchSkip(1, 4), BatchSkip(3, 2))
+    assert find_resume(replace(acting, resume="never"), IDENTITY, SETTINGS).skips == (BatchSkip(7, 1),)
+    with pytest.raises(ValueError, match=r"skip_batches=\('7\+1', '7\+2'\): each entry needs a later step"):
+        find_resume(replace(acting, resume="never", skip_batches=("7+1", "7+2")), IDENTITY, SETTINGS)
 
 
 def test_what_one_submission_knew_stands_though_the_next_is_cut_before_its_first_build(tmp_path: Path) -> None:
@@ -302,6 +550,9 @@ def test_the_interval_follows_cost_and_failures_within_bounds_where_nobody_sets_
     assert schedule.interval_s == pytest.approx(293.4, abs=0.5)
     schedule.mean_time_between_failures_s = 60.0
     assert schedule.interval_s == 30.0
+    assert "a loss is expected every 60 s: the next checkpoint in 30 s" in schedule.news()
+    assert schedule.news() == "", "said once"
+    assert SaveSchedule(CheckpointConfig(every_s=9.0)).news() == "", "it is set"
     assert not SaveSchedule(CheckpointConfig(every_steps=0)).is_due(100, 100)
 
 
@@ -404,7 +655,7 @@ def test_a_store_that_does_not_answer_is_told_and_ends_nothing(
     for name, value in {**gateway.environment, "TMPDIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("tempfile.tempdir", None)
-    run = RunConfig("lagging", storage_path=f"s3://{gateway.new_bucket()}/runs", timeouts=Timeouts(storage_s=0.5))
+    run = RunConfig("lagging", storage_path=f"s3://{gateway.new_bucket()}/runs", timeouts=Timeouts(storage_s=4.0))
     run.folder.mkdir(parents=True)
     mirror = run_storage.Mirror(run, 1)
     mirror.open()

@@ -67,7 +67,7 @@ def test_a_standby_on_a_full_node_replaces_nobody_elsewhere() -> None:
     assert "at-b" not in planned.members
 
 
-def test_too_few_seats_are_told_apart_from_too_few_workers() -> None:
+def test_too_few_gpus_are_told_apart_from_too_few_workers() -> None:
     both = policy.plan(_crosswise(gpus_on=FOUR_EACH, spares=("at-b",), min_dp=2))
     assert both == policy.NotEnoughWorkers(num_workers=7, num_missing=1, num_crowded=1)
     assert policy.plan(_crosswise(spares=(), min_dp=2)) == policy.NotEnoughWorkers(7, 1, 0)
@@ -131,7 +131,7 @@ def _num_able(situation: policy.Situation, workers: set[str]) -> int:
     return total
 
 
-def test_no_plan_exceeds_a_nodes_seats_and_each_has_all_the_rings_that_can_sit() -> None:
+def test_no_plan_exceeds_a_nodes_gpus_and_each_has_all_the_rings_that_fit() -> None:
     rng, kinds, num_bound = random.Random(5), Counter[str](), 0
     for _ in range(4000):
         situation = _random_situation(rng)
@@ -339,7 +339,7 @@ def test_a_drain_that_only_the_leavers_own_gpu_could_make_good_asks_for_no_bound
     assert {stop.mode for stop in only(Stop, said)} == {"boundary"}
 
 
-def test_other_seats_are_news_and_the_same_ones_are_not() -> None:
+def test_other_gpus_are_news_and_the_same_ones_are_not() -> None:
     run = Bench({"a": 6}, {"a": 4}, dp=1, cp=4, spares=1).form()
     before = run.state
     run.handle(NodeJoined("n", "a", 6, 4))
@@ -376,6 +376,6 @@ def test_a_journal_from_before_there_were_limits_loads() -> None:
 
 
 @pytest.mark.parametrize("num_gpus", [None, 0, 4])
-def test_a_nodes_seats_survive_the_journal(num_gpus: int | None) -> None:
+def test_a_nodes_gpus_survive_the_journal(num_gpus: int | None) -> None:
     event = NodeJoined("n", "a", 3, num_gpus)
     assert from_json(to_json(event)) == event

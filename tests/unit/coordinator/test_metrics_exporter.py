@@ -4,24 +4,44 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
-from elastic_ring.config import RunConfig
+from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.config import OptimConfig, RunConfig, StepConfig
 from elastic_ring.control.options import ControlOptions
-from elastic_ring.control.state import Change, Forming, LostWorker, Membership, Node, Running, State, Worker
+from elastic_ring.control.state import (
+    Building,
+    Change,
+    Closing,
+    Forming,
+    Incident,
+    LostWorker,
+    Membership,
+    Node,
+    Running,
+    State,
+    Worker,
+)
+from elastic_ring.data.source import StdlibText
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.metrics_table import CAUSES, LOSSES, PHASES, by_name
-from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, of_end, samples
+from elastic_ring.monitor.metrics_table import CAUSES, CLOCK_PARTS, GPU, GPU_METRICS, LOSSES, NODE, PHASES, by_name
+from elastic_ring.runtime.agent.gpu_health import GPU_KEYS
+from elastic_ring.runtime.agent.network_counters import INFINIBAND_KEYS, NETWORK_KEYS
+from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, Work, of_end, samples
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
+from elastic_ring.train.task import TrainingTask
 
 OF_OTHERS = {
     "elastic_ring_driver_silent_seconds", "elastic_ring_driver_lease_seconds",
-    "elastic_ring_checkpoint_failing_seconds", "elastic_ring_last_checkpoint_timestamp_seconds",
+    "elastic_ring_checkpoint_failing_seconds", "elastic_ring_checkpoints_missed",
+    "elastic_ring_last_checkpoint_timestamp_seconds",
 }  # fmt: skip
-"""Known to neither recorder nor state; tests/ray/test_metrics.py sees them."""
+"""Known to neither recorder nor state; tests/ray/operate/test_metrics.py sees them."""
 STATE = State(
     ControlOptions("measured", 2, 1, 40, spares=2, max_dp=3),
     Running(Membership(1, 2, Mesh(2, 1), ("a", "b"), 0)), 1, 2,
@@ -46,7 +66,7 @@ def record(step: int, **more: Any) -> dict[str, Any]:
     return {
         "step": step, "loss": 2.5, "grad_norm": 1.5, "lr": 0.1, "num_tokens": 80, "samples": [1.0, 0.0, 2.0, 0.0],
         "skipped": False, "step_s": 4.0, "generation": 1, "dp": 2, "cp": 1, "hop_bytes": 64, "hop_wait_s": 0.25,
-        "data_wait_s": 0.125,
+        "data_wait_s": 0.125, "work_s": [0.5, 0.75],
         "hop_latency_mean_s": 0.125, "hop_latency_p99_s": 0.5, "committed_monotonic_s": 1.0, "vote": [1.0],
         "membership_id": [1, 1], **more,
     }  # fmt: skip
@@ -58,19 +78,31 @@ def recorder(tmp_path: Path) -> RunRecorder:
     made.open(0.0)
     made.begun(0, (1, 1))
     made.publish([record(0), record(1, skipped=True, loss=math.nan, hop_wait_s=None, hop_latency_mean_s=None,
-                                    hop_latency_p99_s=None, gpu_memory=GPU), {"step": 1, "val_loss": 2.0}])  # fmt: skip
-    made.recoveries.begin(change(2), 2)
+                                    hop_latency_p99_s=None, gpu_memory=MEMORY),
+                  {"step": 1, "val_loss": 2.0, "took_s": 0.125}])  # fmt: skip
+    made.lost.add("startup", 0.5)
+    made.lost.add("stalled", 0.25)
+    made.recoveries.begin(change(2), 2, 9.25)
     made.recoveries.committed(2, 12.5)
     made.checkpoint({"step": 2, "path": "somewhere", "bytes": 1024, "blocked_s": 0.25, "total_s": 3.5})
     made.publish([COPIED])
-    sizes = {"a": {"rss_bytes": 5, "peak_rss_bytes": 9, "shared_bytes": 1},
-             "b": {"rss_bytes": 7, "peak_rss_bytes": 8, "shared_bytes": 0}}  # fmt: skip
+    clock = dict.fromkeys(CLOCK_PARTS, 0.0)
+    sizes = {
+        "a": {"rss_bytes": 5, "peak_rss_bytes": 9, "shared_bytes": 1, "clock": {**clock, "forward": 1.0}},
+        "b": {"rss_bytes": 7, "peak_rss_bytes": 8, "shared_bytes": 0, "clock": {**clock, "forward": 2.0}},
+        "c": {"clock": {**clock, "forward": 9.0}},
+    }  # a spare
+    made.recoveries.worker_started("a", 1, {"gpu": "NVIDIA H100 80GB HBM3"})
     made.progress = lambda worker: sizes.get(worker, {})
+    made.health = lambda: HEALTH
     made.pressure = lambda: {"some": 0.25, "full": 0.125}
     return made
 
 
-GPU = {"allocated": 100, "reserved": 160, "fragmented": 30, "peak": 140}
+WORK = Work(flops=989.4e12)
+HEALTH = {"10.0.0.1": {"network": dict.fromkeys([*NETWORK_KEYS, *INFINIBAND_KEYS], 3),
+                       "gpus": {"0": {**dict.fromkeys(GPU_KEYS, 0.0), "xid_errors": 2.0}}}}  # fmt: skip
+MEMORY = {"allocated": 100, "reserved": 160, "fragmented": 30, "peak": 140}
 
 
 COPIED = {"step": 20, "copied": {"step": 20, "bytes": 512, "num_holders": 1, "blocked_s": 0.125, "total_s": 0.5,
@@ -78,7 +110,7 @@ COPIED = {"step": 20, "copied": {"step": 20, "bytes": 512, "num_holders": 1, "bl
 
 
 def exported(recorder: RunRecorder, state: State = STATE) -> dict[tuple[str, str], float | None]:
-    found = list(samples(state, recorder, 20.0, 1000.0))
+    found = list(samples(state, recorder, 20.0, 1000.0, WORK))
     assert len({(name, value) for name, value, _ in found}) == len(found), "a sample is set twice"
     return {(name, value): number for name, value, number in found}
 
@@ -90,7 +122,9 @@ def test_every_gauge_of_the_table_has_its_values_and_there_is_no_other(recorder:
     assert {name for name, _ in found} | OF_OTHERS == set(gauges)
     for name, metric in gauges.items():
         if name not in OF_OTHERS:
-            assert sorted(value for known, value in found if known == name) == sorted(metric.values or [""])
+            opened = {"the global rank": ["0", "1"], NODE: ["10.0.0.1"], GPU: ["10.0.0.1/0"]}
+            values = opened[metric.open_values] if metric.open_values else metric.values or [""]
+            assert sorted(value for known, value in found if known == name) == sorted(values)
 
 
 def test_the_values_are_those_of_the_run(recorder: RunRecorder) -> None:
@@ -99,7 +133,8 @@ def test_the_values_are_those_of_the_run(recorder: RunRecorder) -> None:
         ("elastic_ring_committed_steps", ""): 2, ("elastic_ring_planned_steps", ""): 40,
         ("elastic_ring_skipped_steps", ""): 1, ("elastic_ring_validation_loss", ""): 2.0,
         ("elastic_ring_phase", "running"): 1, ("elastic_ring_phase", "waiting"): 0,
-        ("elastic_ring_tokens_per_second", ""): 20.0, ("elastic_ring_hop_exposed_wait_seconds", ""): 0.25,
+        ("elastic_ring_tokens_per_second", ""): 20.0, ("elastic_ring_mfu_ratio", ""): 0.125,
+        ("elastic_ring_hop_exposed_wait_seconds", ""): 0.25,
         ("elastic_ring_hop_latency_seconds", "p99"): 0.5, ("elastic_ring_mesh", "dp"): 2,
         ("elastic_ring_wanted_rings", "max"): 3, ("elastic_ring_wanted_spares", ""): 2,
         ("elastic_ring_workers", "member"): 2, ("elastic_ring_workers", "spare"): 2,
@@ -116,19 +151,31 @@ def test_the_values_are_those_of_the_run(recorder: RunRecorder) -> None:
         ("elastic_ring_worker_memory_bytes", "rss"): 7, ("elastic_ring_worker_memory_bytes", "peak"): 9,
         ("elastic_ring_worker_memory_bytes", "shared"): 1, ("elastic_ring_gpu_memory_bytes", "fragmented"): 30,
         ("elastic_ring_gpu_memory_bytes", "peak"): 140, ("elastic_ring_memory_pressure_ratio", "full"): 0.125,
-        ("elastic_ring_time_seconds", "steps"): 8.0, ("elastic_ring_time_seconds", "recovery"): 1.0,
-        ("elastic_ring_time_seconds", "other"): 11.0, ("elastic_ring_goodput_ratio", ""): 0.4,
+        ("elastic_ring_network_drops", "10.0.0.1"): 3, ("elastic_ring_gpu_xid_errors", "10.0.0.1/0"): 2.0,
+        ("elastic_ring_step_part_mean_seconds", "forward"): 1.5, ("elastic_ring_rank_work_seconds", "1"): 0.75,
+        ("elastic_ring_step_part_longest_seconds", "forward"): 2.0,
+        ("elastic_ring_step_part_mean_seconds", "data"): 0.0,
+        ("elastic_ring_time_seconds", "steps"): 8.0, ("elastic_ring_time_seconds", "recovery"): 0.75,
+        ("elastic_ring_time_seconds", "startup"): 0.5, ("elastic_ring_time_seconds", "waiting"): 0.25,
+        ("elastic_ring_time_seconds", "validation"): 0.125, ("elastic_ring_time_seconds", "checkpoint"): 0.25,
+        ("elastic_ring_time_seconds", "rerun"): 0.75, ("elastic_ring_time_seconds", "undone"): 0.0,
+        ("elastic_ring_time_seconds", "resize"): 0.0, ("elastic_ring_time_seconds", "other"): 9.375,
+        ("elastic_ring_goodput_ratio", ""): 0.4,
     }  # fmt: skip
     assert {key: found[key] for key in told} == told
     assert math.isnan(found["elastic_ring_loss", ""] or 0.0)
 
 
 def test_a_coordinator_that_starts_anew_exports_the_same(recorder: RunRecorder, tmp_path: Path) -> None:
+    recorder.write_status(STATE, force=True)
     again = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 12.5)
     again.open(0.0)
     again.recall({"note": "recovery", "recovery": recorder.recoveries.records[0], "closes": True})
     again.publish([COPIED])
-    again.progress, again.pressure, again.gpu_memory = recorder.progress, recorder.pressure, GPU  # told again soon
+    again.recoveries.worker_started("a", 1, {"gpu": "NVIDIA H100 80GB HBM3"})
+    again.health = recorder.health
+    again.work_s = recorder.work_s  # told again with the next step
+    again.progress, again.pressure, again.gpu_memory = recorder.progress, recorder.pressure, MEMORY  # told again soon
     again.recall({"note": "checkpoint", "checkpoint": recorder.checkpoints[0], "unix_s": recorder.checkpoint_unix_s})
     assert again.checkpoint_unix_s == recorder.checkpoint_unix_s is not None
     before, after = exported(recorder), exported(again)
@@ -159,8 +206,8 @@ def test_a_recovery_has_one_cause(tmp_path: Path, failures: tuple[str, ...], mor
     recorder = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 12.5)
     recorder.open(0.0)
     for failure in failures:
-        recorder.recoveries.trouble("a", failure, 2, "text")
-    recorder.recoveries.begin(change(2, **more), 2)
+        recorder.recoveries.member_failed("a", failure, 2, "text")
+    recorder.recoveries.begin(change(2, **more), 2, 0.0)
     recorder.recoveries.committed(2, 12.5)
     recorder.coordinator_back(13.0)
     found = exported(recorder)
@@ -185,3 +232,55 @@ def test_a_defect_of_the_exporter_is_logged_and_does_not_reach_the_run(
 
 def test_every_reason_of_a_loss_is_a_cause() -> None:
     assert set(LOSSES) == set(CAUSES) - {"drained", "peer", "user", "memory", "corrupt", "coordinator"}
+
+
+def test_utilisation_is_known_by_the_gpus_name_or_the_setting_and_not_with_a_pattern() -> None:
+    task = partial(TrainingTask, data=StdlibText(8), step=StepConfig(global_batch=3), optim=OptimConfig(), flops=2e12)
+    given, run = task(model=nn.Identity), RunConfig("measured", run_dir="measured", peak_tflops=4.0)
+    assert Work.of(run, given) == Work(6e12, 4.0)
+    assert Work.of(run, given).utilisation(0.5, 6, "") == 0.5
+    assert Work(6e12).utilisation(0.5, 6, "some CPU") is None
+    assert Work(6e12).utilisation(0.5, 6, "NVIDIA H100 PCIe") == 6e12 / (3 * 756e12)
+    assert Work.of(run, task(model=nn.Identity, pattern=parse_pattern("window:4"))).flops is None
+    assert Work().utilisation(0.5, 6, "NVIDIA H200") is None
+    with pytest.raises(ValueError, match="peak_tflops=0"):
+        RunConfig("measured", peak_tflops=0.0)
+
+
+def test_workers_with_different_gpus_have_no_peak(recorder: RunRecorder) -> None:
+    assert recorder.recoveries.gpu() == "NVIDIA H100 80GB HBM3"
+    recorder.recoveries.worker_started("b", 2, {"gpu": "NVIDIA A100-SXM4-80GB"})
+    assert recorder.recoveries.gpu() == ""
+
+
+def test_time_that_no_step_got_is_counted_by_its_cause(tmp_path: Path) -> None:
+    clock = [0.0]
+    recorder = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: clock[0])
+    recorder.open(0.0)
+    incident = Incident("c", 0.0, None)
+    membership = Membership(1, 2, Mesh(2, 1), ("a", "b"), 0)
+    order: Any = None
+    known = replace(STATE, nodes={"node": Node("node", 1)})
+    for clock[0], state in (
+        (0.0, replace(known, phase=Forming(0.0))),  # no room for two workers
+        (4.0, replace(STATE, phase=Forming(0.0))),
+        (6.0, replace(STATE, phase=Building(membership, order, incident, 9.0, 9.0))),
+        (7.0, STATE),
+        (20.0, replace(STATE, phase=Closing(membership, incident, 9.0, waiting="workers"))),
+        (23.0, STATE),
+        (30.0, STATE),
+        (31.0, replace(STATE, last_change=change(2, planned=True, noticed_at=30.5, resumed_at=31.0, lost=()))),
+    ):
+        recorder.look(state)
+    assert recorder.lost.lost_s == {
+        "startup": 3.0, "waiting": 4.0, "stalled": 3.0, "validation": 0.0, "undone": 0.0, "resize": 0.5
+    }  # fmt: skip
+    recorder.begun(0, (1, 1))
+    recorder.publish([record(0), record(1)])
+    recorder.went_back(1, (1, 3))
+    assert recorder.lost.lost_s["undone"] == 4.0
+
+
+def test_every_key_of_a_gpus_reading_has_its_metric() -> None:
+    assert tuple(GPU_METRICS) == GPU_KEYS
+    assert set(GPU_METRICS.values()) <= set(by_name())

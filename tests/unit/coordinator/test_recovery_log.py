@@ -50,6 +50,12 @@ def test_a_recovery_that_was_open_is_closed_by_the_successor(notes: list[Any]) -
     assert again.unfired() == []
 
 
+def test_a_fault_before_the_step_at_which_a_run_resumes_need_not_fire_again(notes: list[Any]) -> None:
+    log = RecoveryLog(RUN, notes.append)
+    assert log.unfired() == log.unfired(3) == list(RUN.faults)
+    assert log.unfired(4) == []
+
+
 def test_survivors_that_were_replaced_too_are_not_kept(notes: list[Any]) -> None:
     for survivors, kept in ((("a", "c", "d"), True), (("a", "c"), False), ((), False)):
         story = RecoveryLog(RUN, notes.append)

@@ -24,10 +24,11 @@ from elastic_ring.runtime.agent import stamp_dir
 from elastic_ring.runtime.agent.stamp_dir import hold
 from elastic_ring.runtime.coordinator import actor
 from elastic_ring.runtime.coordinator.actor import Coordinator
-from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper, Resume
+from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
+from elastic_ring.runtime.coordinator.resume import Resume
 from elastic_ring.runtime.coordinator.shutdown import aside, conclude
 from elastic_ring.runtime.run_storage import Mirror
 

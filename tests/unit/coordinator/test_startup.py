@@ -14,7 +14,7 @@ from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control.messages import Checkpoint
 from elastic_ring.errors import CoordinatorLost, RunFailed
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.coordinator.checkpoints import Resume
+from elastic_ring.runtime.coordinator.resume import Resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.coordinator.startup import Startup, open_run
 

@@ -124,6 +124,22 @@ def test_a_callback_of_ray_never_waits_for_a_thread_that_waits_for_ray(
     assert started == ["n", "n"]
 
 
+def test_what_an_agent_read_of_its_node_counts_for_a_while_and_only_while_the_node_is_there(
+    monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver of a GPU may hang: an old reading must not look like a good one."""
+    clock = [100.0]
+    monkeypatch.setattr(node_monitor.time, "monotonic", lambda: clock[0])
+    reading = {"network": {"errors": 1}, "gpus": {}}
+    monitor.nodes = {"n": NodeInfo("n", "10.0.0.1", 2, False)}
+    monitor._on_message("n", {"kind": "beat", "health": reading})
+    monitor._on_message("gone", {"kind": "beat", "health": reading})
+    assert monitor.health() == {"10.0.0.1": reading}
+    clock[0] += node_monitor.HEALTH_KEPT_S + 1
+    monitor._on_message("n", {"kind": "beat"})
+    assert monitor.health() == {}
+
+
 def test_nodes_that_join_and_go_in_several_threads_leave_whole_tables(
     monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,6 +203,19 @@ def test_the_loader_reads_each_sequence_once_one_ahead_and_leaves_no_thread() ->
     assert not loader_threads()
 
 
+def test_the_loader_reads_as_far_ahead_as_it_is_asked_to_and_each_sequence_once() -> None:
+    source, layout, ids = Numbers(), make_layout("contiguous", CONTEXT, 1), [5, 3, 8, 8, 1, 2]
+    with Loader(source, num_ahead=2) as loader:
+        for index, sample_id in enumerate(ids):
+            assert loader.load(sample_id, index, layout, 0, upcoming=ids[index + 1 :]).sample_id == sample_id
+            loader._thread.submit(int).result()  # behind all reads that were begun
+            assert source.reads == ids[: index + 3]
+        loader.load(4, 0, layout, 0, upcoming=[6, 7])
+        loader.load(6, 0, layout, 0, upcoming=[9])
+        loader.load(9, 0, layout, 0)
+    assert source.reads in ([*ids, 4, 6, 7, 9], [*ids, 4, 6, 9]), "7 is dropped, unless it was read already"
+
+
 def test_a_read_that_was_foretold_wrongly_is_dropped_and_its_error_with_it() -> None:
     source = Numbers()
     layout = make_layout("contiguous", CONTEXT, 1)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from itertools import chain
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ring.data.sampling.order import Order, sample_ids, share
+from elastic_ring.config import StepConfig
+from elastic_ring.data.sampling.order import Order, pass_sizes, passes, sample_ids, share
 
 
 @settings(max_examples=60, deadline=None)
@@ -65,3 +67,15 @@ def test_numbers_out_of_range_are_named() -> None:
         Order(0, 1, 8).sample_ids(-1)
     with pytest.raises(ValueError, match="dp_rank=2"):
         share((1, 2, 3), 2, 2)
+
+
+def test_passes_take_a_share_in_order_and_their_sizes_are_known_for_every_mesh() -> None:
+    assert [list(group) for group in passes(7, 3)] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert passes(0, 3) == ()
+    for batch in range(1, 9):
+        for together in range(1, batch + 1):
+            shares = {len(share(range(batch), rank, dp)) for dp in range(1, batch + 1) for rank in range(dp)}
+            found = {len(group) for size in shares for group in passes(size, together)}
+            step = StepConfig(global_batch=batch, sequences_per_pass=together)
+            assert pass_sizes(step) == tuple(sorted(found))
+            assert pass_sizes(replace(step, val_every_steps=2)) == tuple(sorted(found | {1}))

@@ -351,3 +351,12 @@ def test_any_file_system_of_fsspec_is_read(tmp_path: Path) -> None:
         memory.rm("/corpus", recursive=True)
     with pytest.raises(ValueError, match=r"nowhere://x: cannot be opened"):
         prepare(PrepareConfig(("nowhere://x",), str(tmp_path / "other"), workers=0))
+
+
+def test_the_command_sets_every_setting_and_leaves_out_what_is_not_given() -> None:
+    given = ["prepare", "--source", "a,b", "--out", "o", "--piece-bytes", "77", "--row-group-tokens", "256"]
+    options = command.parser().parse_args(given)
+    assert set(PrepareConfig.__pydantic_fields__) - {"sources"} - set(vars(options)) == set()
+    asked = command.config_of(options)
+    assert (asked.sources, asked.piece_bytes, asked.row_group_tokens, asked.workers) == (("a", "b"), 77, 256, None)
+    assert command.config_of(command.parser().parse_args(given[:5])) == PrepareConfig(("a", "b"), "o")

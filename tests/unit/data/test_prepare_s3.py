@@ -9,7 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import s3fs
 
+from elastic_ring.cli.settings import parse
+from elastic_ring.cli.train import data_source
 from elastic_ring.control.messages import CorpusVersion
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import State
@@ -59,6 +62,7 @@ def test_a_corpus_on_an_object_store_is_prepared_and_read_as_one_in_a_folder(
     assert [far.read(i).tokens.tolist() for i in ids] == [near.read(i).tokens.tolist() for i in ids]
 
 
+@pytest.mark.slow
 def test_a_pattern_on_an_object_store_names_files(object_store: ObjectStore, bucket: str, tmp_path: Path) -> None:
     for name in ("a.py", "sub/b.py", "c.c"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -67,6 +71,30 @@ def test_a_pattern_on_an_object_store_names_files(object_store: ObjectStore, buc
     assert prepared(tmp_path / "out", f"s3://{bucket}/in/**/*.py").num_tokens == len("a.py") + len("sub/b.py") + 2
     with pytest.raises(ValueError, match=rf"--source s3://{bucket}/none: there is no such file"):
         prepared(tmp_path / "other", f"s3://{bucket}/none")
+
+
+@pytest.mark.slow
+def test_text_files_on_an_object_store_are_those_of_a_folder(
+    object_store: ObjectStore, bucket: str, tmp_path: Path
+) -> None:
+    """`--data s3://...`: through fsspec and s3fs, where shards and manifests go through pyarrow."""
+    for number, text in enumerate(texts(30)):
+        (tmp_path / "in" / str(number % 3)).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / str(number % 3) / f"{number}.txt").write_text(text)
+    (tmp_path / "in" / "notes.md").write_text("no text of this corpus")
+    upload(object_store, bucket, tmp_path / "in")
+    s3fs.S3FileSystem.clear_instance_cache()  # one that was made in this process without credentials
+    here, there = (
+        open_source(data_source(asked.data, asked.model, asked.step.context_tokens))
+        for asked in (parse(["--data", f"{place}/*/*.txt", "--context=48"]) for place in (tmp_path / "in",
+                                                                                          f"s3://{bucket}/in"))
+    )  # fmt: skip
+    assert there.fingerprint == here.fingerprint
+    assert there.num_sequences == here.num_sequences > 20
+    ids = range(0, here.num_sequences, 5)
+    assert [there.read(i).tokens.tolist() for i in ids] == [here.read(i).tokens.tolist() for i in ids]
+    with pytest.raises(ValueError, match=rf"s3://{bucket}/none/\*\.txt.*: no such file"):
+        open_source(data_source(parse(["--data", f"s3://{bucket}/none/*.txt"]).data, parse([]).model, 48))
 
 
 def test_a_shard_that_the_store_has_lost_is_named(object_store: ObjectStore, bucket: str, tmp_path: Path) -> None:

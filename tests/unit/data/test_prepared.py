@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from elastic_ring import ElasticRingTrainer, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.cli import train
 from elastic_ring.cli.settings import parse
@@ -31,6 +33,8 @@ from elastic_ring.data.packing import END_OF_DOCUMENT
 from elastic_ring.data.prepared import Later, PreparedCorpus, PreparedTokens, apportioned
 from elastic_ring.data.sampling.order import share
 from elastic_ring.data.source import hold_out, open_source, order_of
+from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
@@ -319,11 +323,32 @@ def test_a_manifest_is_all_that_training_needs(tmp_path: Path, caplog: pytest.Lo
     assert (asked.data.end_of_document, asked.data.align_tokens) == (256, 32)
     with caplog.at_level("INFO"):
         source = train.data_source(asked.data, asked.model, 64)
-    assert source == PreparedTokens.of(str(path), 64)
-    assert f"documents of up to {manifest.longest_document_tokens} tokens are packed over several" in caplog.text
+    told = f"documents of up to {manifest.longest_document_tokens} tokens are packed over several sequences"
+    assert caplog.text.count(told) == 1
+    with caplog.at_level("INFO"):
+        assert source == PreparedTokens.of(str(path), 64), "which says it, too"
+        PreparedTokens.of(str(path), manifest.longest_document_tokens)
+    assert caplog.text.count(told) == 2
     again = tmp_path / "again.toml"
     again.write_text(asked.toml())
     assert parse(["--config", str(again)]).data == asked.data
+
+
+def test_a_model_without_a_row_for_each_token_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A factory that says nothing of its vocabulary: a pass on the meta device finds the table."""
+    corpus(tmp_path, 64)
+    monkeypatch.setattr("elastic_ring.trainer.ray_session", None)  # it would start Ray
+    for rows, refused in ((256, r"data\.vocab_size=257 is more than the model's 256"), (257, "NoneType")):
+        trainer = ElasticRingTrainer(
+            partial(Transformer, ModelConfig(rows, 2, 16, 2, 1, 8, 23)),
+            PreparedTokens.of(str(tmp_path / "out" / "manifest.json"), 64),
+            step_config=StepConfig(context_tokens=64), scaling_config=ScalingConfig(dp=1, cp=1),
+            run_config=RunConfig(f"rows-{rows}", run_dir=str(tmp_path / f"run-{rows}")),
+        )  # fmt: skip
+        with pytest.raises((ValueError, TypeError), match=refused):
+            trainer.fit()
 
 
 def test_the_models_vocabulary_follows_the_manifest_unless_it_was_chosen(tmp_path: Path) -> None:

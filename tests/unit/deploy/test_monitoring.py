@@ -42,7 +42,8 @@ def unknown(text: str) -> Iterator[str]:
         for label, values in MATCHER.findall(matchers):
             if label != table[name].label:
                 yield f"{name}{{{label}}}"
-            yield from (f"{name}: {value}" for value in values.split("|") if value not in table[name].values)
+            known = values.split("|") if table[name].open_values else table[name].values
+            yield from (f"{name}: {value}" for value in values.split("|") if value not in known)
 
 
 def alerts() -> list[dict[str, Any]]:

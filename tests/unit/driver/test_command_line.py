@@ -21,7 +21,9 @@ from elastic_ring.train.wrap import num_parameters
 
 SHORT = """--preset --dp --cp --spares --max-dp --min-dp --steps --seed --global-batch --context --val-every --faults
 --data --align-tokens --layout --machine --pattern --cpus-per-worker --kernel --offload-activations --compile --plan
---run-name --run-dir --config --model-folder --windows"""
+--run-name --run-dir --config --model-folder --windows --wait-for-resources-s --grow-delay-s --grow-interval-s
+--grow-cost-s --corpus-look-s --storage-path --resume --checkpoint-every-steps --checkpoint-keep-last --copies
+--cpu-offload --kv-wire"""
 
 
 def test_help_imports_neither_torch_nor_ray_and_an_unknown_command_is_answered_with_those_that_exist() -> None:
@@ -46,6 +48,7 @@ def test_every_setting_is_a_flag_and_the_short_flags_keep_their_spelling(capsys:
         f"--{section}.{name.replace('_', '-')}" for section, cls in SECTIONS.items()
         for name in cls.__pydantic_fields__ if name not in NESTED
     }  # fmt: skip
+    assert {f"--{name.replace('_', '-')}" for name in settings.SHORT} - set(SHORT.split()) == set()
     assert (dotted | {"--run.timeouts.start-s", "--run.checkpoint-config.every-s", *SHORT.split()}) - words == set()
     blank = re.findall(r"│ (--[\w-]+) [^│]*│\n│ +\(default", told)
     assert blank == [], "short flags of which the help says nothing"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from elastic_ring.cli.data_settings import DataConfig
 from elastic_ring.config import (
     CheckpointConfig,
     OptimConfig,
@@ -21,6 +22,7 @@ from elastic_ring.config import (
     Timeouts,
     check_copies,
     check_lasting,
+    check_loss_spikes,
     check_together,
     digest,
 )
@@ -52,6 +54,8 @@ REFUSED = [
     (RunConfig, "grow_delay_s", -1.0, "0 seconds or more"),
     (StepConfig, "steps", 0, "at least 1"),
     (StepConfig, "global_batch", 0, "at least 1"),
+    (StepConfig, "sequences_per_pass", 0, "at least 1"),
+    (StepConfig, "sequences_per_pass", 5, "more than global_batch=4: .* lower sequences_per_pass or raise"),
     (StepConfig, "context_tokens", 0, "at least 1"),
     (StepConfig, "seed", -1, "at least 0"),
     (StepConfig, "val_every_steps", -1, "at least 0"),
@@ -84,6 +88,11 @@ REFUSED = [
     (OptimConfig, "clip_norm", "1", "must be a number"),
     (OptimConfig, "betas", [0.9, 1.0], "two numbers"),
     (OptimConfig, "betas", [0.9], "two numbers"),
+    (OptimConfig, "clip_norm", -1.0, "a number above 0, or None"),
+    (RunConfig, "straggler_factor", float("inf"), "a finite number above 1"),
+    (DataConfig, "align_tokens", 0, "a whole number of at least 1"),
+    (DataConfig, "vocab_size", -5, "a whole number of at least 1"),
+    (DataConfig, "end_of_document", -1, "a whole number of at least 0"),
     (OptimConfig, "total_steps", 1.5, "a whole number"),
 ]
 
@@ -92,6 +101,9 @@ UNKNOWN = [
     (RunConfig, "failure_config", "crash_loop_limit"),
     (CheckpointConfig, "num_to_keep", "use keep_last"),
     (RunConfig, "callbacks", "give them to the trainer"),
+    (RunConfig, "stop", "set step_config.steps"),
+    (RunConfig, "sync_config", "nothing is synchronised"),
+    (RunConfig, "lodge", "known are name"),
     (ScalingConfig, "num_workers", "set dp and cp"),
     (ScalingConfig, "use_gpu", "device='cuda'"),
     (StepConfig, "global_bach", "did you mean global_batch"),
@@ -134,6 +146,19 @@ def test_copies_that_fit_are_taken_as_numbers_too(dp: int, cp: int, copies: Any)
     run = RunConfig(copies=copies)
     check_copies(Mesh(dp, cp), run.copies)
     assert run.copies == str(copies)
+
+
+def test_an_action_on_loss_spikes_that_has_nothing_to_do_is_refused() -> None:
+    off = CheckpointConfig(every_steps=0)
+    acts = RunConfig(loss_spike="act", loss_spike_actions=("back",), checkpoint_config=off)
+    with pytest.raises(ValueError, match=r"there is nothing to go back to: set copies, or checkpoint_config"):
+        check_loss_spikes(acts, OptimConfig())
+    check_loss_spikes(dataclasses.replace(acts, copies="1"), OptimConfig())
+    check_loss_spikes(dataclasses.replace(acts, checkpoint_config=CheckpointConfig(every_steps=5)), OptimConfig())
+    with pytest.raises(ValueError, match=r"clip lowers clip_norm, and clip_norm=None: leave clip out"):
+        check_loss_spikes(RunConfig(loss_spike="act", loss_spike_actions=("clip",)), OptimConfig(clip_norm=None))
+    with pytest.raises(ValueError, match=r"skip_batches=.*: must be entries such as 60\+21"):
+        RunConfig(skip_batches=("60",))
 
 
 def test_settings_read_from_a_file_are_checked_as_those_of_the_constructor() -> None:
@@ -284,7 +309,7 @@ def test_settings_survive_the_way_to_another_process_and_cannot_be_changed_there
             setattr(config, dataclasses.fields(config)[0].name, 1)
 
 
-def test_seats_and_ranks_of_a_mesh_are_one_to_one() -> None:
+def test_coordinates_and_ranks_of_a_mesh_are_one_to_one() -> None:
     mesh = Mesh(3, 4)
     assert [mesh.global_rank(mesh.coordinate(rank)) for rank in range(mesh.size)] == list(range(12))
     assert [mesh.ring(dp_rank) for dp_rank in range(3)] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]

@@ -50,7 +50,7 @@ def _node(num_slots: int, num_gpus: int | None, draining: bool = False) -> NodeI
     return NodeInfo("n", "10.0.0.1", num_slots, draining, num_gpus)
 
 
-def test_a_nodes_seats_are_the_gpus_that_ray_names_and_none_on_a_cpu_mesh() -> None:
+def test_a_nodes_places_are_the_gpus_that_ray_names_and_none_on_a_cpu_mesh() -> None:
     assert num_gpus({"CPU": 64.0, "GPU": 8.0}, "cuda") == 8
     assert num_gpus({"CPU": 64.0}, "cuda") is None
     assert num_gpus({"CPU": 64.0, "GPU": 8.0}, "cpu") is None

@@ -56,6 +56,7 @@ class Corpus:
     """A user's own source without a `repr`."""
 
 
+@pytest.mark.slow
 def test_a_users_object_has_the_same_name_in_every_process() -> None:
     parts = "Corpus(), partial(sorted, Corpus(), key=Corpus), StdlibText(8), 'text', None"
     here = [described(part) for part in (Corpus(), partial(sorted, Corpus(), key=Corpus), StdlibText(8), "text", None)]

@@ -218,7 +218,8 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     def run(step: int, *, boundary: bool, checkpoint: float, copies: float) -> tuple[Any, Any]:
         state.applied = step + 1
         order.append(f"run {step}")
-        return SimpleNamespace(boundary=step == 2, checkpoint=False, checkpoint_missed=False), None
+        outcome = SimpleNamespace(boundary=step == 2, checkpoint=False, checkpoint_missed=False)
+        return outcome, SimpleNamespace(data_wait_s=0.0)
 
     state.run = run
     training: Any = Member.__new__(Member)
@@ -228,8 +229,10 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     training._copies = Copies(RunConfig(name="run"), "a")
     training._spec = SimpleNamespace(task=SimpleNamespace(step=SimpleNamespace(steps=9, val_every_steps=0)))
     training._device_lease, training._trained = SimpleNamespace(device=OWN), True
-    for name in ("_watch", "_validate_if_due", "_send", "_publish_nondeterminism", "_report_compiled"):
+    for name in ("_watch", "_send", "_publish_nondeterminism", "_report_compiled"):
         setattr(training, name, lambda *given, **named: None)
+    training._validate_if_due = lambda step: 0.0
+    training._stamps = SimpleNamespace(waited_for_data=lambda waited_s: None)
     training._record = lambda outcome, local, seconds: order.append("recorded")
     training._context_releaser = SimpleNamespace(committed=lambda *given: order.append(f"told {given}"))
     assert training.train() == "boundary"
@@ -251,6 +254,7 @@ def _become_spare(released: bool) -> None:
     sys.exit(7 if worker._activity == "spare" else 8)
 
 
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(("released", "code"), [(True, 0), (False, 7)])
 def test_a_process_with_one_gpu_left_exits_instead_of_becoming_a_spare(released: bool, code: int) -> None:
     """At once, since until then it counts as a spare. One that has kept the other GPUs stays."""

@@ -28,6 +28,7 @@ from elastic_ring.runtime.worker import member
 from elastic_ring.runtime.worker.member import Member
 from elastic_ring.train.optim import OptimConfig
 from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.vote import ComputedWrongly
 from tests.unit.gpu_leases.lease_owners import fail_elsewhere, go_on
 
 THREE = tuple(Gpu(index, f"GPU-{index}") for index in range(3))
@@ -152,6 +153,14 @@ def test_a_gpu_that_fails_when_it_is_given_back_is_recorded_as_failed_and_is_giv
     assert GpuLease("run", answers.folder).lock(THREE[0])
     with pytest.raises(PeerFailed, match="has failed in this process before"):
         lease.take(0, 1, 0.0, go_on)
+
+
+def test_a_gpu_whose_wrong_result_was_proven_is_bad_at_once(answers: SimpleNamespace) -> None:
+    lease = lease_in(answers)
+    lease.take(0, 1, 0.0, go_on)
+    lease.erred(ComputedWrongly("step 7: wrong is rank 0", step=7, ranks=(0,), what="local gradient"))
+    assert verdicts_of(answers.folder, ["GPU-0"]) == {"GPU-0": "bad"}
+    assert "step 7: wrong is rank 0" in failures_of(answers.folder, "GPU-0")[0].why
 
 
 def test_who_stands_by_waits_for_its_groups_before_it_empties_the_cache() -> None:

@@ -268,6 +268,9 @@ def test_a_gpu_on_which_two_processes_failed_within_the_time_is_bad() -> None:
     assert verdict([one, GpuFailure(1, 2, now, "why")], now) == "bad", "the same number, another process"
     assert verdict([one, two], now + FAILURE_WINDOW_S) == "good", "another chance"
     assert verdict([one, GpuFailure(2, 1, now - FAILURE_WINDOW_S, "why")], now) == "doubtful"
+    proven = GpuFailure(1, 1, now - 10, "why", is_proven=True)
+    assert verdict([proven], now) == "bad", "a wrong result that others showed needs no second opinion"
+    assert verdict([proven], now + 2 * FAILURE_WINDOW_S) == "bad", "and no time mends it"
 
 
 def test_failures_of_real_processes_make_a_gpu_bad_until_its_mark_is_removed(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def pair() -> Iterator[Membership]:
 
 
 def mark_started(me: Any) -> None:
-    """The operation is posted; the control thread may strike."""
+    """The operation is posted; the control thread may abort it."""
     me.started.set()
 
 
@@ -78,7 +78,7 @@ def total(me: Any) -> float:
 
 
 def exchange_until_aborted(me: Any, operation: str, num_exchanges: int) -> str:
-    """One small exchange after another; after some of them the control thread may strike."""
+    """One small exchange after another; after some of them the control thread may abort it."""
     world, peer, done = me.groups.world, 1 - me.rank, 0
     try:
         with translated(me.connector):

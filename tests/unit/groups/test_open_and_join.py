@@ -201,7 +201,7 @@ def say_over_link(me: Any, heal: Heal) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_link_whose_workers_all_have_seats_connects_beside_the_groups(pair: Membership) -> None:
+def test_a_link_whose_workers_all_have_ranks_connects_beside_the_groups(pair: Membership) -> None:
     heal = Heal(0, "w0", ("w1",))
     pair.all(stand_in)
     assert pair.all(open_on_device, pair.meeting(), order(heal)) == [(4, 3.0)] * 2

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups.transport import is_transport_error, translated
-from elastic_ring.runtime.worker.error_classifier import trouble_kind, trouble_text
+from elastic_ring.runtime.worker.error_classifier import error_kind, error_text
 from elastic_ring.train.abortable_collectives import make_abortable
 from tests.unit.groups.processes import Membership, connect, membership
 
@@ -102,7 +102,7 @@ def outcome(me: Any, work: Callable[[Any], None]) -> tuple[str, str]:
     except Exception as error:
         inner = error.__cause__ if type(error).__name__ == "PeerFailed" else error
         assert inner is not None
-        return type(error).__name__, trouble_kind(inner)
+        return type(error).__name__, error_kind(inner)
     return "completed", ""
 
 
@@ -129,6 +129,7 @@ def pair() -> Iterator[Membership]:
         yield made
 
 
+@pytest.mark.thinned(num=4)
 @pytest.mark.parametrize(
     "work",
     [
@@ -196,7 +197,7 @@ def user_error(me: Any, work: Callable[[Any], None]) -> tuple[str, str, str]:
         with translated(me.connector):
             work(me)
     except Exception as error:
-        return type(error).__name__, trouble_kind(error), trouble_text(error)
+        return type(error).__name__, error_kind(error), error_text(error)
     return "completed", "", ""
 
 

@@ -24,6 +24,8 @@ from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import RingModel, export, ring_model
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_INDEX
+from elastic_ring.state.storage.folder import Storage
+from tests.object_store.store import ObjectStore
 
 T = pytest.importorskip("transformers")
 split_torch_state_dict_into_shards = pytest.importorskip("huggingface_hub").split_torch_state_dict_into_shards
@@ -172,3 +174,19 @@ def test_a_corpus_that_was_prepared_with_another_tokenizer_is_refused(
     assert trainer.task.data.vocab_size == 60
     assert train.main([*flags, manifests["bytes"]]) == 2
     assert "was prepared with another tokenizer than that in" in capsys.readouterr().err
+
+
+def test_a_run_in_an_object_store_is_exported_from_there(
+    tmp_path: Path, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    values = finished(tmp_path / "run", ring_model(saved(tmp_path / "model")), in_files=True)
+    storage = Storage(f"s3://{object_store.new_bucket()}/runs/run").open()
+    for path in [path for path in (tmp_path / "run").rglob("*") if path.is_file()]:
+        storage.replace(str(path.relative_to(tmp_path / "run")), path.read_bytes())
+    assert command(["export", storage.uri, "--out", str(tmp_path / "out")]) == 0
+    assert "all of it in" in capsys.readouterr().out
+    loaded = T.LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in values.items())
+    assert command(["export", f"{storage.uri}-none", "--out", str(tmp_path / "none")]) == 2

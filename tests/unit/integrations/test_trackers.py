@@ -160,6 +160,7 @@ def has_ended(path: Path, proto: Any) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_weights_and_biases_offline_has_each_step_once_over_drivers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +215,7 @@ def mlflow_server(folder: Path, port: int) -> Iterator[str]:
         process.wait(30)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_mlflows_server_has_each_event_once_and_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("flask")  # of the whole mlflow, which has the server

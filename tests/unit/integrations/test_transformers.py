@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from elastic_ring import ElasticRingTrainer, StepConfig
+from elastic_ring import ElasticRingTrainer, OptimConfig, StepConfig
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.families import BigBird
@@ -25,10 +25,15 @@ from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Window
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
+from elastic_ring.data.loader import joined, slice_sample
+from elastic_ring.data.packing import Sample
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import RingModel, ring_model
+from elastic_ring.model.loss import language_model_loss
+from elastic_ring.train import attention_context
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.wrap import ModuleMaker, check_buildable, parameters_on_meta
+from tests.unit.attention.attention_rings import ThreadRings, in_threads
 
 T = pytest.importorskip("transformers")
 
@@ -99,6 +104,47 @@ def test_loss_and_gradient_are_those_of_transformers_own_attention(family: str) 
     for (name, own), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert own.grad is not None, name
         error = (own.grad - other.grad).norm() / other.grad.norm().clamp_min(1e-6)
+        assert float(error) < 1e-4, name
+
+
+@pytest.mark.thinned(num=2)
+@pytest.mark.parametrize("family", ["gemma2, final softcap and scale of its own", "mistral", "gemma3", "qwen2"])
+def test_two_sequences_on_a_ring_of_two_have_loss_and_gradient_of_transformers_own_attention(family: str) -> None:
+    """Both in one pass. What the ranks find, summed, is what transformers finds for each sequence alone, summed."""
+    config = FAMILIES[family]()
+    model, layout = ring_model(config, loss_chunk_tokens=24), make_layout("zigzag", CONTEXT, 2)
+    task = TrainingTask(
+        model, StdlibText(CONTEXT), StepConfig(context_tokens=CONTEXT), OptimConfig(),
+        pattern=model.pattern(CONTEXT),
+    )  # fmt: skip
+    ours, groups = [filled(model).train() for _ in range(2)], ThreadRings().groups(2)
+    samples = [Sample(torch.randint(0, 301, (CONTEXT + 1,)).numpy(), (0,)) for _ in range(2)]
+
+    def work(cp_rank: int) -> torch.Tensor:
+        slices = [slice_sample(each, layout, cp_rank, sample_id=0, index_in_batch=0) for each in samples]
+        piece = joined(slices, CONTEXT)
+        ring = attention_context.attention_of(task, piece, layout.repeated(2), cp_rank, groups[cp_rank])
+        batch = attention_context.batch_of(piece, ring, torch.device("cpu"))
+        loss, num_targets = language_model_loss(ours[cp_rank], batch)
+        loss.backward()
+        return torch.stack([loss.detach(), torch.tensor(float(num_targets))])
+
+    loss, num_targets = torch.stack(in_threads(2, work)).sum(0)
+    theirs = T.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).train()
+    theirs.load_state_dict(ours[0].state_dict())
+    expected = torch.zeros(())
+    for sample in samples:
+        tokens = torch.from_numpy(sample.tokens)
+        expected += F.cross_entropy(theirs(tokens[None, :-1], use_cache=False).logits[0], tokens[1:], reduction="sum")
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-3)
+    assert int(num_targets) == 2 * CONTEXT
+    for (name, first), second, other in zip(
+        ours[0].named_parameters(), ours[1].parameters(), theirs.parameters(), strict=True
+    ):
+        assert first.grad is not None, name
+        assert second.grad is not None, name
+        error = (first.grad + second.grad - other.grad).norm() / other.grad.norm().clamp_min(1e-6)
         assert float(error) < 1e-4, name
 
 

@@ -29,7 +29,7 @@ def test_steps_after_the_checkpoint_are_undone_and_a_loss_is_one_recovery(tmp_pa
     assert records.begin(attempt(2, "there/checkpoint-2")) == 2
     for step in range(2, 5):
         records.step(line(step, loss=0.5 if step == 3 else 1.0, generation=2))
-    summary = records.finish("digest")
+    summary = records.finish("digest", peak_gpu_bytes=7)
     assert tuple(summary) == SUMMARY_KEYS
     assert [float.fromhex(loss) for loss in summary["losses"]] == [1.0, 1.0, 1.0, 0.5, 1.0]
     (recovery,) = summary["recoveries"]
@@ -39,6 +39,7 @@ def test_steps_after_the_checkpoint_are_undone_and_a_loss_is_one_recovery(tmp_pa
     assert summary["resumed_from"] == [{"path": "there/checkpoint-2", "step": 2}]
     assert summary["checkpoints"] == [{"path": "there/checkpoint-2", "step": 2}]
     assert summary["lost_workers"] == {"worker group failed": 1}
+    assert summary["peak_gpu_bytes"] == 7
     assert not summary["exact"]
 
 

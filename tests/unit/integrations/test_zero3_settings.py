@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -11,6 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from elastic_ring.cli.settings import parse
+from elastic_ring.cli.train import build as build_elastic
+from elastic_ring.cli.zero3 import build as build_zero3
 from elastic_ring.cli.zero3 import parse_zero3, workers_of
 from elastic_ring.config import OptimConfig, StepConfig
 from elastic_ring.data.source import TextFiles, open_source
@@ -23,7 +27,13 @@ from elastic_ring.integrations.ray_train.settings import (
     mesh_of,
     read_deepspeed,
 )
+from elastic_ring.integrations.ray_train.trainer import Zero3Trainer
 from elastic_ring.mesh import Mesh
+from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.transformer import Transformer
+from elastic_ring.monitor.metrics import write_json
+from elastic_ring.train.startup.layouts import check_rows
+from elastic_ring.train.task import ModelParts
 from tests.lock_process import lock_process
 
 STEP = StepConfig(global_batch=4, context_tokens=128)
@@ -47,6 +57,37 @@ def test_a_mesh_that_does_not_come_out_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         check_mesh(workers, cp, STEP, Zero3Config(deepspeed={"zero_optimization": given}))
+
+
+def test_several_sequences_in_a_pass_are_refused() -> None:
+    with pytest.raises(ValueError, match="sequences_per_pass=2: ZeRO-3 in Ray Train computes one sequence at a time"):
+        check_mesh((2, 2), 2, StepConfig(sequences_per_pass=2), Zero3Config())
+
+
+class Rows:
+    """A factory of a decoder that says how many tokens it has rows for."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __call__(self) -> Transformer:
+        return Transformer(ModelConfig(self.rows, 2, 16, 2, 1, 8, 23))
+
+    def ring_parts(self, step: StepConfig) -> ModelParts:
+        return ModelParts(vocab_size=self.rows)
+
+
+def test_the_tokens_of_a_ray_dataset_are_compared_with_the_models_rows() -> None:
+    def trainer(model: Any, vocab_size: int, end: int = 0) -> Zero3Trainer:
+        return Zero3Trainer(model, dataset=object(), vocab_size=vocab_size, end_of_document=end, step_config=STEP)
+
+    check_rows(trainer(Rows(60), 60).task)
+    with pytest.raises(ValueError, match=r"data\.vocab_size=61 is more than the model's 60"):
+        trainer(Rows(60), 61)
+    with pytest.raises(ValueError, match=r"data\.vocab_size=61 is more than the model's 60"):
+        check_rows(trainer(Rows(60).__call__, 61).task)
+    with pytest.raises(ValueError, match="end_of_document=60 is no token of a vocabulary of vocab_size=60"):
+        trainer(Rows(60), 60, 60)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +135,8 @@ def test_the_configuration_keeps_what_the_user_gives_and_adds_what_follows(tmp_p
     assert made["gradient_clipping"] == 1.0
     assert made["checkpoint"] == {"load_universal": True}
     assert made["aio"] == {"thread_count": 2}
+    assert made["communication_data_type"] == "fp32", "with bf16 parameters DeepSpeed would sum gradients in bf16"
+    assert made["data_types"] == {"grad_accum_dtype": "fp32"}
     zero = made["zero_optimization"]
     assert zero["reduce_bucket_size"] == 1000
     assert zero["offload_optimizer"] == {"pin_memory": False, "device": "nvme", "nvme_path": str(tmp_path)}
@@ -156,3 +199,19 @@ def test_documents_of_a_dataset_are_packed_as_a_corpus_is(tmp_path: Path) -> Non
         np.testing.assert_array_equal(mine.tokens, theirs.tokens)
         assert mine.document_starts == theirs.document_starts
         assert mine.ends_document == theirs.ends_document
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_the_records_name_the_type_for_an_export_and_refuse_the_elastic_ring_under_the_same_name(
+    tmp_path: Path,
+) -> None:
+    flags = [f"--storage-path={tmp_path}", "--run-name=one", "--step.param-dtype=bfloat16"]
+    trainer = build_zero3(*parse_zero3(flags))
+    recorded = trainer._config()
+    assert recorded["step"]["param_dtype"] == "bfloat16"
+    assert recorded["versions"]["deepspeed"]
+    (tmp_path / "one").mkdir()
+    write_json(tmp_path / "one" / "config.json", recorded)
+    assert trainer._finished() is None, "its own settings are those of the record"
+    with pytest.raises(ValueError, match="is taken by a run with other settings"):
+        build_elastic(parse(flags))._finished()

@@ -170,6 +170,7 @@ def test_another_process_gets_the_same_bits_whether_it_compiles_anew_or_finds_it
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.slow
 def test_documents_and_layers_and_modules_share_what_one_has_compiled() -> None:
     watch = CompileWatch()
     pass_of(compile_blocks=True)
@@ -238,12 +239,17 @@ def validate(me: Any) -> dict[str, float]:
 
 
 @pytest.mark.thinned(num=1)
-@pytest.mark.parametrize(("mesh", "offload"), [(RING, False), (REPLICAS, True)], ids=["ring", "replicas"])
+@pytest.mark.parametrize(
+    ("mesh", "offload", "together"), [(RING, False, 1), (REPLICAS, True, 1), (RING, False, 2)],
+    ids=["ring", "replicas", "passes"],
+)  # fmt: skip
 def test_a_warm_process_compiles_nothing_in_its_steps_nor_after_a_break(
-    pair: Membership, mesh: Mesh, offload: bool
+    pair: Membership, mesh: Mesh, offload: bool, together: int
 ) -> None:
+    """Three sequences a step: on one ring a pass of two and one of one."""
     task = compiled_task(offload_activations=offload)
-    assert slice_lengths(task, mesh.cp, "cpu") == ((13, 14) if mesh.cp == 2 else (27,))
+    task = replace(task, step=replace(task.step, sequences_per_pass=together))
+    assert slice_lengths(task, mesh.cp, "cpu") == {REPLICAS: (27,), RING: (13, 14, 26, 28)[: 2 * together]}[mesh]
     pair.all(warm_up_kernels, task, mesh.cp)
     pair.all(begin, pair.meeting(), mesh, task)
     pair.all(check)
@@ -267,6 +273,14 @@ def test_a_warm_process_compiles_nothing_in_its_steps_nor_after_a_break(
             assert float.fromhex(one[0]) == pytest.approx(float.fromhex(other[0]), rel=1e-5)
 
 
+def test_every_length_of_a_pass_is_warmed_up() -> None:
+    """Of three sequences a ring has three, two or one; of 27 tokens a rank of two has 13 or 14."""
+    task = compiled_task()
+    for together, lengths in ((1, (13, 14)), (2, (13, 14, 26, 28)), (3, (13, 14, 26, 28, 39, 42))):
+        step = replace(task.step, sequences_per_pass=together)
+        assert slice_lengths(replace(task, step=step), 2, "cpu") == lengths
+
+
 @pytest.mark.slow
 def test_passes_without_gradients_are_compiled_in_the_warm_up_where_the_run_validates(pair: Membership) -> None:
     for every, compiled in ((2, 0), (0, 2)):
@@ -288,6 +302,7 @@ def told_by(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.slow
 def test_what_is_compiled_after_the_warm_up_is_named_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     pass_of(compile_blocks=True)
     watch = CompileWatch()

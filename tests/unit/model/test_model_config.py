@@ -29,7 +29,10 @@ def test_the_laptop_speaks_bytes_and_the_end_of_a_document() -> None:
         ({"num_layers": 0}, "num_layers=0"),
         ({"vocab_size": -1}, "vocab_size=-1"),
         ({"loss_chunk_tokens": 0}, "loss_chunk_tokens=0"),
-        ({"rope_theta": 0.0}, "rope_theta=0.0"),
+        ({"rope_theta": 0.0}, "rope_theta=0.0: must be a finite number above 1"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan: must be a finite number above 1"),
+        ({"norm_eps": float("inf")}, "norm_eps=inf: must be a finite number above 0"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0"),
         ({"dtype": "float16"}, "dtype='float16'"),
     ],
 )

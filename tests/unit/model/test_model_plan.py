@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from elastic_ring.cli import train
-from elastic_ring.cli.plan import STATE_BYTES, model_flops, plan_of
+from elastic_ring.cli.plan import STATE_BYTES, plan_of
 from elastic_ring.cli.settings import PRESETS
 from elastic_ring.model.config import num_parameters
+from elastic_ring.model.flops import model_flops
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,13 @@ def test_the_plan_of_one_trillion_is_printed_and_nothing_is_started(capsys: pyte
     assert "standbys too, takes about 0.8 GiB of each of its GPUs" in printed
 
 
+def test_the_plan_counts_the_activations_of_all_sequences_of_a_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    for together, told in ((2, "1,024 tokens on each\n"), (4, "2,048 tokens on each of 2 sequences a pass\n")):
+        settings = ["--step.sequences-per-pass", str(together), "--global-batch", str(together)]
+        assert train.main(["--preset", "laptop", "--dp", "2", "--plan", *settings]) == 0
+        assert told in capsys.readouterr().out
+
+
 def test_the_plan_of_a_run_on_cpus_has_no_word_of_gpus() -> None:
     preset = PRESETS["laptop"]()
     assert not any("GPU" in line for line in plan_of(preset["model"], preset["scaling"], preset["step"]).lines())
@@ -59,12 +67,14 @@ def test_the_plan_of_8_b_on_two_gpus_splits_the_state_between_gpu_and_host(capsy
     printed = capsys.readouterr().out
     assert "a rank holds 44.9 GiB of state" in printed
     assert "29.9 GiB of its state wait in host memory" in printed
-    assert "together about 78 GiB of a GPU" in printed
+    assert "together about 81 GiB of a GPU" in printed
     assert train.main(settings) == 0
     printed = capsys.readouterr().out
     assert "a rank holds 74.8 GiB of state" in printed
     assert "wait in host memory" not in printed
-    assert "together about 108 GiB of a GPU" in printed
+    assert "a step takes most memory in the backward pass of layer 30:" in printed
+    assert "31.2 GiB  kept activations" in printed
+    assert "together about 111 GiB of a GPU" in printed
 
 
 def test_flops_are_six_for_each_parameter_and_token_plus_the_causal_triangle() -> None:

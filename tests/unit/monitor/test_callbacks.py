@@ -10,16 +10,20 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic_ring.config import RunConfig
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import CALLBACKS_NAME, Callback, RunInfo, Telling, check_callbacks
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, MetricsLog, StepMetrics
+from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import set_aside
+from tests.object_store.store import ObjectStore
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -311,3 +315,30 @@ def test_what_is_no_callback_and_two_of_one_name_are_refused() -> None:
         check_callbacks([Hears])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="two are called 'one'"):
         check_callbacks([Hears("one"), Hears("one")])
+
+
+def test_in_an_object_store_a_driver_on_another_host_goes_on_where_the_first_one_ended(
+    object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    run, heard = RunConfig("told", run_dir=f"s3://{object_store.new_bucket()}/told"), []
+    for host, steps in (("a", (0, 1, 2)), ("b", (0, 1, 2, 3)), ("a", (0, 1, 2, 3, 4))):
+        folder = tmp_path / f"{host}-{len(steps)}" if host == "b" else tmp_path / "a"
+        folder.mkdir(exist_ok=True)
+        (folder / METRICS_NAME).unlink(missing_ok=True)
+        Records(folder).steps(*steps)
+        hears = Hears()
+        with Telling(
+            (hears,), RunInfo("told", folder, {}), bring=partial(run_storage.fetch_places, run, folder),
+            keep=partial(run_storage.keep_places, run, folder),
+        ) as telling:  # fmt: skip
+            telling.tell()
+        heard.append([event for event in hears.heard if isinstance(event, int)])
+    assert heard == [[0, 1, 2], [3], [4]]
+    run_storage.reset_places(run, goes_on=True)
+    run_storage.fetch_places(run, tmp_path)
+    assert json.loads((tmp_path / CALLBACKS_NAME).read_text())["told"]["hears"] == {"step": 4}
+    run_storage.reset_places(run, goes_on=False)
+    run_storage.fetch_places(run, tmp_path)
+    assert not (tmp_path / CALLBACKS_NAME).exists()

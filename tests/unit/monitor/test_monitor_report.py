@@ -7,6 +7,7 @@ import fcntl
 import io
 import os
 import pty
+import shutil
 import struct
 import subprocess
 import sys
@@ -18,12 +19,16 @@ from typing import Any
 import matplotlib.image
 import pytest
 
+from elastic_ring.cli import status
+from elastic_ring.config import RunConfig
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, build_summary, write_json, write_summary
 from elastic_ring.monitor.plot import draw_run, short_cause
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.monitor.report import human_rate, recovery_line, render_status, seconds
+from elastic_ring.runtime import run_storage
+from tests.object_store.store import ObjectStore
 from tests.signals import heed_interrupts
 
 STATUS_JOB = Path(__file__).resolve().parents[3] / "jobs" / "status.py"
@@ -386,3 +391,37 @@ def test_short_and_broken_runs_have_a_picture_too(tmp_path: Path, num_steps: int
     recoveries = [{**RECOVERY, "step": step, "total_s": None} for step in range(40 if num_steps else 0)]
     path = draw_run(tmp_path, recoveries)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_where_the_time_of_a_step_goes_is_told_with_the_rank_that_took_longest(run: Path) -> None:
+    clock = {"idle": 0.0, "forward": 0.5, "backward": 1.0, "reduce": 0.0, "vote": 0.0, "apply": 0.1, "other": 0.0,
+             "data": 0.0}  # fmt: skip
+    status = live_status()
+    for member, forward_s in zip(status["members"], (1.5, 0.5), strict=True):
+        member["clock"] = {**clock, "forward": forward_s}
+    write_json(run / "status.json", status)
+    text = render_status(run, now_unix_s=5001.0)
+    assert "  clock      forward 1 (rank 2: 1.5), backward 1 (rank 0: 1), apply 0.1 (rank 0: 0.1)   s a step" in text
+
+
+# ------------------------------------------------------------------------------------------ in an object store
+
+
+def test_the_status_of_a_run_in_a_store_is_that_of_its_folder_and_needs_neither_ray_nor_the_folder(
+    run: Path, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    stored = RunConfig("laptop", storage_path=f"s3://{object_store.new_bucket()}/runs")
+    stored.folder.mkdir(parents=True)
+    for path in run.iterdir():
+        (stored.folder / path.name).write_bytes(path.read_bytes())
+    run_storage.Mirror(stored, run_storage.next_term(stored)).flush()
+    shutil.rmtree(stored.folder)  # as on another machine
+    assert (status.main([str(run)]), there := capsys.readouterr().out) == (0, there)
+    assert status.main([stored.storage_uri]) == 0
+    here = capsys.readouterr().out
+    # Its first line says how old the news are.
+    assert (here.splitlines()[1:], "rank 3 died in backward" in here) == (there.splitlines()[1:], True)
+    assert status.main([f"{stored.storage_uri}-none"]) == 2
+    assert "holds no run" in capsys.readouterr().err

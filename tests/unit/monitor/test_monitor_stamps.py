@@ -145,6 +145,31 @@ def test_readings_of_a_racing_writer_are_one_stamp_each(path: Path) -> None:
     assert num_read > 0
 
 
+def test_a_step_that_is_left_has_a_clock_of_its_phases(path: Path, writer: StampWriter) -> None:
+    reader, times = StampReader(path), iter(range(0, 10**12, 10**9))
+    first = reader.read()
+    assert first is not None
+    assert first.clock is None
+    writer._now_ns = lambda: next(times)
+    writer._since_ns = 0
+    writer.stamp(4, Phase.IDLE)
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD, Phase.REDUCE, Phase.VOTE, Phase.APPLY):
+        writer.stamp(4, phase)
+    writer.waited_for_data(0.25)
+    within = reader.read()
+    assert within is not None
+    assert within.clock is None  # of the start there is none
+    writer.stamp(5, Phase.IDLE)
+    for _ in range(2):  # it stays until the next step ends
+        stamp = reader.read()
+        assert stamp is not None
+        assert stamp.clock is not None
+        assert (stamp.clock.step, stamp.clock.data_wait_s) == (4, 0.25)
+        spent = {phase: s for phase, s in stamp.clock.phases_s.items() if s}
+        assert spent == {"idle": 1.0, "forward": 1.0, "backward": 2.0, "reduce": 1.0, "vote": 1.0, "apply": 1.0}
+        writer.stamp(5, Phase.FORWARD)
+
+
 def test_closing_removes_the_file_unless_it_is_still_wanted(path: Path) -> None:
     StampWriter(path).open().close(unlink=False)
     assert path.exists()

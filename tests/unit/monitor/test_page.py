@@ -29,7 +29,9 @@ def run(tmp_path: Path) -> Path:
         for step in range(40):
             log.record(metrics(step))
         log.validated(20, {"val_loss": 3.5})
-    doing = {"at_step": 40, "phase": "backward", "in_phase_s": 0.25}
+    clock = {"idle": 0.0, "forward": 0.5, "backward": 1.0, "reduce": 0.1, "vote": 0.1, "apply": 0.1, "other": 0.0,
+             "data": 0.2}  # fmt: skip
+    doing = {"at_step": 40, "phase": "backward", "in_phase_s": 0.25, "clock": clock}
     stuck = {"at_step": 40, "phase": "forward", "in_phase_s": 99.0}
     members = [
         {"global_rank": rank, "worker": f"w-{rank}", "node": "node-a", "pid": 100 + rank, **does}
@@ -52,6 +54,7 @@ def page(run: Path) -> Iterator[Page]:
 
 def test_the_data_are_those_of_the_records(run: Path) -> None:
     found = page_data(run)
+    assert found["ranks"][0]["clock"]["backward"] == 1.0
     assert (found["run"], found["phase"], found["step"], found["total_steps"]) == ("laptop", "running", 40, 60)
     assert found["loss"] == [(step, 5.0 - step / 10) for step in range(40)]
     assert found["validation"] == [(20, 3.5)]
@@ -81,7 +84,7 @@ def test_what_cannot_be_read_is_told_and_other_paths_are_not_there(page: Page, r
     time.sleep(0.6)  # longer than an answer is kept
     with pytest.raises(urllib.error.HTTPError, match="503") as refused:
         urllib.request.urlopen(f"{page.url}data.json", timeout=10)
-    assert METRICS_NAME in json.loads(refused.value.read())["trouble"]
+    assert METRICS_NAME in json.loads(refused.value.read())["error"]
 
 
 def test_a_port_that_is_taken_and_a_folder_without_a_run_are_refused(
@@ -109,6 +112,7 @@ def test_a_browser_shows_curve_mesh_recovery_and_the_rank_that_stands_still(page
     assert SENTENCE in dom
     stuck = re.findall(r'data-rank="(\d)" data-phase="(\w+)" style="background: var\(--red\)', dom)
     assert stuck == [("3", "forward")]
+    assert re.findall(r'data-part="(\w+)"', dom) == 3 * ["forward", "backward", "reduce", "vote", "apply"]
     picture = tmp_path / "page.png"
     subprocess.run([*command, f"--screenshot={picture}", page.url], capture_output=True, check=True, timeout=120)
     assert picture.stat().st_size > 20_000

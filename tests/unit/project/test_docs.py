@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 import elastic_ring
-from elastic_ring import errors
+from elastic_ring import cli, errors
 from elastic_ring.attention.patterns import parse
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.cli import main, settings
@@ -126,6 +126,18 @@ def test_the_readme_has_at_most_200_lines() -> None:
     assert len(README.splitlines()) <= 200
 
 
+def test_the_changelog_has_one_line_a_change() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) > 100
+    assert [line for line in lines[3:] if (line and line[:2] not in ("- ", "##")) or len(line) > 120] == []
+
+
+def test_the_quickstart_has_every_command() -> None:
+    text = TEXTS[DOCS / "quickstart.md"]
+    table = cells_of(text[text.index("| command |") :].split("\n\n")[0])
+    assert {row[0].strip("`").split()[1] for row in table} == set(cli.COMMANDS)
+
+
 def test_every_option_that_a_page_gives_to_a_command_is_known_to_it() -> None:
     calls = set(console_calls())
     assert {("train", "--faults"), ("train", "--run-dir"), ("train", "--plan"), ("status", "--watch")} <= calls
@@ -151,6 +163,19 @@ def test_every_file_that_a_page_names_is_there() -> None:
     named = set(re.findall(rf"(?<![\w./-]){TOP}/[\w./-]*\w", ALL))
     assert len(named) > 60
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_four_questions_lead_to_code_that_is_there() -> None:
+    architecture = TEXTS[DOCS / "architecture.md"]
+    assert "(docs/architecture.md)" in README
+    answers = rows(TEXTS[ROOT / "CONTRIBUTING.md"], "Four questions")
+    assert len(answers) == 4
+    for question, file, place in answers:
+        assert re.search(rf"^\| {re.escape(question)} \|[^|]*{re.escape(file)}", architecture, re.MULTILINE), question
+        sources = [ROOT / name.strip("`") for name in (file, *re.findall(r"`elastic_ring/[^`]+`", place))]
+        defined = "".join(source.read_text(encoding="utf-8") for source in sources)
+        for name in re.findall(r"`(\w+)`", place):
+            assert re.search(rf"^ *(?:def {name}|class {name}|{name}:)", defined, re.MULTILINE), name
 
 
 def test_every_make_target_that_a_page_names_is_there() -> None:
@@ -210,10 +235,10 @@ def test_every_object_of_the_api_page_is_there() -> None:
         assert [member for member in members.split(", ") if not hasattr(holder, member)] == []
 
 
-def test_the_pictures_are_what_the_script_draws() -> None:
-    drawn = runpy.run_path(str(DOCS / "images" / "draw.py"))["pictures"]()
-    for name, picture in drawn.items():
-        assert (DOCS / "images" / name).read_text(encoding="utf-8") == picture, f"run docs/images/draw.py: {name}"
+def test_the_drawings_are_what_the_script_draws() -> None:
+    drawn = runpy.run_path(str(DOCS / "images" / "draw.py"))["drawings"]()
+    for name, drawing in drawn.items():
+        assert (DOCS / "images" / name).read_text(encoding="utf-8") == drawing, f"run docs/images/draw.py: {name}"
 
 
 def test_python_in_the_readme_is_quoted_from_the_examples() -> None:

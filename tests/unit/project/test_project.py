@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "elastic_ring"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_FUNCTION_LINES = 70
+MAX_FILES_OF_A_FOLDER = 17
 MAY_READ_ENVIRONMENT = {"config.py", "runtime/environment.py"}
 MAY_PRINT = {"monitor/report.py"}  # besides the command line
 PRINTING_ROOMS = ("cli/", "tuning/")
@@ -83,6 +85,12 @@ def test_no_function_of_the_package_is_over_70_lines() -> None:
         and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
     ]
     assert too_long == []
+
+
+def test_no_folder_has_more_files_than_a_reader_takes_in() -> None:
+    folders = Counter(path.parent.relative_to(ROOT).as_posix() for path in in_repository())
+    assert folders["elastic_ring/control"] > 10
+    assert {folder: count for folder, count in folders.items() if count > MAX_FILES_OF_A_FOLDER} == {}
 
 
 def test_every_module_says_what_it_is_for() -> None:

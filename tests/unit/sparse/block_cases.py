@@ -15,8 +15,8 @@ import torch
 from elastic_ring.attention.comm.exchange import HopLedger
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import residue_class, striped
-from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, longnet
-from elastic_ring.attention.patterns.rules import Dense, Rule, Strided
+from elastic_ring.attention.patterns.families import BigBird, BlockFunction, Dilated, Hierarchical, longnet
+from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided
 from elastic_ring.attention.patterns.sparse import mixed
 from tests.unit.attention.attention_rings import relative_error
 from tests.unit.sparse.pattern_cases import SparseCase
@@ -32,6 +32,13 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
     "segments, nothing beyond": (Dilated((256,), (1,), 0, 128),),
     "local and dense heads": mixed((2, NEAR), (2, Dense())),
     "heads in turn": (NEAR, Dense(), NEAR, Dense()),
+}
+_EVEN = BlockFunction(lambda i, j: (i + j) % 2 == 0)
+AHEAD: dict[str, tuple[Rule, ...]] = {
+    "dense": (Dense(),),
+    "dilated": (Dilated((512, 2048), (1, 4), 1, 128),),
+    "sinks and even blocks": (Sinks(128) | _EVEN,),
+    "dense and even heads": mixed((2, Dense()), (2, _EVEN)),
 }
 _WIDE, _STRIDED = BigBird(3, 1, 1), Strided(3, 1, 128)
 _SHIFTED = tuple(rule | NEAR for rule in longnet(8, (256, 2048), (1, 8), unit_tokens=128))
@@ -65,7 +72,8 @@ class BlockCase(SparseCase):
         starts = np.array(self.document_starts, dtype=np.int64)
         document = np.searchsorted(starts, np.arange(self.layout.seq_len), side="right") - 1
         at = np.arange(self.layout.seq_len, dtype=np.int64) - starts[document]
-        same = np.tril(document[:, None] == document[None, :])
+        same = document[:, None] == document[None, :]
+        same = np.tril(same) if self.causal else same
         of_rule = {rule: torch.from_numpy(rule.sees(at[:, None], at[None, :]) & same) for rule in self.rules}
         rules = self.rules if len(self.rules) > 1 else self.rules * self.num_heads
         return torch.stack([of_rule[rule] for rule in rules])
@@ -84,7 +92,9 @@ def block_case(family: str, cp: int, layout: str, documents: tuple[int, ...] = (
     """`documents` are the blocks at which they begin."""
     starts = tuple(128 * block for block in documents)
     seq_len = 128 * NUM_BLOCKS[cp]
-    return BlockCase(FAMILIES[family], (), layouts(seq_len, cp)[layout], document_starts=starts, block=128, **more)
+    return BlockCase(
+        (FAMILIES | AHEAD)[family], (), layouts(seq_len, cp)[layout], document_starts=starts, block=128, **more
+    )
 
 
 def grouped_case(name: str, cp: int, layout: str, **more: Any) -> BlockCase:

@@ -15,7 +15,7 @@ from elastic_ring.attention.patterns.families import BigBird, BlockFunction, Dil
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
-from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.ring import RingAttention
 from tests.unit.attention.attention_rings import in_threads
 
 Sees = Callable[[int, int], bool]
@@ -71,6 +71,21 @@ RULES: dict[str, tuple[Rule, Sees | None]] = {
     ),
 }
 
+AHEAD: dict[str, tuple[Rule, Sees]] = {
+    "dense": (Dense(), lambda q, k: True),
+    "window on both sides": (Window(7, 9), lambda q, k: q - k < 7 and k - q <= 9),
+    "sinks and window": (Sinks(3) | Window(5, 4), lambda q, k: k < 3 or (q - k < 5 and k - q <= 4)),
+    "dilated tokens": (
+        Dilated(DILATED_SEGMENTS, DILATED_RATES, 1, 1),
+        lambda q, k: any(
+            q // s == k // s and q % s % r == 1 % r == k % s % r
+            for s, r in zip(DILATED_SEGMENTS, DILATED_RATES, strict=True)
+        ),
+    ),
+    "own function": (BlockFunction(lambda i, j: (i + j) % 3 == 0, 4), lambda q, k: (q // 4 + k // 4) % 3 == 0),
+}
+"""Rules that say which later keys they keep, for attention that is not causal."""
+
 
 @dataclass(frozen=True)
 class SparseCase:
@@ -85,10 +100,11 @@ class SparseCase:
     num_kv_heads: int = 2
     head_dim: int = 8
     dtype: torch.dtype = torch.float64
+    causal: bool = True
 
     @property
     def schedule(self) -> SparseSchedule:
-        pattern = SparsePattern(self.rules, self.block, self.document_starts)
+        pattern = SparsePattern(self.rules, self.block, self.document_starts, self.causal)
         return plan_sparse(pattern, self.layout, self.num_heads, self.num_kv_heads)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -108,7 +124,8 @@ class SparseCase:
             mask = torch.zeros(seq_len, seq_len, dtype=torch.bool)
             for start, stop in zip(self.document_starts, (*self.document_starts[1:], seq_len), strict=True):
                 for q in range(stop - start):
-                    mask[start + q, start : start + q + 1] = torch.tensor([sees(q, k) for k in range(q + 1)])
+                    last = q + 1 if self.causal else stop - start
+                    mask[start + q, start : start + last] = torch.tensor([sees(q, k) for k in range(last)])
             masks[sees] = mask
         chosen = [masks[sees] for sees in self.sees]
         return torch.stack(chosen if len(chosen) > 1 else chosen * self.num_heads)
@@ -148,7 +165,7 @@ def run_sparse(case: SparseCase, groups: list[Any], **options: Any) -> tuple[lis
     def work(cp_rank: int) -> tuple[list[torch.Tensor], HopLedger]:
         q, k, v, dout = (layout.scatter(tensor, cp_rank, 1) for tensor in tensors)
         leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-        ring = SparseRingAttention(schedule, cp_rank, groups[cp_rank], **options)
+        ring = RingAttention(schedule, cp_rank, groups[cp_rank], **options)
         out = ring(*leaves)
         out.backward(dout)
         return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)], ring.ledger

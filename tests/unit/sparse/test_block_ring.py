@@ -10,26 +10,28 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention import block_pass, sparse_ring
 from elastic_ring.attention.comm.exchange import HopBuffers
-from elastic_ring.attention.kernels import sparse_verify
 from elastic_ring.attention.kernels.adapters.block_reference import seen_by, seen_by_key
 from elastic_ring.attention.kernels.block_tables import tables_for
-from elastic_ring.attention.kernels.sparse_registry import KERNELS, REFERENCE, SparseKernel, select_sparse
+from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.kernels.registry import covering, named, select
+from elastic_ring.attention.kernels.verify import self_test
 from elastic_ring.attention.layouts.layout import contiguous, zigzag
+from elastic_ring.attention.lowering import blocks as lowered
+from elastic_ring.attention.lowering.device_blocks import on_device
+from elastic_ring.attention.lowering.rows import OneGroup, SeveralGroups
 from elastic_ring.attention.merge import add_placed_
 from elastic_ring.attention.patterns.rules import Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.device_blocks import on_device
-from elastic_ring.attention.plan.query_index import OneGroup, SeveralGroups
 from elastic_ring.attention.plan.sparse_blocks import plan_blocks
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
-from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.ring import RingAttention
 from tests.gpu.gpu_rings import ProcessGroups, run_sparse_on
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
-from tests.unit.sparse.block_cases import FAMILIES, NEAR, BlockCase, block_case, check_bytes, masked_reference
+from tests.unit.sparse.block_cases import AHEAD, FAMILIES, NEAR, BlockCase, block_case, check_bytes, masked_reference
 from tests.unit.sparse.pattern_cases import run_sparse
 
+REFERENCE = named("reference-sparse")
 KERNEL = REFERENCE.name
 LAYOUTS = ("contiguous", "zigzag", "striped", "by residue")
 
@@ -44,7 +46,7 @@ def rings() -> Iterator[ThreadRings]:
 def halves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Own gradients in one part, and in two around the fetched ones."""
     if request.param:
-        monkeypatch.setattr(block_pass, "HALVING_S", 0)
+        monkeypatch.setattr(lowered, "HALVING_S", 0)
 
 
 def check(case: BlockCase, found: list[torch.Tensor]) -> None:
@@ -52,7 +54,7 @@ def check(case: BlockCase, found: list[torch.Tensor]) -> None:
         assert relative_error(got, want) <= 1e-12, (case, name)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(num=4)
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp64_agrees_with_the_masked_reference_and_moves_the_planned_bytes(
@@ -61,7 +63,7 @@ def test_fp64_agrees_with_the_masked_reference_and_moves_the_planned_bytes(
     """Layouts take turns, and so do own gradients in one part and in two around the fetched ones."""
     number = cp + list(FAMILIES).index(family)
     if number % 8 >= 4:
-        monkeypatch.setattr(block_pass, "HALVING_S", 0)
+        monkeypatch.setattr(lowered, "HALVING_S", 0)
     layout = LAYOUTS[number % 4]
     case = block_case(family, cp, layout, num_kv_heads=4 if cp == 3 else 2)
     found, ledgers = run_sparse(case, rings.groups(cp), kernel=KERNEL)
@@ -69,7 +71,17 @@ def test_fp64_agrees_with_the_masked_reference_and_moves_the_planned_bytes(
     check_bytes(case, ledgers)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(num=2)
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+def test_blocks_that_look_ahead_agree_with_the_masked_reference(rings: ThreadRings, cp: int) -> None:
+    """Rules, layouts and packed documents take turns."""
+    case = block_case(list(AHEAD)[cp % 4], cp, LAYOUTS[cp % 3], (0, 1, 4) if cp % 3 else (0,), causal=False)
+    found, ledgers = run_sparse(case, rings.groups(cp), kernel=KERNEL)
+    check(case, found)
+    check_bytes(case, ledgers)
+
+
+@pytest.mark.thinned(num=4)
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_that_begin_with_a_block_are_attended_each_for_itself(
@@ -82,7 +94,8 @@ def test_documents_that_begin_with_a_block_are_attended_each_for_itself(
     check_bytes(case, ledgers)
 
 
-@pytest.mark.thinned(num=2)
+@pytest.mark.slow
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_every_layout_serves_every_grouping_of_heads(
@@ -101,7 +114,7 @@ def test_every_layout_serves_every_grouping_of_heads(
 def test_posted_as_one_operation_a_pass_and_direction_the_bits_are_the_same(
     rings: ThreadRings, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_pass, "HALVING_S", 0)
+    monkeypatch.setattr(lowered, "HALVING_S", 0)
     case = block_case(family, 4, "zigzag")
     want, _ = run_sparse(case, rings.groups(4), kernel=KERNEL)
     links = ProcessGroups(4)
@@ -155,7 +168,7 @@ def test_calls_share_buffers_and_make_none_after_the_first(rings: ThreadRings) -
     def work(cp_rank: int) -> tuple[int, int]:
         buffers, sizes = HopBuffers(), []
         q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
-        ring = SparseRingAttention(case.schedule, cp_rank, rings.groups(2)[cp_rank], kernel=KERNEL, buffers=buffers)
+        ring = RingAttention(case.schedule, cp_rank, rings.groups(2)[cp_rank], kernel=KERNEL, buffers=buffers)
         for _ in range(2):
             leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
             ring(*leaves).backward(dout)
@@ -175,7 +188,7 @@ def test_the_observer_hears_of_every_hop_before_its_keys_are_computed_on(rings: 
 
     def work(cp_rank: int) -> None:
         q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
-        ring = SparseRingAttention(
+        ring = RingAttention(
             case.schedule, cp_rank, rings.groups(3)[cp_rank], kernel=KERNEL,
             observer=lambda *what: heard[cp_rank].append(what),
         )  # fmt: skip
@@ -191,13 +204,13 @@ def test_the_observer_hears_of_every_hop_before_its_keys_are_computed_on(rings: 
 def test_a_peer_that_is_lost_raises_on_the_others_and_leaves_no_work_behind(rings: ThreadRings) -> None:
     case = block_case("bigbird", 3, "zigzag")
     groups = rings.groups(3, fresh=True)
-    kept: list[SparseRingAttention] = []
+    kept: list[RingAttention] = []
 
     def work(cp_rank: int) -> None:
         if cp_rank == 2:
             groups[2] = None  # its sockets close
             return
-        ring = SparseRingAttention(case.schedule, cp_rank, groups[cp_rank], kernel=KERNEL)
+        ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], kernel=KERNEL)
         kept.append(ring)
         q, k, v, _ = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
         with pytest.raises(RuntimeError):
@@ -226,12 +239,12 @@ def test_what_the_kernels_cannot_run_is_refused_by_name_with_a_way_out() -> None
 
 def test_kernels_are_refused_where_they_cannot_serve() -> None:
     with pytest.raises(ValueError, match="'flex-sparse' runs on cuda, not on cpu"):
-        select_sparse(64, 2, torch.bfloat16, True, "flex-sparse", "cpu")
+        select("cpu", torch.bfloat16, 64, True, "flex-sparse", cover="tables")
     with pytest.raises(ValueError, match="'flash-attn-4-sparse' has no deterministic sparse backward"):
-        select_sparse(64, 2, torch.bfloat16, True, "flash-attn-4-sparse")
+        select("cuda", torch.bfloat16, 64, True, "flash-attn-4-sparse", cover="tables")
     with pytest.raises(ValueError, match="choose one of flash-attn-4-sparse, flex-sparse, reference-sparse"):
-        select_sparse(64, 2, torch.bfloat16, True, "flash")
-    assert REFERENCE not in KERNELS
+        select("cuda", torch.bfloat16, 64, True, "flash", cover="tables")
+    assert [kernel.name for kernel in covering("tables")] == ["flash-attn-4-sparse", "flex-sparse"]
 
 
 # ------------------------------------------------------------ the proof and the tables
@@ -240,11 +253,11 @@ def test_kernels_are_refused_where_they_cannot_serve() -> None:
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_spelled_out_kernel_passes_the_self_test(dtype: torch.dtype) -> None:
-    assert sparse_verify.self_test(REFERENCE, 16, 2, dtype, "cpu") is None
+    assert self_test(REFERENCE, dtype=dtype, head_dim=16) is None
 
 
-def test_a_pass_of_a_sparse_kernel_is_remembered_on_disk_and_a_failure_is_not(tmp_path: Path) -> None:
-    def kernel(name: str, factor: float) -> tuple[SparseKernel, list[int]]:
+def test_a_pass_of_a_sparse_kernel_is_cached_on_disk_and_a_failure_is_not(tmp_path: Path) -> None:
+    def kernel(name: str, factor: float) -> tuple[Kernel, list[int]]:
         calls: list[int] = []
 
         def forward(*arguments: Any) -> Any:
@@ -256,11 +269,11 @@ def test_a_pass_of_a_sparse_kernel_is_remembered_on_disk_and_a_failure_is_not(tm
 
     for name, factor, runs_again in (("right", 1.0, False), ("wrong", 1.1, True)):
         first, calls = kernel(name, factor)
-        found = sparse_verify.self_test(first, 16, 2, torch.float64, "cpu", tmp_path)
+        found = self_test(first, dtype=torch.float64, head_dim=16, cache_dir=tmp_path)
         assert (found is None) == (factor == 1.0)
         assert calls
         later, calls = kernel(name, factor)  # as in another process: no cache in memory knows it
-        assert sparse_verify.self_test(later, 16, 2, torch.float64, "cpu", tmp_path) == found
+        assert self_test(later, dtype=torch.float64, head_dim=16, cache_dir=tmp_path) == found
         assert bool(calls) == runs_again
     assert len(list(tmp_path.glob("kernel-*.json"))) == 1
 
@@ -270,7 +283,7 @@ def test_a_gpu_that_is_full_passes_over_no_sparse_kernel() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        sparse_verify.self_test(replace(REFERENCE, name="tight", run=run), 16, 2, torch.float64, "cpu")
+        self_test(replace(REFERENCE, name="tight", whole=run), dtype=torch.float64, head_dim=16)
 
 
 @pytest.mark.thinned(num=1)
@@ -292,7 +305,7 @@ def test_a_kernel_that_is_wrong_between_stretches_of_keys_is_found(planted: str)
 
     wrong = replace(REFERENCE, name=planted, forward=forward, backward=backward)
     what = {"forward": "out", "empty rows": "lse", "unseen keys": "dv"}.get(planted, "dk")
-    assert (sparse_verify.self_test(wrong, 16, 2, torch.float64, "cpu") or "").startswith(what)
+    assert (self_test(wrong, dtype=torch.float64, head_dim=16) or "").startswith(what)
 
 
 @pytest.mark.thinned
@@ -330,9 +343,9 @@ def test_only_queries_that_see_a_fetched_key_meet_them() -> None:
     of_near = [plan_blocks(near.schedule, cp_rank)[1].stages[0].readers[0].tolist() for cp_rank in range(4)]
     assert of_near == [[], [0, 1], [0, 1], [0, 1]]  # a window of three blocks reaches back over two
     (call,) = on_device(near.schedule, 1, cpu).stages[0].calls
-    assert isinstance(call.query_index, OneGroup)
-    assert call.query_index.tokens == slice(0, 256)
-    several = [call.query_index for rank in range(4) for call in on_device(far.schedule, rank, cpu).stages[0].calls]
+    assert isinstance(call.queries, OneGroup)
+    assert call.queries.tokens == slice(0, 256)
+    several = [call.queries for rank in range(4) for call in on_device(far.schedule, rank, cpu).stages[0].calls]
     assert all(isinstance(readers, SeveralGroups) for readers in several)
     for case in (near, far):
         for cp_rank in range(4):
@@ -357,13 +370,10 @@ def test_tables_lie_by_rows_as_the_kernels_read_them(family: str, layout: str) -
 
 
 @pytest.mark.slow
-def test_partials_of_a_kernel_that_rounds_travel_as_it_rounded_them(
-    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partials_of_a_kernel_that_rounds_travel_as_it_rounded_them(rings: ThreadRings) -> None:
     rounding = replace(REFERENCE, keeps_type=True)
-    monkeypatch.setattr(sparse_ring, "select_sparse", lambda *_: rounding)
     case = block_case("bigbird", 3, "zigzag", dtype=torch.bfloat16)
-    found, ledgers = run_sparse(case, rings.groups(3), kernel=KERNEL)
+    found, ledgers = run_sparse(case, rings.groups(3), kernel=rounding)
     check_bytes(case, ledgers, 2)
     for got, exact in zip(found, masked_reference(case), strict=True):
         assert relative_error(got, exact) <= 4e-3

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention import block_pass, sparse_ring
-from elastic_ring.attention.block_pass import BlockPass
-from elastic_ring.attention.kernels.sparse_registry import REFERENCE
-from elastic_ring.attention.kv_grad_accumulation import KVGradAccumulator
-from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.kernels.registry import named
+from elastic_ring.attention.lowering import blocks as lowered
+from elastic_ring.attention.ring import RingAttention
 from tests.gpu.gpu_rings import CopyWork, ProcessGroups, ThreadGroup, run_sparse_on
 from tests.unit.sparse.block_cases import BlockCase, block_case, check_exact, grouped_case
 
-KERNEL = REFERENCE.name
+REFERENCE = named("reference-sparse")
 
 
 @dataclass
@@ -51,9 +49,11 @@ class ToldGroup(ThreadGroup):
         return super()._end_coalescing()
 
 
-def told(monkeypatch: pytest.MonkeyPatch, case: BlockCase, **options: Any) -> tuple[list[list[str]], list[ToldGroup]]:
+def told(
+    monkeypatch: pytest.MonkeyPatch, case: BlockCase, stories: dict[int, list[str]] | None = None, **options: Any
+) -> tuple[list[list[str]], list[ToldGroup]]:
     """What each rank's kernels and exchange did, in order, and the groups."""
-    links, stories = ProcessGroups(case.layout.cp), {}
+    links, stories = ProcessGroups(case.layout.cp), {} if stories is None else stories
     groups = [ToldGroup(links, rank, stories=stories) for rank in range(case.layout.cp)]
     links.groups = lambda: groups  # type: ignore[method-assign, assignment, return-value]
 
@@ -70,8 +70,7 @@ def told(monkeypatch: pytest.MonkeyPatch, case: BlockCase, **options: Any) -> tu
         return REFERENCE.backward(*arguments, **places)
 
     kernel = replace(REFERENCE, forward=forward, backward=backward)
-    monkeypatch.setattr(sparse_ring, "select_sparse", lambda *_: kernel)
-    found, _ = run_sparse_on("cpu", case, links, kernel=KERNEL, **options)
+    found, _ = run_sparse_on("cpu", case, links, kernel=kernel, **options)
     check_exact(case, found)
     return [stories[group.thread] for group in groups], groups
 
@@ -120,16 +119,20 @@ def test_with_many_stages_who_fetches_nothing_more_computes_what_is_left_before_
 
 def halved(monkeypatch: pytest.MonkeyPatch, case: BlockCase) -> list[list[str]]:
     """As `told`, a hop a stage, where running own keys in two halves pays; and of how many hops what came is added."""
-    monkeypatch.setattr(block_pass, "LINK_BYTES_PER_S", 1.0)
-    monkeypatch.setattr(block_pass, "KERNEL_FLOPS", 1.0)
-    add = BlockPass._add_placed
+    monkeypatch.setattr(lowered, "LINK_BYTES_PER_S", 1.0)
+    monkeypatch.setattr(lowered, "KERNEL_FLOPS", 1.0)
+    add, notes = lowered.add_placed_, dict[int, int]()
 
-    def note(self: BlockPass, sums: KVGradAccumulator, inbox: torch.Tensor, places: torch.Tensor) -> None:
-        self._exchange._group.stories.setdefault(threading.get_ident(), []).append(f"add {len(places)}")  # type: ignore[union-attr]
-        add(self, sums, inbox, places)
+    def note(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) -> None:
+        thread = threading.get_ident()
+        notes[thread] = notes.get(thread, 0) + 1
+        if notes[thread] % 2:  # dK, then dV
+            stories.setdefault(thread, []).append(f"add {len(places)}")
+        add(total, inbox, places)
 
-    monkeypatch.setattr(BlockPass, "_add_placed", note)
-    return told(monkeypatch, case, stage_bytes=1)[0]
+    stories: dict[int, list[str]] = {}
+    monkeypatch.setattr(lowered, "add_placed_", note)
+    return told(monkeypatch, case, stories, stage_bytes=1)[0]
 
 
 @pytest.mark.slow
@@ -137,15 +140,15 @@ def test_half_of_the_own_heads_run_behind_the_last_partials_where_that_pays(monk
     case = block_case("bigbird", 4, "zigzag")
     one = ["post keys", "forward own", "forward fetched", "post keys", "backward own", "backward fetched"]
     assert told(monkeypatch, case)[0] == [[*one, "post partials"]] * 4
-    monkeypatch.setattr(block_pass, "LINK_BYTES_PER_S", 1.0)  # but there is little to compute meanwhile
+    monkeypatch.setattr(lowered, "LINK_BYTES_PER_S", 1.0)  # but there is little to compute meanwhile
     assert told(monkeypatch, case)[0] == [[*one, "post partials"]] * 4
-    monkeypatch.setattr(block_pass, "KERNEL_FLOPS", 1.0)
+    monkeypatch.setattr(lowered, "KERNEL_FLOPS", 1.0)
     assert told(monkeypatch, case)[0] == [[*one, "post partials", "backward own"]] * 4
 
 
 @pytest.mark.slow
 def test_kept_keys_are_run_first_and_own_ones_in_one_call_behind_the_partials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_pass, "HALVING_S", 0)
+    monkeypatch.setattr(lowered, "HALVING_S", 0)
     case = block_case("window", 4, "zigzag")
     want = ["post keys", "forward own", "forward fetched", "backward fetched", "post partials", "backward own"]
     assert told(monkeypatch, case, keep_keys=True)[0] == [want] * 4
@@ -183,7 +186,7 @@ def test_a_hop_is_one_message_a_direction_whatever_its_heads_and_sequences(
 def test_what_was_begun_together_is_ended_even_if_posting_fails() -> None:
     case = block_case("bigbird", 2, "zigzag")
     group = ToldGroup(ProcessGroups(2), 0, breaks=True)
-    ring = SparseRingAttention(case.schedule, 0, group, kernel=KERNEL, coalesced=True)
+    ring = RingAttention(case.schedule, 0, group, kernel=REFERENCE.name, coalesced=True)
     q, k, v, _ = (case.layout.scatter(tensor, 0, 1) for tensor in case.tensors())
     with group.links.baton, pytest.raises(RuntimeError, match="a peer is gone"):
         ring(q, k, v)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections import defaultdict
@@ -14,20 +15,23 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from elastic_ring.attention import block_pass, merge, sparse_ring
+from elastic_ring.attention import merge, ring_plans
 from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.kernels.adapters.block_sparse import flex_mask
-from elastic_ring.attention.kernels.sparse_registry import REFERENCE
+from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.layouts.layout import contiguous
-from elastic_ring.attention.plan import device_blocks
-from elastic_ring.attention.plan.device_blocks import on_device
+from elastic_ring.attention.lowering import blocks as lowered
+from elastic_ring.attention.lowering import device_blocks
+from elastic_ring.attention.lowering.device_blocks import on_device
 from elastic_ring.attention.plan.sparse_blocks import group_hops, plan_blocks
-from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.ring_plans import PlanCache
 from tests.gpu.gpu_rings import run_sparse_on
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
 from tests.unit.sparse.block_cases import BlockCase, block_case, check_bytes, check_exact, fetches_little
 from tests.unit.sparse.pattern_cases import run_sparse
 
+REFERENCE = named("reference-sparse")
 KERNEL = REFERENCE.name
 FAMILIES = ("bigbird", "longnet with rows that see nothing", "heads in turn")
 
@@ -61,7 +65,7 @@ def test_any_stages_agree_with_the_masked_reference_and_move_the_planned_bytes(
 ) -> None:
     """Over gloo: each hop for itself, two or so at a time, all at once."""
     if halved:
-        monkeypatch.setattr(block_pass, "HALVING_S", 0)
+        monkeypatch.setattr(lowered, "HALVING_S", 0)
     case = block_case(family, 4, layout, batch=1 + halved)
     seen = set()
     for limit_rows in (1, 2 * most_of_a_hop(case), 2**40):
@@ -99,11 +103,11 @@ def test_what_up_to_three_stages_find_is_merged_in_one_pass_over_memory(
     def work(cp_rank: int) -> None:
         threading.current_thread().name = f"rank {cp_rank}"
         q, k, v, _ = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
-        ring = SparseRingAttention(
+        ring = RingAttention(
             case.schedule, cp_rank, rings.groups(4)[cp_rank], kernel=KERNEL, stage_bytes=1, keep_keys=False
         )
         assert ring.footprint(q).num_stages == 3
-        at_once[f"rank {cp_rank}"] = ring._blocks_for(q).queries_are_contiguous(q.size(2))
+        at_once[f"rank {cp_rank}"] = ring._call_plan(q, k).sums.at_once
         ring.run_forward(q, k, v, 1.0)
 
     rings.groups(4)
@@ -145,7 +149,7 @@ def test_buffers_are_bounded_by_the_limit_and_the_largest_hop(rings: ThreadRings
         def work(cp_rank: int, limit_rows: int = limit_rows) -> tuple[int, int]:
             buffers = HopBuffers()
             q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
-            ring = SparseRingAttention(
+            ring = RingAttention(
                 case.schedule, cp_rank, rings.groups(8)[cp_rank], kernel=KERNEL, buffers=buffers,
                 stage_bytes=limit_rows * row_bytes(case), keep_keys=False,
             )  # fmt: skip
@@ -168,7 +172,7 @@ def test_buffers_are_bounded_by_the_limit_and_the_largest_hop(rings: ThreadRings
 # ------------------------------------------------------------ kept keys
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_bits_are_the_same_whether_keys_are_kept_or_fetched_again(
@@ -189,7 +193,7 @@ def test_small_fetches_are_kept_and_freed_after_backward(rings: ThreadRings) -> 
     def work(cp_rank: int) -> None:
         q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
         buffers = HopBuffers()
-        ring = SparseRingAttention(
+        ring = RingAttention(
             case.schedule, cp_rank, rings.groups(4)[cp_rank], kernel=KERNEL, buffers=buffers, keep_keys=True
         )
         run = ring.run_forward
@@ -220,7 +224,7 @@ def test_keys_are_kept_where_no_rank_fetches_more_than_a_quarter_and_in_one_stag
         assert {plan_blocks(case.schedule, rank)[0].small for rank in range(4)} == {small}
         assert fetches_little(case) == small
     x = torch.zeros(1, 512, 4, 8, dtype=torch.float64)
-    ring = SparseRingAttention(far.schedule, 0, rings.groups(4)[0], kernel=KERNEL, keep_keys=True, stage_bytes=1)
+    ring = RingAttention(far.schedule, 0, rings.groups(4)[0], kernel=KERNEL, keep_keys=True, stage_bytes=1)
     with pytest.raises(ValueError, match="keep_keys=True, but what is fetched is 3 stages of at most stage_bytes=1"):
         ring(x, x[:, :, :2], x[:, :, :2])
 
@@ -231,7 +235,7 @@ def test_a_checkpointed_layer_whose_keys_are_kept_exchanges_them_once(rings: Thr
     def work(cp_rank: int, offload: bool) -> tuple[list[torch.Tensor], Any]:
         q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
         leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-        ring = SparseRingAttention(case.schedule, cp_rank, rings.groups(4)[cp_rank], kernel=KERNEL, keep_keys=True)
+        ring = RingAttention(case.schedule, cp_rank, rings.groups(4)[cp_rank], kernel=KERNEL, keep_keys=True)
         out = checkpoint(ring, *leaves, use_reentrant=False, context_fn=lambda: ring.recomputation(offload=offload))
         out.backward(dout)
         return [out.detach(), *(leaf.grad for leaf in leaves)], ring.ledger  # type: ignore[misc]
@@ -248,7 +252,7 @@ def test_a_checkpointed_layer_whose_keys_are_kept_exchanges_them_once(rings: Thr
 
 
 @pytest.mark.slow
-def test_kernels_that_can_write_gradients_where_they_are_sent_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_can_write_gradients_where_they_are_sent_from() -> None:
     case = block_case("heads in turn", 4, "zigzag", num_kv_heads=4, batch=2)
     written: list[bool] = []
 
@@ -259,9 +263,8 @@ def test_kernels_that_can_write_gradients_where_they_are_sent_from(monkeypatch: 
     results = []
     for writes in (True, False):
         kernel = replace(REFERENCE, backward=backward, writes_gradients=writes)
-        monkeypatch.setattr(sparse_ring, "select_sparse", lambda *_, kernel=kernel: kernel)
         written.clear()
-        found, _ = run_sparse_on("cpu", case, kernel=KERNEL)
+        found, _ = run_sparse_on("cpu", case, kernel=kernel)
         assert set(written) == {writes}
         results.append(found)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -277,26 +280,34 @@ def test_a_run_of_equal_sequences_plans_once_and_one_of_packed_documents_does_no
         return plan_blocks(*arguments)
 
     monkeypatch.setattr(device_blocks, "plan_blocks", plan)
-    on_device.cache_clear()
-    case = block_case("bigbird", 1, "contiguous")
+    case, owner = block_case("bigbird", 1, "contiguous"), PlanCache()
     x = case.tensors()
+
+    def call(owner: PlanCache, of: BlockCase) -> None:
+        plans = owner.of(of.document_starts, lambda: of.schedule)
+        RingAttention(plans.schedule, 0, None, kernel=KERNEL, plans=plans)(*x[:3])
+
     for _ in range(3):
-        SparseRingAttention(case.schedule, 0, None, kernel=KERNEL)(*x[:3])
+        call(owner, case)
     assert len(planned) == 1
-    one = on_device.num_bytes
-    monkeypatch.setattr(on_device, "_limit_bytes", 3 * one)
+    for name, value in (("NUM_PLANS", 2), ("MOST_PLANS", 5), ("KEPT_BYTES", 3 * owner.num_bytes)):
+        monkeypatch.setattr(ring_plans, name, value)
     for start in range(1, 6):
-        other = block_case("bigbird", 1, "contiguous", documents=(0, start))
-        SparseRingAttention(other.schedule, 0, None, kernel=KERNEL)(*x[:3])
-        SparseRingAttention(case.schedule, 0, None, kernel=KERNEL)(*x[:3])  # what comes back stays
-        assert on_device.num_bytes <= 3 * one
+        call(owner, block_case("bigbird", 1, "contiguous", documents=(0, start)))
+        call(owner, case)  # what comes back stays
+        assert len(owner) <= 4
     assert len(planned) == 6
-    assert on_device.num_kept < 6
-    monkeypatch.setattr(on_device, "_limit_bytes", 0)
-    held = on_device(case.schedule, 0, torch.device("cpu"))
-    on_device(block_case("window", 1, "contiguous").schedule, 0, torch.device("cpu"))
-    assert on_device.num_kept == 1
-    assert on_device(case.schedule, 0, torch.device("cpu")) is held  # a ring still computes by it
+    for limit, starts, num_kept in ((0, (1,), 2), (2**40, (2, 3, 4, 5), 5)):
+        monkeypatch.setattr(ring_plans, "KEPT_BYTES", limit)
+        for start in starts:
+            call(owner, block_case("bigbird", 1, "contiguous", documents=(0, start)))
+        assert len(owner) == num_kept
+    plans = owner.of((0, 5 * 128), lambda: case.schedule)
+    kept = [weakref.ref(each) for each in (plans, *plans.tables.values())]
+    assert len(kept) == 2
+    del owner, plans
+    gc.collect()
+    assert not any(each() is not None for each in kept)  # all of it is the owner's
 
 
 def test_what_a_plan_weighs_counts_shared_memory_once_and_what_kernels_make_of_it() -> None:

@@ -15,9 +15,9 @@ from elastic_ring.attention.kernels.adapters import block_reference, flex, refer
 from elastic_ring.attention.kernels.adapters.block_sparse import compiled_shape, flex_mask, padded_blocks
 from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart, tables_for
 from elastic_ring.attention.layouts.layout import zigzag
+from elastic_ring.attention.lowering.device_blocks import on_device
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.device_blocks import on_device
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 
 CPU = torch.device("cpu")
@@ -150,3 +150,15 @@ def test_plans_that_all_differ_are_compiled_for_a_few_shapes() -> None:
         exact |= many
     assert len(exact) > 70
     assert len(found) <= 20
+
+
+def test_masks_of_causal_tiles_of_many_lengths_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As packed documents give them."""
+    masks = flex._causal_mask
+    one = flex._mask_bytes(masks(2048, CPU))
+    assert one > 0
+    monkeypatch.setattr(masks, "_limit_bytes", 2 * one)
+    for num_rows in range(256, 2304, 256):
+        assert masks(num_rows, CPU) is masks(num_rows, CPU)
+        assert masks.num_bytes <= 2 * one
+    assert masks.num_kept < 8

@@ -12,19 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ring.attention import block_pass
+from elastic_ring.attention.accumulate import Accumulator, GradientSum
 from elastic_ring.attention.comm.exchange import HopLedger
 from elastic_ring.attention.kernels.adapters.block_reference import seen_by, seen_by_key
 from elastic_ring.attention.kernels.adapters.block_sparse import compiled_shape, padded_blocks
 from elastic_ring.attention.kernels.block_tables import tables_apart
-from elastic_ring.attention.kernels.sparse_registry import REFERENCE, SparseKernel
+from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.layouts.layout import contiguous
-from elastic_ring.attention.merge import Accumulator, GradientSum, accumulate_dtype
+from elastic_ring.attention.lowering import blocks as lowered
+from elastic_ring.attention.lowering.device_blocks import on_device
+from elastic_ring.attention.lowering.rows import OneGroup, SeveralGroups, Span, rows_of
+from elastic_ring.attention.merge import accumulate_dtype
 from elastic_ring.attention.patterns.families import Hierarchical
 from elastic_ring.attention.patterns.rules import Dense
-from elastic_ring.attention.plan.device_blocks import on_device
-from elastic_ring.attention.plan.query_index import OneGroup, SeveralGroups, query_index_of
-from elastic_ring.attention.sparse_ring import SparseRingAttention
+from elastic_ring.attention.ring import RingAttention
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 from tests.unit.sparse.block_cases import (
     FAMILIES,
@@ -40,6 +42,8 @@ from tests.unit.sparse.block_cases import (
 CPU = torch.device("cpu")
 LAYOUTS = ("contiguous", "zigzag", "striped", "by residue")
 ONE_STAGE, EVERY_HOP = 2**40, 1
+
+REFERENCE = named("reference-sparse")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,7 @@ class Counted:
         if not tables.all_keys:
             self.calls[self.hop].append(q.numel())
 
-    def kernel(self) -> SparseKernel:
+    def kernel(self) -> Kernel:
         def forward(q: Any, k: Any, v: Any, tables: Any, scale: float) -> Any:
             self.note(q, tables)
             return REFERENCE.forward(q, k, v, tables, scale)
@@ -87,11 +91,9 @@ def run(
         q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
         leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
         counted = Counted(writes)
-        ring = SparseRingAttention(
-            case.schedule, cp_rank, groups[cp_rank], kernel=REFERENCE.name, observer=counted.observe, **options
+        ring = RingAttention(
+            case.schedule, cp_rank, groups[cp_rank], kernel=counted.kernel(), observer=counted.observe, **options
         )
-        kernel = counted.kernel()
-        ring._sparse_kernel = lambda q: kernel  # type: ignore[method-assign]
         out = ring(*leaves)
         out.backward(dout)
         return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)], ring.ledger, counted
@@ -130,7 +132,7 @@ def test_a_stage_is_one_call_for_each_size_of_its_head_groups(
     """And the values are those of the masked fp64 softmax, the bytes those of the plan."""
     number = list(GROUPED).index(name)
     if (number + stage_bytes) % 2:
-        monkeypatch.setattr(block_pass, "HALVING_S", 0)
+        monkeypatch.setattr(lowered, "HALVING_S", 0)
     case = grouped_case(name, 4, LAYOUTS[number % 4], batch=1 + (number == 0))
     assert len(case.schedule.groups) > 1
     found, ledgers, counted = run(case, rings, stage_bytes=stage_bytes, keep_keys=False)
@@ -193,10 +195,12 @@ def test_groups_of_a_size_are_neighbours_and_all_heads_are_there_once(name: str)
         for region in stage.plan.regions:
             heads = plan.kv_head_order[slice(*region.kv_heads)]
             assert heads in [group.kv_heads for group in case.schedule.groups]
-        ends = [0, *(call.rows[1] for call in stage.calls)]
-        assert [call.rows[0] for call in stage.calls] == ends[:-1]
+        ends = [0, *(call.keys.rows[1] for call in stage.calls)]
+        assert [call.keys.rows[0] for call in stage.calls] == ends[:-1]
         assert ends[-1] == stage.plan.num_fetched_rows
-        assert [call.num_kv_heads for call in stage.calls] == sorted({call.num_kv_heads for call in stage.calls})
+        assert [call.keys.num_kv_heads for call in stage.calls] == sorted(
+            {call.keys.num_kv_heads for call in stage.calls}
+        )
 
 
 @pytest.mark.thinned(num=3)
@@ -213,9 +217,9 @@ def test_a_call_sees_what_the_rules_say_and_no_other_group(name: str) -> None:
         met = torch.zeros_like(mask)
         keys = _marks_of_keys(case, cp_rank, blocks)
         for call in stage.calls:
-            seen, (of_keys, _) = seen_by(call.tables), call.of(keys)
+            seen, (of_keys, _) = seen_by(call.tables), call.keys.of(keys)
             assert torch.equal(seen, seen_by_key(call.tables))
-            queries = call.query_index.take(marks[None])[0]
+            queries = call.queries.take(marks[None])[0]
             assert seen.shape[1:] == (len(queries), of_keys.size(1))
             for head in range(queries.size(1)):
                 which = seen[head % len(seen)].nonzero()
@@ -256,8 +260,8 @@ def test_one_group_is_a_slice_where_its_readers_lie_together_and_nothing_is_laid
         case = replace(block_case("window", 4, layout), rules=(NEAR,))
         blocks = on_device(case.schedule, 1, CPU)
         (call,) = blocks.stages[0].calls
-        assert isinstance(call.query_index, OneGroup)
-        assert isinstance(call.query_index.tokens, kind)
+        assert isinstance(call.queries, OneGroup)
+        assert isinstance(call.queries.tokens, kind)
         assert not blocks.by_rows
     assert on_device(grouped_case("longnet, 4 heads", 4, "contiguous").schedule, 3, CPU).by_rows
 
@@ -311,7 +315,7 @@ def test_what_is_taken_is_each_groups_and_goes_back_where_it_was(first: tuple[in
     blocks = [np.array([0, 2]), np.array([1]), np.array([0, 1, 2])]
     heads = [(head, head + 2) for head in first]
     num_heads = 6 + first[0]
-    readers = query_index_of(blocks, heads, num_heads, CPU)
+    readers = rows_of(blocks, heads, num_heads, CPU)
     assert isinstance(readers, SeveralGroups)
     assert readers.unit == 2 - first[0]
     assert len(set(readers.index.tolist())) == readers.index.numel()
@@ -343,10 +347,10 @@ def test_sums_lie_by_rows_where_they_are_told_to() -> None:
     by_heads = q.transpose(1, 2).contiguous().transpose(1, 2)
     lse = torch.randn(2, 4, 128).transpose(1, 2)
     total = Accumulator(q, by_rows=True)
-    total.add((0, 128), by_heads, lse)
+    total.add(Span(0, 128), by_heads, lse)
     empty = Accumulator(q, by_rows=True)
     grown = GradientSum(q, by_rows=True)
-    grown.add((0, 128), by_heads)
+    grown.add(Span(0, 128), by_heads)
     for x in (total.out, total.lse, empty.out, empty.lse, grown.total, GradientSum(q, by_rows=True).total):
         assert x.is_contiguous()
     assert torch.equal(total.out, q)

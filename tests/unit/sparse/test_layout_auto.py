@@ -125,7 +125,8 @@ def test_figures_can_change_the_choice() -> None:
     assert cheap_links.candidates[0].forward_s != dear_links.candidates[0].forward_s
 
 
-@pytest.mark.parametrize("num_tokens", [26, 509, 4096])
+@pytest.mark.thinned
+@pytest.mark.parametrize("num_tokens", [26, 509, 1024])
 @pytest.mark.parametrize("cp", [2, 3, 8])
 def test_every_rank_holds_as_many_tokens_as_any(num_tokens: int, cp: int) -> None:
     found = choose_layout(parse_pattern("longnet:64/1,256/4;strided:8,unit=4@2"), CALLS, num_tokens, cp)
@@ -253,7 +254,7 @@ def test_what_another_loss_calls_is_not_sure_and_told_in_the_log(caplog: pytest.
         return loss + batch.attention.layer(2)(x, x, x).sum(), num_targets  # type: ignore[attr-defined]
 
     check_layers(ours("window:12;dense@2", loss=with_head))
-    assert "has rules for layer 2, but the model attends in layers 0, 1: it made no call" in caplog.text
+    assert "has rules for layer 2, but the model attends in layers 0, 1; checked with one pass" in caplog.text
     caplog.clear()
     check_layers(ours("window:12;dense@5", loss=twice_backwards))
     assert caplog.text == "", "its loss does not even call the model"

@@ -18,9 +18,17 @@ from elastic_ring.attention.patterns.rules import Dense, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
-from tests.unit.attention.attention_rings import ThreadRings, one_thread
+from tests.unit.attention.attention_rings import ThreadRings, one_thread, relative_error
 from tests.unit.attention.test_attention_bytes import WireTap
-from tests.unit.sparse.pattern_cases import RULES, SparseCase, longnet_case, run_sparse, sees_of
+from tests.unit.sparse.pattern_cases import (
+    AHEAD,
+    RULES,
+    SparseCase,
+    longnet_case,
+    masked_attention,
+    run_sparse,
+    sees_of,
+)
 
 LAYOUTS = {
     "contiguous": contiguous,
@@ -45,10 +53,10 @@ def needed_head_tokens(case: SparseCase, reader: int, source: int) -> int:
     return int(by_kv_head.sum())
 
 
-def check(case: SparseCase, rings: ThreadRings) -> None:
+def check(case: SparseCase, rings: ThreadRings) -> list[torch.Tensor]:
     cp = case.layout.cp
     taps = [WireTap(group) for group in rings.groups(cp)]
-    _, ledgers = run_sparse(case, taps)
+    found, ledgers = run_sparse(case, taps)
     per_head_token = 2 * 2 * case.head_dim
     for rank, hop in itertools.product(range(cp), range(1, cp)):
         pulled = needed_head_tokens(case, rank, (rank - hop) % cp) * per_head_token
@@ -63,9 +71,25 @@ def check(case: SparseCase, rings: ThreadRings) -> None:
         assert planned == served * item
     for tap, ledger in zip(taps, ledgers, strict=True):
         assert tap.sent_bytes == sum(ledger.sent_bytes.values())
+    return found
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(num=8)
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", AHEAD)
+def test_attention_that_is_not_causal_agrees_with_the_masked_reference_and_moves_what_is_needed(
+    rings: ThreadRings, name: str, cp: int
+) -> None:
+    """Layouts and packed documents take turns."""
+    rule, sees = AHEAD[name]
+    number = cp + list(AHEAD).index(name)
+    layout = list(LAYOUTS.values())[number % 4](67, cp)
+    case = SparseCase((rule,), (sees,), layout, (0, 1, 22, 43) if number % 3 else (0,), causal=False)
+    for which, got, want in zip(("out", "dq", "dk", "dv"), check(case, rings), masked_attention(case), strict=True):
+        assert relative_error(got, want) <= 1e-12, which
+
+
+@pytest.mark.thinned(num=7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", RULES)
 def test_what_moves_is_what_some_query_needs_to_the_byte(rings: ThreadRings, name: str, layout: str) -> None:
@@ -74,7 +98,7 @@ def test_what_moves_is_what_some_query_needs_to_the_byte(rings: ThreadRings, nam
         check(case, rings)
 
 
-@pytest.mark.thinned(num=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_a_kv_head_moves_only_what_its_own_query_heads_need(rings: ThreadRings, num_kv_heads: int) -> None:
     whole = longnet_case(zigzag(61, 5), 4, num_kv_heads, dtype=torch.bfloat16)
@@ -88,16 +112,14 @@ def test_a_key_too_many_is_caught(rings: ThreadRings, monkeypatch: pytest.Monkey
 
     mark = sparse_schedule._mark
 
-    def generous(rule, block, chunks, foreign, needed) -> None:  # type: ignore[no-untyped-def]
-        mark(rule, block, chunks, foreign, needed)
+    def generous(rule, block, chunks, foreign, needed, causal) -> None:  # type: ignore[no-untyped-def]
+        mark(rule, block, chunks, foreign, needed, causal)
         needed[-1] = True
 
     monkeypatch.setattr(sparse_schedule, "_mark", generous)
-    plan_sparse.cache_clear()
     case = SparseCase((Window(5),), (lambda q, k: q - k < 5,), contiguous(31, 3))
     with pytest.raises(AssertionError):
         check(case, rings)
-    plan_sparse.cache_clear()
 
 
 def test_the_dense_rule_moves_what_the_dense_schedule_moves() -> None:

@@ -9,13 +9,21 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from elastic_ring.attention.patterns import families, rules
-from elastic_ring.attention.patterns.blocks import block_kinds, row_pairs, visible
+from elastic_ring.attention.patterns.blocks import (
+    any_partly,
+    block_kinds,
+    kept_by_any,
+    row_kinds,
+    row_pairs,
+    visible,
+)
 from elastic_ring.attention.patterns.families import (
     BigBird,
     BlockFunction,
@@ -28,7 +36,7 @@ from elastic_ring.attention.patterns.families import (
 from elastic_ring.attention.patterns.plot import as_text, write_png
 from elastic_ring.attention.patterns.rules import FULL, NONE, PART, Dense, Rule, Sinks, Strided, Union, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern, mixed
-from tests.unit.sparse.pattern_cases import RULES, sees_of
+from tests.unit.sparse.pattern_cases import AHEAD, RULES, sees_of
 
 LENGTH = 67
 
@@ -62,7 +70,38 @@ def test_blocks_are_full_part_or_none_of_what_is_seen(name: str, block: int) -> 
                 assert not part.any()
             if kinds[i, j] == FULL:
                 assert np.array_equal(part, wanted)
+    assert any_partly(rule, LENGTH, block) == bool((kinds == PART).any())
     assert np.array_equal(row_pairs(rule, LENGTH, block), mask.sum(1))
+
+
+@pytest.mark.parametrize("block", [1, 3, 4, 8, 128])
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_blocks_that_look_ahead_are_full_part_or_none_of_what_is_seen(ahead: str, block: int) -> None:
+    rule, sees = AHEAD[ahead]
+    mask = np.array([[bool(sees(q, k)) for k in range(LENGTH)] for q in range(LENGTH)])
+    at = np.arange(LENGTH)
+    assert np.array_equal(visible(rule, at, at, causal=False), mask)
+    kinds = block_kinds(rule, LENGTH, block, causal=False)
+    for i, j in np.ndindex(kinds.shape):
+        part = mask[i * block : (i + 1) * block, j * block : (j + 1) * block]
+        assert part.any() or kinds[i, j] != FULL
+        assert not part.any() or kinds[i, j] != NONE
+        assert part.all() or kinds[i, j] != FULL
+    assert any_partly(rule, LENGTH, block, causal=False) == bool((kinds == PART).any())
+    assert np.array_equal(row_pairs(rule, LENGTH, block, causal=False), mask.sum(1))
+    assert SparsePattern((rule,), block, causal=False).density(LENGTH) == pytest.approx(mask.mean())
+
+
+def test_long_sequences_are_planned_without_all_pairs_of_blocks() -> None:
+    """10 M tokens are 78,125 blocks, of which all pairs take 6 GB."""
+    length, rows = 10_000_000, np.arange(40_000, 50_000)
+    for rule, num_kept in ((Window(512), 10_004), (Sinks(64) | Window(512), 10_005), (Hierarchical(4), None)):
+        tracemalloc.start()
+        full, kept = kept_by_any(rule, length, 128, rows)
+        assert num_kept is None or (full | kept).sum() == num_kept
+        assert any_partly(rule, length, 128) == (num_kept is not None)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 28
+        tracemalloc.stop()
 
 
 def test_density_is_the_kept_share_of_the_causal_triangle(name: str) -> None:
@@ -206,6 +245,12 @@ def test_a_users_function_that_looks_ahead_or_is_not_elementwise_is_refused_by_n
         (lambda: Profile((1, 2)), "beginning with 0"),
         (lambda: Union(()), "at least one"),
         (lambda: SparsePattern(()), "one rule for all heads"),
+        (lambda: Window(4, -1), "ahead=-1"),
+        (
+            lambda: SparsePattern((Dense(), Strided(4)), causal=False),
+            "causal=False, but strided:4 does not say which later",
+        ),
+        (lambda: SparsePattern((Sinks(4) | Window(8),), causal=False), "sinks:4.window:8 does not say"),
         (lambda: SparsePattern((Dense(),), 0), "block=0"),
         (lambda: SparsePattern((Dense(),), 4, (3,)), "position 0"),
         (lambda: mixed(), "at least one head"),
@@ -261,8 +306,30 @@ def test_what_bigbird_draws_is_the_same_on_every_machine(rule: BigBird) -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [BigBird(2, 1, 5, seed=3), Dilated((512, 2048, 4096), (1, 3, 8), 5, 128), BigBird(1, 0, 3)]
+    "rule",
+    [
+        BigBird(2, 1, 5, seed=3),
+        Dilated((512, 2048, 4096), (1, 3, 8), 5, 128),
+        BigBird(1, 0, 3),
+        Hierarchical(3),
+        Strided(5, 2),
+        Profile((0, 2, 9)),
+    ],
+    ids=str,
 )
-def test_kinds_of_whole_blocks_are_what_the_rule_says_of_every_pair(rule: Rule) -> None:
+@pytest.mark.parametrize("block", [32, 128])
+def test_kinds_of_whole_blocks_are_what_the_rule_says_of_every_pair(rule: Rule, block: int) -> None:
     for num_blocks in (1, 7, 64, 65):
-        assert np.array_equal(np.tril(rule.kinds(num_blocks, 128)), np.tril(Rule.kinds(rule, num_blocks, 128)))
+        every = np.arange(num_blocks)
+        q, k = (every * block)[:, None], (every * block)[None, :]
+        wanted = FULL * (rule.sees(q, k) & (k <= q))
+        assert np.array_equal(rule.kinds(num_blocks, block), wanted)
+        some, other = every[::3], np.array([0, 0, num_blocks // 2, num_blocks - 1])
+        assert np.array_equal(
+            row_kinds(rule, num_blocks * block, block, some, other[::-1]), wanted[some][:, other[::-1]]
+        )
+        full, kept = kept_by_any(rule, num_blocks * block, block, some)
+        off_diagonal = wanted[some].copy()
+        off_diagonal[np.arange(len(some)), some] = NONE
+        assert np.array_equal(full, off_diagonal.any(0))
+        assert np.array_equal(kept | full, wanted[some].any(0))

@@ -74,7 +74,7 @@ REFUSED = {
     "": "'' is no family",
     "window": "window needs tokens, for example window:512",
     "window:x": "window takes whole numbers, not 'x'",
-    "window:5,6": "window takes tokens; '6' is none of these",
+    "window:5,6,7": "window takes tokens, ahead; '7' is none of these",
     "window:5,tokens=6": "window has tokens twice; leave one out",
     "window:0": "tokens=0: must be at least 1",
     "runs/window": "is no family, and no such file is there; choose",
@@ -134,7 +134,7 @@ def test_a_rule_of_ones_own_is_not_told_as_the_one_it_was_made_from() -> None:
     class Half(Window):
         share: float = 0.5
 
-    assert str(Half(5)).endswith("Half(tokens=5, share=0.5)")
+    assert str(Half(5)).endswith("Half(tokens=5, ahead=0, share=0.5)")
     assert str(LayerPatterns((LayerGroup((Window(8),)),), 64)) == "window:8 in blocks of 64"
 
 
@@ -144,6 +144,7 @@ def test_a_rule_of_ones_own_is_not_told_as_the_one_it_was_made_from() -> None:
         ("window:8@0-1", "layer 2: the pattern has no rules for it"),
         ("window:8;dense@7", "layer 7: the model has layers 0 to 3"),
         ("dense@9", "layer 9: the model has layers 0 to 3"),
+        ("sinks:4+window:8,ahead=7", "ahead=7: training is causal, and no query sees 7 later keys"),
         ('{"groups": [{"heads": [{"count": 3, "rule": "dense"}, {"rule": "window:8"}, {"rule": "window:8"}]}]}',
          "rules for 5 heads, the call has 4 query heads"),
     ],

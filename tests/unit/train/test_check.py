@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_ring.attention.kernels.sparse_registry import REFERENCE
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.mesh import Mesh
@@ -131,6 +130,7 @@ def refusals(pair: Membership, **settings: Any) -> list[str]:
         {},
         {"step": replace(STEP, layout="contiguous")},
         {"step": replace(STEP, param_dtype="bfloat16")},
+        {"step": replace(STEP, sequences_per_pass=3)},
         {"initial": Wide(0, 2)},
         {"initial": None},
         {"model": WithTable},
@@ -147,7 +147,7 @@ def check_in_blocks(me: Any) -> int:
 
     def in_blocks(*arguments: Any, **options: Any) -> PatternedAttention:
         task, _, layout, cp_rank, group = arguments
-        made.append(PatternedAttention(task.pattern, layout, cp_rank, group, sparse_kernel=REFERENCE.name))
+        made.append(PatternedAttention(task.pattern, layout, cp_rank, group, sparse_kernel="reference-sparse"))
         return made[-1]
 
     with mock.patch("elastic_ring.train.startup.check.attention_of", in_blocks):
@@ -155,6 +155,7 @@ def check_in_blocks(me: Any) -> int:
     return len(made)
 
 
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_a_pattern_for_gpus_is_checked_in_whole_blocks(pair: Membership, layout: str) -> None:
     task = make_task(
@@ -188,6 +189,19 @@ def test_what_would_train_wrongly_without_any_error_is_refused(
     pair: Membership, settings: dict[str, Any], named: str
 ) -> None:
     assert all(re.search(named, said) for said in refusals(pair, **settings))
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_model_whose_sequences_of_one_pass_see_each_other_is_refused_on_one_rank(
+    pair: Membership, together: int
+) -> None:
+    task = make_task(step=replace(STEP, sequences_per_pass=together), initial=Wide(0, 2), model=Mixing)
+    pair.call(0, begin, pair.meeting(), Mesh(1, 1), task)
+    if together == 1:
+        pair.call(0, check)
+    else:
+        with pytest.raises(ModelRefused, match=r"with sequences_per_pass=2 the model gives another result"):
+            pair.call(0, check)
 
 
 def test_the_check_changes_nothing_of_what_is_trained(pair: Membership) -> None:

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from elastic_ring.attention.kernels.adapters import aten_cpu, flash_attn4
-from elastic_ring.attention.kernels.registry import BACKENDS
-from elastic_ring.attention.kernels.verify import length_classes, warm_up_kernels, warm_up_variants
+from elastic_ring.attention.kernels.registry import named
+from elastic_ring.attention.kernels.verify import warm_up_kernels
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.warmup import NullProcessGroup
+from elastic_ring.attention.warmup import NullProcessGroup, length_classes, warm_up_variants
 from elastic_ring.monitor.stamps import Phase, StampReader, StampWriter
 from elastic_ring.runtime.worker.member import Member
 from elastic_ring.train.startup.compile_events import EVENTS, CompileEvents
@@ -35,7 +35,7 @@ from elastic_ring.train.startup.compiling import CompileWatch
 CONTEXT = 1024
 HEAD_DIM = 8
 BACKEND = replace(
-    next(backend for backend in BACKENDS if backend.name == "flash-attn-4"),
+    named("flash-attn-4"),
     devices=("cpu",), dtypes=(torch.float32,), min_capability=None, package=None,
 )  # fmt: skip
 
@@ -155,6 +155,7 @@ def train_on_documents(cp: int, group: int, num_packings: int) -> None:
             RingAttention(schedule, cp_rank, nobody, backend=BACKEND)(q, k, v).sum().backward()
 
 
+@pytest.mark.thinned(num=4)
 @pytest.mark.parametrize("tiles", [H100_64, H100_128, H100_256, B200], ids=["h100-64", "h100-128", "h100-256", "b200"])
 @pytest.mark.parametrize(("cp", "group"), [(1, 1), (2, 4)])
 def test_documents_of_any_length_meet_only_kernels_that_the_warm_up_compiled(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,11 @@ from torch import Tensor, nn
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.transformer import Block, Transformer
+from elastic_ring.train.memory_gauge import MemoryGauge
 from elastic_ring.train.memory_relief import MemoryRelief
 from elastic_ring.train.task import TrainingTask
 from tests.unit.groups.processes import Membership, membership
-from tests.unit.train.tiny_task import MODEL, begin, facts, make_task, rebuild, run_steps
+from tests.unit.train.tiny_task import MODEL, STEP, begin, facts, make_task, rebuild, run_steps
 
 RING = Mesh(1, 2)
 
@@ -95,6 +98,36 @@ def test_a_relief_that_is_taken_between_two_steps_saves_memory_and_changes_no_bi
     assert [known["digest"] for known in two.all(facts)] == reference
 
 
+def test_passes_of_one_sequence_are_those_of_a_run_that_never_had_more(two: Membership) -> None:
+    together = make_task(step=replace(STEP, sequences_per_pass=3))
+    two.all(begin, two.meeting(), RING, make_task())
+    one_by_one = two.all(run_steps, 2)
+    two.all(begin, two.meeting(), RING, together)
+    two.all(relieve, ("caches", "recompute", "passes"))
+    two.all(rebuild, two.meeting(), RING)
+    assert two.all(run_steps, 2) == one_by_one
+
+
+def test_smaller_chunks_of_the_loss_give_the_same_sums_and_other_bits() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 257, (1, 512))
+    found = []
+    for reliefs in ((), ("chunks",)):
+        torch.manual_seed(1)
+        model = Transformer(ModelConfig(257, 1, 64, 2, 1, 32, 64, loss_chunk_tokens=256))
+        for param in model.parameters():
+            torch.nn.init.normal_(param, std=0.1) if param.dim() > 1 else torch.nn.init.ones_(param)
+        MemoryRelief(reliefs).change(model, model.blocks)
+        loss, _ = model(tokens, positions=tokens, document_ids=tokens, attention=lambda q, k, v: q, targets=tokens)
+        loss.backward()
+        found.append((model.loss_chunk_tokens, loss.detach(), model.head.weight.grad))
+    (whole, loss, grad), (eighth, other_loss, other_grad) = found
+    assert (whole, eighth) == (256, 32)
+    torch.testing.assert_close(other_loss, loss)
+    torch.testing.assert_close(other_grad, grad)
+    assert not torch.equal(other_grad, grad), "it would belong to the reliefs that keep the bits"
+
+
 def test_one_sequence_is_read_ahead_under_pressure_and_caches_are_freed_before_each_step() -> None:
     assert MemoryRelief().read_ahead is None
     assert MemoryRelief(("caches",)).read_ahead == 1
@@ -111,3 +144,25 @@ def test_offload_tells_the_layers_that_can_and_is_no_relief_of_a_cpu() -> None:
     keeps_all = KeepingAll(MODEL)
     MemoryRelief(("offload",)).change(keeps_all, keeps_all.blocks)
     assert not any(block.offload_activations for block in keeps_all.blocks)  # they keep nothing that could leave
+
+
+def test_the_gauge_says_what_share_of_its_limit_a_process_has_in_use_behind_a_forward_pass() -> None:
+    gauge, cpu = MemoryGauge(), torch.device("cpu")
+    gauge.begin(cpu)
+    gauge.look(cpu)
+    assert gauge.share(cpu) == 0.0, "nothing limits it"
+    status = Path("/proc/self/status").read_text()
+    (data_kib,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (2 * data_kib << 10, before[1]))
+        gauge.look(cpu)
+        held = torch.empty((data_kib << 8) * 9 // 10)  # nearly as much again
+        gauge.look(cpu)
+        del held
+        gauge.look(cpu)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    assert 0.9 < gauge.share(cpu) <= 1.0
+    gauge.begin(cpu)
+    assert gauge.share(cpu) == 0.0

@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elastic_ring import ElasticRingTrainer, RunConfig, ScalingConfig, StepConfig
-from elastic_ring.attention import sparse_ring
 from elastic_ring.attention.layers import PatternedAttention, of_layer
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.ring_plans import PlanCache
 from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.source import StdlibText
@@ -141,10 +140,9 @@ def test_sequences_of_one_membership_are_planned_once_for_each_shape(
 ) -> None:
     """Three sequences with equal documents, and one with others: two plans."""
     made: list[int] = []
-    for kind, planner in ((RingAttention, "_make_call_plan"), (sparse_ring, "tiles")):
-        real = getattr(kind, planner)
-        monkeypatch.setattr(kind, planner, lambda *a, real=real: made.append(1) or real(*a))
-    task, plans = make_task() if pattern is None else patterned(pattern), LRUCache(4)
+    real = RingAttention._make_call_plan
+    monkeypatch.setattr(RingAttention, "_make_call_plan", lambda *a: made.append(1) or real(*a))
+    task, plans = make_task() if pattern is None else patterned(pattern), PlanCache()
     layout = make_layout("zigzag", CONTEXT, 1)
     x = torch.zeros(1, CONTEXT, 2, 8)
     for starts in ((0,), (0,), (0, 9), (0,)):
@@ -183,6 +181,16 @@ def test_the_pattern_is_part_of_what_a_run_is(tmp_path: Any) -> None:
 
     assert digest("window:8") == digest("window:8")
     assert len({digest(None), digest("window:8"), digest("window:9"), digest("window:8;dense@0")}) == 4
+
+
+def test_keys_in_8_bits_are_part_of_what_a_run_is_only_where_they_are_set() -> None:
+    def trainer(**step: Any) -> ElasticRingTrainer:
+        return ElasticRingTrainer(make_task().model, make_task().data, step_config=replace(make_task().step, **step))
+
+    plain, native, encoded = trainer(), trainer(kv_wire="native"), trainer(kv_wire="fp8")
+    assert plain._identity == native._identity
+    assert plain._digest == native._digest != encoded._digest
+    assert set(encoded._identity.items()) - set(plain._identity.items()) == {("step.kv_wire", "fp8")}
 
 
 @pytest.mark.parametrize(
@@ -295,6 +303,7 @@ def test_a_pattern_of_whole_blocks_is_let_through_to_gpus() -> None:
     check_pattern(replace(trainer.task, data=StdlibText(512, align_tokens=128)), 2)
 
 
+@pytest.mark.thinned(num=3)
 @pytest.mark.parametrize("text", ["bigbird:2,0,1,unit=128", "bigbird:1,0,0;dense@1", "longnet:256/1,512/2,unit=128"])
 @pytest.mark.parametrize("documents", [(0,), (0, 128, 384)])
 def test_training_in_blocks_gives_the_losses_of_training_in_tiles(text: str, documents: tuple[int, ...]) -> None:

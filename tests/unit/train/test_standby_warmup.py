@@ -55,6 +55,7 @@ def test_a_model_that_wants_values_is_no_mistake() -> None:
     assert attention_shapes(TrainingTask(NoAttention, StdlibText(64), StepConfig(), OptimConfig())) == ()
 
 
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("pattern", ["", "window:16", "sinks:4+window:16;dense@0"])
 def test_attention_of_every_rank_of_a_ring_is_warmed_up_alone(pattern: str, caplog: pytest.LogCaptureFixture) -> None:
     task = replace(task_of(partial(Transformer, preset("laptop"))), pattern=parse_pattern(pattern) if pattern else None)
@@ -62,6 +63,10 @@ def test_attention_of_every_rank_of_a_ring_is_warmed_up_alone(pattern: str, capl
         warm_up_attention(task, torch.device("cpu"), (4, 2, 32), 4)
     (logged,) = [line for line in caplog.messages if "warmed up" in line]
     assert logged == f"cpu: attention warmed up for the slices of {4 if pattern else 2} ranks"
+    task = replace(task, step=replace(task.step, global_batch=5, sequences_per_pass=3))
+    with caplog.at_level(logging.INFO):
+        warm_up_attention(task, torch.device("cpu"), (4, 2, 32), 4)  # passes of 1, 2 and 3 sequences
+    assert f"warmed up for the slices of {12 if pattern else 6} ranks" in caplog.messages[-1]
 
 
 WARM = """
@@ -76,5 +81,6 @@ assert not dist.is_initialized()
 """
 
 
+@pytest.mark.slow
 def test_warming_up_leaves_no_group_behind() -> None:
     subprocess.run([sys.executable, "-c", WARM], check=True, timeout=120)

@@ -18,6 +18,7 @@ from elastic_ring.state.device import squares as device_squares
 from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Counters
 from elastic_ring.train.transaction import sequence_seed
+from elastic_ring.train.vote import MustGoBack
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train import tiny_task
 from tests.unit.train.tiny_task import (
@@ -65,7 +66,7 @@ def whole(slices: list[dict[str, Tensor]], cp: int) -> dict[str, Tensor]:
 # ------------------------------------------------------------ right
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("optimizer", [None, momentum], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("mesh", [ALONE, RING, REPLICAS, SQUARE], ids=str)
 def test_steps_on_a_mesh_are_those_of_plain_training(four: Membership, mesh: Mesh, optimizer: Any) -> None:
@@ -109,6 +110,7 @@ def test_a_metric_of_ones_own_is_the_same_on_every_rank_and_mesh(four: Membershi
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_every_mesh_uses_the_same_samples(four: Membership) -> None:
     digests = []
     for mesh in (ALONE, RING, REPLICAS, SQUARE):
@@ -149,6 +151,7 @@ def break_the_square(four: Membership, phase: str, step: int, rank: int) -> list
     return [ends[other] if other in ends else four.result(other) for other in range(4)]
 
 
+@pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce"])
 def test_a_step_that_breaks_off_and_runs_again_gives_the_same_bits(
     four: Membership, undisturbed: list[dict[str, Any]], phase: str
@@ -162,6 +165,7 @@ def test_a_step_that_breaks_off_and_runs_again_gives_the_same_bits(
     assert four.all(facts) == after_a_rebuild(undisturbed)
 
 
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("what", ["optimizer", "all"])
 def test_state_in_host_memory_has_the_same_bits_also_in_the_module_of_another_generation(
     four: Membership, undisturbed: list[dict[str, Any]], what: str
@@ -305,3 +309,21 @@ def test_a_loss_spike_that_is_to_end_the_run_raises_on_every_rank_and_names_its_
         with pytest.raises(LossSpike, match=r"step 0: the loss is .*, and more than 0\.54 .* sequences \(\d+, "):
             four.result(rank)
     assert [fact["counters"] for fact in four.all(facts, ranks=(0, 1))] == [Counters(1, 1, 1)] * 2
+
+
+def test_going_back_is_asked_for_again_where_the_generation_that_should_have_heard_it_had_ended(
+    four: Membership,
+) -> None:
+    """As where a member dies in the very step: its loss is known first, and the others' request is out of date."""
+    ranks = (0, 1)
+    four.all(begin, four.meeting(), REPLICAS, make_task(), ranks=ranks)
+    four.all(expect_losses_below, 0.5, "back", ranks=ranks)
+    for attempt in range(2):
+        for rank in ranks:
+            four.start(rank, run_steps, 2)
+        for rank in ranks:
+            with pytest.raises(MustGoBack, match=r"the loss of step 0 is .*, above 0\.54"):
+                four.result(rank)
+        assert [fact["counters"] for fact in four.all(facts, ranks=ranks)] == [Counters(1, 1, 1)] * 2, attempt
+        four.all(abort_until_paused, ranks=ranks)
+        four.all(rebuild, four.meeting(), REPLICAS, ranks=ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,6 +65,11 @@ def test_sums_are_taken_in_rank_order() -> None:
     total = counted([ballot(loss_sum=value) for value in UNEVEN])
     assert total.loss * total.num_tokens == in_order
     assert total.num_tokens == 30
+
+
+def test_each_rank_tells_how_near_it_came_to_the_end_of_its_memory() -> None:
+    shares = (0.5, 0.97, 0.0, 0.6, 0.7, 0.8)
+    assert counted([replace(ballot(), memory_share=share) for share in shares]).memory_shares == shares
 
 
 def test_the_gradient_norm_is_counted_in_one_ring_only() -> None:
@@ -145,7 +151,7 @@ def test_a_loss_is_judged_by_the_rank_that_has_seen_most_steps() -> None:
 
 def test_what_follows_a_spike_is_part_of_the_vote() -> None:
     skips = {verdict: spiked(3.5, verdict=VERDICTS.index(verdict)).skip for verdict in VERDICTS[1:]}
-    assert skips == {"log": False, "clip": False, "skip": True, "stop": True}
+    assert skips == {"log": False, "clip": False, "skip": True, "stop": True, "back": True}
     usual = spiked(2.5).scale(1e-3)
     assert spiked(3.5, verdict=VERDICTS.index("log")).scale(1e-3) == pytest.approx(usual)
     assert spiked(3.5, verdict=VERDICTS.index("clip")).scale(1e-3) == pytest.approx(0.1 * usual)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from elastic_ring.attention.kernels.adapters import block_sparse
-from elastic_ring.attention.kernels.backend import Backend
-from elastic_ring.attention.kernels.registry import BACKENDS
-from elastic_ring.attention.kernels.sparse_registry import KERNELS, REFERENCE
+from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.kernels.registry import KERNELS, named
 from elastic_ring.attention.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.layouts.layout import Layout, make_layout
 from elastic_ring.attention.patterns.parse import parse_pattern
@@ -23,7 +22,6 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.sparse_ring import SparseRingAttention
 from elastic_ring.attention.warmup import warm_up_lengths
 from elastic_ring.train.startup.warm import kinds_of_layers
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
@@ -45,9 +43,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def counting(seen: set[Any]) -> Backend:
+def counting(seen: set[Any]) -> Kernel:
     """The CPU's kernel, which notes what FlexAttention would be compiled for."""
-    kernel = next(backend for backend in BACKENDS if backend.name == "aten-cpu")
+    kernel = named("aten-cpu")
 
     def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         seen.add(("forward", q.shape, k.shape, options["causal"]))
@@ -114,7 +112,7 @@ def test_a_sparse_ring_meets_only_warmed_up_block_numbers(rings: ThreadRings, fa
     warmed: set[Any] = set()
     met: set[Any] = set()
 
-    def made(seen: set[Any], cp_rank: int, group: Any) -> SparseRingAttention:
+    def made(seen: set[Any], cp_rank: int, group: Any) -> RingAttention:
         """The reference kernel, noting what FlexAttention would be compiled for."""
 
         def note(q: Tensor, k: Tensor, tables: Any) -> None:
@@ -122,18 +120,14 @@ def test_a_sparse_ring_meets_only_warmed_up_block_numbers(rings: ThreadRings, fa
 
         def forward(q: Tensor, k: Tensor, v: Tensor, tables: Any, scale: float) -> Any:
             note(q, k, tables)
-            return REFERENCE.forward(q, k, v, tables, scale)
+            return named("reference-sparse").forward(q, k, v, tables, scale)
 
         def backward(dout: Tensor, q: Tensor, k: Tensor, *rest: Any, **places: Any) -> Any:
             note(q, k, rest[3])
-            return REFERENCE.backward(dout, q, k, *rest, **places)
+            return named("reference-sparse").backward(dout, q, k, *rest, **places)
 
-        ring = SparseRingAttention(
-            plan_sparse(pattern, layout, HEADS[0], HEADS[1]), cp_rank, group, kernel="reference-sparse"
-        )
-        kernel = replace(REFERENCE, forward=forward, backward=backward)
-        ring._sparse_kernel = lambda q: kernel  # type: ignore[method-assign]
-        return ring
+        kernel = replace(named("reference-sparse"), forward=forward, backward=backward)
+        return RingAttention(plan_sparse(pattern, layout, HEADS[0], HEADS[1]), cp_rank, group, kernel=kernel)
 
     num_ran = warm_up_lengths(
         lambda cp_rank, group: [made(warmed, cp_rank, group)], layout, HEADS, torch.float32, torch.device("cpu")
@@ -145,7 +139,7 @@ def test_a_sparse_ring_meets_only_warmed_up_block_numbers(rings: ThreadRings, fa
 
 
 def test_the_kernels_that_are_compiled_by_length_say_so() -> None:
-    assert [kernel.name for kernel in (*BACKENDS, *KERNELS) if kernel.by_length] == ["flex", "flex-sparse"]
+    assert [kernel.name for kernel in KERNELS if kernel.by_length] == ["flex", "flex-sparse"]
 
 
 def test_one_layer_of_each_kind_is_warmed_up() -> None:

@@ -116,7 +116,7 @@ def begin(me: Any, where: Rendezvous, mesh: Mesh, task: TrainingTask, cpu_offloa
         me.state.loader.close()
     source = task.data.open()
     order = Order(task.step.seed, task.step.global_batch, source.num_sequences)
-    me.state = Transaction(task, Loader(source), order, watch)
+    me.state = Transaction(task, Loader(source, num_ahead=task.step.sequences_per_pass), order, watch)
     me.state.offload(cpu_offload)
     me.membership_id = (1, 0)
     connect(me, where, mesh)

@@ -25,7 +25,7 @@ from elastic_ring.tuning.quality.families import Family
 from elastic_ring.tuning.quality.model import Masks
 from elastic_ring.tuning.replay import SHARE, Grid, best_alone, replay, searched
 from elastic_ring.tuning.sampler import LONG, SHORT, ProxySampler, cheap_of, corrected, told
-from elastic_ring.tuning.search import asked_for, remembered
+from elastic_ring.tuning.search import asked_for, store_settings
 from elastic_ring.tuning.space import AXES, LAYOUTS, OFF, Candidate, candidates
 from elastic_ring.tuning.stopping import is_behind
 from elastic_ring.tuning.trial import NonDominatedRank, judged, read_log
@@ -262,13 +262,13 @@ def test_a_pattern_is_behind_only_if_it_is_in_every_layout() -> None:
 
 def test_a_search_that_goes_on_refuses_options_that_it_would_ignore(tmp_path: Path) -> None:
     options = argparse.Namespace(out=tmp_path / "s", trials=7, concurrent=2, seed=0, for_gpus=False, pattern_len=8192)
-    remembered(options)
-    remembered(options)
+    store_settings(options)
+    store_settings(options)
     options.pattern_len = 4096  # only where files are for, unless GPUs decide what is asked
-    remembered(options)
+    store_settings(options)
     options.trials, options.seed = 9, 1
     with pytest.raises(ValueError, match=r"was begun with --trials 7, not 9, --seed 0, not 1; give the same"):
-        remembered(options)
+        store_settings(options)
 
 
 # ------------------------------------------------------------ the measured grid

@@ -168,6 +168,35 @@ def test_what_arrives_damaged_is_named_and_not_kept_and_the_next_exchange_is_who
     assert ring.held(1) == {(step, (rank,), rank == 1) for step in (0, 4) for rank in (0, 1)}
 
 
+@pytest.mark.parametrize("where", ["snapshot", "copy", "parity"])
+def test_memory_that_cannot_be_had_costs_that_copy_and_nothing_else(
+    rings: ThreadRings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Rank 1 cannot take its snapshot, or has no room for what it receives; the next exchange is whole."""
+    monkeypatch.setattr(sealed, "CHUNK_BYTES", 200)
+    groups = {"parity_groups": (ParityGroup((0, 2), 1), ParityGroup((1,), 0))}
+    ring = Ring(rings, build(**(groups if where == "parity" else {"copy_holders": RING})))
+    whole = [ring.held(rank) for rank in range(3)]
+    ring.step()
+    buffers = ring.copies[1]._pinned if where == "snapshot" else ring.copies[1]._buffers
+    with monkeypatch.context() as patch:
+        patch.setattr(buffers, "take", refusing)
+        ring.step()
+    states = {"snapshot": [DONE, FAILED, FAILED], "copy": [DONE, FAILED, DONE], "parity": [DONE, FAILED, DONE]}
+    assert [one._exchanges[-1].state for one in ring.copies] == states[where]
+    assert "not enough pinned memory" in caplog.text
+    ring.step()
+    ring.step(copies=COPY_FAILED)
+    assert [one._exchanges[-1].state for one in ring.copies] == [DONE] * 3
+    assert [ring.held(rank) for rank in range(3)] == [
+        {(step, ranks, own) for step in (0, 4) for _, ranks, own in held} for held in whole
+    ]
+
+
+def refusing(num_bytes: int) -> Tensor:
+    raise RuntimeError("not enough pinned memory")
+
+
 def test_a_copy_that_was_damaged_in_memory_is_named_dropped_and_not_reported_again(
     rings: ThreadRings, caplog: pytest.LogCaptureFixture
 ) -> None:

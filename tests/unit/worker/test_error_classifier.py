@@ -1,4 +1,4 @@
-"""Whose trouble an exception is: the ring's, the user's, or that of this worker's own device."""
+"""Whose error an exception is: the ring's, the user's, or that of this worker's own device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from elastic_ring.errors import DigestMismatch, GroupAborted, PeerFailed, TooManySkipped
 from elastic_ring.runtime.groups.nccl import has_failed
-from elastic_ring.runtime.worker.error_classifier import trouble_kind, trouble_text
+from elastic_ring.runtime.worker.error_classifier import error_kind, error_text
 from elastic_ring.train.memory import drop_frames
 from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.startup.kernels import KernelMismatch
@@ -47,22 +47,22 @@ def untouched() -> bool:
 )  # fmt: skip
 def test_what_the_ring_says_of_itself_asks_no_device(error: BaseException, kind: str) -> None:
     cause = dist.DistBackendError("x") if isinstance(error, ValueError) else None
-    assert trouble_kind(raised(error, cause), untouched) == kind
+    assert error_kind(raised(error, cause), untouched) == kind
 
 
 def test_an_error_of_the_device_is_not_the_users_wherever_it_is_wrapped() -> None:
     error = torch.AcceleratorError(CUDA_ERROR)
-    assert trouble_kind(raised(error)) == "device"
-    assert trouble_kind(raised(ValueError("in the model"), error)) == "device"
-    assert trouble_kind(raised(RuntimeError("whatever"), None), failed) == "device"
+    assert error_kind(raised(error)) == "device"
+    assert error_kind(raised(ValueError("in the model"), error)) == "device"
+    assert error_kind(raised(RuntimeError("whatever"), None), failed) == "device"
 
 
-def test_no_room_for_a_newcomer_is_its_devices_trouble_and_no_room_for_a_step_nobodys() -> None:
+def test_no_room_for_a_newcomer_is_a_device_error_and_no_room_for_a_step_is_not() -> None:
     error = raised(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB."))
-    assert trouble_kind(error, healing=True) == "device"
-    assert trouble_kind(error, failed) == "device"  # a poisoned device says so, too
-    assert trouble_kind(error) == "memory"
-    assert "Tried to allocate 4.00 GiB" in trouble_text(error, "memory")
+    assert error_kind(error, healing=True) == "device"
+    assert error_kind(error, failed) == "device"  # a poisoned device says so, too
+    assert error_kind(error) == "memory"
+    assert "Tried to allocate 4.00 GiB" in error_text(error, "memory")
 
 
 def test_a_host_without_memory_is_told_by_what_its_allocators_raise_and_by_nothing_else() -> None:
@@ -76,15 +76,15 @@ def test_a_host_without_memory_is_told_by_what_its_allocators_raise_and_by_nothi
     with pytest.raises(MemoryError) as of_numpy:
         np.empty(1 << 50, dtype=np.float64)
     for caught in (of_torch, of_python, of_numpy):
-        assert trouble_kind(caught.value, untouched) == trouble_kind(caught.value, untouched, healing=True) == "memory"
-        assert trouble_kind(raised(ValueError("in the model"), caught.value), untouched) == "memory"
-    text = trouble_text(raised(ValueError("in the model"), of_torch.value), "memory")
+        assert error_kind(caught.value, untouched) == error_kind(caught.value, untouched, healing=True) == "memory"
+        assert error_kind(raised(ValueError("in the model"), caught.value), untouched) == "memory"
+    text = error_text(raised(ValueError("in the model"), of_torch.value), "memory")
     assert "you tried to allocate 4503599627370496 bytes" in text
     assert "in too_much" in text
     assert text.count("\n") == 0
     words = "can't allocate memory: you tried to allocate 5 bytes"
-    assert trouble_kind(raised(RuntimeError(words))) == "user"  # words of somebody else
-    assert trouble_kind(raised(ValueError(f"DefaultCPUAllocator: {words}"))) == "user"
+    assert error_kind(raised(RuntimeError(words))) == "user"  # words of somebody else
+    assert error_kind(raised(ValueError(f"DefaultCPUAllocator: {words}"))) == "user"
 
 
 def test_the_frames_of_a_step_that_ran_out_of_memory_hold_nothing_any_more() -> None:
@@ -103,27 +103,27 @@ def test_the_frames_of_a_step_that_ran_out_of_memory_hold_nothing_any_more() -> 
     assert seen[0]() is not None
     drop_frames(caught.value)
     assert seen[0]() is None
-    assert "in step (" in trouble_text(caught.value, "memory")  # the place is known all the same
+    assert "in step (" in error_text(caught.value, "memory")  # the place is known all the same
 
 
 def test_a_kernel_that_the_others_run_and_this_device_does_not_costs_a_newcomer_or_refuses_a_start() -> None:
     error = raised(KernelMismatch("cannot follow"))
-    assert trouble_kind(error, untouched, healing=True) == "device"
-    assert trouble_kind(error, untouched) == "check"
+    assert error_kind(error, untouched, healing=True) == "device"
+    assert error_kind(error, untouched) == "check"
 
 
 def test_everything_else_is_the_users_while_the_device_is_well() -> None:
-    assert trouble_kind(raised(ValueError("a shape"))) == "user"
-    assert trouble_kind(raised(RuntimeError("[gloo/transport/tcp] NCCL"))) == "user"  # words prove nothing
-    assert trouble_kind(raised(SystemExit(3))) == "user"
+    assert error_kind(raised(ValueError("a shape"))) == "user"
+    assert error_kind(raised(RuntimeError("[gloo/transport/tcp] NCCL"))) == "user"  # words prove nothing
+    assert error_kind(raised(SystemExit(3))) == "user"
     assert not has_failed(torch.device("cpu"))
 
 
 def test_a_device_says_one_line_and_the_user_gets_the_whole_traceback() -> None:
-    assert trouble_text(torch.AcceleratorError(CUDA_ERROR), "device") == (
+    assert error_text(torch.AcceleratorError(CUDA_ERROR), "device") == (
         "AcceleratorError: CUDA error: an illegal memory access was encountered"
     )
-    assert trouble_text(torch.OutOfMemoryError(), "device") == "OutOfMemoryError: "
-    told = trouble_text(raised(ValueError("a shape")))
+    assert error_text(torch.OutOfMemoryError(), "device") == "OutOfMemoryError: "
+    told = error_text(raised(ValueError("a shape")))
     assert told.startswith("Traceback")
     assert told.rstrip().endswith("ValueError: a shape")

@@ -141,13 +141,13 @@ def joined(pair: Membership) -> Iterator[Membership]:
 
 
 @pytest.mark.parametrize("step", [wait_for_a_peer_that_never_answers, read_nonsense_after_an_abort])
-def test_a_step_that_waits_for_ever_is_given_up_and_told_as_a_peers_trouble(
+def test_a_step_that_waits_for_ever_is_given_up_and_reported_as_a_peer_error(
     joined: Membership, step: Any, tmp_path: Any
 ) -> None:
     joined.now(0, begin_step, step, str(tmp_path))
-    trouble = joined.now(0, heard)
-    assert isinstance(trouble, MemberFailed)
-    assert (trouble.kind, trouble.step, trouble.generation) == ("peer", 7, MEMBERSHIP[1])
+    failure = joined.now(0, heard)
+    assert isinstance(failure, MemberFailed)
+    assert (failure.kind, failure.step, failure.generation) == ("peer", 7, MEMBERSHIP[1])
     report = joined.now(0, told_to_stop)
     assert (report.worker, report.generation, report.mode) == ("reported", MEMBERSHIP[1] + 1, "aborted")
 
@@ -155,9 +155,9 @@ def test_a_step_that_waits_for_ever_is_given_up_and_told_as_a_peers_trouble(
 def test_a_thread_that_no_abort_reaches_is_told_of_by_the_control_thread(joined: Membership, tmp_path: Any) -> None:
     """What the coordinator hears then ends in a `Stop` that this worker cannot answer, and in its death."""
     joined.now(0, begin_step, wait_for_what_is_no_exchange, str(tmp_path))
-    trouble = joined.now(0, heard)
-    assert (trouble.kind, trouble.step) == ("peer", 7)
-    assert "stands still in reduce" in trouble.detail
+    failure = joined.now(0, heard)
+    assert (failure.kind, failure.step) == ("peer", 7)
+    assert "stalled in reduce" in failure.detail
     joined.now(0, let_it_go)
 
 

@@ -1,6 +1,6 @@
 """Whether a step moves, judged on numbers with times of its own, and what counts as moving.
 
-What follows from the judgement, in a real worker's threads, is in test_standstill_in_worker.
+What follows from the judgement, in a real worker's threads, is in test_stall_in_worker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a worker tells of a build or a step that broke off: whose trouble it is, and in which step of the run."""
+"""What a worker tells of a build or a step that broke off: whose error it is, and in which step of the run."""
 
 from __future__ import annotations
 
@@ -90,40 +90,40 @@ def told(
 
 
 def test_a_newcomer_without_room_names_the_runs_step_and_its_own_device(tmp_path: Path) -> None:
-    trouble, part = told(tmp_path, NO_ROOM, "build")
-    assert isinstance(trouble, MemberFailed)
-    assert (trouble.kind, trouble.step) == ("device", 80_000)
-    assert trouble.detail == "OutOfMemoryError: CUDA out of memory. Tried to allocate 4.00 GiB."
+    failure, part = told(tmp_path, NO_ROOM, "build")
+    assert isinstance(failure, MemberFailed)
+    assert (failure.kind, failure.step) == ("device", 80_000)
+    assert failure.detail == "OutOfMemoryError: CUDA out of memory. Tried to allocate 4.00 GiB."
     assert part.device_failed
 
 
 def test_user_code_that_raises_in_a_newcomers_build_raises_in_the_runs_step(tmp_path: Path) -> None:
-    trouble, part = told(tmp_path, ValueError("a shape"), "build")
-    assert (trouble.kind, trouble.step, part.device_failed) == ("user", 80_000, False)
+    failure, part = told(tmp_path, ValueError("a shape"), "build")
+    assert (failure.kind, failure.step, part.device_failed) == ("user", 80_000, False)
 
 
 @pytest.mark.parametrize("build", ["fresh", "survivor"])
 def test_a_build_without_room_takes_the_memory_ladder_and_keeps_who_has_state(tmp_path: Path, build: str) -> None:
-    trouble, part = told(tmp_path, NO_ROOM, "build", build=build)
-    assert (trouble.kind, part.device_failed) == ("memory", False)
+    failure, part = told(tmp_path, NO_ROOM, "build", build=build)
+    assert (failure.kind, part.device_failed) == ("memory", False)
 
 
 @pytest.mark.parametrize("at", ["train", "finalize"])
 def test_a_device_that_errs_is_told_of_in_one_line(tmp_path: Path, at: str) -> None:
-    trouble, part = told(tmp_path, BROKEN, at)
-    assert (trouble.kind, part.device_failed) == ("device", True)
-    assert trouble.detail == "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
+    failure, part = told(tmp_path, BROKEN, at)
+    assert (failure.kind, part.device_failed) == ("device", True)
+    assert failure.detail == "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
 
 
-def test_weights_that_cannot_be_written_are_no_devices_trouble(tmp_path: Path) -> None:
-    trouble, part = told(tmp_path, OSError("no space"), "finalize")
-    assert (trouble.kind, part.device_failed) == ("check", False)
+def test_weights_that_cannot_be_written_are_no_device_error(tmp_path: Path) -> None:
+    failure, part = told(tmp_path, OSError("no space"), "finalize")
+    assert (failure.kind, part.device_failed) == ("check", False)
 
 
 @pytest.mark.parametrize("error", [BROKEN, ValueError("not a number")])
 def test_whatever_breaks_after_an_abort_is_the_aborts(tmp_path: Path, error: BaseException) -> None:
-    trouble, part = told(tmp_path, error, "train", aborted=True)
-    assert (trouble.kind, part.device_failed) == ("peer", False)
+    failure, part = told(tmp_path, error, "train", aborted=True)
+    assert (failure.kind, part.device_failed) == ("peer", False)
 
 
 def test_a_peer_that_fails_in_a_build_is_a_failed_build(tmp_path: Path) -> None:
@@ -179,6 +179,7 @@ for name, seconds in (("slow", 6.0), ("quick", 0.0)):
 """
 
 
+@pytest.mark.slow
 def test_a_worker_holds_the_folder_of_its_stamps_from_its_start_until_its_process_ends(tmp_path: Path) -> None:
     folder = tmp_path / "elastic_ring-run-11111111"
     command = [sys.executable, "-c", WARM, str(folder)]

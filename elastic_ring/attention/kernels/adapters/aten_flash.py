@@ -5,6 +5,8 @@ Tiles of one rank only; no hops and no merging.
 
 from __future__ import annotations
 
+from threading import Lock
+
 import torch
 
 _forward = torch.ops.aten._flash_attention_forward
@@ -53,10 +55,37 @@ def deterministic_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `backward`, bitwise repeatable. Sets torch's global flag for the call, since aten has no argument for it."""
-    mode = torch.get_deterministic_debug_mode()
-    torch.use_deterministic_algorithms(True)
-    try:
+    """As `backward`, bitwise repeatable."""
+    with _REPEATABLE:
         return backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
-    finally:
-        torch.set_deterministic_debug_mode(mode)
+
+
+class _Repeatable:
+    """While any thread is inside, aten's backward takes its repeatable form.
+
+    The op has no argument for it: up to torch 2.13 it reads the process-wide flag, on the calling thread's host, and
+    only without `warn_only`. So the first thread in sets that flag and the last one out restores it, whatever their
+    order. Other threads see the flag for the host's time of a call: an operator that has no deterministic form would
+    raise there. torch.compile's own setting, which `use_deterministic_algorithms` changes too, stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._num_inside, self._before = Lock(), 0, (False, False)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_inside == 0:
+                warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+                self._before = (torch.are_deterministic_algorithms_enabled(), warn_only)
+                torch._C._set_deterministic_algorithms(True, warn_only=False)
+            self._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                torch._C._set_deterministic_algorithms(self._before[0], warn_only=self._before[1])
+
+
+_REPEATABLE = _Repeatable()
+"""One for the process, as torch's flag is."""

@@ -2,7 +2,7 @@
 
 `*_forward` and `*_backward` process any subset of the keys; gradients use `out` and `lse` merged over all keys.
 `flash` and `flex` process whole sequences through autograd. Packages are imported lazily; each variant is compiled
-once. No hops in this file; selection and self-tests are in `kernels.sparse_registry` and `kernels.sparse_verify`.
+once. No hops in this file.
 """
 
 from __future__ import annotations

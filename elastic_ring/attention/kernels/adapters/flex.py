@@ -12,6 +12,10 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.merge import own_gradients
+from elastic_ring.attention.plan.plan_cache import SizedLRU
+
+MASK_BYTES = 1 << 27
+"""Device memory, in bytes, that the masks of causal tiles may take; packed documents give tiles of any length."""
 
 NUM_VARIANTS = 256
 """Recompile limit for torch.compile, above its default. Dense and block-sparse tiles share it: a ring of two needs six
@@ -55,14 +59,20 @@ def masked(
     return out, lse.transpose(1, 2)
 
 
-@lru_cache(maxsize=64)
-def _causal_mask(num_rows: int, device: torch.device) -> Any:
+def _make_causal_mask(num_rows: int, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         return row >= column
 
     return create_block_mask(seen, None, None, num_rows, num_rows, device=device)
+
+
+def _mask_bytes(mask: Any) -> int:
+    return sum(x.nbytes for x in vars(mask).values() if isinstance(x, torch.Tensor))
+
+
+_causal_mask = SizedLRU(_make_causal_mask, MASK_BYTES, _mask_bytes)
 
 
 def _run(

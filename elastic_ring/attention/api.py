@@ -1,0 +1,116 @@
+"""The public door: attention over a ring for any training loop, without a trainer or Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from elastic_ring.attention.checks import check_options, check_tensors
+from elastic_ring.attention.comm.exchange import Group
+from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.layers import PatternedAttention
+from elastic_ring.attention.layouts.layout import Layout, make_layout
+from elastic_ring.attention.pattern_call import PatternLike, patterns_of
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.attention.ring_plans import PlanCache
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | Group | None,
+    seq_len: int | None = None,
+    causal: bool = True,
+    layout: str | Layout = "zigzag",
+    document_starts: Sequence[int] = (0,),
+    scale: float | None = None,
+    backend: Kernel | str | None = None,
+    deterministic: bool = True,
+    pattern: PatternLike | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's queries over the whole sequence that the ranks of `group` share.
+
+    q (B, S_local, H, D), k and v (B, S_local, Hkv, D), H a multiple of Hkv; returns (B, S_local, H, D) and
+    is differentiable. Every rank holds what `layout` gives it (`make_layout(layout, seq_len, cp).scatter`);
+    queries, keys and any position encoding must follow that order. `group` None is torch.distributed's
+    default group. `seq_len` in tokens may be left out when all ranks hold equally many.
+    `document_starts` are the positions where packed documents begin; the same for all sequences of a batch.
+    `deterministic` False lets a GPU's kernels add up in any order, which is faster. `pattern` keeps some pairs only: a
+    short form, a rule, or one for each query head (docs/patterns.md); without `causal` its rules must look ahead.
+
+    Every rank must make the same calls on a group, failed ones included: calls are numbered, so that a retry takes no
+    message of the call before. Raises `ValueError` for arguments that do not fit, and the group's
+    own error when a peer is lost. What only a comparison between ranks could find, such as different
+    `seq_len`s, is not checked: it would cost a collective in every call.
+    """
+    ring_group = _resolve_group(group)
+    calls = _calls_of(ring_group)
+    call_index = calls.num_calls
+    calls.num_calls += 1  # before any check, so that a call that one rank refuses counts on all ranks
+    check_tensors(q, k, v)
+    check_options(causal, seq_len, scale)
+    cp = ring_group.size()
+    if isinstance(layout, Layout):
+        if layout.cp != cp:
+            raise ValueError(f"layout is for cp={layout.cp}, but the group has {cp} ranks; make another")
+        if seq_len is not None and seq_len != layout.seq_len:
+            raise ValueError(f"seq_len={seq_len}, but layout has {layout.seq_len} tokens; leave seq_len out")
+        seq_len = layout.seq_len
+    seq_len = q.size(1) * cp if seq_len is None else seq_len
+    if seq_len < cp:
+        raise ValueError(f"seq_len={seq_len} is shorter than cp={cp}: every rank needs at least one token")
+    if isinstance(layout, str):
+        layout = make_layout(layout, seq_len, cp)
+    starts = tuple(int(start) for start in document_starts)
+    if pattern is not None:
+        return PatternedAttention(
+            patterns_of(pattern), layout, ring_group.rank(), ring_group, document_starts=starts, causal=bool(causal),
+            backend=backend.name if isinstance(backend, Kernel) else backend, deterministic=deterministic, scale=scale,
+            plans=calls.plans, first_call_index=call_index, abandoned=calls.abandoned,
+        )(q, k, v)  # fmt: skip
+    dense = Pattern(causal, starts)
+    plans = calls.plans.of((dense, layout, backend, deterministic), lambda: plan(dense, layout))
+    ring = RingAttention(
+        plans.schedule, ring_group.rank(), ring_group, backend=backend, deterministic=deterministic, plans=plans,
+        first_call_index=call_index,
+    )  # fmt: skip
+    ring._abandoned = calls.abandoned
+    return ring(q, k, v, scale=scale)
+
+
+@dataclass(eq=False)
+class _GroupCalls:
+    """What the calls of `ring_attention` over one group share. Must not hold the group: it is the key."""
+
+    num_calls: int = 0
+    plans: PlanCache = field(default_factory=PlanCache)
+    abandoned: list[torch.Tensor] = field(default_factory=list)  # the group may still write to them
+
+
+_CALLS: WeakKeyDictionary[Any, _GroupCalls] = WeakKeyDictionary()
+_CALLS_LOCK = Lock()
+
+
+def _calls_of(group: Any) -> _GroupCalls:
+    with _CALLS_LOCK:
+        return _CALLS.setdefault(group, _GroupCalls())
+
+
+def _resolve_group(group: Any) -> Any:
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("group=None: there is no default group; call init_process_group or pass a group")
+        return dist.group.WORLD
+    if not all(hasattr(group, name) for name in ("send", "recv", "rank", "size")):
+        raise ValueError(f"group={group!r}: not a process group that this rank is a member of")
+    return group

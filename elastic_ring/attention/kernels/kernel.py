@@ -1,0 +1,127 @@
+"""The description of an attention kernel: what it covers, on which devices, and the functions that run it. No
+selection and no tests in this file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from typing import Literal
+
+import torch
+
+from elastic_ring.attention.kernels.block_tables import BlockTables
+
+Cover = Literal["full", "causal"] | torch.Tensor | BlockTables
+"""Which pairs of a call's rows and keys are seen: all, the lower triangle, a mask (rows, keys), or tables of blocks."""
+
+CoverKind = Literal["full", "causal", "mask", "tables"]
+DENSE: tuple[CoverKind, ...] = ("full", "causal")
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+_Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel and its capabilities.
+
+    `forward(q, k, v, *, causal, scale) -> (out, lse)`: q, out (B, Sq, H, D); k, v (B, Sk, Hkv, D); lse
+    (B, Sq, H), natural log, fp32 or fp64. `backward(dout, q, k, v, out, lse, *, causal, scale) ->
+    (dq, dk, dv)` takes the *merged* out and lse, so that the gradients of all calls add up to the exact total.
+    Causal tiles are square. A kernel that covers a mask also takes `mask` (Sq, Sk); one over tables takes
+    `(..., tables, scale)` in place of `causal` and `scale`. `attend` and `gradients` make the call for any cover.
+
+    - `covers`: the kinds of calls that it serves.
+    - `max_head_dim`: None means no limit. `head_dims`: the only ones, if not None.
+    - `deterministic_backward`: a bitwise repeatable form, for a kernel whose `backward` is not.
+    - `min_capability`: the lowest CUDA compute capability.
+    - `keeps_type`: results have the inputs' type, already rounded; otherwise the accumulation type.
+    - `writes_gradients`: `backward` also takes output tensors `dk` and `dv` of the inputs' type, of any strides.
+    - `by_length`: compiled once per number of queries and of keys.
+    - `tile_tokens`: tile sizes in tokens; lengths up to and above a tile size are compiled separately. Query heads that
+      share a K/V head may count as tokens.
+    - `graphable`: calls use only memory that they receive or allocate, so they may be captured in a CUDA graph.
+    - `package`: the package required besides torch.
+    - `only_by_name`: used only where its name is given.
+    - `whole(q, k, v, tables, scale)`: `forward` of a whole sequence, differentiable; of kernels over tables.
+    """
+
+    name: str
+    covers: tuple[CoverKind, ...]
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    max_head_dim: int | None
+    deterministic: bool
+    forward: Callable[..., _Pair] = field(repr=False)
+    backward: Callable[..., _Grads] = field(repr=False)
+    deterministic_backward: Callable[..., _Grads] | None = field(default=None, repr=False)
+    min_capability: tuple[int, int] | None = None
+    head_dim_multiple: int = 1
+    head_dims: tuple[int, ...] | None = None
+    keeps_type: bool = False
+    writes_gradients: bool = False
+    by_length: bool = False
+    tile_tokens: tuple[int, ...] = ()
+    graphable: bool = True
+    package: str | None = None
+    only_by_name: bool = False
+    whole: Callable[..., _Pair] | None = field(default=None, repr=False)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cover: Cover, scale: float) -> _Pair:
+        """(out, lse) of one call."""
+        if isinstance(cover, BlockTables):
+            return self.forward(q, k, v, cover, scale)
+        if isinstance(cover, torch.Tensor):
+            return self.forward(q, k, v, causal=False, scale=scale, mask=cover)
+        return self.forward(q, k, v, causal=cover == "causal", scale=scale)
+
+    def gradients(
+        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, cover: Cover, scale: float, **places: torch.Tensor,
+    ) -> _Grads:  # fmt: skip
+        """(dq, dk, dv) of one call."""
+        if isinstance(cover, BlockTables):
+            return self.backward(dout, q, k, v, out, lse, cover, scale, **places)
+        if isinstance(cover, torch.Tensor):
+            return self.backward(dout, q, k, v, out, lse, causal=False, scale=scale, mask=cover, **places)
+        return self.backward(dout, q, k, v, out, lse, causal=cover == "causal", scale=scale, **places)
+
+    def refusal(self, device: torch.device | str, dtype: torch.dtype, head_dim: int, deterministic: bool) -> str | None:
+        """The reason why this kernel does not support such a call, or None if it does."""
+        device = torch.device(device)
+        if device.type not in self.devices:
+            return f"runs on {', '.join(self.devices)}, not on {device.type}"
+        if dtype not in self.dtypes:
+            return f"takes {', '.join(map(str, self.dtypes))}, not {dtype}"
+        if self.head_dims is not None and head_dim not in self.head_dims:
+            return f"takes head_dim {', '.join(map(str, self.head_dims))}, not {head_dim}"
+        if self.max_head_dim is not None and head_dim > self.max_head_dim:
+            return f"takes head_dim up to {self.max_head_dim}, not {head_dim}"
+        if head_dim % self.head_dim_multiple:
+            return f"takes multiples of {self.head_dim_multiple} as head_dim, not {head_dim}"
+        if deterministic and not self.deterministic and self.deterministic_backward is None:
+            sparse = "tables" in self.covers
+            return "has no deterministic sparse backward on this device" if sparse else "is not deterministic"
+        if self.package is not None and self.version() is None:
+            return f"needs {self.package}, which is not installed"
+        if self.min_capability is not None:
+            capability = torch.cuda.get_device_capability(device)
+            if capability < self.min_capability:
+                needed, found = (".".join(map(str, pair)) for pair in (self.min_capability, capability))
+                return f"needs compute capability {needed}, and this device has {found}"
+        return None
+
+    def repeatable(self) -> Kernel:
+        """The form whose equal calls give bitwise equal results."""
+        if self.deterministic:
+            return self
+        assert self.deterministic_backward is not None
+        return replace(self, deterministic=True, backward=self.deterministic_backward)
+
+    def version(self) -> str | None:
+        """The version of `package` (None if it is not installed), or of torch for a kernel without a package."""
+        try:
+            return metadata.version(self.package) if self.package is not None else torch.__version__
+        except metadata.PackageNotFoundError:
+            return None

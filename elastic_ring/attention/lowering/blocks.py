@@ -1,0 +1,216 @@
+"""Lowering of sparse schedules to tables of whole blocks of 128 tokens, which GPUs run: stages of hops, one kernel call
+for each size of head group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from elastic_ring.attention.comm.exchange import HopExchange, row_frame
+from elastic_ring.attention.comm.packing import gather_rows_
+from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.lowering.call_plan import (
+    Call,
+    CallPlan,
+    HeadOrder,
+    Op,
+    OwnPart,
+    Program,
+    StageCalls,
+    SumTypes,
+)
+from elastic_ring.attention.lowering.device_blocks import DeviceBlocks, on_device
+from elastic_ring.attention.lowering.keys import TokenSpan
+from elastic_ring.attention.lowering.rows import Span
+from elastic_ring.attention.merge import MOST_AT_ONCE, accumulate_dtype, add_placed_
+from elastic_ring.attention.plan.plan_cache import LRUCache
+from elastic_ring.attention.plan.sparse_blocks import NUM_TURNS
+from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
+
+STAGE_LIMIT_BYTES = 1 << 29
+"""Upper bound, per stage, of the K and V bytes that a rank fetches, and of those that it serves. Every further stage
+costs one more round of kernels and one more merge, but overlaps with the exchange of the next stage."""
+
+LINK_BYTES_PER_S = 3e11
+"""One-way NCCL bandwidth between two H200s for messages of this size."""
+KERNEL_FLOPS = 4e14
+"""FLOP/s of a block-sparse backward kernel on an H200 at a density of a few percent."""
+HALVING_S = 2e-4
+"""Cost in seconds of computing the own keys' gradients in two halves: one more round of launches and two kernel tails.
+"""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Device memory of a ring's calls, in bytes.
+
+    `buffer_bytes`: buffers that all rings share. `kept_bytes`: kept by each call from forward to backward.
+    `table_bytes`: the tables of a plan, with what kernels have derived from them so far. Temporaries of a pass are not
+    counted; with more than three stages its sums are fp32.
+    """
+
+    num_stages: int
+    buffer_bytes: int
+    kept_bytes: int
+    table_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedSums:
+    """Own keys grow by what their readers returned, row by row of the inbox as tables of places say: the first stages
+    one by one, where a later one reuses their slot, and all others in one pass over memory."""
+
+    blocks: DeviceBlocks
+
+    def add(self, total: torch.Tensor, exchange: HopExchange, first: int, last: int) -> None:
+        num_apart = self.blocks.plan.num_added_apart
+        if first < num_apart:
+            inbox, places = exchange.take_partials(first), self.blocks.places_apart[first]
+            if not len(inbox):
+                return
+        else:
+            if not sum(len(exchange.take_partials(index)) for index in range(first, last + 1)):
+                return
+            inbox, places = exchange.inbox, self.blocks.last_places
+        for kind in range(2):
+            add_placed_(total[kind].flatten(1, 2), inbox[:, :, kind].transpose(0, 1), places)
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """`stage_bytes`, `keep_keys`, `coalesced` and `partials` (the type in which dK and dV are sent) are those of the
+    ring; `tables` are kept by device and rows in a stage."""
+
+    stage_bytes: int
+    keep_keys: bool | None
+    coalesced: bool | None
+    partials: torch.dtype | None
+    kernel: Kernel
+    tables: LRUCache
+
+    def partial_dtype(self, inputs: torch.dtype) -> torch.dtype:
+        if self.partials is not None:
+            return self.partials
+        return inputs if self.kernel.keeps_type else accumulate_dtype(inputs)
+
+
+def lower_blocks(schedule: SparseSchedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> CallPlan:
+    """The plan of calls with queries like q (B, S_local, H, D). Raises `ValueError` for patterns and layouts that cut
+    blocks, and if `keep_keys` asks for keys that do not fit one stage."""
+    blocks = _device_blocks(schedule, cp_rank, q, options)
+    kernel, dtype, exact = options.kernel, q.dtype, accumulate_dtype(q.dtype)
+    num_stages, num_kv = len(blocks.stages), schedule.num_kv_heads
+    half = _first_heads(blocks, q, options)
+    at_once = num_stages <= MOST_AT_ONCE and blocks.queries_are_contiguous(q.size(2))
+    running = dtype if at_once or blocks.plan.num_row_visits <= 2 else exact
+    apart = any(stage.plan.num_served_rows for stage in blocks.stages[: blocks.plan.num_added_apart])
+    whole = Call(Span(0, q.size(1)), TokenSpan(Span(0, q.size(1))), blocks.own)
+    own = StageCalls((0,), (whole,), (whole,), once=True)
+    fetched = tuple(_stage_calls(blocks, index) for index in range(num_stages))
+    halves = _halves(blocks, q, num_kv, half) if half < num_kv else (OwnPart(None, (whole,), once=True),)
+    last = (Op("add", blocks.plan.num_added_apart, num_stages - 1),) if num_stages else ()
+    coalesced = q.is_cuda if options.coalesced is None else options.coalesced
+    keeps = _keeps(blocks, options)
+
+    def pack(index: int, packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        gather_rows_(packed, k, v, blocks.stages[index].served_rows)
+
+    return CallPlan(
+        kernel, (own, *fetched), Program((*_fetching(blocks, len(halves)), *last), halves, fetches=True),
+        blocks.plan.exchange(schedule.cp, coalesced=coalesced),
+        row_frame(q.new_empty((q.size(0), 0, num_kv, q.size(3)))), pack, options.partial_dtype(dtype),
+        SumTypes(running, running, exact if apart else dtype, blocks.by_rows, at_once, half < num_kv and apart),
+        PlacedSums(blocks), _head_order(blocks),
+        # Fetched keys run first, so that the one call on all own keys hides the partials' return.
+        Program((Op("hold", 0), Op("own", 0), Op("release", 0), *last), (OwnPart(None, (whole,), once=True),), False)
+        if keeps else None,
+        keeps,
+    )  # fmt: skip
+
+
+def footprint(schedule: SparseSchedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> Footprint:
+    """Memory of calls with queries like q (B, S_local, H, D), besides their inputs and outputs."""
+    blocks = _device_blocks(schedule, cp_rank, q, options)
+    kept, row = _keeps(blocks, options), 2 * q.size(0) * q.size(3)
+    sizes = (row * q.dtype.itemsize, row * options.partial_dtype(q.dtype).itemsize)
+    return Footprint(
+        len(blocks.stages), blocks.plan.buffer_bytes(*sizes, kept=kept),
+        sizes[0] * blocks.plan.num_fetched_rows if kept else 0, blocks.num_bytes,
+    )  # fmt: skip
+
+
+def _device_blocks(schedule: SparseSchedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> DeviceBlocks:
+    wider = max(q.dtype, options.partial_dtype(q.dtype), key=lambda dtype: dtype.itemsize)
+    row_bytes = 2 * q.size(0) * q.size(3) * wider.itemsize
+    key = (q.device, options.stage_bytes // max(1, row_bytes))
+    return options.tables.get(key, lambda: on_device(schedule, cp_rank, *key))
+
+
+def _keeps(blocks: DeviceBlocks, options: BlockOptions) -> bool:
+    num_stages = len(blocks.stages)
+    if options.keep_keys and num_stages > 1:
+        raise ValueError(
+            f"keep_keys=True, but what is fetched is {num_stages} stages of at most stage_bytes={options.stage_bytes}:"
+            " keys are kept where they are one; raise stage_bytes, or leave keep_keys out"
+        )
+    kept = blocks.plan.small if options.keep_keys is None else options.keep_keys
+    return kept and num_stages == 1
+
+
+def _stage_calls(blocks: DeviceBlocks, index: int) -> StageCalls:
+    stage = blocks.stages[index]
+    calls = tuple(Call(call.queries, call.keys, call.tables) for call in stage.calls)
+    return StageCalls(stage.plan.hops, calls, calls, once=True)
+
+
+def _halves(blocks: DeviceBlocks, q: torch.Tensor, num_kv: int, half: int) -> tuple[OwnPart, ...]:
+    sharing, num_tokens = q.size(2) // num_kv, q.size(1)
+
+    def part(number: int, first: int, last: int) -> OwnPart:
+        rows = Span(0, num_tokens, (first * sharing, last * sharing))
+        call = Call(rows, TokenSpan(Span(0, num_tokens)), blocks.own_parts[number])
+        return OwnPart((first, last), (call,), once=True)
+
+    return part(0, 0, half), part(1, half, num_kv)
+
+
+def _fetching(blocks: DeviceBlocks, num_own: int) -> list[Op]:
+    """Own keys are computed while the first stage arrives; a second part of their heads runs later, to hide the return
+    of the last stages' partials. Partials are added as late as possible, to give slow readers time."""
+    num_stages, hiding = len(blocks.stages), _hiding_stage(blocks)
+    ops = [Op("own", 0)]
+    for index in range(num_stages):
+        if num_own > 1 and index == hiding:
+            ops.append(Op("own", 1))
+        if index >= NUM_TURNS:
+            ops.append(Op("add", index - NUM_TURNS, index - NUM_TURNS))
+        ops.append(Op("fetched", index))
+    if num_own > 1 and hiding == num_stages:
+        ops.append(Op("own", 1))
+    return ops
+
+
+def _hiding_stage(blocks: DeviceBlocks) -> int:
+    """The stage before which the remaining own heads run: the first that would wait for partials, where neither it nor
+    any later stage has kernels to run; the number of stages if there is none."""
+    stages = blocks.stages
+    last = max((index for index, stage in enumerate(stages) if stage.plan.fetched), default=-1)
+    return min(max(last + 1, NUM_TURNS), len(stages))
+
+
+def _first_heads(blocks: DeviceBlocks, q: torch.Tensor, options: BlockOptions) -> int:
+    """The number of own K/V heads that run before the fetched keys."""
+    stages, num_heads = blocks.stages, len(blocks.plan.kv_head_order)
+    if not stages or not blocks.half:
+        return num_heads
+    num_rows = max(max(stage.plan.num_fetched_rows, stage.plan.num_served_rows) for stage in stages)
+    row_bytes = 2 * q.size(0) * q.size(3) * options.partial_dtype(q.dtype).itemsize
+    flops = 10.0 * q.size(0) * q.size(3) * blocks.plan.num_own_pairs
+    hidden_s = min(num_rows * row_bytes / LINK_BYTES_PER_S, flops / 2 / KERNEL_FLOPS)
+    return blocks.half if hidden_s > HALVING_S else num_heads
+
+
+def _head_order(blocks: DeviceBlocks) -> HeadOrder | None:
+    order = HeadOrder(blocks.head_order, blocks.kv_head_order, blocks.back_order, blocks.kv_back_order)
+    return None if order == (None, None, None, None) else order

@@ -1,0 +1,152 @@
+"""A rank's plan on its device: the tables that kernels read, and the indices that gather rows.
+
+Head groups with equal numbers of heads run in one kernel call, as if their queries and keys were one sequence; the
+tables restrict each group to its own keys. Kernels and communication must not enter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart, tables_between
+from elastic_ring.attention.lowering.keys import HeadRows
+from elastic_ring.attention.lowering.rows import OneGroup, SeveralGroups, rows_of
+from elastic_ring.attention.plan.sparse_blocks import BlockPlan, BlockStage, HostTables, StageTables, plan_blocks
+from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
+
+
+@dataclass(frozen=True, eq=False)
+class StageCall:
+    """One kernel call: the fetched keys of all head groups of one size, and the queries that see any of them."""
+
+    keys: HeadRows
+    queries: OneGroup | SeveralGroups
+    tables: BlockTables
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceStage:
+    """A stage's kernel calls, one for each size of head group, and the rows that it serves."""
+
+    plan: BlockStage
+    calls: tuple[StageCall, ...]
+    served_rows: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceBlocks:
+    """A plan's tables and indices on one device.
+
+    `own_parts` are the tables of the heads before and from K/V head `half` on, for a backward pass in two parts. Head
+    orders are None where the heads are in that order already.
+
+    `last_places` (hops, own rows) int32: for each hop of the last stages in which a rank reads from this one, the inbox
+    row with the returned value of an own row, or -1. `places_apart`: the same for each stage that is added earlier,
+    relative to its inbox slot.
+    """
+
+    plan: BlockPlan
+    own: BlockTables
+    own_parts: tuple[BlockTables, BlockTables]
+    half: int
+    stages: tuple[DeviceStage, ...]
+    places_apart: tuple[torch.Tensor, ...]
+    last_places: torch.Tensor
+    head_order: torch.Tensor | None
+    kv_head_order: torch.Tensor | None
+    back_order: torch.Tensor | None
+    kv_back_order: torch.Tensor | None
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether any call needs the running sums of queries to be contiguous by row."""
+        return any(isinstance(call.queries, SeveralGroups) for stage in self.stages for call in stage.calls)
+
+    def queries_are_contiguous(self, num_heads: int) -> bool:
+        """Whether the queries of every call on fetched keys are one contiguous range with all of their heads."""
+        return all(call.queries.run(num_heads) is not None for stage in self.stages for call in stage.calls)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory in bytes, including what kernels have derived from the tables so far."""
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._tensors()}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        calls = [call for stage in self.stages for call in stage.calls]
+        for tables in (self.own, *self.own_parts, *(call.tables for call in calls)):
+            yield from tables.tensors()
+        yield from (stage.served_rows for stage in self.stages)
+        yield from (*self.places_apart, self.last_places)
+        for call in calls:
+            yield from (x for x in vars(call.queries).values() if isinstance(x, torch.Tensor))
+
+
+def on_device(
+    schedule: SparseSchedule, cp_rank: int, device: torch.device, limit_rows: int | None = None
+) -> DeviceBlocks:
+    """The device plan of a rank: `plan_blocks`, whose host masks are then freed, and a few copies to `device`. Raises:
+    `ValueError` as `plan_blocks` does."""
+    plan, host = plan_blocks(schedule, cp_rank, limit_rows)
+    own = tables_between(host.own, host.own_earlier, device)
+    sharing = schedule.num_heads // schedule.num_kv_heads
+    half = schedule.num_kv_heads // 2
+    parts = (own.of_heads(0, half * sharing), own.of_heads(half * sharing, schedule.num_heads))
+    size = (own.num_q_blocks, schedule.num_heads)
+    stages = tuple(_stage(*each, *size, device) for each in zip(plan.stages, host.stages, strict=True))
+    orders = [_order(order, device) for order in (plan.head_order, plan.kv_head_order)]
+    back = [_order(tuple(np.argsort(order).tolist()), device) for order in (plan.head_order, plan.kv_head_order)]
+    places = [torch.from_numpy(each).to(device) for each in _places(plan, schedule.cp, host)]
+    return DeviceBlocks(
+        plan, own, parts, half, stages, tuple(places[:-1]), places[-1], orders[0], orders[1], back[0], back[1]
+    )
+
+
+def _places(plan: BlockPlan, cp: int, host: HostTables) -> list[np.ndarray]:
+    """The places of each stage that is added apart, then those of all other stages together."""
+    of_stages = [stage.places for stage in host.stages]
+    last: list[np.ndarray] = [np.empty((0, 0), dtype=np.int32)] if not of_stages else []
+    exchange = plan.exchange(cp, coalesced=False)
+    for index in range(plan.num_added_apart, len(of_stages)):
+        start, places = exchange.inbox_rows(index)[0], of_stages[index]
+        last.append(np.where(places < 0, places, places + np.int32(start)))
+    return [*of_stages[: plan.num_added_apart], np.concatenate(last)]
+
+
+def _stage(
+    plan: BlockStage, host: StageTables, num_own_blocks: int, num_heads: int, device: torch.device
+) -> DeviceStage:
+    return DeviceStage(
+        plan, tuple(_calls(plan, host, num_own_blocks, num_heads, device)),
+        torch.from_numpy(host.served_rows).to(device),
+    )  # fmt: skip
+
+
+def _calls(
+    plan: BlockStage, host: StageTables, num_own_blocks: int, num_heads: int, device: torch.device
+) -> Iterator[StageCall]:
+    groups = zip(plan.regions, host.kept, host.keys, host.readers, strict=True)
+    row = 0
+    for num_kv_heads, alike in groupby(groups, lambda group: group[0].num_kv_heads):
+        of_all = list(alike)
+        fetching = [group for group in of_all if group[0].num_tokens]
+        if not fetching:
+            continue
+        regions, kept, keys, readers = zip(*fetching, strict=True)
+        first, row = row, row + num_kv_heads * sum(region.num_tokens for region in regions)
+        whole = all(len(blocks) == num_own_blocks for blocks in readers)
+        yield StageCall(
+            HeadRows((first, row), num_kv_heads),
+            rows_of(readers, [region.heads for region in regions], num_heads, device),
+            # The number of groups that fetch anything may change from call to call.
+            tables_apart(kept, keys, device, all_rows=whole and len(fetching) in (1, len(of_all))),
+        )  # fmt: skip
+
+
+def _order(heads: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
+    return None if heads == tuple(range(len(heads))) else torch.tensor(heads, device=device)

@@ -1,0 +1,143 @@
+"""Lowering of dense schedules: rectangles of whole tokens with full or causal covers, for dense kernels.
+
+On a GPU messages leave from where they lie in K and V; on a CPU the keys of a stage are gathered into one buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from elastic_ring.attention.comm.exchange import Frame, HopExchange, token_frame
+from elastic_ring.attention.comm.packing import gather_ranges_, parts_of_hops
+from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.layouts.layout import Range
+from elastic_ring.attention.lowering.call_plan import Call, CallPlan, OwnPart, Program, StageCalls, SumTypes, one_late
+from elastic_ring.attention.lowering.keys import TokenSpan
+from elastic_ring.attention.lowering.rows import Span
+from elastic_ring.attention.merge import accumulate_dtype, add_
+from elastic_ring.attention.plan.rank_plan import RankPlan, Sum, rank_plan, traffic
+from elastic_ring.attention.plan.schedule import Schedule, Tile
+from elastic_ring.attention.plan.sparse_tiles import num_tokens
+from elastic_ring.attention.plan.stages import Stage, choose_hops_per_stage
+from elastic_ring.attention.plan.traffic import ExchangePlan
+
+GATHER_LIMIT_BYTES = 3 << 29
+"""On a GPU, hops share one round of kernels while their K and V together stay below this on every rank."""
+
+HALVED_FLOPS = 1e12
+"""Where the own tile has fewer than these (two milliseconds of an H100), one launch more costs more than it hides."""
+
+
+@dataclass(frozen=True, eq=False)
+class RangeSums:
+    """Ranges of own keys grow by what their readers returned, each key rounded once, in hop order."""
+
+    sums: tuple[tuple[Sum, ...], ...]
+    parts: tuple[tuple[tuple[int, int], ...], ...]
+    frame: Frame
+
+    def add(self, total: torch.Tensor, exchange: HopExchange, first: int, last: int) -> None:
+        for index in range(first, last + 1):
+            returned, parts = exchange.take_partials(index), self.parts[index]
+            if parts:
+                both = total.flatten(0, 1)  # dK and dV in one go
+                flat = {hop: x.flatten(0, 1) for hop, x in parts_of_hops(returned, parts, self.frame).items()}
+                for (start, stop), shares in self.sums[index]:
+                    length = stop - start
+                    add_(Span(start, stop).take(both), [Span(at, at + length).take(flat[hop]) for hop, at in shares])
+
+
+def lower_rectangles(
+    schedule: Schedule,
+    cp_rank: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    kernel: Kernel,
+    *,
+    hops_per_stage: int | None,
+    coalesced: bool | None,
+    by_copies: bool,
+    encoded: bool = False,
+) -> CallPlan:
+    """The plan of calls with tensors like q (B, S_local, H, D) and k (B, S_local, Hkv, D). `by_copies`: peers write
+    into each other's memory, whose size all ranks must agree on. `encoded`: keys are gathered to be encoded, and
+    pieces count in whole vectors of a head."""
+    coalesced = k.is_cuda if coalesced is None else coalesced
+    plan = rank_plan(schedule, cp_rank, hops_together(schedule, k, hops_per_stage))
+    packed, unit = encoded or not (coalesced or by_copies), k.size(3) if encoded else 1
+    exchange = ExchangePlan(
+        schedule.cp, traffic(plan, k.size(0), k.size(2) * k.size(3) // unit, packed=packed), packed=packed,
+        coalesced=coalesced or by_copies, most=plan.most_tokens if by_copies else (0, 0),
+    )  # fmt: skip
+    frame, fetched = token_frame(k, unit), plan.stages[1:]
+    own = _own_parts(plan.stages[0], q, k, len(plan.stages))
+    visits, exact = plan.row_visits, accumulate_dtype(k.dtype)
+
+    def running(num_parts: int) -> torch.dtype:
+        # Two already rounded parts are summed in registers and rounded once, as a wider sum would be, too.
+        return k.dtype if kernel.keeps_type and num_parts <= 2 else exact
+
+    return CallPlan(
+        kernel, tuple(map(_stage_calls, plan.stages)),
+        Program(one_late(len(fetched), len(own)), own, fetches=True),
+        exchange, frame, partial(_pack, plan, frame) if packed else None,
+        k.dtype if kernel.keeps_type else exact,  # widening rounded values would only add bytes
+        SumTypes(running(visits[0]), running(visits[1]), running(len(plan.stages)),
+                 zeroed=len(own) > 1 and len(plan.stages) > 2),
+        RangeSums(plan.sums[1:], tuple(stage.inbox for stage in exchange.stages), frame),
+        every_row_sees=plan.every_row_sees, pairs=True, by_copies=by_copies,
+    )  # fmt: skip
+
+
+def _stage_calls(stage: Stage) -> StageCalls:
+    by_rows, by_keys = (tuple(map(_call, tiles)) for tiles in (stage.by_rows, stage.by_keys))
+    return StageCalls(stage.hops, by_rows, by_keys if stage.num_tokens else (), stage.keys_once)
+
+
+def _call(tile: Tile) -> Call:
+    return Call(Span(*tile.q), TokenSpan(Span(*tile.k)), "causal" if tile.causal else "full")
+
+
+def _own_parts(stage: Stage, q: torch.Tensor, k: torch.Tensor, num_stages: int) -> tuple[OwnPart, ...]:
+    """On a GPU, where there are hops to hide, half of the own heads run before the stages, behind the first keys'
+    arrival, and half after them, behind the last partials' return."""
+    num_heads = k.size(2)
+    if k.is_cuda and num_stages > 1 and num_heads > 1 and 5 * q.numel() * q.size(1) >= HALVED_FLOPS:
+        return own_halves(stage, num_heads, q.size(2) // num_heads)
+    return (OwnPart(None, tuple(map(_call, stage.by_keys)), stage.keys_once),)
+
+
+def own_halves(stage: Stage, num_kv_heads: int, sharing: int) -> tuple[OwnPart, OwnPart]:
+    """The own keys' calls on the first half of the K/V heads, each shared by `sharing` query heads, and on the rest."""
+
+    def of_heads(first: int, last: int) -> OwnPart:
+        heads: Range = (first * sharing, last * sharing)
+        calls = tuple(
+            Call(Span(*tile.q, heads), TokenSpan(Span(*tile.k)), "causal" if tile.causal else "full")
+            for tile in stage.by_keys
+        )
+        return OwnPart((first, last), calls, stage.keys_once)
+
+    half = num_kv_heads // 2
+    return of_heads(0, half), of_heads(half, num_kv_heads)
+
+
+def hops_together(schedule: Schedule, k: torch.Tensor, hops_per_stage: int | None) -> int:
+    """How many hops share a stage: equal on all ranks, since their K and V differ in length only."""
+    if hops_per_stage is not None:
+        return hops_per_stage
+    if not k.is_cuda:
+        return 1
+    bytes_per_token = 2 * k.size(0) * k.size(2) * k.size(3) * k.element_size()
+    return choose_hops_per_stage(schedule, bytes_per_token, GATHER_LIMIT_BYTES)
+
+
+def _pack(plan: RankPlan, frame: Frame, index: int, packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Gather what others fetch in stage `index`: one part for each hop."""
+    asked = {hop: plan.schedule.requested(plan.cp_rank, hop) for hop in plan.stages[index + 1].hops}
+    sizes = tuple((hop, num_tokens(ranges)) for hop, ranges in asked.items() if ranges)
+    for hop, part in parts_of_hops(packed, sizes, frame).items():
+        gather_ranges_(part, k, v, asked[hop])

@@ -1,0 +1,180 @@
+"""Which (token, query head) pairs of a rank take part in one kernel call: how to gather and scatter them.
+
+Tensor indexing only: block tables, kernels and communication must not enter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
+from elastic_ring.attention.layouts.layout import Range
+from elastic_ring.attention.patterns.rules import Positions
+
+
+class Rows(Protocol):
+    """Selects (token, query head) pairs of a rank. `take` gathers x (B, S, H, ...) to (B, n, h, ...), and `put_back`
+    writes such a part back to x; where `take` returned a view it does nothing."""
+
+    def take(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def put_back(self, x: torch.Tensor, part: torch.Tensor) -> None: ...
+
+    def run(self, num_heads: int) -> Range | None:
+        """The token range, if it is contiguous and `take` selects all `num_heads` heads in order; else None."""
+        ...
+
+    def head_run(self, num_heads: int) -> range | None:
+        """The heads, if `take` selects a contiguous range of tokens and of heads; else None."""
+        ...
+
+
+class Span(NamedTuple):
+    """Tokens [start, stop) of the heads `heads` (None: all): always a view, and x itself where it is all of it, since a
+    view costs the host microseconds."""
+
+    start: int
+    stop: int
+    heads: Range | None = None
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        if self.stop - self.start < x.size(1):
+            x = x.narrow(1, self.start, self.stop - self.start)
+        return x if self.heads is None else x.narrow(2, self.heads[0], self.heads[1] - self.heads[0])
+
+    def put_back(self, x: torch.Tensor, part: torch.Tensor) -> None:
+        pass
+
+    def run(self, num_heads: int) -> Range | None:
+        return (self.start, self.stop) if self.heads in (None, (0, num_heads)) else None
+
+    def head_run(self, num_heads: int) -> range | None:
+        return range(num_heads) if self.heads is None else range(*self.heads)
+
+
+@dataclass(frozen=True, eq=False)
+class Scattered:
+    """Ranges of tokens, of any heads: a view where both are contiguous, else a copy."""
+
+    tokens: tuple[Range, ...]
+    heads: tuple[int, ...]
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x[:, as_index(self.tokens)]
+        return rows if len(self.heads) == x.size(2) else select_heads(rows, self.heads)
+
+    def put_back(self, x: torch.Tensor, part: torch.Tensor) -> None:
+        first, rows = self.heads[0], as_index(self.tokens)
+        if self.heads == tuple(range(first, first + len(self.heads))):
+            x[:, rows, first : first + len(self.heads)] = part
+        elif isinstance(rows, slice):
+            x[:, rows][:, :, list(self.heads)] = part
+        else:
+            x[:, rows[:, None], torch.tensor(self.heads)[None, :]] = part
+
+    def run(self, num_heads: int) -> Range | None:
+        return None
+
+    def head_run(self, num_heads: int) -> range | None:
+        return None
+
+
+def select_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
+    """x[:, :, heads], (B, S, len(heads), D): a view if the heads are consecutive, else a copy."""
+    if heads == tuple(range(heads[0], heads[0] + len(heads))):
+        return x[:, :, heads[0] : heads[0] + len(heads)]
+    return x[:, :, list(heads)]
+
+
+def as_index(ranges: tuple[Range, ...]) -> Any:
+    """An index of these rows: a slice for a single range, else an int64 tensor."""
+    if len(ranges) == 1:
+        return slice(*ranges[0])
+    return torch.cat([torch.arange(start, stop) for start, stop in ranges])
+
+
+@dataclass(frozen=True, eq=False)
+class OneGroup:
+    """Tokens of one range of heads: a view for a slice of tokens, a copy for an index (n,) int64."""
+
+    tokens: slice | torch.Tensor
+    heads: slice
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        some = x[:, :, self.heads]
+        return some[:, self.tokens] if isinstance(self.tokens, slice) else some.index_select(1, self.tokens)
+
+    def put_back(self, x: torch.Tensor, part: torch.Tensor) -> None:
+        if not isinstance(self.tokens, slice):
+            x[:, :, self.heads].index_copy_(1, self.tokens, part)
+
+    def run(self, num_heads: int) -> Range | None:
+        if not isinstance(self.tokens, slice) or self.heads != slice(0, num_heads):
+            return None
+        return self.tokens.start, self.tokens.stop
+
+    def head_run(self, num_heads: int) -> range | None:
+        return range(*self.heads.indices(num_heads)) if isinstance(self.tokens, slice) else None
+
+
+@dataclass(frozen=True, eq=False)
+class SeveralGroups:
+    """The queries of several groups of `num_heads` heads each, one group after another: always a copy, of at most as
+    many elements as x.
+
+    `index` (n * num_heads / unit,) int64 holds distinct units, where a unit is a run of `unit` heads of one token: unit
+    r of x is number r % (H / unit) of token r // (H / unit). The target of `put_back` must be contiguous by row.
+    """
+
+    index: torch.Tensor
+    unit: int
+    num_heads: int
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        units = x.reshape(self._by_unit(x)).index_select(1, self.index)
+        return units.view(x.size(0), -1, self.num_heads, *x.shape[3:])
+
+    def put_back(self, x: torch.Tensor, part: torch.Tensor) -> None:
+        x.view(self._by_unit(x)).index_copy_(1, self.index, part.view(self._by_unit(part)))
+
+    def run(self, num_heads: int) -> Range | None:
+        return None
+
+    def head_run(self, num_heads: int) -> range | None:
+        return None
+
+    def _by_unit(self, x: torch.Tensor) -> tuple[int, ...]:
+        return (x.size(0), x.size(1) * x.size(2) // self.unit, self.unit, *x.shape[3:])
+
+
+def rows_of(
+    blocks: Sequence[Positions], heads: Sequence[Range], num_heads: int, device: torch.device
+) -> OneGroup | SeveralGroups:
+    """The queries in each group's `blocks` (of a rank's slice, ascending) and `heads`, the same number in each group,
+    out of `num_heads` heads."""
+    if len(blocks) == 1:
+        return OneGroup(_tokens_of(blocks[0], device), slice(*heads[0]))
+    together = heads[0][1] - heads[0][0]
+    unit = math.gcd(num_heads, together, *(first for first, _ in heads))
+    per_token = num_heads // unit
+    pairs = zip(blocks, heads, strict=True)
+    starts = np.concatenate([some * (BLOCK_TOKENS * per_token) + first // unit for some, (first, _) in pairs])
+    # Expanded on the device; on the host this would take longer than making the tables.
+    tokens = per_token * torch.arange(BLOCK_TOKENS, device=device).unsqueeze(-1)
+    units = torch.arange(together // unit, device=device)
+    index = torch.from_numpy(starts).to(device).view(-1, 1, 1) + tokens + units
+    return SeveralGroups(index.flatten(), unit, together)
+
+
+def _tokens_of(blocks: Positions, device: torch.device) -> slice | torch.Tensor:
+    if len(blocks) and blocks[-1] - blocks[0] + 1 != len(blocks):
+        tokens = blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
+        return torch.from_numpy(tokens.ravel()).to(device)
+    first = int(blocks[0]) if len(blocks) else 0
+    return slice(first * BLOCK_TOKENS, (first + len(blocks)) * BLOCK_TOKENS)

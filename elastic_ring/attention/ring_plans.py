@@ -1,0 +1,70 @@
+"""What rings keep between calls: schedules, call plans, kernels and device tables, within bounds, on an object that a
+worker's generation, a group or a single ring owns and drops. Nothing planned for one sequence's documents outlives it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.plan.plan_cache import LRUCache
+from elastic_ring.attention.plan.schedule import Schedule
+from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
+from elastic_ring.attention.routing.router import NUM_ROUTES
+
+NUM_CALL_PLANS = 16
+"""Shapes of tensors whose call plans are kept for each schedule."""
+
+NUM_PLANS = 8
+"""Schedules whose plans an owner keeps whatever they weigh."""
+
+MOST_PLANS = 32
+"""Schedules whose plans an owner keeps while their tables fit into `KEPT_BYTES`."""
+
+KEPT_BYTES = 1 << 29
+"""Device memory, in bytes, that the tables of more than `NUM_PLANS` schedules may take together."""
+
+
+@dataclass(eq=False)
+class RingPlans:
+    """A schedule, and what a rank derived from it; shared by rings with the same schedule, cp_rank and options."""
+
+    schedule: Schedule | SparseSchedule
+    calls: LRUCache = field(default_factory=lambda: LRUCache(NUM_CALL_PLANS))
+    tables: LRUCache = field(default_factory=lambda: LRUCache(NUM_CALL_PLANS))
+    kernels: dict[tuple[torch.device, torch.dtype, int, int], Kernel] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of its tables, in bytes."""
+        return sum(blocks.num_bytes for blocks in self.tables.values())
+
+
+class PlanCache:
+    """The plans of one owner's rings, the last ones used, and those of content routing. Not for several threads."""
+
+    def __init__(self) -> None:
+        self.routes = LRUCache(NUM_ROUTES)
+        self._plans: OrderedDict[Hashable, RingPlans] = OrderedDict()
+
+    def of(self, key: Hashable, schedule: Callable[[], Schedule | SparseSchedule]) -> RingPlans:
+        """The plans of `key`, which stands for the schedule, the rank and the options; planned where there are none."""
+        if key not in self._plans:
+            self._plans[key] = RingPlans(schedule())
+            num_bytes = self.num_bytes
+            while len(self) > NUM_PLANS and (len(self) > MOST_PLANS or num_bytes > KEPT_BYTES):
+                num_bytes -= self._plans.popitem(last=False)[1].num_bytes
+        self._plans.move_to_end(key)
+        return self._plans[key]
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all tables, in bytes."""
+        return sum(plans.num_bytes for plans in self._plans.values())

@@ -1,0 +1,251 @@
+"""What a training step takes of memory, from the sizes of a decoder alone. No torch in here.
+
+The peak of a step is the fullest of a few moments: the loss's backward pass, the backward pass of the last layers and
+of the first, the end of the backward pass, the update. Each moment is a list of named terms; the plan prints those of
+the fullest. A decoder block is counted as `fused_ops` computes it and autograd keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from elastic_ring.config import CpuOffload
+from elastic_ring.model.config import ModelConfig, num_parameters
+
+FP32 = 4
+LSE_BYTES = 4
+MASTER_BYTES, MOMENTS_BYTES, SUM_BYTES, GRADIENT_BYTES = 4, 8, 4, 4
+"""Of a rank's shard, for each parameter: the fp32 master, Adam's two moments, the buffer that is summed over the rings,
+and FSDP2's gradients, which are there from a block's backward pass to the sum."""
+IN_HOST_BYTES: Mapping[CpuOffload, int] = {
+    "none": 0, "optimizer": MOMENTS_BYTES, "all": MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES,
+}  # fmt: skip
+"""Of these, by `cpu_offload`."""
+VISITING_BYTES: Mapping[CpuOffload, int] = {
+    "none": 0, "optimizer": MOMENTS_BYTES, "all": MASTER_BYTES + MOMENTS_BYTES,
+}  # fmt: skip
+"""What the update of a parameter brings to the GPU, two buckets at a time (`state.host_optimizer`)."""
+LOGITS_BYTES = 12
+"""Of a logit in the loss's backward pass: probabilities, their gradient in the type that is computed in, and the next
+chunk's logits in both types; in fp32, or in one piece as other libraries compute them, it is the same sum."""
+BUCKET_ELEMENTS = 32 << 20
+GATHER_LIMIT_BYTES = 3 << 29
+"""Of keys that hops share a round of kernels for (`attention.ring`)."""
+WORKSPACE_BYTES = 32 << 20
+"""What cuBLAS allocates for itself on an H100 or H200."""
+CUDA_PROCESS_BYTES, CPU_PROCESS_BYTES = int(2.3 * 2**30), int(0.45 * 2**30)
+"""A worker's process beside its state: Python, torch, Ray, CUDA's libraries, what warm-up and the allocator keep. On an
+H200 2.2 to 2.5 GiB were resident (benchmarks/results/gpu_runs, third and sixth run). On CPUs a rank of the laptop
+preset alone had 498 MiB at its peak, the forecast says 492 (`tests/unit/model/test_memory_forecast.py`)."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """`terms`: what is on the device then, in bytes."""
+
+    name: str
+    terms: Mapping[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of one rank. `num_parameters`: of the whole model; where it is a model of another library, its layers
+    are counted as a decoder's of the same sizes. `tokens`: of a rank in one pass. `element_bytes`: of the type that is
+    computed in. `sequences`: passes of a ring in a step. `fused_norms`: RMSNorm keeps its input, no copies in fp32."""
+
+    config: ModelConfig
+    num_parameters: int
+    cp: int
+    tokens: int
+    element_bytes: int
+    sequences: int = 1
+    cpu_offload: CpuOffload = "none"
+    on_gpu: bool = True
+    fused_norms: bool = True
+
+    # ------------------------------------------------------------ sizes
+
+    @cached_property
+    def shard(self) -> int:
+        """Parameters of a rank."""
+        return -(-self.num_parameters // self.cp)
+
+    @cached_property
+    def block(self) -> int:
+        """Parameters of a block."""
+        config = self.config
+        rest = config.vocab_size * config.width * (1 if config.tie_embeddings else 2) + config.width
+        return (num_parameters(config) - rest) // config.num_layers
+
+    @cached_property
+    def root(self) -> int:
+        """Parameters outside the blocks, which FSDP2 gathers as one unit for the whole of a pass."""
+        return self.num_parameters - self.config.num_layers * self.block
+
+    @property
+    def table(self) -> int:
+        return self.config.vocab_size * self.config.width
+
+    @property
+    def _width_bytes(self) -> int:
+        """One activation of the residual stream's width."""
+        return self.tokens * self.config.width * self.element_bytes
+
+    @property
+    def _ffn_bytes(self) -> int:
+        return self.tokens * self.config.ffn_width * self.element_bytes
+
+    def _heads_bytes(self, num_heads: int) -> int:
+        return self.tokens * num_heads * self.config.head_dim * self.element_bytes
+
+    @property
+    def _norms_bytes(self) -> int:
+        """Of a layer's two norms, written out in Python: the input and the result once more, one of them in fp32."""
+        return 0 if self.fused_norms else 2 * self.tokens * self.config.width * (FP32 + self.element_bytes)
+
+    # ------------------------------------------------------------ activations
+
+    @cached_property
+    def kept_per_layer(self) -> int:
+        """What a layer keeps from its forward pass to its backward pass."""
+        config = self.config
+        attended = self._heads_bytes(config.num_heads) + self.tokens * config.num_heads * LSE_BYTES
+        if config.checkpoint_activations:
+            return self._width_bytes + attended
+        silu = 0 if config.compile_blocks else self._ffn_bytes
+        qkv = self._heads_bytes(config.num_heads + 2 * config.num_kv_heads) + self._norms_bytes
+        return 4 * self._width_bytes + attended + qkv + 3 * self._ffn_bytes + silu
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        return self.config.num_layers * self.kept_per_layer
+
+    @cached_property
+    def recomputed(self) -> int:
+        """What the backward pass of a block holds beside what was kept, where SwiGLU's gradients are computed."""
+        config = self.config
+        if not config.checkpoint_activations:
+            return self._width_bytes + 2 * self._ffn_bytes
+        live = 4 if config.compile_blocks else 6  # gate, up and the gradients; eager also silu(gate) and one more
+        qkv = self._heads_bytes(config.num_heads + 2 * config.num_kv_heads) + self._norms_bytes
+        return 4 * self._width_bytes + qkv + live * self._ffn_bytes
+
+    @cached_property
+    def rotation(self) -> int:
+        return self.tokens * self.config.head_dim * FP32
+
+    def _kept(self, num_layers: int) -> int:
+        """Of `num_layers` layers: those that wait in host memory leave with the next one's forward pass."""
+        return (min(num_layers, 2) if self.config.offload_activations else num_layers) * self.kept_per_layer
+
+    @cached_property
+    def hop_buffers(self) -> int:
+        """For keys, their gradients, and what comes back: one slot of each with one stage of hops, else two."""
+        kv = 2 * self._heads_bytes(self.config.num_kv_heads)
+        if self.cp == 1:
+            return 0
+        hops = min(self.cp - 1, max(1, GATHER_LIMIT_BYTES // kv)) if self.on_gpu else 1
+        return 3 * (1 if hops == self.cp - 1 else 2) * hops * kv
+
+    # ------------------------------------------------------------ state
+
+    @cached_property
+    def _lasting(self) -> dict[str, int]:
+        """State that is on the device all the time."""
+        moments = MOMENTS_BYTES if self.cpu_offload == "none" else 0
+        masters = 0 if self.cpu_offload == "all" else MASTER_BYTES
+        return {
+            "fp32 masters": masters * self.shard, "Adam's moments": moments * self.shard,
+            "gradients summed over rings": SUM_BYTES * self.shard, "hop buffers": self.hop_buffers,
+            **({"matmul workspace": WORKSPACE_BYTES} if self.on_gpu else {}),
+        }  # fmt: skip
+
+    def _gradients(self, num_parameters: int) -> int:
+        """FSDP2's gradients on the device. Those of earlier sequences are all there."""
+        if self.cpu_offload == "all":
+            return 0
+        return GRADIENT_BYTES * (self.shard if self.sequences > 1 else -(-num_parameters // self.cp))
+
+    def _gathered(self, num_parameters: int) -> int:
+        """Parameters of a unit, gathered in the type that is computed in."""
+        return self.element_bytes * num_parameters
+
+    # ------------------------------------------------------------ moments
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        last = self.config.num_layers - 1
+        layers = sorted({last, max(0, last - 1), 0}, reverse=True)
+        found = [self._of_loss(), *map(self._of_layer, layers), self._of_end()]
+        return (*found, self._of_update()) if self.cpu_offload != "none" else tuple(found)
+
+    @cached_property
+    def fullest(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.num_bytes)
+
+    def _of_loss(self) -> Moment:
+        config, rows = self.config, min(self.config.loss_chunk_tokens, self.tokens)
+        logits = rows * config.vocab_size * LOGITS_BYTES
+        return Moment("the loss's backward pass", {
+            **self._lasting, "FSDP2's gradients": self._gradients(0),
+            "kept activations": self._kept(config.num_layers),
+            "gathered embedding and head": self._gathered(self.root),
+            "gathered blocks": self._gathered(self.block),
+            "head's gradient": FP32 * self.table, "a chunk of logits": logits,
+            "last layer's result": 3 * self._width_bytes, "rotary angles": self.rotation,
+        })  # fmt: skip
+
+    def _of_layer(self, layer: int) -> Moment:
+        """The backward pass of one layer; the gradients of the next one are being summed over the ring."""
+        config = self.config
+        done = config.num_layers - 1 - layer
+        on_way = (self.element_bytes + FP32) * self.block if done else 0
+        return Moment(f"the backward pass of layer {layer}", {
+            **self._lasting, "FSDP2's gradients": self._gradients(done * self.block),
+            "gradients of a block on their way": on_way,
+            "kept activations": self._kept(layer + 1), "recomputed block": self.recomputed,
+            "gathered embedding and head": self._gathered(self.root),
+            "gathered blocks": 2 * self._gathered(self.block),
+            "head's gradient": self.element_bytes * self.table, "rotary angles": self.rotation,
+        })  # fmt: skip
+
+    def _of_end(self) -> Moment:
+        """The embedding's gradient is added to the head's where they are one, and all are summed over the ring."""
+        return Moment("the end of the backward pass", {
+            **self._lasting, "FSDP2's gradients": self._gradients(self.num_parameters),
+            "gathered embedding and head": self._gathered(self.root),
+            "head's and embedding's gradients": 2 * self.element_bytes * self.table,
+            "the same in fp32, on their way": FP32 * self.root, "first layer's gradient": self._width_bytes,
+        })  # fmt: skip
+
+    def _of_update(self) -> Moment:
+        """`all` has the gradients in host memory: those of the buckets do not visit, their sums are here."""
+        largest = -(-self.table // self.cp)
+        bucket = min(self.shard, max(BUCKET_ELEMENTS, largest))
+        two = min(self.shard, bucket + BUCKET_ELEMENTS)
+        return Moment("the update", {**self._lasting, "state on a visit": VISITING_BYTES[self.cpu_offload] * two})
+
+    # ------------------------------------------------------------ totals
+
+    @property
+    def device_bytes(self) -> int:
+        """At the peak of a step, without contexts and what the allocator cannot use."""
+        return self.fullest.num_bytes
+
+    def host_terms(self, staging: int = 0, copies: int = 0) -> dict[str, int]:
+        """What the process of this rank takes of host memory; `staging`: a checkpoint's part, `copies`: snapshots."""
+        offloaded = self.config.offload_activations
+        terms = {
+            "process": CUDA_PROCESS_BYTES if self.on_gpu else CPU_PROCESS_BYTES,
+            "offloaded state": IN_HOST_BYTES[self.cpu_offload] * self.shard,
+            "offloaded activations": self.activation_bytes if offloaded else 0,
+            "a step on CPUs": 0 if self.on_gpu else self.device_bytes,
+            "a checkpoint's part": staging, "snapshots and copies": copies,
+        }  # fmt: skip
+        return {name: size for name, size in terms.items() if size}

@@ -1,0 +1,144 @@
+"""A ring of one process for each GPU: NCCL and peer copies move the same bytes and give the same bits."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from elastic_ring.attention.comm.exchange import HopLedger
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.contrib.peer_memory import ARRIVED_KEYS, PeerMemory
+from tests.unit.attention.attention_rings import Case
+from tests.unit.sparse.block_cases import block_case, check_bytes, masked_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+def spawn(work: Any, folder: Path, *arguments: Any) -> None:
+    cp = min(4, torch.cuda.device_count())
+    mp.spawn(_connected, args=(cp, str(folder / "store"), work, arguments), nprocs=cp)
+
+
+def _connected(cp_rank: int, cp: int, store: str, work: Any, arguments: tuple[Any, ...]) -> None:
+    torch.cuda.set_device(cp_rank)
+    device = torch.device("cuda", cp_rank)
+    dist.init_process_group("nccl", store=dist.FileStore(store, cp), rank=cp_rank, world_size=cp, device_id=device)
+    try:
+        work(cp_rank, cp, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def _memory(cp_rank: int, cp: int) -> PeerMemory:
+    memory = PeerMemory(cp_rank, cp, torch.device("cuda", cp_rank))
+    memory.connect(dist.group.WORLD)
+    return memory
+
+
+def _run(case: Case, cp_rank: int, ledger: HopLedger, **options: Any) -> list[torch.Tensor]:
+    q, k, v, dout = (case.layout.scatter(x, cp_rank, 1).cuda() for x in case.tensors())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    ring = RingAttention(case.schedule, cp_rank, dist.group.WORLD, ledger=ledger, **options)
+    out = ring(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def _check_bytes(case: Case, cp_rank: int, ledger: HopLedger, num_calls: int) -> None:
+    for side, counted in (("received", ledger.received_bytes), ("sent", ledger.sent_bytes)):
+        planned: dict[Any, int] = defaultdict(int)
+        for direction, hop in itertools.product(("forward", "backward"), range(case.cp)):
+            planned[direction, hop] = num_calls * case.schedule.hop_bytes(
+                cp_rank, hop, case.num_kv_heads, case.head_dim, 2, direction,
+                batch=case.batch, side=side, partial_itemsize=2,
+            )  # fmt: skip
+        assert dict(counted) == {key: num for key, num in planned.items() if num}, side
+
+
+def compare_exchanges(cp_rank: int, cp: int, heads: tuple[int, int], starts: tuple[int, ...]) -> None:
+    case = Case(
+        cp=cp, seq_len=4096, num_heads=heads[0], num_kv_heads=heads[1], head_dim=128, document_starts=starts,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    memory = _memory(cp_rank, cp)
+    for hops_per_stage in (None, 1, 2):
+        by_nccl, by_copies = HopLedger(), HopLedger()
+        options: dict[str, Any] = {"hops_per_stage": hops_per_stage, "deterministic": True}
+        want = _run(case, cp_rank, by_nccl, **options)
+        for _ in range(3):
+            found = _run(case, cp_rank, by_copies, memory=memory, **options)
+            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)), hops_per_stage
+        _check_bytes(case, cp_rank, by_nccl, 1)
+        _check_bytes(case, cp_rank, by_copies, 3)
+
+
+@pytest.mark.parametrize(("heads", "starts"), [((8, 8), (0,)), ((10, 2), (0,)), ((8, 2), (0, 100, 1500))])
+def test_copies_between_gpus_and_nccl_move_the_same_bytes_and_give_the_same_bits(
+    tmp_path: Path, heads: tuple[int, int], starts: tuple[int, ...]
+) -> None:
+    spawn(compare_exchanges, tmp_path, heads, starts)
+
+
+def run_sparse_ring(cp_rank: int, cp: int, kernel: str, deterministic: bool) -> None:
+    """Each case twice: right, the planned bytes, and the same bits where they were asked for; and hop by hop."""
+    for family, layout in SPARSE_CASES:
+        case = block_case(family, cp, layout, head_dim=128, dtype=torch.bfloat16)
+        want = [case.layout.scatter(x.cpu(), cp_rank, 1) for x in masked_reference(case, "cuda")]
+        calls = []
+        for options in ({"stage_bytes": 1}, {}, {}):
+            q, k, v, dout = (case.layout.scatter(x, cp_rank, 1).cuda() for x in case.tensors())
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            ring = RingAttention(
+                case.schedule, cp_rank, dist.group.WORLD, kernel=kernel, deterministic=deterministic, **options
+            )
+            out = ring(*leaves)
+            calls.append([x.cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout))])
+        for by_hops, got, again, exact in zip(*calls, want, strict=True):
+            for found in (by_hops, got):
+                assert (found.double() - exact).norm() <= 6e-3 * max(exact.norm(), 1.0), (family, layout)
+            assert not deterministic or torch.equal(got, again), (family, layout)
+        ledgers: list[Any] = [None] * cp
+        dist.all_gather_object(ledgers, ring.ledger)
+        check_bytes(case, ledgers, 2)
+
+
+SPARSE_CASES = (
+    ("bigbird", "zigzag"), ("longnet with rows that see nothing", "contiguous"), ("heads in turn", "zigzag"),
+    ("segments, nothing beyond", "contiguous"), ("window", "contiguous"),
+)  # fmt: skip
+"""Of the fourth no rank sends anything, of the last not every rank sends and receives."""
+
+
+@pytest.mark.parametrize(("kernel", "deterministic"), [("flash-attn-4-sparse", False), ("flex-sparse", True)])
+@pytest.mark.filterwarnings("default")
+def test_a_sparse_ring_between_gpus_agrees_with_the_masked_softmax(
+    tmp_path: Path, kernel: str, deterministic: bool
+) -> None:
+    if torch.cuda.device_count() == 3:
+        pytest.skip("needs 2 or 4 devices")
+    spawn(run_sparse_ring, tmp_path, kernel, deterministic)
+
+
+def wait_in_vain(cp_rank: int, cp: int) -> None:
+    memory = _memory(cp_rank, cp)
+    stream = torch.cuda.Stream()
+    memory.wait_flag(ARRIVED_KEYS, (cp_rank + 1) % cp, 1, stream)
+    assert not stream.query()
+    control = threading.Thread(target=memory.release)
+    control.start()
+    stream.synchronize()
+    control.join()
+
+
+def test_release_lets_a_stream_go_that_waits_for_a_peer_which_never_sends(tmp_path: Path) -> None:
+    spawn(wait_in_vain, tmp_path)

@@ -1,0 +1,117 @@
+"""The CPU ring's promises, kept on a GPU: exactness against fp64, bytes by hop, repeatable bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ring.attention.kernels.registry import covering, select
+from elastic_ring.attention.kernels.verify import self_test
+from elastic_ring.attention.merge import eager_add_, eager_merge_
+from tests.gpu.gpu_rings import run_on_gpu
+from tests.unit.attention.attention_rings import Case, relative_error, whole_attention
+
+pytestmark = pytest.mark.gpu
+
+CASES = [
+    Case(cp=cp, seq_len=4096, num_heads=heads, num_kv_heads=kv, head_dim=dim, batch=batch, dtype=torch.bfloat16)
+    for (cp, batch), (heads, kv), dim in itertools.product([(2, 1), (4, 2)], [(8, 8), (8, 2)], [64, 128])
+] + [
+    Case(cp=4, seq_len=4096, num_heads=10, num_kv_heads=2, head_dim=128, batch=1, dtype=torch.bfloat16),
+    Case(cp=4, seq_len=1531, document_starts=(0, 40, 700), head_dim=128, dtype=torch.bfloat16),
+    Case(cp=3, seq_len=1024, causal=False, head_dim=64, dtype=torch.float16),
+    Case(cp=4, seq_len=1024, layout_name="contiguous", head_dim=64, batch=1, dtype=torch.bfloat16),
+]
+
+
+def _name(case: Case) -> str:
+    return f"cp{case.cp}-b{case.batch}-{case.num_heads}:{case.num_kv_heads}-d{case.head_dim}"
+
+
+@pytest.mark.parametrize("hops_per_stage", [None, 1, 2])
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_half_precision_error_is_at_most_a_quarter_above_that_of_the_single_kernel(
+    case: Case, hops_per_stage: int | None
+) -> None:
+    ring = run_on_gpu(case, hops_per_stage=hops_per_stage, deterministic=False)
+    single = run_on_gpu(dataclasses.replace(case, cp=1), deterministic=False)
+    want = whole_attention(case, [tensor.cuda() for tensor in case.tensors()])
+    ratios = [
+        relative_error(ours, exact.cpu()) / relative_error(alone, exact.cpu())
+        for ours, alone, exact in zip(ring.tensors, single.tensors, want, strict=True)
+    ]
+    # The bound is bf16's; half of fp16's error is the rounding of the result, which a sum of parts has twice.
+    assert max(ratios) <= (1.25 if case.dtype == torch.bfloat16 else 1.3), ratios
+
+
+@pytest.mark.parametrize("case", [CASES[6], CASES[-3]], ids=["gqa", "documents"])
+@pytest.mark.parametrize("hops_per_stage", [None, 1])
+def test_moved_bytes_equal_the_schedules_hop_by_hop(case: Case, hops_per_stage: int | None) -> None:
+    outcome = run_on_gpu(case, hops_per_stage=hops_per_stage)
+    for cp_rank, ledger in enumerate(outcome.ledgers):
+        for side, counted in (("received", ledger.received_bytes), ("sent", ledger.sent_bytes)):
+            planned: dict[Any, int] = defaultdict(int)
+            for direction, hop in itertools.product(("forward", "backward"), range(case.cp)):
+                planned[direction, hop] = case.schedule.hop_bytes(
+                    cp_rank, hop, case.num_kv_heads, case.head_dim, case.dtype.itemsize, direction,
+                    batch=case.batch, side=side, partial_itemsize=case.dtype.itemsize,
+                )  # fmt: skip
+            assert dict(counted) == {key: num for key, num in planned.items() if num}, (cp_rank, side)
+
+
+@pytest.mark.parametrize("case", [CASES[5], CASES[7], CASES[-3]], ids=["mha", "gqa", "documents"])
+def test_deterministic_calls_repeat_every_bit(case: Case) -> None:
+    first = run_on_gpu(case, deterministic=True)
+    for _ in range(3):
+        again = run_on_gpu(case, deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(first.tensors, again.tensors, strict=True))
+
+
+@pytest.mark.parametrize("backend", [b for b in covering("causal") if "cuda" in b.devices], ids=lambda b: b.name)
+@pytest.mark.parametrize("head_ratio", [1, 4])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_installed_backend_passes_its_self_test(backend: Any, head_ratio: int, head_dim: int) -> None:
+    refusal = backend.refusal("cuda", torch.bfloat16, head_dim, False)
+    if refusal is not None:
+        pytest.skip(refusal)
+    assert self_test(backend, device="cuda", dtype=torch.bfloat16, head_dim=head_dim, head_ratio=head_ratio) is None
+
+
+@pytest.mark.parametrize("head_ratio", [1, 4])
+def test_a_deterministic_backend_is_found(head_ratio: int) -> None:
+    assert select("cuda", torch.bfloat16, 128, True, head_ratio=head_ratio).deterministic
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_merge_is_its_eager_twin(dtype: torch.dtype) -> None:
+    from elastic_ring.attention import fused_merge
+
+    torch.manual_seed(0)
+    out, part = (torch.randn(2, 301, 5, 128, device="cuda").to(dtype) for _ in range(2))
+    lse, part_lse = (3 * torch.randn(2, 5, 301, device="cuda").transpose(1, 2) for _ in range(2))
+    lse[0, :7], part_lse[0, 3:11] = -torch.inf, -torch.inf
+    twin = out.clone(), lse.clone()
+    fused_merge.merge_all_(out[:, 3:], lse[:, 3:], [(part[:, 3:], part_lse[:, 3:])])
+    eager_merge_(twin[0][:, 3:], twin[1][:, 3:], part[:, 3:], part_lse[:, 3:])
+    torch.testing.assert_close(lse, twin[1], rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(out, twin[0], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
+def test_fused_add_is_its_eager_twin_bit_for_bit(dtype: torch.dtype, num_parts: int) -> None:
+    from elastic_ring.attention import fused_merge
+
+    torch.manual_seed(0)
+    total = torch.randn(2, 300, 3, 64, device="cuda").to(dtype)
+    parts = [torch.randn(2, 300, 3, 64, device="cuda").bfloat16() for _ in range(num_parts)]
+    twin = total.clone()
+    fused_merge.add_(total[:, 10:], [part[:, 10:] for part in parts])
+    eager_add_(twin[:, 10:], [part[:, 10:] for part in parts])
+    assert torch.equal(total, twin)

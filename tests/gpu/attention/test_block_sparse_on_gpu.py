@@ -1,0 +1,95 @@
+"""Block-sparse kernels on a GPU: right for every family of whole blocks, refused by name for what they cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elastic_ring.attention.kernels.adapters import reference
+from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.kernels.registry import covering, select
+from elastic_ring.attention.kernels.verify import as_tokens, self_test
+from elastic_ring.attention.patterns.blocks import block_kinds
+from elastic_ring.attention.patterns.families import BigBird, Hierarchical, Profile, longnet
+from elastic_ring.attention.patterns.rules import Dense, Rule, Strided, Window
+from elastic_ring.attention.patterns.sparse import SparsePattern, mixed
+from elastic_ring.contrib.block_sparse import BlockSparseAttention, choose_on_device
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+KERNELS = covering("tables")
+LENGTH = 1536
+PATTERNS: dict[str, tuple[Rule, ...]] = {
+    "dense": (Dense(),),
+    "strided": (Strided(4, 2),),
+    "bigbird": (BigBird(2, 1, 2),),
+    "hierarchical": (Hierarchical(2),),
+    "profile": (Profile((0, 1, 4)),),
+    "dilated": tuple(rule | BigBird(2, 0, 0) for rule in longnet(4, (512, 1536), (1, 4), unit_tokens=128)),
+    "mix of heads": mixed((3, BigBird(2, 0, 0)), (1, Dense())),
+    "dilated, rows that see nothing": longnet(4, (512, 1536), (1, 4), unit_tokens=128),
+}
+
+
+def usable(kernel: Kernel, head_dim: int = 128) -> None:
+    reason = kernel.refusal("cuda", torch.bfloat16, head_dim, False)
+    if reason is not None and "not installed" in reason:
+        pytest.skip(f"{kernel.name} {reason}")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_kernel_passes_its_self_test(kernel: Kernel, head_dim: int) -> None:
+    usable(kernel, head_dim)
+    assert self_test(kernel, device="cuda", dtype=torch.bfloat16, head_dim=head_dim) is None
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_outputs_and_gradients_are_those_of_a_masked_softmax(kernel: Kernel, name: str) -> None:
+    usable(kernel)
+    pattern = SparsePattern(PATTERNS[name])
+    q, k, v, dout = sample()
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = BlockSparseAttention(pattern, kernel=kernel.name, deterministic=False)(*leaves)
+    grads = torch.autograd.grad(out, leaves, dout)
+    kept = torch.stack([torch.from_numpy(block_kinds(rule, LENGTH, 128) != 0) for rule in pattern.rules(4)]).cuda()
+    wanted = reference.attention(q, k, v, dout, as_tokens(kept), 128**-0.5)
+    for part, got, want in zip(("out", "dq", "dk", "dv"), (out, *grads), (wanted[0], *wanted[2:]), strict=True):
+        assert ((got.double() - want).norm() / want.norm()).item() < 6e-3, part
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_content_keeps_the_own_block_and_at_most_top_k_and_trains(kernel: Kernel) -> None:
+    usable(kernel)
+    q, k, v, dout = sample()
+    kept = choose_on_device(q, k, 4) | torch.eye(LENGTH // 128, dtype=torch.bool, device="cuda")
+    counts = kept.sum(-1)[0].tolist()
+    assert counts == [min(4, row + 1) for row in range(LENGTH // 128)]
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = BlockSparseAttention(top_k=4, kernel=kernel.name, deterministic=False)(*leaves)
+    grads = torch.autograd.grad(out, leaves, dout)
+    wanted = reference.attention(q, k, v, dout, as_tokens(kept), 128**-0.5)
+    for got, want in zip((out, *grads), (wanted[0], *wanted[2:]), strict=True):
+        assert ((got.double() - want).norm() / want.norm()).item() < 6e-3
+
+
+def test_a_kernel_without_a_deterministic_backward_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'flash-attn-4-sparse' has no deterministic sparse backward"):
+        select("cuda", torch.bfloat16, 128, True, "flash-attn-4-sparse", cover="tables")
+    assert select("cuda", torch.bfloat16, 128, True, cover="tables").name == "flex-sparse"
+
+
+def test_blocks_in_part_are_refused_with_a_way_out() -> None:
+    q, k, v, _ = sample()
+    with pytest.raises(ValueError, match=r"window:200: keeps blocks of 128 tokens in part"):
+        BlockSparseAttention(SparsePattern((Window(200),)))(q, k, v)
+
+
+def sample() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(1, LENGTH, heads, 128) for heads in (4, 2, 2, 4)]
+    return [torch.randn(shape, generator=generator).to("cuda", torch.bfloat16) for shape in shapes]

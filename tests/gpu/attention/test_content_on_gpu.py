@@ -1,0 +1,57 @@
+"""The promises of `test_pattern_content.py` in whole blocks, kept on a GPU; the host reads once a call."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from elastic_ring.attention.comm.ledger import HopLedger
+from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.kernels.registry import covering
+from elastic_ring.attention.layouts.layout import contiguous
+from elastic_ring.attention.routing.router import Router
+from tests.gpu.attention.test_sparse_ring_on_gpu import ALLOWED, usable
+from tests.gpu.gpu_rings import run_content_on
+from tests.unit.attention.attention_rings import relative_error
+from tests.unit.content.content_cases import check_choice, make_case
+from tests.unit.sparse.block_cases import masked_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("text", ["topk:3", "topk:3,causal=0+bigbird:2,0,0"])
+@pytest.mark.parametrize("cp", [1, 4])
+@pytest.mark.parametrize("kernel", covering("tables"), ids=lambda kernel: kernel.name)
+def test_a_ring_makes_the_choice_of_the_definition_and_agrees_with_the_masked_softmax(
+    kernel: Kernel, cp: int, text: str
+) -> None:
+    usable(kernel)
+    case = make_case("zigzag", cp, 128 * 16, text=text, block=128, head_dim=128, dtype=torch.bfloat16)
+    found, used = run_content_on("cuda", case, kernel=kernel.name, deterministic=False)
+    for name, got, want in zip(("out", "dq", "dk", "dv"), found, masked_reference(case, "cuda"), strict=True):
+        assert torch.isfinite(got).all(), name
+        assert relative_error(got, want.cpu()) < ALLOWED, name
+    for ring in used:
+        check_choice(case, ring.schedule)
+
+
+@pytest.mark.parametrize("text", ["topk:4", "topk:4,causal=0"])
+def test_choosing_waits_for_the_device_once(text: str) -> None:
+    case = make_case("contiguous", 1, 128 * 32, text=text, block=128, head_dim=128, dtype=torch.bfloat16)
+    q, k = (tensor.cuda() for tensor in case.tensors()[:2])
+    route = Router(contiguous(128 * 32, 1), 0, None, case.documents, HopLedger())
+    first = route(case.heads, q, k, 0)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            again = route(case.heads, q, k, 1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert again == first
+    assert sum("synchronizing" in str(each.message) for each in heard) == 1

@@ -1,0 +1,91 @@
+"""State that outlives its members, on real GPUs through Ray: from a copy in a peer's memory, from a CPU checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from elastic_ring import (
+    CheckpointConfig,
+    ElasticRingTrainer,
+    OptimConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    StepConfig,
+)
+from elastic_ring.config import Timeouts
+from elastic_ring.data.source import StdlibText
+from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.init import Initialiser
+from elastic_ring.model.transformer import Transformer
+from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
+
+pytestmark = pytest.mark.gpu
+
+SMALL = ModelConfig(257, 2, 64, 4, 2, 16, 128)
+STEPS, CONTEXT = 8, 256
+# Kernels that are compiled hold a process's GIL for seconds at a first start.
+PATIENT = Timeouts(heart_floor_s=15.0, heart_cap_s=25.0, build_s=300.0, start_s=300.0)
+SAME = ("losses", "weights_sha256", "samples_sha256")
+
+
+@pytest.fixture(autouse=True)
+def own_ray() -> Iterator[None]:
+    """A Ray with all GPUs of this host, and a CPU for each worker."""
+    ray.shutdown()
+    ray.init(address="local", num_cpus=8, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def run(folder: Path, name: str, device: str, *, cp: int, spares: int = 0, **settings: Any) -> Result:
+    """A run of a small decoder in bfloat16, which kernels of both kinds of device take."""
+    step = StepConfig(steps=STEPS, global_batch=2, context_tokens=CONTEXT, param_dtype="bfloat16", check_model=False)
+    trainer = ElasticRingTrainer(
+        partial(Transformer, SMALL), StdlibText(CONTEXT), step_config=step, initial=Initialiser(0, SMALL.num_layers),
+        optim_config=OptimConfig(peak_lr=1e-3, min_lr=1e-4, warmup_steps=2, total_steps=STEPS),
+        scaling_config=ScalingConfig(dp=1, cp=cp, spares=spares, device=device, resources_per_worker={"CPU": 1.0}),  # type: ignore[arg-type]
+        run_config=RunConfig(name, run_dir=str(folder / name), progress=False, timeouts=PATIENT, **settings),
+    )  # fmt: skip
+    result = trainer.fit()
+    assert left_behind(name) == []
+    return result
+
+
+def one_ring_comes_back_from_a_copy(folder: Path, device: str) -> None:
+    none = CheckpointConfig(every_steps=0)
+    calm = run(folder, "calm", device, cp=2, checkpoint_config=none).summary
+    killed = run(folder, "killed", device, cp=2, spares=1, copies="1", copy_every_steps=1, checkpoint_config=none,
+                 faults="kill@step=4,phase=backward,rank=1").summary  # fmt: skip
+    (recovery,) = killed["recoveries"]
+    assert (recovery["source"], recovery["exact"]) == ("copy", True)
+    assert recovery["steps_undone"] <= 2, "twice the steps between copies"
+    assert {key: killed[key] for key in SAME} == {key: calm[key] for key in SAME}
+
+
+def a_checkpoint_of_a_cpu_goes_on(folder: Path, device: str) -> None:
+    every_4 = CheckpointConfig(every_steps=4, keep_last=9)
+    source = run(folder, "source", "cpu", cp=2, checkpoint_config=every_4).summary
+    path = next(one["path"] for one in source["checkpoints"] if one["step"] == 4)
+    found = run(folder, "resumed", device, cp=1, resume=path).summary
+    assert found["resumed_from"] == [{"step": 4, "path": path}]
+    assert found["samples_sha256"] == source["samples_sha256"]
+    assert found["losses"][:4] == source["losses"][:4]
+    for here, there in zip(found["losses"][4:], source["losses"][4:], strict=True):
+        assert float.fromhex(here) == pytest.approx(float.fromhex(there), rel=1e-2), "bfloat16 kernels of two kinds"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_one_ring_of_two_gpus_that_loses_a_rank_goes_on_from_the_copy_with_equal_bits(tmp_path: Path) -> None:
+    one_ring_comes_back_from_a_copy(tmp_path, "cuda")
+
+
+def test_a_checkpoint_that_cpus_wrote_goes_on_on_a_gpu(tmp_path: Path) -> None:
+    a_checkpoint_of_a_cpu_goes_on(tmp_path, "cuda")

@@ -1,0 +1,164 @@
+"""The job script against a real local head: submitted, submitted again, its driver killed, stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
+from tests.signals import heed_interrupts
+
+ROOT = Path(__file__).parents[3]
+GCS_PORT, DASHBOARD_PORT, AGENT_PORT = 7391, 9291, 9391
+
+
+def cli(*words: str, timeout_s: float = 240.0, check: bool = True) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": f"http://127.0.0.1:{DASHBOARD_PORT}",
+        "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "ray.scripts.scripts", *words], env=environment, cwd=ROOT, timeout=timeout_s,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[None]:
+    ray.shutdown()  # the other modules' Ray
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where `python` is ours
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PATH": path}
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={GCS_PORT}", "--num-cpus=4",
+             f"--dashboard-port={DASHBOARD_PORT}", f"--dashboard-agent-listen-port={AGENT_PORT}",
+             "--block"]  # fmt: skip
+    process = subprocess.Popen(start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: "No cluster status" not in cli("job", "list", check=False).stdout, lambda: job_server_is_up())
+    ray.init(address=f"127.0.0.1:{GCS_PORT}", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+
+
+def job_server_is_up() -> bool:
+    return cli("job", "list", check=False).returncode == 0
+
+
+def wait_for(*conditions: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    for condition in conditions:
+        while not condition():
+            assert time.monotonic() < deadline, "waited too long"
+            time.sleep(0.1)
+
+
+def submit(name: str, folder: Path, *options: str, steps: int = 6, wait: bool = True) -> str:
+    """Submit the job script; returns what it printed, or the submission id when nobody waits."""
+    job_id = f"{name}-{time.monotonic_ns()}"
+    words = ["job", "submit", "--submission-id", job_id, "--working-dir", str(ROOT)]
+    words += [] if wait else ["--no-wait"]
+    command = ["python", "jobs/train_1t.py", "--context", "256", "--steps", str(steps), "--run-name", name,
+               "--run-dir", str(folder / name), "--faults", "none", *options]  # fmt: skip
+    done = cli(*words, "--", *command, check=False)
+    return f"exit {done.returncode}\n{done.stdout}{done.stderr}" if wait else job_id
+
+
+def num_steps(folder: Path) -> int:
+    return len(read_metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def driver_of(name: str) -> psutil.Process:
+    """The process of the job script with this run name."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "jobs/train_1t.py" in words and name in words and "submit" not in words:
+            return process
+    raise AssertionError(f"no driver of {name}")
+
+
+@pytest.mark.soak
+def test_a_job_ends_well_and_leaves_nothing_behind(head: None, tmp_path: Path) -> None:
+    first = submit("plain", tmp_path, "--dp", "1", "--cp", "1", "--spares", "0")
+    assert first.startswith("exit 0"), first[-2000:]
+    summary = json.loads((tmp_path / "plain" / "summary.json").read_text())
+    assert summary["steps"] == 6
+    assert left_behind("plain") == []
+
+
+@pytest.mark.soak
+def test_a_relative_run_dir_in_a_job_is_refused_before_anything_starts(head: None) -> None:
+    said = submit("astray", Path("runs"))
+    assert said.startswith("exit 1"), said[-2000:]
+    assert "runs/astray' lies in Ray's temporary copy" in said
+    assert left_behind("astray") == []
+
+
+@pytest.mark.slow
+def test_a_job_whose_driver_was_killed_goes_on_when_submitted_again(head: None, tmp_path: Path) -> None:
+    submit("orphan", tmp_path, "--spares", "0", "--dp", "1", steps=60, wait=False)
+    folder = tmp_path / "orphan"
+    wait_for(lambda: num_steps(folder) >= 2)
+    driver_of("orphan").send_signal(signal.SIGKILL)
+    seen = num_steps(folder)
+    again = submit("orphan", tmp_path, "--spares", "0", "--dp", "1", steps=60)
+    assert again.startswith("exit 0"), again[-2000:]
+    assert num_steps(folder) == 60
+    assert seen < 60
+    generations = json.loads((folder / "summary.json").read_text())["generations"]
+    assert [(g["term"], g["generation"]) for g in generations] == [(1, 1)]
+    assert not list(folder.glob("attempt-*"))
+
+
+@pytest.mark.slow
+def test_stopping_a_job_leaves_nothing_behind(head: None, tmp_path: Path) -> None:
+    job_id = submit("stopped", tmp_path, steps=500, wait=False)
+    folder = tmp_path / "stopped"
+    wait_for(lambda: num_steps(folder) >= 2)
+    pids = [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
+    cli("job", "stop", job_id)
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), lambda: left_behind("stopped") == [])
+    assert num_steps(folder) < 500
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["phase"], status["members"], status["error"]) == ("ended", [], "stopped by the user")
+
+
+@pytest.mark.parametrize(
+    "whole_group",
+    [
+        pytest.param(False, id="to the driver", marks=pytest.mark.slow),
+        pytest.param(True, id="to its group, as a terminal does", marks=pytest.mark.soak),
+    ],
+)
+def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path, whole_group: bool) -> None:
+    folder = tmp_path / "interrupted"
+    command = [sys.executable, "jobs/train_1t.py", "--context", "256", "--steps", "500", "--faults", "none", "--dp",
+               "1", "--cp", "2", "--spares", "0", "--run-name", "interrupted", "--run-dir", str(folder)]  # fmt: skip
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts,
+        start_new_session=True,
+    )  # fmt: skip
+    wait_for(lambda: num_steps(folder) >= 2)
+    pids = [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    if whole_group:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said[-2000:]
+    assert "nothing is left running" in said
+    assert not any(psutil.pid_exists(pid) for pid in pids)

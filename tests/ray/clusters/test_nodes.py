@@ -1,0 +1,210 @@
+"""Several raylets on one machine: whole nodes die, new ones join, and replicas never share a node."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from elastic_ring.cli import main
+from elastic_ring.monitor.journal import read
+from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.runtime.coordinator.node_monitor import POLL_S
+from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
+from elastic_ring.runtime.driver.drain import workers_on
+from tests.ray.conftest import check_records, fault_free, tiny_trainer, wait_for
+
+Known = dict[tuple[int, int, int], dict[str, Any]]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """A head without CPUs, so that the coordinator outlives the nodes, and three nodes of two workers each."""
+    ray.shutdown()  # the other modules' Ray
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(3):
+        cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def kill_node(node: Any) -> None:
+    """SIGKILL a raylet and everything it started."""
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    for process in (raylet, *raylet.children(recursive=True)):
+        process.kill()
+
+
+def silence_node(node: Any) -> list[psutil.Process]:
+    """Stop a raylet and everything it started: as after a power cut, no connection of theirs is ever closed."""
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    processes = [raylet, *raylet.children(recursive=True)]
+    for process in processes:
+        process.suspend()
+    return processes
+
+
+def events_of(folder: Path, node: str) -> list[str]:
+    events = [line["event"] for line in read(folder / "journal.jsonl") if "event" in line]
+    return [event["type"] for event in events if event.get("node") == node and event["type"].startswith("Node")]
+
+
+def members_nodes(folder: Path) -> set[str]:
+    return {member["node"] for member in json.loads((folder / "status.json").read_text())["members"]}
+
+
+def started_on(folder: Path, node: str) -> bool:
+    """Whether a worker has become warm there."""
+    events = [line["event"] for line in read(folder / "journal.jsonl") if "event" in line]
+    return any(event["type"] == "WorkerReady" and event["node"] == node for event in events)
+
+
+def test_a_node_that_dies_with_a_whole_ring_changes_no_bit(
+    cluster: Cluster, tmp_path: Path, undisturbed: Known
+) -> None:
+    calm = fault_free(undisturbed, tmp_path)
+    trainer = tiny_trainer(tmp_path, "node", spares=2, faults="kill-node@step=4,phase=backward,rank=1")
+    result = trainer.fit()
+    check_records(trainer, result)
+    planned = result.summary
+    assert planned["weights_sha256"] == calm["weights_sha256"]
+    assert planned["losses"] == calm["losses"]
+    assert planned["samples_sha256"] == calm["samples_sha256"]
+    (recovery,) = planned["recoveries"]
+    assert recovery["action"] == "spares took their places"
+    assert recovery["cause"].count("rank") == 2
+    assert left_behind("node") == []
+
+
+@pytest.mark.slow
+def test_a_node_that_falls_silent_is_lost_once_and_nothing_is_started_there(cluster: Cluster, tmp_path: Path) -> None:
+    folder, gate = tmp_path / "silent", tmp_path / "gate"
+    trainer = tiny_trainer(tmp_path, "silent", spares=2, steps=40, gate=gate)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
+        occupied = members_nodes(folder)
+        victim = next(node for node in cluster.list_all_nodes() if node.node_id in occupied)
+        processes = silence_node(victim)
+        try:
+            wait_for(lambda: "NodeLost" in events_of(folder, victim.node_id))
+            known = len(read_metrics(folder))
+            wait_for(lambda: len(read_metrics(folder)) > known + 3)
+            assert victim.node_id not in members_nodes(folder)
+            assert all(process.status() == psutil.STATUS_STOPPED for process in processes[:1])
+        finally:
+            for process in processes:
+                process.kill()
+        wait_for(lambda: not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == victim.node_id))
+        time.sleep(4 * POLL_S)  # Ray has given its verdict, and the node monitor has looked: there must be no news
+        gate.touch()
+        result = run.result()
+    assert events_of(folder, victim.node_id) == ["NodeJoined", "NodeLost"]
+    (recovery,) = result.summary["recoveries"]
+    assert recovery["cause"].count("rank") == 2
+    assert recovery["exact"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_node_that_dies_at_a_random_moment_is_replaced_by_one_that_joins(
+    cluster: Cluster, tmp_path: Path, seed: int, undisturbed: Known
+) -> None:
+    calm = fault_free(undisturbed, tmp_path, steps=30)
+    folder, gate = tmp_path / "random-node", tmp_path / "gate"
+    trainer = tiny_trainer(tmp_path, "random-node", spares=2, steps=30, gate=gate)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
+        time.sleep(random.Random(seed).random())
+        occupied = members_nodes(folder)
+        victim = next(node for node in cluster.list_all_nodes() if node.node_id in occupied)
+        kill_node(victim)
+        joined = cluster.add_node(num_cpus=2)
+        wait_for(lambda: started_on(folder, joined.node_id))
+        assert len(read_metrics(folder)) < 30, "the run must still be under way"
+        gate.touch()
+        result = run.result()
+    check_records(trainer, result)
+    summary = result.summary
+    assert summary["samples_sha256"] == calm["samples_sha256"]
+    assert summary["recoveries"]
+    assert any("node lost" in recovery["cause"] or "died" in recovery["cause"] for recovery in summary["recoveries"])
+    assert all(recovery["steps_undone"] == 0 for recovery in summary["recoveries"])
+    if summary["exact"]:
+        assert summary["weights_sha256"] == calm["weights_sha256"]
+    else:  # the mesh lost or gained a ring on the way
+        assert {(g["mesh"]["dp"], g["mesh"]["cp"]) for g in summary["generations"]} > {(2, 2)}
+
+
+@pytest.mark.slow
+def test_a_drained_node_is_left_before_the_command_returns_and_no_step_is_lost(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, gate = tmp_path / "leaving", tmp_path / "gate"
+    trainer = tiny_trainer(tmp_path, "leaving", spares=2, steps=20, gate=gate)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
+        node = sorted(members_nodes(folder))[0]
+        command = [sys.executable, "-m", "elastic_ring", "drain", "--node-id", node, "--deadline-s", "100"]
+        environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (0, f"no run has a worker on {node}\n"), done.stderr
+        assert workers_on(node) == []
+        gate.touch()
+        result = run.result()
+    (recovery,) = result.summary["recoveries"]
+    assert (recovery["action"], recovery["steps_rerun"], recovery["steps_undone"]) == ("drained", 0, 0)
+    with pytest.raises(SystemExit):
+        main(["drain", "--deadline-s", "0"])
+    assert "must be above 0 seconds" in capsys.readouterr().err
+
+
+@pytest.fixture
+def labelled() -> Iterator[Cluster]:
+    """A head without CPUs, two spot machines of one zone, and a machine of another zone that is not spot."""
+    ray.shutdown()  # the other modules' Ray
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for zone, market in (("a", "spot"), ("a", "spot"), ("b", "on-demand")):
+        cluster.add_node(num_cpus=1, labels={"ray.io/availability-zone": zone, "ray.io/market-type": market})
+    ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.mark.slow
+def test_rays_labels_say_what_fails_together_and_where_one_holder_of_each_shard_sits(
+    labelled: Cluster, tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(tmp_path, "labelled", dp=2, cp=1, spares=1, steps=3)
+    result = trainer.fit()
+    check_records(trainer, result)
+    lines = list(read(result.path / "journal.jsonl"))
+    joined = [line["event"] for line in lines if "event" in line and line["event"]["type"] == "NodeJoined"]
+    told = {event["node"]: (event["domains"], event["is_reserved"]) for event in joined if event["num_slots"]}
+    spot, reserved = ["ray.io/availability-zone=a"], ["ray.io/availability-zone=b"]
+    assert sorted(told.values()) == [(spot, False), (spot, False), (reserved, True)]
+    on_node = {
+        line["event"]["worker"]: line["event"]["node"]
+        for line in lines
+        if "event" in line and line["event"]["type"] == "WorkerReady"
+    }
+    builds = [command for line in lines for command in line.get("commands", ()) if command["type"] == "Build"]
+    sits_on = [told[on_node[worker]][0] for worker in builds[0]["members"]]
+    assert sorted(sits_on) == [spot, reserved], "not both in one zone, and one on the machine that is not spot"

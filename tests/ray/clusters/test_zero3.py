@@ -1,0 +1,307 @@
+"""ZeRO-3 in Ray Train, through its door: real worker groups, DeepSpeed over gloo, a worker that is killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ring import load_weights
+from elastic_ring.cli import main as elastic_ring_command
+from elastic_ring.cli.settings import parse
+from elastic_ring.cli.train import build
+from elastic_ring.data.loader import Loader
+from elastic_ring.data.source import hold_out, open_source
+from elastic_ring.integrations.ray_train import ops
+from elastic_ring.model.init import initialise_module
+from elastic_ring.train.attention_context import attention_of, batch_of
+from elastic_ring.train.optim import learning_rate, make_optimizer
+from elastic_ring.train.startup.layouts import Layouts
+from elastic_ring.trainer import training_order
+from tests.unit.data.corpora import prepared, texts, write_jsonl
+
+ROOT = Path(__file__).parents[3]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: the extra `deepspeed`"
+    ),
+]
+SMALL = [
+    "--model.num-layers=2", "--model.width=64", "--model.ffn-width=128", "--context=128", "--global-batch=4",
+    "--optim.total-steps=12", "--optim.warmup-steps=2",
+]  # fmt: skip
+ENVIRONMENT = {
+    **os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local", "RAY_worker_niceness": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+}  # fmt: skip
+LIMIT_S = 240.0
+
+
+def command(folder: Path, *more: str, small: Sequence[str] = SMALL) -> list[str]:
+    script = str(ROOT / "jobs" / "train_zero3.py")
+    return [sys.executable, script, *small, f"--storage-path={folder}", "--run-name=zero3", *more]
+
+
+def trained(folder: Path, *more: str, small: Sequence[str] = SMALL) -> dict[str, Any]:
+    done = subprocess.run(
+        command(folder, *more, small=small), env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return summary_of(folder)
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "zero3" / "summary.json").read_text())
+    return summary
+
+
+def losses(summary: dict[str, Any]) -> list[float]:
+    return [float.fromhex(loss) for loss in summary["losses"]]
+
+
+def in_one_process(num_steps: int, small: Sequence[str] = SMALL) -> list[float]:
+    """The losses of the same task without rings, shards, Ray or DeepSpeed: one module, torch's AdamW."""
+    task = build(parse([*small, f"--steps={num_steps}"])).task
+    model = task.model()
+    initialise_module(model, task.initial)  # type: ignore[arg-type]
+    named = list(model.named_parameters())
+    optimizer = make_optimizer(named, task.optim, {name: param.ndim for name, param in named})  # type: ignore[arg-type]
+    layout = Layouts(task).choice(1, "cpu").layout
+    source, _ = hold_out(open_source(task.data), num_sequences=0)
+    found = []
+    with Loader(source) as loader:
+        for step in range(num_steps):
+            optimizer.zero_grad()
+            total, count = 0.0, 0
+            for index, sample_id in enumerate(training_order(task).sample_ids(step)):
+                piece = loader.load(sample_id, index, layout, 0)
+                loss, number = task.loss(
+                    model, batch_of(piece, attention_of(task, piece, layout, 0, None), torch.device("cpu"))
+                )
+                loss.backward()
+                total, count = total + loss.item(), count + number
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad /= count
+            assert task.optim.clip_norm is not None
+            torch.nn.utils.clip_grad_norm_(model.parameters(), task.optim.clip_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, task.optim)
+            optimizer.step()
+            found.append(total / count)
+    return found
+
+
+def test_a_ring_of_two_trains_what_one_process_and_the_elastic_ring_train(tmp_path: Path) -> None:
+    summary = trained(tmp_path, "--steps=6", "--workers=2", "--cp=2")
+    assert losses(summary) == pytest.approx(in_one_process(6), abs=1e-4)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "jobs" / "train_1t.py"), *SMALL, "--steps=6", "--dp=1", "--cp=2", "--spares=0",
+         f"--storage-path={tmp_path}", "--run-name=elastic"],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    elastic = json.loads((tmp_path / "elastic" / "summary.json").read_text())
+    assert losses(summary) == pytest.approx(losses(elastic), abs=1e-3)
+    assert summary["samples_sha256"] == elastic["samples_sha256"]
+    assert set(summary) == set(elastic)
+
+
+def test_a_killed_worker_comes_back_and_another_number_of_workers_goes_on(tmp_path: Path) -> None:
+    own = ["--cp=2", "--checkpoint-every-steps=2", "--steps=8"]
+    with (tmp_path / "out.txt").open("w") as out:
+        run = subprocess.Popen(command(tmp_path, "--workers=2", *own), env=ENVIRONMENT, stdout=out, stderr=out)
+        try:
+            # Ray Train fetches a report some time later. That of step 4 has returned, so it has that of step 2.
+            pid = kill_after(tmp_path / "zero3", 5, run)
+            assert run.wait(LIMIT_S) == 0, (tmp_path / "out.txt").read_text()[-4000:]
+        finally:
+            run.kill()
+    summary, reference = summary_of(tmp_path), in_one_process(12)
+    assert losses(summary) == pytest.approx(reference[:8], abs=1e-4)
+    (recovery,) = summary["recoveries"]
+    assert recovery["source"] == "checkpoint"
+    assert recovery["step"] in (2, 4, 6)
+    groups = [line for line in notes(tmp_path / "zero3") if line["note"] == "attempt"]
+    assert [line["generation"] for line in groups] == [1, 2]
+    assert pid not in [worker["pid"] for worker in groups[1]["workers"]]
+
+    longer = trained(tmp_path, "--workers=4", "--cp=2", "--checkpoint-every-steps=2", "--steps=12")
+    assert losses(longer) == pytest.approx(reference, abs=1e-4)
+    assert longer["generations"][-1]["mesh"] == {"dp": 2, "cp": 2}
+    assert longer["resumed_from"][-1]["step"] == 8
+    assert len(longer["recoveries"]) == 1, "a submission is no recovery"
+
+
+def test_a_saved_llama_with_a_pattern_trains_on_a_manifest_and_is_exported(tmp_path: Path) -> None:
+    """Beside one process with the same pattern, and back to what transformers loads, in the type of the run."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=256,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    prepared(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", texts(300)))
+    tuned = [
+        f"--model-folder={tmp_path / 'llama'}", f"--data={tmp_path / 'prepared' / 'manifest.json'}",
+        "--pattern=window:32", "--context=128", "--global-batch=4", "--optim.total-steps=12", "--optim.warmup-steps=2",
+        "--optim.peak-lr=1e-2",
+    ]  # fmt: skip
+    summary = trained(tmp_path, "--steps=4", "--workers=2", "--cp=2", small=tuned)
+    assert losses(summary) == pytest.approx(in_one_process(4, tuned), abs=1e-4)
+    dense = in_one_process(4, [flag for flag in tuned if "window" not in flag])
+    assert losses(summary) != pytest.approx(dense, abs=1e-3), "a comparison that a lost pattern would pass"
+
+    assert elastic_ring_command(["export", str(tmp_path / "zero3"), "--out", str(tmp_path / "out")]) == 0
+    after, before = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "llama"))
+    assert after.dtype == torch.float32
+    module = build(parse([*tuned, "--steps=4"])).task.model()
+    load_weights(module, tmp_path / "zero3")
+    own, first = dict(module.named_parameters()), dict(before.named_parameters())
+    for name, value in after.named_parameters():
+        assert torch.equal(value, own[name])
+        assert not torch.equal(value, first[name])
+
+
+def notes(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "attempts.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def kill_after(folder: Path, step: int, run: subprocess.Popen[bytes]) -> int:
+    """SIGKILL the worker of rank 1 once `step` is in the metrics; its PID, which nobody has any more."""
+    deadline = time.monotonic() + LIMIT_S
+    while not any(f'"step":{step},' in line for line in lines_of(folder / "metrics.jsonl")):
+        assert run.poll() is None, "it ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pid = int(notes(folder)[0]["workers"][1]["pid"])
+    os.kill(pid, signal.SIGKILL)
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return pid
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.soak
+def test_what_is_offloaded_to_the_cpu_trains_the_same(tmp_path: Path) -> None:
+    """The optimizer's state in pinned memory, by DeepSpeed's own configuration, and parameters in pageable memory."""
+    own = {"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}
+    (tmp_path / "deepspeed.json").write_text(json.dumps(own))
+    summary = trained(
+        tmp_path, "--steps=4", "--workers=2", "--cp=2", "--offload-optimizer=cpu", "--offload-param=cpu",
+        f"--deepspeed-config={tmp_path / 'deepspeed.json'}",
+    )  # fmt: skip
+    assert losses(summary) == pytest.approx(in_one_process(4), abs=1e-4)
+
+
+LARGER = ["--context=128", "--global-batch=4", "--optim.total-steps=12", "--optim.warmup-steps=2"]
+SWAPS = """
+import sys
+from pathlib import Path
+from elastic_ring.cli import zero3
+from elastic_ring.integrations.ray_train import train
+
+def loop(worker):
+    train(worker)
+    swapped = [path.stat().st_size for path in worker.swap_folder.rglob("*.swp")]
+    Path(sys_out, f"swapped-{worker.rank}").write_text(str(sum(swapped)))
+
+sys_out = sys.argv[1]
+own, asked = zero3.parse_zero3(sys.argv[2:])
+trainer = zero3.build(own, asked)
+trainer.train_loop = loop
+trainer.fit()
+"""
+
+
+@pytest.mark.skipif(
+    not ops.is_built(ops.extensions_folder()),
+    reason="DeepSpeed's operators for NVMe take minutes to build: `make nvme`, then run this again",
+)
+def test_what_is_offloaded_to_nvme_trains_the_same_and_goes_on_with_another_number(tmp_path: Path) -> None:
+    """A partition is swapped from 1 MiB on, so this model is larger."""
+    swap = tmp_path / "swap"
+    own = ["--offload-optimizer=nvme", "--offload-param=nvme", f"--nvme-path={swap}"]
+    arguments = command(tmp_path, "--steps=4", "--workers=2", "--cp=2", *own, small=LARGER)[2:]
+    done = subprocess.run(
+        [sys.executable, "-c", SWAPS, str(tmp_path), *arguments], env=ENVIRONMENT, capture_output=True, text=True,
+        timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    reference = in_one_process(6, LARGER)
+    assert losses(summary_of(tmp_path)) == pytest.approx(reference[:4], abs=1e-4)
+    for rank in (0, 1):
+        assert int((tmp_path / f"swapped-{rank}").read_text()) > 2**20, "nothing was on NVMe"
+    assert not list(swap.rglob("*.swp")), "swap files are left"
+
+    longer = trained(tmp_path, "--steps=6", "--workers=3", "--cp=3", *own, small=LARGER)
+    assert losses(longer) == pytest.approx(reference, abs=1e-4)
+
+
+DATASET = """
+import sys
+import numpy as np
+import ray
+import ray.train
+from functools import partial
+from elastic_ring import OptimConfig, StepConfig
+from elastic_ring.integrations.ray_train import Zero3Config, Zero3Trainer
+from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.init import Initialiser
+from elastic_ring.model.transformer import Transformer
+
+ray.init(address="local", num_cpus=5, include_dashboard=False)
+
+def bytes_of(batch):
+    return {"tokens": [list(text.encode()) for text in batch["text"]]}
+
+dataset = ray.data.from_items([{"text": f"document {i} " * 40} for i in range(400)]).map_batches(bytes_of)
+config = ModelConfig(257, 2, 64, 4, 2, 16, 128)
+trainer = Zero3Trainer(
+    partial(Transformer, config), dataset=dataset, vocab_size=257, end_of_document=256, cp=2,
+    scaling_config=ray.train.ScalingConfig(num_workers=(2, 3), resources_per_worker={"CPU": 1}),
+    run_config=ray.train.RunConfig(name="zero3", storage_path=sys.argv[1]),
+    step_config=StepConfig(steps=12, global_batch=12, context_tokens=128),
+    optim_config=OptimConfig(peak_lr=1e-2, total_steps=12), initial=Initialiser(0, 2),
+    zero=Zero3Config(checkpoint_every_steps=0),
+)
+trainer.fit()
+"""
+
+
+@pytest.mark.soak
+def test_a_ray_dataset_feeds_a_number_of_workers_that_ray_train_chooses(tmp_path: Path) -> None:
+    """Two to three workers where there is room for five: three start, which is no multiple of cp."""
+    done = subprocess.run(
+        [sys.executable, "-c", DATASET, str(tmp_path)], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    summary = summary_of(tmp_path)
+    (group,) = summary["generations"]
+    assert group["mesh"] == {"dp": 1, "cp": 3}
+    found = losses(summary)
+    assert found[-1] < found[0] - 1.0
+    steps = [json.loads(line) for line in lines_of(tmp_path / "zero3" / "metrics.jsonl")]
+    assert len({line["samples"] for line in steps}) == 12
+    # Each of the 12 sequences of a step has 128 targets, less those at the ends of documents.
+    assert all(12 * 120 < line["num_tokens"] <= 12 * 128 for line in steps)

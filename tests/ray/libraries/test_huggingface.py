@@ -1,0 +1,103 @@
+"""A Llama as transformers saves it trains on rings through a killed worker, and comes back as transformers loads it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ring import ElasticRingTrainer, OptimConfig, Result, RunConfig, ScalingConfig, StepConfig, load_weights
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.ring import RingAttention
+from elastic_ring.cli import main as command
+from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
+from elastic_ring.data.source import StdlibText
+from elastic_ring.integrations.transformers import ring_model
+from elastic_ring.runtime.driver.cluster import left_behind
+from tests.ray.conftest import Heard, check_records
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[3]
+CONTEXT, STEPS = 96, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tied Llama with random values, saved in bfloat16 in several files."""
+    made = tmp_path_factory.mktemp("model") / "llama"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=256,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(made, max_shard_size="30KB")
+    assert len(list(made.glob("*.safetensors"))) > 1
+    return made
+
+
+def fit(folder: Path, runs: Path, name: str, faults: str = "", dtype: Any = "bfloat16", **scaling: Any) -> Result:
+    """Four steps that compute in `dtype` over fp32 masters, with activation checkpointing."""
+    heard = Heard()
+    trainer = ElasticRingTrainer(
+        ring_model(folder), StdlibText(CONTEXT),
+        step_config=StepConfig(steps=STEPS, global_batch=4, context_tokens=CONTEXT, param_dtype=dtype),
+        optim_config=OptimConfig(peak_lr=1e-2, total_steps=STEPS),
+        scaling_config=ScalingConfig(dp=2, cp=2, resources_per_worker={"CPU": 0.25}, **scaling),
+        run_config=RunConfig(name, run_dir=str(runs / name), faults=faults, progress=False),  # type: ignore[arg-type]
+        callbacks=[heard],
+    )  # fmt: skip
+    result = trainer.fit()
+    assert left_behind(name) == []
+    check_records(trainer, result)
+    heard.check(result.summary)
+    return result
+
+
+@pytest.mark.slow
+def test_a_saved_llama_trains_through_a_kill_and_comes_back_with_the_bits_of_the_undisturbed_run(
+    local_ray: None, folder: Path, tmp_path: Path
+) -> None:
+    calm = fit(folder, tmp_path, "hf-calm", spares=0)
+    struck = fit(folder, tmp_path, "hf-struck", "kill@step=1,phase=backward,rank=3", spares=1)
+    for key in ("losses", "weights_sha256", "samples_sha256"):
+        assert struck.summary[key] == calm.summary[key], key
+    assert [recovery["action"] for recovery in struck.summary["recoveries"]] == ["spare took its place"]
+
+    out = tmp_path / "out"
+    assert command(["export", str(struck.path), "--format", "huggingface", "--out", str(out)]) == 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
+    trained = ring_model(folder)()
+    load_weights(trained, struck.weights)
+    trained.to(torch.bfloat16).eval()
+    before = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    tokens, positions = torch.randint(0, 257, (1, CONTEXT)), torch.arange(CONTEXT)[None]
+    ring = RingAttention(plan(Pattern(), make_layout("zigzag", CONTEXT, 1)), 0, None)
+    with torch.no_grad():
+        expected = trained(tokens, positions=positions, document_ids=positions, attention=ring)
+        torch.testing.assert_close(loaded(tokens).logits, expected, rtol=0.02, atol=0.02)
+        assert (before(tokens).logits - expected).abs().max() > 0.1, "it has learned something"
+
+
+@pytest.mark.slow
+def test_the_example_tunes_a_saved_model_and_exports_it(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("def main() -> int:\n    return 0\n" * 400)
+    prepare(PrepareConfig(sources=(str(tmp_path / "text.txt"),), out=str(tmp_path / "prepared"), workers=0))
+    manifest = str(tmp_path / "prepared" / "manifest.json")
+    words = [sys.executable, str(ROOT / "examples" / "finetune_hf.py"), str(folder), manifest, "tuned", "2"]
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+        # A Ray of its own, not whatever else runs on this machine.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert loaded.dtype == torch.bfloat16

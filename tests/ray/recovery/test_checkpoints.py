@@ -1,0 +1,254 @@
+"""Durable checkpoints on real Ray: what no live holder covers comes from storage, bit for bit, on any mesh."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util import list_named_actors
+
+from elastic_ring import CheckpointConfig, Result
+from elastic_ring.config import Timeouts
+from elastic_ring.data.source import PreparedTokens
+from elastic_ring.errors import CoordinatorLost, StorageFailed
+from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
+from tests.object_store.store import ObjectStore
+from tests.ray.conftest import ALONE, Heard, check_records, fault_free, tiny_trainer, wait_for
+
+Known = dict[tuple[int, int, int], dict[str, Any]]
+EVERY_3 = {"checkpoint_config": CheckpointConfig(every_steps=3)}
+
+
+@pytest.mark.parametrize(
+    ("copies", "source", "most_undone"),
+    [
+        pytest.param("0", "checkpoint", 4, marks=pytest.mark.soak),
+        pytest.param("1", "copy", 2, marks=pytest.mark.slow),
+        pytest.param("parity:2", "copy", 2, marks=pytest.mark.soak),
+    ],
+)
+def test_both_holders_of_a_shard_lost_at_once_come_back_from_the_checkpoint_or_a_copy_with_equal_bits(
+    local_ray: None, undisturbed: Known, tmp_path: Path, copies: str, source: str, most_undone: int
+) -> None:
+    reference = fault_free(undisturbed, tmp_path)
+    settings = {**EVERY_3, "copies": copies, "copy_every_steps": 1}
+    result = run(tmp_path, "both-holders", dp=2, cp=2, spares=2, run=settings,
+                 faults="kill@step=7,phase=forward,rank=1; kill@step=7,phase=forward,rank=3")  # fmt: skip
+    summary = result.summary
+    (recovery,) = summary["recoveries"]
+    assert recovery["source"] == source
+    assert (source == "checkpoint") <= recovery["steps_undone"] <= most_undone
+    assert same(summary, reference)
+    assert [one["step"] for one in summary["checkpoints"]][-1] in (9, 12)
+
+
+def run(folder: Path, name: str, **options: Any) -> Result:
+    trainer = tiny_trainer(folder, name, **options)
+    result = trainer.fit()
+    assert left_behind(name) == []
+    check_records(trainer, result)
+    return result
+
+
+def same(summary: dict[str, Any], reference: dict[str, Any]) -> bool:
+    """Losses, weights and samples of a run, bit for bit."""
+    keys = ("losses", "weights_sha256", "samples_sha256")
+    return {key: summary[key] for key in keys} == {key: reference[key] for key in keys}
+
+
+def test_a_run_goes_on_where_its_cluster_ended_past_a_damaged_checkpoint_and_its_records_span_both(
+    local_ray: None, undisturbed: Known, tmp_path: Path
+) -> None:
+    """All processes of the run are killed at once, and its newest checkpoint has a wrong byte. Its planned fault lies
+    before that checkpoint: the same submission again does not wait for it."""
+    reference, fault = fault_free(undisturbed, tmp_path), "kill@step=1,phase=backward,rank=0"
+    every_2 = {"checkpoint_config": CheckpointConfig(every_steps=2, keep_last=3)}
+    folder = tmp_path / "cut"
+    heard, again = Heard(), Heard()
+    cut = tiny_trainer(tmp_path, "cut", slow_s=0.2, run=every_2, faults=fault, callbacks=(heard,))
+    threading.Thread(target=partial(kill_the_run, "cut", folder, at_step=7), daemon=True).start()
+    with pytest.raises(CoordinatorLost):
+        cut.fit()
+    assert "rank 0 died in backward of step 1" in heard.causes[0]
+    wait_for(lambda: not any(left.startswith("er:") for left in left_behind("cut")))
+    stored = sorted(folder.glob("checkpoints/step-*/lineage-000/COMMIT.json"))
+    newest, before = (int(path.parts[-3].removeprefix("step-")) for path in (stored[-1], stored[-2]))
+    flip_a_byte(next(stored[-1].parent.glob("attempt-*/*.safetensors")))
+    result = run(tmp_path, "cut", run=every_2, slow_s=0.2, faults=fault, callbacks=(again,))
+    assert same(result.summary, reference)
+    assert [one["step"] for one in result.summary["resumed_from"]] == [before]
+    assert result.checkpoint is not None
+    assert result.checkpoint.step == 12
+    rejected = list(folder.glob(f"checkpoints/step-{newest:08d}/lineage-000/*REJECTED.json"))
+    assert "sha256" in rejected[0].read_text()
+    assert result.summary["recoveries"] == []
+    assert [step for step, _ in heard.losses + again.losses] == list(range(12)), "each is told once"
+    assert len(read_metrics(folder)) == 12
+
+
+@pytest.mark.parametrize(
+    ("dp", "cp"),
+    [
+        pytest.param(1, 3, marks=pytest.mark.slow),
+        *(pytest.param(*mesh, marks=pytest.mark.soak) for mesh in ((3, 2), (2, 1), (1, 2), (2, 4), (1, 1))),
+    ],
+)
+def test_a_checkpoint_goes_on_on_another_mesh_with_the_same_samples(
+    local_ray: None, source: Result, mixture: PreparedTokens, tmp_path: Path, dp: int, cp: int
+) -> None:
+    path = next(one["path"] for one in source.summary["checkpoints"] if one["step"] == 6)
+    name = f"on-{dp}x{cp}"
+    summary = run(tmp_path, name, dp=dp, cp=cp, spares=0, run={"resume": path}, data=mixture).summary
+    assert summary["samples_sha256"] == source.summary["samples_sha256"]
+    assert summary["losses"][:6] == source.summary["losses"][:6]
+    assert summary["resumed_from"] == [{"step": 6, "path": path}]
+    for found, known in zip(summary["losses"], source.summary["losses"], strict=True):
+        assert float.fromhex(found) == pytest.approx(float.fromhex(known), abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def source(local_ray: None, mixture: PreparedTokens, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A finished run on a mixture, whose checkpoints are all there."""
+    kept = {"checkpoint_config": CheckpointConfig(every_steps=6, keep_last=9)}
+    return run(tmp_path_factory.mktemp("source"), "source", dp=2, cp=2, spares=0, run=kept, data=mixture)
+
+
+@pytest.mark.soak
+def test_never_and_a_step_begin_a_lineage_of_their_own_and_other_settings_are_refused(
+    local_ray: None, tmp_path: Path
+) -> None:
+    every_2 = CheckpointConfig(every_steps=2, keep_last=9)
+    first = run(tmp_path, "again", **ALONE, steps=4, run={"checkpoint_config": every_2})
+    from_2 = run(tmp_path, "again", **ALONE, steps=4, run={"checkpoint_config": every_2, "resume": "2"})
+    assert "lineage-001" in from_2.summary["checkpoints"][-1]["path"]
+    assert same(from_2.summary, first.summary)
+    anew = run(tmp_path, "again", **ALONE, steps=4, run={"checkpoint_config": every_2, "resume": "never"})
+    assert "lineage-002" in anew.summary["checkpoints"][-1]["path"]
+    assert (anew.summary["resumed_from"], same(anew.summary, first.summary)) == ([], True)
+    with pytest.raises(ValueError, match=r"step\.global_batch: 6 there, 12 here"):
+        tiny_trainer(tmp_path, "other", **ALONE, steps=4, global_batch=12,
+                     run={"resume": str(tmp_path / "again")}).fit()  # fmt: skip
+    with pytest.raises(ValueError, match="no checkpoint of that step"):
+        tiny_trainer(tmp_path, "again", **ALONE, steps=4, run={"resume": "3"}).fit()
+
+
+@pytest.mark.slow
+def test_state_in_host_memory_changes_no_bit_through_kills_and_in_resuming_with_another_setting(
+    local_ray: None, undisturbed: Known, tmp_path: Path
+) -> None:
+    """A donor heals one newcomer, and copies in peers' memory bring both holders of a shard back. The undisturbed run
+    has its state on the devices."""
+    reference = fault_free(undisturbed, tmp_path)
+    settings = {"checkpoint_config": CheckpointConfig(every_steps=6, keep_last=9), "copies": "1", "copy_every_steps": 1}
+    moments = run(tmp_path, "moments", spares=3, cpu_offload="optimizer", run=settings,
+                  faults="kill@step=3,phase=apply,rank=3;"
+                  "kill@step=8,phase=forward,rank=0; kill@step=8,phase=forward,rank=2").summary  # fmt: skip
+    assert [len(recovery["faults"]) for recovery in moments["recoveries"]] == [1, 2]
+    assert moments["recoveries"][1]["source"] == "copy"
+    assert same(moments, reference)
+    path = next(one["path"] for one in moments["checkpoints"] if one["step"] == 6)
+    whole = run(tmp_path, "all", spares=1, cpu_offload="all", run={"resume": path},
+                faults="kill@step=9,phase=backward,rank=1").summary  # fmt: skip
+    assert whole["resumed_from"] == [{"step": 6, "path": path}]
+    assert [recovery["steps_undone"] for recovery in whole["recoveries"]] == [0]
+    assert same(whole, reference)
+
+
+@pytest.mark.slow
+def test_at_dp_1_the_loss_of_a_rank_costs_the_steps_since_the_checkpoint_and_no_bit(
+    local_ray: None, undisturbed: Known, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = fault_free(undisturbed, tmp_path, dp=1)
+    summary = run(tmp_path, "one-ring", dp=1, cp=2, spares=1, run=EVERY_3,
+                  faults="kill@step=5,phase=vote,rank=1").summary  # fmt: skip
+    assert [recovery["source"] for recovery in summary["recoveries"]] == ["checkpoint"]
+    assert "the next loss goes back to the last checkpoint; copies=1 (--copies 1)" in caplog.text
+    assert same(summary, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("a folder", marks=pytest.mark.soak),
+        pytest.param("an object store", marks=pytest.mark.soak),
+        pytest.param("an object store, in a save", marks=pytest.mark.soak),
+    ],
+)
+def test_power_cuts_on_the_laptop_preset_cost_no_bit(
+    where: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Every process of the run dies at once, Ray's head too; the same submission goes on from the storage alone. In a
+    save this comes once in the middle of a file of a checkpoint, once between its files and its manifest."""
+    storage_path, given = str(tmp_path), dict(os.environ)
+    if where != "a folder":
+        store: ObjectStore = request.getfixturevalue("object_store")
+        storage_path = f"s3://{store.new_bucket()}/runs"
+        given |= store.environment
+    command = [sys.executable, "-m", "elastic_ring", "drill", "power-cut", "--steps", "8",
+               "--every", "2", "--storage-path", storage_path]  # fmt: skip
+    if where.endswith("in a save"):
+        command += ["--cuts", "2", "--in-save"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "losses True, samples_sha256 True, weights_sha256 True" in done.stdout
+    assert "checkpoints left: 6, 8" in done.stdout
+    if where.endswith("in a save"):
+        assert "resumed at steps 2\n" in done.stdout, "both times: what was cut did not count"
+        assert store_uploads(storage_path, given) == []
+
+
+def store_uploads(uri: str, environment: dict[str, str]) -> list[str]:
+    """What is under way in an object store, as another process sees it."""
+    code = f"from elastic_ring.state.storage.folder import Storage; print([u.path for u in Storage({uri!r}).uploads()])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout.replace("'", '"')))
+
+
+@pytest.mark.slow
+def test_a_run_ends_where_no_checkpoint_could_be_written_for_as_long_as_was_set(
+    local_ray: None, tmp_path: Path
+) -> None:
+    """From step 3 on a file lies where the checkpoints' folder was."""
+    kept = {"checkpoint_config": CheckpointConfig(every_steps=3, fail_after_s=1.0), "timeouts": Timeouts(storage_s=1.0)}
+    trainer = tiny_trainer(tmp_path, "in-the-way", **ALONE, steps=4000, run=kept)
+    folder = tmp_path / "in-the-way" / "checkpoints"
+
+    def block() -> None:
+        wait_for(lambda: any(folder.glob("*/*/COMMIT.json")))
+        folder.rename(tmp_path / "aside")
+        folder.write_text("in the way")
+
+    blocking = threading.Thread(target=block)
+    blocking.start()
+    with pytest.raises(StorageFailed, match=r"checkpoint\.fail_after_s=1\).*"):
+        trainer.fit()
+    blocking.join()
+    assert left_behind("in-the-way") == []
+
+
+def kill_the_run(name: str, folder: Path, at_step: int) -> None:
+    """End the processes of the run's coordinator, workers and agents, for good, once `at_step` is on record."""
+    path = folder / "metrics.jsonl"
+    wait_for(lambda: path.exists() and path.read_bytes().count(b"loss_hex") > at_step)
+    wait_for(lambda: len(list(folder.glob("checkpoints/*/*/COMMIT.json"))) > 1)
+    for actor in list_named_actors(all_namespaces=True):
+        if actor["name"].startswith(f"er:{name}:"):
+            ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE), no_restart=True)
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)

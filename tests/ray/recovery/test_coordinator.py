@@ -1,0 +1,195 @@
+"""The coordinator and the agents die at awkward moments: the run goes on, and its records stay whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from benchmarks.harness.runs import actor_pids
+from elastic_ring import Result
+from elastic_ring.data.source import open_source
+from elastic_ring.monitor.journal import read
+from elastic_ring.monitor.metrics import read_metrics, write_json
+from elastic_ring.runtime.agent.stamp_dir import hold, stamp_folder
+from elastic_ring.runtime.coordinator.actor import Coordinator
+from elastic_ring.runtime.coordinator.run_spec import RunSpec
+from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
+from tests.ray.conftest import ALONE, Heard, check_records, fault_free, tiny_trainer, wait_for
+
+
+def notes(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [line for line in read(folder / "journal.jsonl") if line.get("note") == kind]
+
+
+def pids(folder: Path) -> list[int]:
+    """The processes of the mesh by global rank, as the coordinator tells it."""
+    return [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
+
+
+@pytest.mark.slow
+def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(
+    local_ray: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    gate = tmp_path / "gate"
+    heard = [Heard(), Heard()]
+    trainers = [tiny_trainer(tmp_path, "followed", steps=6, gate=gate, callbacks=(one,), **ALONE) for one in heard]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(trainers[0].fit)
+        recorded = tmp_path / "followed" / "config.json"
+        wait_for(lambda: (tmp_path / "followed" / "metrics.jsonl").exists(), recorded.exists)
+        config = json.loads(recorded.read_text())
+        config["versions"]["torch"] = "0.1"
+        write_json(recorded, config)
+        second = pool.submit(trainers[1].fit)
+        wait_for(lambda: "attached to run followed" in caplog.text)
+        gone = ray.get_actor(actor_name("followed", "coordinator"), namespace=NAMESPACE)
+        gate.touch()
+        block_means = [run.result().summary for run in (first, second)]
+    assert block_means[0] == block_means[1]
+    (warned,) = [line for line in caplog.messages if "other versions" in line]
+    assert "torch 0.1 there" in warned
+    assert block_means[0]["steps"] == 6
+    # Whichever of the two came late met a coordinator that is gone, as this one does for certain.
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(gone.identity.remote())
+    assert trainers[1]._follow(gone)["summary"] == block_means[0]
+    both = sorted(heard[0].losses + heard[1].losses)
+    assert both == list(enumerate(block_means[0]["losses"])), "each step was told to one of the two drivers, once"
+    assert left_behind("followed") == []
+
+
+@pytest.mark.slow
+def test_a_submission_that_overlaps_the_end_of_its_run_takes_the_result_and_moves_nothing(
+    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tiny_trainer(tmp_path, "overlap", steps=2, **ALONE).fit()
+    late, known = tiny_trainer(tmp_path, "overlap", steps=2, **ALONE), []
+    look = late._finished
+
+    def not_yet_at_the_first_look() -> Result | None:
+        known.append(look())
+        return known[-1] if len(known) > 1 else None
+
+    monkeypatch.setattr(late, "_finished", not_yet_at_the_first_look)
+    assert late.fit().summary == first.summary
+    assert list(first.path.glob("attempt-*")) == []
+
+
+@pytest.mark.soak
+def test_a_death_while_the_ring_validates_loses_neither_a_bit_nor_a_validation(local_ray: None, tmp_path: Path) -> None:
+    block_means, validations, heard = [], [], []
+    for name, faults in (("calm-held-out", ""), ("held-out", "kill@step=4,phase=idle,rank=0")):
+        heard.append(Heard())
+        trainer = tiny_trainer(tmp_path, name, steps=6, faults=faults, callbacks=(heard[-1],))
+        trainer.task = replace(trainer.task, step=replace(trainer.task.step, val_every_steps=2))
+        result = trainer.fit()
+        block_means.append(result.summary)
+        validations.append({line["step"]: line["val_loss"] for line in read_metrics(result.path)})
+    assert [summary["weights_sha256"] for summary in block_means] == [block_means[0]["weights_sha256"]] * 2
+    assert [len(summary["recoveries"]) for summary in block_means] == [0, 1]
+    assert validations[0] == validations[1]
+    assert [step for step, loss in validations[0].items() if loss is not None] == [1, 3, 5]
+    for one, summary in zip(heard, block_means, strict=True):
+        one.check(summary)
+        assert one.validations == [(step, loss) for step, loss in validations[0].items() if loss is not None]
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_died_before_the_summary_was_written_writes_it_when_it_comes_back(
+    local_ray: None, tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(tmp_path, "last-words", steps=3, **ALONE)
+    first = trainer.fit()
+    (first.path / "summary.json").unlink()
+    (begin,) = notes(first.path, "begin")
+    fingerprint = open_source(trainer.task.data).fingerprint
+    run_spec = RunSpec(
+        trainer.run_config, trainer.scaling_config, trainer.task, begin["attempt"], "", time.time(), fingerprint
+    )
+    name = actor_name("last-words", "coordinator")
+    again = ray.remote(Coordinator).options(
+        name=name, namespace=NAMESPACE, lifetime="detached", max_concurrency=8, num_cpus=0
+    ).remote(run_spec)  # fmt: skip
+    wait_for(lambda: ray.get(again.follow.remote(-1, 0))["ended"] is not None)
+    ended = ray.get(again.follow.remote(-1, 0))["ended"]
+    ray.kill(again)
+    assert ended["error"] == ""
+    written = json.loads((first.path / "summary.json").read_text())
+    assert ended["summary"] == written
+    assert {**written, "goodput": 0} == {**first.summary, "goodput": 0}
+    assert left_behind("last-words") == []
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_dies_while_the_ring_is_being_built_changes_no_bit(
+    local_ray: None, tmp_path: Path, undisturbed: dict[tuple[int, int, int], dict[str, Any]]
+) -> None:
+    calm = fault_free(undisturbed, tmp_path)
+    trainer = tiny_trainer(
+        tmp_path, "mid-build", spares=1,
+        faults="kill@step=3,phase=backward,rank=1; kill-coordinator@step=3,phase=heal,role=donor",
+    )  # fmt: skip
+    result = trainer.fit()
+    check_records(trainer, result)
+    assert result.summary["weights_sha256"] == calm["weights_sha256"]
+    assert result.summary["losses"] == calm["losses"]
+    assert result.summary["exact"]
+    assert max(generation["term"] for generation in result.summary["generations"]) == 2
+    assert [len(recovery["faults"]) for recovery in result.summary["recoveries"]] == [2]
+
+
+@pytest.mark.slow
+def test_a_run_removes_the_stamps_of_a_run_that_is_gone_and_leaves_none_of_its_own(
+    local_ray: None, tmp_path: Path
+) -> None:
+    gone, used = (stamp_folder(name, secrets.token_hex(8)) for name in ("stamps-of-the-dead", "stamps-in-use"))
+    os.close(hold(gone, 30.0))
+    held = hold(used, 30.0)
+    try:
+        tiny_trainer(tmp_path, "tidy", steps=2, **ALONE).fit()
+        assert not gone.exists()
+        assert used.exists()
+    finally:
+        os.close(held)
+        shutil.rmtree(used)
+    wait_for(lambda: not list(used.parent.glob("elastic_ring-tidy-*")))
+
+
+@pytest.mark.slow
+def test_a_frozen_agent_is_replaced_and_the_next_death_is_seen_by_the_new_one(local_ray: None, tmp_path: Path) -> None:
+    gate, folder = tmp_path / "gate", tmp_path / "agent"
+    trainer = tiny_trainer(tmp_path, "agent", spares=1, steps=20, gate=gate)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 1)
+        (frozen,) = actor_pids("NodeAgent")
+        os.kill(frozen, signal.SIGSTOP)
+        wait_for(lambda: any(pid != frozen for pid in actor_pids("NodeAgent")))
+        wait_for(lambda: not psutil.pid_exists(frozen) or psutil.Process(frozen).status() == psutil.STATUS_ZOMBIE)
+        before = pids(folder)
+        os.kill(before[1], signal.SIGKILL)
+        wait_for(lambda: len(notes(folder, "recovery")) > 0)
+        wait_for(lambda: pids(folder)[1] not in (0, before[1]))
+        after = pids(folder)
+        gate.touch()
+        summary = run.result().summary
+    assert [after[rank] for rank in (0, 2, 3)] == [before[rank] for rank in (0, 2, 3)]
+    (recovery,) = summary["recoveries"]
+    assert recovery["survivor_pids_kept"]
+    assert "killed by SIGKILL" in recovery["cause"], "only an agent can tell the signal"
+    assert summary["exact"]
+    assert left_behind("agent") == []

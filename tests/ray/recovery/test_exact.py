@@ -1,0 +1,143 @@
+"""With spares and donors, a run that loses workers ends with the bits of the undisturbed run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ray.conftest import Heard, fault_free
+
+Train = Callable[..., dict[str, Any]]
+Summary = dict[str, Any]
+Known = dict[tuple[int, int, int], Summary]
+
+EVERY_PHASE = (
+    "kill@step=1,phase=forward,hop=1,rank=0; kill@step=2,phase=backward,rank=1; kill@step=3,phase=reduce,rank=2;"
+    "kill@step=4,phase=vote,rank=3; kill@step=5,phase=apply,rank=0; kill@step=8,phase=idle,rank=1"
+)
+# Ranks 1 and 2 of 2 x 2 hold different shards. A newcomer dies while it heals, so does one more later on.
+AT_ONCE_AND_IN_HEAL = (
+    "kill@step=2,phase=backward,rank=1; kill@step=2,phase=backward,rank=2;"
+    "kill@step=5,phase=forward,rank=3; kill@step=5,phase=heal,role=spare"
+)
+# With three rings a donor may die in the middle of healing and leave another donor.
+THREE_RINGS = (
+    "kill@step=1,phase=backward,rank=4; kill@step=3,phase=reduce,rank=8; kill@step=3,phase=heal,role=donor;"
+    "kill@step=6,phase=vote,rank=0; kill@step=8,phase=forward,hop=2,rank=5; kill@step=8,phase=forward,hop=1,rank=6"
+)
+# The other ranks of the three rings, and the phases that the first run leaves out.
+THREE_RINGS_MORE = (
+    "kill@step=1,phase=apply,rank=1; kill@step=3,phase=idle,rank=3; kill@step=3,phase=idle,rank=2;"
+    "kill@step=7,phase=forward,rank=7"
+)
+OTHER_WAYS_TO_GO = "freeze@step=2,phase=backward,rank=2; gil@step=4,rank=1; exit@step=6,phase=forward,rank=3"
+
+
+def assert_same_bits(summary: Summary, reference: Summary) -> None:
+    assert summary["losses"] == reference["losses"]
+    assert summary["weights_sha256"] == reference["weights_sha256"]
+    assert summary["samples_sha256"] == reference["samples_sha256"]
+    assert summary["exact"]
+    assert all(recovery["exact"] and recovery["survivor_pids_kept"] for recovery in summary["recoveries"])
+    assert all(recovery["steps_undone"] == 0 for recovery in summary["recoveries"])
+
+
+def faults_of(summary: Summary) -> list[int]:
+    """How many faults struck in each recovery."""
+    return [len(recovery["faults"]) for recovery in summary["recoveries"]]
+
+
+def test_a_kill_in_each_phase_and_of_each_rank_changes_no_bit(train: Train, undisturbed: Known, tmp_path: Path) -> None:
+    reference = fault_free(undisturbed, tmp_path, 2, 2)
+    heard = Heard()
+    summary = train("every-phase", spares=6, faults=EVERY_PHASE, callbacks=(heard,))
+    heard.check(summary)
+    assert_same_bits(summary, reference)
+    assert faults_of(summary) == [1] * 6
+
+
+@pytest.mark.slow
+def test_two_kills_at_once_and_a_newcomer_that_dies_while_it_heals_change_no_bit(
+    train: Train, undisturbed: Known, tmp_path: Path
+) -> None:
+    reference = fault_free(undisturbed, tmp_path, 2, 2)
+    summary = train("at-once", spares=4, faults=AT_ONCE_AND_IN_HEAL)
+    assert_same_bits(summary, reference)
+    assert faults_of(summary) == [2, 2]
+
+
+@pytest.mark.soak
+def test_three_rings_of_three_survive_a_donor_that_dies_in_a_heal(
+    train: Train, undisturbed: Known, tmp_path: Path
+) -> None:
+    reference = fault_free(undisturbed, tmp_path, 3, 3)
+    summary = train("three-rings", dp=3, cp=3, spares=6, faults=THREE_RINGS)
+    assert_same_bits(summary, reference)
+    assert faults_of(summary) == [1, 2, 1, 2]
+
+
+@pytest.mark.soak
+def test_each_other_rank_of_three_rings_may_die_too(train: Train, undisturbed: Known, tmp_path: Path) -> None:
+    reference = fault_free(undisturbed, tmp_path, 3, 3)
+    summary = train("three-rings-more", dp=3, cp=3, spares=4, faults=THREE_RINGS_MORE)
+    assert_same_bits(summary, reference)
+    assert faults_of(summary) == [1, 2, 1]
+
+
+def adafactor(named: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor([tensor for _, tensor in named], lr=0.1)
+
+
+def halving(step: int) -> float:
+    return 0.1 * 0.5 ** (step // 2)
+
+
+@pytest.mark.slow
+def test_an_optimizer_a_schedule_and_passes_of_ones_own_survive_a_kill_with_their_bits(train: Train) -> None:
+    """Three sequences a ring: a pass of two and one of one. Keys cross in 8 bits."""
+    own = {"kv_wire": "fp8", "optimizer": adafactor, "lr_schedule": halving, "steps": 6, "sequences_per_pass": 2}
+    calm = train("own-calm", spares=0, **own)
+    assert_same_bits(train("own-struck", spares=1, faults="kill@step=3,phase=apply,rank=3", **own), calm)
+
+
+def test_a_frozen_a_stuck_and_a_leaving_process_are_replaced_without_changing_a_bit(
+    train: Train, undisturbed: Known, tmp_path: Path
+) -> None:
+    reference = fault_free(undisturbed, tmp_path, 2, 2)
+    summary = train("other-ways", spares=3, faults=OTHER_WAYS_TO_GO)
+    assert_same_bits(summary, reference)
+    causes = [recovery["cause"] for recovery in summary["recoveries"]]
+    assert "was stopped" in causes[0]
+    assert "made no progress" in causes[1]
+    assert "exit code 3" in causes[2]
+
+
+def test_an_exception_is_survived_in_place_and_a_drained_rank_hands_its_place_over_without_a_lost_step(
+    train: Train, undisturbed: Known, tmp_path: Path
+) -> None:
+    reference = fault_free(undisturbed, tmp_path, 2, 2)
+    summary = train("raise", spares=1, faults="raise@step=3,phase=backward,rank=2; drain@step=6,rank=1")
+    assert_same_bits(summary, reference)
+    raised, drained = summary["recoveries"]
+    assert raised["action"] == "rebuilt in place"
+    assert (drained["action"], drained["steps_rerun"]) == ("drained", 0)
+
+
+@pytest.mark.thinned(num=1)
+@pytest.mark.parametrize("kind", ["kill", "freeze"])
+def test_training_goes_on_while_the_coordinator_is_gone(
+    train: Train, undisturbed: Known, tmp_path: Path, kind: str
+) -> None:
+    reference = fault_free(undisturbed, tmp_path, 2, 2)
+    heard = Heard()
+    summary = train(
+        f"{kind}-coordinator", spares=0, faults=f"{kind}-coordinator@step=2", slow_s=0.4, callbacks=(heard,)
+    )
+    heard.check(summary)
+    assert_same_bits(summary, reference)
+    assert summary["generations"][-1]["generation"] == 1
+    assert [recovery["action"] for recovery in summary["recoveries"]] == ["coordinator restarted from its journal"]

@@ -1,0 +1,65 @@
+"""Without spares the mesh shrinks and grows back: other bits, the same samples of a mixture, nearly the same losses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ring.data.source import PreparedTokens
+from elastic_ring.runtime.driver.cluster import left_behind
+from tests.ray.conftest import ALONE, check_records, tiny_trainer, wait_for
+
+Train = Callable[..., dict[str, Any]]
+Summary = dict[str, Any]
+
+
+def assert_same_samples(summary: Summary, reference: Summary, rel: float = 1e-4) -> None:
+    assert summary["samples_sha256"] == reference["samples_sha256"]
+    assert summary["steps"] == reference["steps"]
+    losses, expected = ([float.fromhex(text) for text in s["losses"]] for s in (summary, reference))
+    assert losses == pytest.approx(expected, rel=rel)
+    assert not summary["exact"]
+    assert all(recovery["steps_undone"] == 0 for recovery in summary["recoveries"])
+
+
+def status(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "status.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def reference(local_ray: None, mixture: PreparedTokens, tmp_path_factory: pytest.TempPathFactory) -> Summary:
+    """On one worker: samples come from the manifest, whatever the mesh."""
+    return tiny_trainer(tmp_path_factory.mktemp("alone"), "alone", **ALONE, data=mixture).fit().summary
+
+
+def test_a_loss_without_a_spare_shrinks_the_mesh_and_it_grows_back(
+    reference: Summary, mixture: PreparedTokens, tmp_path: Path
+) -> None:
+    gate, folder = tmp_path / "gate", tmp_path / "shrink"
+    faults = "kill@step=1,phase=backward,rank=3"
+    trainer = tiny_trainer(tmp_path, "shrink", spares=0, faults=faults, gate=gate, gate_s=1.0, data=mixture)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for((folder / "status.json").exists, lambda: status(folder)["generation"] == 3)
+        gate.touch()
+        result = run.result()
+    check_records(trainer, result)
+    assert left_behind("shrink") == []
+    assert_same_samples(result.summary, reference)
+    assert [generation["mesh"]["dp"] for generation in result.summary["generations"]] == [2, 1, 2]
+
+
+@pytest.mark.slow
+def test_two_losses_that_leave_no_ring_whole_but_every_shard_held(
+    train: Train, reference: Summary, mixture: PreparedTokens
+) -> None:
+    faults = "kill@step=3,phase=backward,rank=0; kill@step=3,phase=backward,rank=3"
+    summary = train("crosswise", spares=0, faults=faults, data=mixture)
+    assert_same_samples(summary, reference)
+    assert summary["generations"][1]["mesh"] == {"dp": 1, "cp": 2}
+    assert summary["recoveries"][0]["survivor_pids_kept"]
