@@ -19,8 +19,9 @@ from elastic_ring.faults import Fault
 
 log = logging.getLogger(__name__)
 
-SLOW_S = 0.02
-"""What each hop of a slow process takes longer."""
+SLOW_FACTOR, SLOW_LEAST_S, SLOW_MOST_S = 4.0, 0.02, 0.25
+"""What each part of a slow process's passes takes longer: a multiple of its own time, so that it stays the slowest on a
+busy machine too, within bounds below the time after which silence counts as a stall."""
 SLOW_SAVE_S = 5.0
 """What a file, or a manifest, of a checkpoint takes longer with slow@...,phase=upload or commit."""
 
@@ -36,18 +37,26 @@ class Injector:
         self._ask = ask
         self._notify = notify
         self._is_slow = False
+        self._pass_since: float | None = None
         self.flip: Callable[[str, bool], None] = lambda phase, stays: None
         """Makes one bit of what this phase computes wrong, once or from now on."""
 
     def check(self, *, phase: str, step: int, rank: int, hop: int | None = None, role: str | None = None) -> None:
         """Fire the faults planned for this phase, step and rank."""
-        if self._is_slow and phase in ("forward", "backward"):
-            time.sleep(SLOW_S)
+        if self._is_slow:
+            self._drag(phase)
         for index, fault in list(self._left.items()):
             if fault.matches(step=step, phase=phase, rank=rank, hop=hop, role=role):
                 del self._left[index]
                 if self._ask(index):
                     self._fire(fault)
+
+    def _drag(self, phase: str) -> None:
+        """Wait for a multiple of the time since the last check within a pass."""
+        if self._pass_since is not None:
+            passed_s = time.monotonic() - self._pass_since
+            time.sleep(min(max(SLOW_FACTOR * passed_s, SLOW_LEAST_S), SLOW_MOST_S))
+        self._pass_since = time.monotonic() if phase in ("forward", "backward") else None
 
     def _fire(self, fault: Fault) -> None:
         log.warning("planned fault %s fires in pid %d", fault, os.getpid())
