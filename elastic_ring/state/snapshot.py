@@ -26,6 +26,7 @@ from elastic_ring.state.shard import Shard
 ALIGN_BYTES = 64
 _HEAD = struct.Struct("<QQQQ")  # step, term, generation, bytes of the header
 _KEPT = 4
+_SLACK_BYTES = 1 << 20  # a header grows with the numbers in it
 
 
 def named(snapshot_id: SnapshotId) -> str:
@@ -44,12 +45,18 @@ class Buffers:
     def take(self, num_bytes: int) -> Tensor:
         """At least so many bytes (uint8), with any content."""
         with self._lock:
-            fitting = [one for one in self._free if num_bytes <= one.numel() <= 2 * num_bytes]
+            fitting = [one for one in self._free if num_bytes <= one.numel() <= 2 * num_bytes + _SLACK_BYTES]
             if fitting:
                 found = min(fitting, key=Tensor.numel)
                 self._free = [one for one in self._free if one is not found]
                 return found
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return torch.empty(num_bytes + _SLACK_BYTES, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def reserve(self, num_bytes: int, num: int) -> None:
+        """Have `num` buffers of at least so many bytes ready. Raises RuntimeError where memory is short."""
+        taken = [self.take(num_bytes) for _ in range(num)]
+        for one in taken:
+            self.give_back(one)
 
     def give_back(self, data: Tensor) -> None:
         """`data`, all of it or its begin, is not used any more, by nobody."""
@@ -95,6 +102,12 @@ class Snapshot:
         """Seal it. In another thread than the one that trains."""
         self.wait()
         seal(self.data)
+
+
+def size_of(shard: Shard) -> int:
+    """The bytes of a snapshot of this shard; later ones differ by a few, see `Buffers`."""
+    header, _ = shard.describe()
+    return _places(len(header.to_bytes()), header)[1]
 
 
 def take(shard: Shard, membership_id: tuple[int, int], buffers: Buffers, stream: Any = None) -> Snapshot:

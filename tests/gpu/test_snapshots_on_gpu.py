@@ -12,7 +12,7 @@ from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state.checkpoints import checkpoint
 from elastic_ring.state.shard import Shard
-from elastic_ring.state.snapshot import Buffers, load, take
+from elastic_ring.state.snapshot import Buffers, load, size_of, take
 from elastic_ring.state.storage.folder import Storage
 
 AT = (1, 4)
@@ -47,6 +47,16 @@ def test_a_snapshot_is_the_state_before_the_step_that_is_queued_right_after_it()
         assert other.digest() == shard.digest() != before
         before = shard.digest()
         buffers.give_back(taken.data)
+
+
+def test_memory_that_was_reserved_is_pinned_and_taken() -> None:
+    shard, buffers, stream = make_shard(0), Buffers(pinned=True), torch.cuda.Stream()
+    step(shard)
+    buffers.reserve(size_of(shard), 2)
+    ready = {one.data_ptr() for one in buffers._free}
+    taken = [take(shard, AT, buffers, stream) for _ in range(2)]
+    assert {one.data.data_ptr() for one in taken} == ready
+    assert all(one.data.is_pinned() for one in taken)
 
 
 def test_without_that_wait_the_step_could_be_in_the_copy() -> None:

@@ -31,6 +31,9 @@ from elastic_ring.train.vote import COPY_FAILED, COPYING, Outcome
 
 log = logging.getLogger(__name__)
 
+HELD_AT_A_TIME = 2
+"""Own snapshots: the last whose copies are complete, and the next."""
+
 
 class Copies:
     """The snapshots and copies of one worker. The training thread calls all but `held`."""
@@ -48,6 +51,7 @@ class Copies:
         self._group: Any = None
         self._pinned, self._buffers = Buffers(), Buffers()
         self._stream: Any = None
+        self._preparing: threading.Thread | None = None
         self.num_skipped = 0
 
     # ------------------------------------------------------------ a generation
@@ -59,6 +63,7 @@ class Copies:
 
     def leave(self) -> None:
         """The generation ends: its exchanges come to nothing, and the shard may be changed or freed."""
+        self._prepared()
         self._placement, self._group = None, None
         with self._lock:
             for exchange in self._exchanges:
@@ -83,6 +88,29 @@ class Copies:
         self._placement, self._group = Placement.of(command, rank), group
         if device.type == "cuda" and (self._stream is None or self._stream.device != device):
             self._stream, self._pinned = torch.cuda.Stream(device), Buffers(pinned=True)
+
+    def prepare(self, shard: Shard) -> None:
+        """Pin host memory for the snapshots that are held at a time, in a thread: the first need not wait for it."""
+        if not self.is_on or self._stream is None:
+            return
+        self._prepared()
+        num_bytes = snapshot.size_of(shard)
+        self._preparing = threading.Thread(target=self._pin, args=(num_bytes,), name="pinning", daemon=True)
+        self._preparing.start()
+
+    def _pin(self, num_bytes: int) -> None:
+        with self._lock:
+            num_held = sum(one.is_taken and one.data.numel() >= num_bytes for one in self._own.values())
+        try:
+            torch.cuda.set_device(self._stream.device)
+            self._pinned.reserve(num_bytes, max(0, HELD_AT_A_TIME - num_held))
+        except RuntimeError as error:  # the snapshots try again, and say so
+            log.warning("no pinned memory for copies yet: %s", error)
+
+    def _prepared(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+        self._preparing = None
 
     # ------------------------------------------------------------ taking snapshots
 
@@ -122,6 +150,7 @@ class Copies:
     def _take(self, shard: Shard) -> None:
         assert self._placement is not None
         begun = time.monotonic()
+        self._prepared()
         try:
             taken = snapshot.take(shard, self._placement.membership_id, self._pinned, self._stream)
         except (MemoryError, RuntimeError) as error:  # one of the device shows again in the next step

@@ -92,7 +92,7 @@ class Member:
         )  # fmt: skip
         self._copies = Copies(spec.run, spec.worker, self._publish_copies)
         self._place: Place | None = None
-        self._is_saver_prepared = False  # for the shard of this generation
+        self._is_host_memory_prepared = False  # for the shard of this generation
         self._told: dict[str, Any] = {}  # by the coordinator with the build under way
         self._connector: Connector | None = None
         self._groups: Groups | None = None
@@ -310,12 +310,12 @@ class Member:
         if self._groups is not None and (command.copy_holders or command.parity_groups):
             group = connector.host_link("copies", command.members, worker)
             self._copies.begin(command, self._groups.global_rank, group, self.device)
+        self._is_host_memory_prepared = False
         self._stamps.stamp(command.step, Phase.IDLE)
         if self._groups is not None and self._told.get("checkpoint"):
             told = self._told["checkpoint"]
             self._place = Place.of(command, self._groups.global_rank, told)
             self._saver.schedule.mean_time_between_failures_s = float(told["mean_time_between_failures_s"])
-            self._is_saver_prepared = False
         timings = {
             "connect_s": opened - begun + joined - entered, "roll_s": entered - opened + rolled - joined,
             "heal_s": healed - rolled,
@@ -451,6 +451,7 @@ class Member:
                     copies=self._copies.ballot(step + 1),
                 )  # fmt: skip
                 self._stamps.waited_for_data(local.data_wait_s)
+                self._prepare_host_memory()
                 self._copies.after_step(state.shard, outcome)
                 self._record(outcome, local, time.monotonic() - begun)
                 self._save(outcome)
@@ -478,7 +479,6 @@ class Member:
     def _save(self, outcome: Outcome) -> None:
         """Save after a step whose vote asked for it; training waits for the copy only."""
         state = self._transaction
-        self._prepare_saver()
         if outcome.checkpoint_missed and self._place is not None:
             self._saver.missed(self._place, state.applied)
         if outcome.checkpoint and self._place is not None:
@@ -486,11 +486,16 @@ class Member:
             self._watch("save", state.applied)
             self._saver.save(state.shard, state.shapes, self._place)
 
-    def _prepare_saver(self) -> None:
+    def _prepare_host_memory(self) -> None:
+        """For copies and checkpoints of this generation; not before the first step: the optimizer's moments begin
+        there."""
+        if self._is_host_memory_prepared:
+            return
+        self._is_host_memory_prepared = True
         state = self._transaction
-        if self._place is not None and not self._is_saver_prepared:
-            assert state.shard is not None
-            self._is_saver_prepared = True  # not before the first step: the optimizer's moments begin there
+        assert state.shard is not None
+        self._copies.prepare(state.shard)
+        if self._place is not None:
             self._saver.prepare(state.shard, state.shapes, self._place)
 
     def _save_state(self) -> None:
@@ -500,7 +505,7 @@ class Member:
             log.warning("no checkpoint of step %d: none are taken, or the last is still being written", state.applied)
             return
         assert state.shard is not None
-        self._prepare_saver()
+        self._prepare_host_memory()
         self._watch("save", state.applied)
         self._saver.save(state.shard, state.shapes, self._place)
 

@@ -12,7 +12,7 @@ from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state import sealed
 from elastic_ring.state.shard import Shard
-from elastic_ring.state.snapshot import Buffers, Snapshot, load, take
+from elastic_ring.state.snapshot import Buffers, Snapshot, load, size_of, take
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
 from tests.unit.state.test_transfer import make_shard, take_step
 
@@ -87,6 +87,29 @@ def test_memory_that_was_given_back_is_used_again() -> None:
     buffers.give_back(first.data)
     assert snapshot_of(shard, buffers).data.data_ptr() == first.data.data_ptr()
     assert snapshot_of(shard, buffers).data.data_ptr() not in (first.data.data_ptr(), second.data.data_ptr())
+
+
+def test_a_longer_header_fits_into_the_memory_of_a_shorter_one() -> None:
+    buffers, shard = Buffers(), make_shard(steps=1, seed=0)
+    sizes, places = set(), set()
+    for number in (1, 2**9, 2**20, 2**40):
+        shard.optimizer.param_groups[0].update({f"counter {i}": number for i in range(32)})
+        taken = snapshot_of(shard, buffers)
+        sizes.add(taken.data.numel())
+        places.add(taken.data.data_ptr())
+        buffers.give_back(taken.data)
+    assert len(sizes) == 4
+    assert len(places) == 1
+
+
+def test_memory_that_is_reserved_is_what_the_next_snapshots_take() -> None:
+    buffers, shard = Buffers(), make_shard(steps=1, seed=0)
+    buffers.reserve(size_of(shard), 2)
+    ready = {one.data_ptr() for one in buffers._free}
+    taken = [snapshot_of(shard, buffers) for _ in range(2)]
+    assert {one.data.data_ptr() for one in taken} == ready
+    assert len(ready) == 2
+    assert {one.data.numel() for one in taken} == {size_of(shard)}
 
 
 @pytest.mark.parametrize("rows", [(6, 6, 6), (6, 1, 9)])
