@@ -2,10 +2,10 @@
 
     python benchmarks/recovery/bench_metrics.py [--everything] [--blocks 20] [--block-steps 12] [--save]
 
-The laptop preset on a Ray of its own. In a block with metrics the coordinator sets every gauge once a second, as in any
-run, and the endpoint of Ray's agent is scraped every 5 s; in a block without, it sets none. Which comes first swaps
-with each pair of blocks, against drift. A step's time is from one commit to the next on rank 0; the first two steps of
-a block, in which it is switched, are left out, and so is the first pair. The bounds are those of 90 % of the
+The laptop preset on a Ray of its own. In a block with metrics the coordinator sets every gauge every four seconds, as
+in any run, and the endpoint of Ray's agent is scraped every 5 s; in a block without, it sets none. Which comes first
+swaps with each pair of blocks, against drift. A step's time is from one commit to the next on rank 0; the first two
+steps of a block, in which it is switched, are left out, and so is the first pair. The bounds are those of 90 % of the
 ratios of means when pairs of blocks are drawn with replacement. What workers and agents measure for the metrics is part
 of both; with `--everything` it is switched off, too, in blocks without: a worker then sums no clock of a step's phases,
 measures no work of its own and reads no GPU memory, and the node's agent reads no memory of processes, no pressure, no

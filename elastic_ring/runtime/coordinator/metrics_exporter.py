@@ -1,7 +1,7 @@
 """Exports a run's metrics through Ray: what status.json shows, as the gauges of `monitor.metrics_table`.
 
 The coordinator's deciding thread calls it, never a step. A gauge that is not set again disappears from Ray's endpoint
-after 20 to 30 s, so all are set every second, and an ended run has none soon. No decisions here.
+after 20 to 30 s, so all are set every few seconds, and an ended run has none soon. No decisions here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from elastic_ring.train.task import TrainingTask
 
 log = logging.getLogger(__name__)
 
-PERIOD_S = 1.0
+PERIOD_S = 4.0
 MOST_RANKS = 1500
 """Ray folds what a metric has above 2,000 series."""
 DURATION = "elastic_ring_recovery_duration_seconds"
