@@ -72,6 +72,8 @@ def learn_cause(ctx: Transition, event: WorkerLost) -> None:
         if incident != ctx.phase.incident:
             ctx.edit_phase(incident=incident)
             ctx.explain(f"{event.worker} ended by {event.signal or event.reason}")
+            if incident.counted:  # else the rebuild looks
+                memory_ladder.climb_after_deaths(ctx, incident)
     crashes = tuple(replace(crash, deaths=learned(crash.deaths)) for crash in ctx.state.crashes)
     if crashes != ctx.state.crashes:
         ctx.set(crashes=crashes)

@@ -1,7 +1,7 @@
 """The table of a run's metrics: the one place that names them. Exporter, documentation and dashboard come from it.
 
-`runtime.coordinator.metrics_exporter` sets each entry once a second and no other metric. Ray puts `ray_` before the
-name and adds labels of its own. No entry without a value that the coordinator knows; no Ray in here.
+`runtime.coordinator.metrics_exporter` sets each entry every four seconds and no other metric. Ray puts `ray_` before
+the name and adds labels of its own. No entry without a value that the coordinator knows; no Ray in here.
 
 Every sum since the run's start is a gauge, not a counter: a counter of Ray cannot start at 0, so that Prometheus would
 miss the first event; it begins anew with a new coordinator; and a node shows it as long as it lives, even when the run

@@ -31,11 +31,13 @@ RENEW_S = 15.0
 class Autoscaler:
     """Requests of one run. Each call waits for Ray: not for a thread that decides.
 
-    `need`: what one worker takes. `num_with_gpu`: how many workers need a GPU of their own, whatever `need` says.
+    `need`: what one worker takes. `ring`: how many members of a ring need a GPU of their own, whatever `need` says; of
+    at most `most_rings` rings, which may change.
     """
 
-    def __init__(self, run: str, need: Mapping[str, float], num_with_gpu: int = 0) -> None:
-        self._requester, self._need, self._num_with_gpu = f"elastic_ring-{run}", dict(need), num_with_gpu
+    def __init__(self, run: str, need: Mapping[str, float], ring: int = 0, most_rings: int = 0) -> None:
+        self._requester, self._need, self._ring = f"elastic_ring-{run}", dict(need), ring
+        self.most_rings = most_rings
         self._asked_at_version = 0
 
     def ask(self, num_workers: int) -> None:
@@ -55,7 +57,8 @@ class Autoscaler:
 
     def bundles(self, num_workers: int) -> list[dict[str, float]]:
         """What `num_workers` take, each for itself; standbys beyond the members need no GPU."""
-        num_with_gpu = min(num_workers, self._num_with_gpu)
+        num_rings = min(num_workers // self._ring, self.most_rings) if self._ring else 0
+        num_with_gpu = num_rings * self._ring
         with_gpu = {**self._need, "GPU": max(1.0, self._need.get("GPU", 0.0))}
         return [dict(with_gpu) for _ in range(num_with_gpu)] + [
             dict(self._need) for _ in range(num_workers - num_with_gpu)

@@ -56,7 +56,8 @@ DRILLS: Mapping[str, AlertDrill] = {
     ),
     "ElasticRingNoProgress": AlertDrill(
         "native code of a member takes the GIL and keeps it, and the limits on hangs are long",
-        (*PATIENT, "--faults", "gil@step=60,rank=0"), constants=(("600", "10"),),
+        (*PATIENT, "--faults", "gil@step=200,rank=0"), plant=planted.nothing_more, after_steps=199,
+        constants=(("600", "30"),),
     ),
     "ElasticRingDoesNotStart": AlertDrill(
         "every worker is stopped (SIGSTOP) while it starts", plant=planted.stop_starting, after_steps=0
@@ -109,7 +110,8 @@ DRILLS: Mapping[str, AlertDrill] = {
         "every spare is killed while it starts", ("--spares", "1"), plant=planted.kill_starting
     ),
     "ElasticRingGoodputLow": AlertDrill(
-        "the user's code raises in every second step", ("--faults", raising(60, 4000, 2)),
+        "the user's code raises once in every step", ("--faults", raising(60, 4000, 1)),
+        constants=(("/ 3600", "/ 60"),),
     ),
     "ElasticRingMemoryPressure": AlertDrill(
         "another process takes 6 % of the node's memory, and the rule's limit is 3 % above what is used now",

@@ -37,7 +37,7 @@ TRAIN = (
     "--optim.total-steps", "50000", "--run.corruption", "log", "--run.corruption-every-steps", "50",
     "--run.straggler", "log", "--run.loss-spike", "log",
 )  # fmt: skip
-FINDINGS = ("spike", "straggler", "wrong", "recovery")
+FINDINGS = ("spike", "straggler", "wrong", "tight", "recovery")
 """Notes in the journal that a healthy run has none of."""
 LOOK_S = 5.0
 

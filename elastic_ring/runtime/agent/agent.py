@@ -122,6 +122,7 @@ class NodeAgent:
         """Start the watching thread, once."""
         if self._started:
             return
+        notices = Notices(self._notices_of, self._on_notice, self._tell) if self._notices_of else None
         self._started = True
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         with suppress(OSError):  # what cannot be read stays for the next run
@@ -130,8 +131,8 @@ class NodeAgent:
         self._guard = MemoryGuard(guard_limit(self._memory_limit, ray_threshold(os.getppid())))
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         self._health.open()
-        if self._notices_of:
-            Notices(self._notices_of, self._on_notice).open()
+        if notices is not None:
+            notices.open()
 
     def _check_resolver(self, connection: JsonConnection) -> None:
         address = connection.sock.getsockname()[0]
@@ -221,7 +222,7 @@ class NodeAgent:
                 for worker, watched in self._watched.items()
             }
             pressure = self._memory.pressure()
-            message["memory_share"] = self._memory.read().share
+            message["memory_share"], message["limit"] = self._memory.read().share, self._guard.limit
             message["pressure"] = vars(pressure) if pressure is not None else {}
             if (health := self._health.take()) is not None:
                 message["health"] = health

@@ -50,7 +50,7 @@ class MemoryGuard:
     """The guard of one node. `limit`: the share of memory at which it acts; 0 for never."""
 
     def __init__(self, limit: float, memory: HostMemory | None = None) -> None:
-        self._limit, self._memory = limit, memory or HostMemory()
+        self.limit, self._memory = limit, memory or HostMemory()
         self._known: dict[str, _Known] = {}
         self._looked_at = self._acted_at = -WINDOW_S
 
@@ -60,10 +60,10 @@ class MemoryGuard:
             return None
         self._looked_at = now
         self._measure(now, pids)
-        if not self._limit or now - self._acted_at < REST_S:
+        if not self.limit or now - self._acted_at < REST_S:
             return None
         reading = self._memory.read()
-        if reading.share < self._limit:
+        if reading.share < self.limit:
             return None
         self._acted_at = now
         return self._choose(reading)
@@ -91,7 +91,7 @@ class MemoryGuard:
 
     def _choose(self, reading: MemoryReading) -> Verdict:
         full = (
-            f"{100 * reading.share:.1f} % of {reading.total_bytes / GIB:.2f} GiB in use, limit {100 * self._limit:g} %"
+            f"{100 * reading.share:.1f} % of {reading.total_bytes / GIB:.2f} GiB in use, limit {100 * self.limit:g} %"
             f"{_waits(self._memory.pressure())}"
         )
         sizes = {worker: known.sizes[-1][1] for worker, known in self._known.items()}
@@ -99,7 +99,7 @@ class MemoryGuard:
         notable = max(growth.values(), default=0) > NOTABLE_GROWTH * reading.total_bytes
         ranked = growth if notable else sizes
         worker = max(ranked, key=lambda name: (ranked[name], sizes[name]), default="")
-        excess = reading.used_bytes - self._limit * reading.total_bytes
+        excess = reading.used_bytes - self.limit * reading.total_bytes
         if not worker or sizes[worker] < max(excess, NOTABLE_GROWTH * reading.total_bytes):
             return Verdict(
                 "", f"{full}, and no worker of the run holds enough to change that: other processes fill the node"

@@ -44,14 +44,15 @@ def find(name: str) -> Ask:
 
 
 class Notices:
-    """Asks in a thread of its own, as a provider may take long to answer; `tell(in_s)` once for each new notice."""
+    """Asks in a thread of its own, as a provider may take long to answer; `tell(in_s)` once, `failed(text)` for each
+    new reason why there is no answer. Raises: ValueError as `find`."""
 
-    def __init__(self, name: str, tell: Callable[[float], None]) -> None:
-        self._name, self._tell = name, tell
+    def __init__(self, name: str, tell: Callable[[float], None], failed: Callable[[str], None]) -> None:
+        self._name, self._tell, self._failed = name, tell, failed
+        self._ask = find(name)
 
     def open(self) -> None:
-        """Raises: ValueError as `find`."""
-        threading.Thread(target=self._watch, args=(find(self._name),), name="notices", daemon=True).start()
+        threading.Thread(target=self._watch, args=(self._ask,), name="notices", daemon=True).start()
 
     def _watch(self, ask: Ask) -> None:
         told_failure, pause = "", threading.Event()
@@ -65,7 +66,7 @@ class Notices:
             except Exception as error:
                 if f"{error}" != told_failure:  # told once: off that provider there is never an answer
                     told_failure = f"{error}"
-                    log.warning("%s does not say whether this machine is taken away: %s", self._name, error)
+                    self._failed(f"notices={self._name!r} does not say whether this machine is taken away: {error}")
             pause.wait(ASK_EVERY_S)
 
 

@@ -237,7 +237,7 @@ class Coordinator:
         self.node_monitor.open()
         self.recorder.progress = self.node_monitor.progress
         self.recorder.pressure = self.node_monitor.pressure
-        self.recorder.host_share = partial(self.node_monitor.host_share, self.run_spec.run.memory_limit)
+        self.recorder.host_share = self.node_monitor.host_share
         self.recorder.health = self.node_monitor.health
         self.dispatch = Dispatcher(run_spec, self.address, self.cluster, self.node_monitor, self.me, self._put)
         self.dispatch.open()

@@ -32,11 +32,12 @@ PLACED_S = 30.0
 @dataclass(frozen=True)
 class Wish:
     """What a state of the run wants: useful numbers of workers, rising, none for nothing; how many have a process; and
-    for how many the nodes that stay have room, None before Ray has listed any."""
+    for how many the nodes that stay have room, None before Ray has listed any; and how many rings it may have."""
 
     wanted: tuple[int, ...]
     num_placed: int
     num_room: int | None
+    most_rings: int = 1
 
 
 def wish_of(state: State, nodes: Iterable[NodeInfo]) -> Wish:
@@ -45,7 +46,8 @@ def wish_of(state: State, nodes: Iterable[NodeInfo]) -> Wish:
     placed = [worker for worker in state.workers.values() if worker.status != "stopping" and not worker.draining]
     over = isinstance(state.phase, Idle | Finishing | Ended)
     wanted = () if over else sizes(options.min_dp, options.dp_limit, options.cp, options.spares)
-    return Wish(wanted, len(placed), num_room(nodes, options.dp_limit * options.cp) if nodes else None)
+    room = num_room(nodes, options.dp_limit * options.cp) if nodes else None
+    return Wish(wanted, len(placed), room, options.dp_limit)
 
 
 class DemandKeeper:
@@ -102,6 +104,7 @@ class DemandKeeper:
         wish, now = self._wish, time.monotonic()
         if wish.num_room is None or (self._sent is None and not self._begins(wish.num_room, wish, now)):
             return
+        self._autoscaler.most_rings = wish.most_rings
         before, asked = self._ask, self._ask.num_workers
         is_refused = asked > 0 and self._sent == asked and self._autoscaler.is_refused(asked)
         self._ask = next_ask(self._ask, wish.wanted, wish.num_room, is_refused, now)

@@ -32,6 +32,7 @@ VACANT_S = 2.0
 """An agent goes from a node on which the run has had no worker, and wanted none, for this long."""
 CONFIRM_S = 1.0
 HEALTH_KEPT_S = 30.0
+NOTICE_AGAIN_S = 5.0
 """What an agent read of its node's health counts for so long."""
 
 Put = Callable[..., None]
@@ -58,6 +59,7 @@ class NodeMonitor:
         self._progress: dict[str, dict[str, Any]] = {}
         self._pressure: dict[str, dict[str, float]] = {}
         self._memory_shares: dict[str, float] = {}
+        self._guard_limits: dict[str, float] = {}  # an agent's is lower where Ray's own monitor would act first
         self._health: dict[str, tuple[float, dict[str, Any]]] = {}
         self._cause = CauseIds("monitor")
         # Guards the tables above. No call to Ray while it is held, and no use of it in a callback of Ray: callbacks run
@@ -128,12 +130,12 @@ class NodeMonitor:
             known = [(self.nodes[node].address, *told) for node, told in self._health.items() if node in self.nodes]
         return {address: read for address, at, read in known if at > fresh}
 
-    def host_share(self, guard_limit: float) -> float:
+    def host_share(self) -> float:
         """How full the fullest node is, as `memory_pressure.host_share` counts; 0 where nothing is known yet."""
         with self._lock:
-            known = [(share, self._pressure.get(node, {})) for node, share in self._memory_shares.items()
-                     if node in self.nodes]  # fmt: skip
-        return max((host_share(share, guard_limit, pressure) for share, pressure in known), default=0.0)
+            known = [(share, self._guard_limits.get(node, 0.0), self._pressure.get(node, {}))
+                     for node, share in self._memory_shares.items() if node in self.nodes]  # fmt: skip
+        return max((host_share(*each) for each in known), default=0.0)
 
     def listed(self) -> list[NodeInfo]:
         """The nodes that Ray lists."""
@@ -165,7 +167,8 @@ class NodeMonitor:
                     self._progress |= {w: told for w, told in message.get("progress", {}).items() if w in self._workers}
                     self._health |= {node: (time.monotonic(), message["health"])} if "health" in message else {}
                     self._pressure |= {node: message["pressure"]} if "pressure" in message else {}
-                    self._memory_shares |= {node: message["memory_share"]} if "memory_share" in message else {}
+                    if "memory_share" in message:
+                        self._memory_shares[node], self._guard_limits[node] = message["memory_share"], message["limit"]
                 self._put("beat", node)
             case "hello":
                 for entry in self._workers_on(node):
@@ -190,10 +193,18 @@ class NodeMonitor:
     def _pass_notice(self, node: str, in_s: float) -> None:
         """Make the provider's notice Ray's: others that use the node hear it, and the autoscaler replaces the node."""
         log.warning("node %s: its provider takes it away in %.0f s", node, in_s)
-        try:
-            give_notice(node, in_s, "the provider takes the machine away")
-        except Exception:
-            log.exception("Ray was not told that node %s goes; its loss will be noticed", node)
+        goes_at = time.monotonic() + in_s
+        while not self._closed:
+            left_s = goes_at - time.monotonic()
+            try:
+                give_notice(node, max(left_s, 0.0), "the provider takes the machine away")
+                return
+            except Exception:
+                if left_s <= 0:
+                    log.exception("Ray was not told that node %s goes; its loss will be noticed", node)
+                    return
+                log.warning("Ray was not told that node %s goes in %.0f s; told again", node, left_s, exc_info=True)
+            time.sleep(min(NOTICE_AGAIN_S, max(left_s, 0.1)))
 
     def _send_watch(self, entry: Mapping[str, Any]) -> None:
         message = {key: value for key, value in entry.items() if key not in ("handle", "node")}
@@ -242,7 +253,8 @@ class NodeMonitor:
             if node not in self._vacant:
                 return
             agent = self._agents.pop(node, None)
-            self._beats.pop(node, None)
+            for told in (self._beats, self._memory_shares, self._guard_limits, self._pressure):
+                told.pop(node, None)  # nobody renews them
         self._agent_server.hang_up(node)
         if agent is not None:
             log.info("node %s: no worker of the run is there or wanted; its agent exits", node)

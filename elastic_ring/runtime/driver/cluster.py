@@ -310,8 +310,8 @@ class _Asker:
 
 def autoscaler_of(run: str, scaling: ScalingConfig) -> Autoscaler:
     """Requests for the workers of a run. Members on GPUs need one each, although Ray gives it to no actor."""
-    num_with_gpu = scaling.most_rings * scaling.cp if scaling.device == "cuda" else 0
-    return Autoscaler(run, scaling.resources_per_worker, num_with_gpu)
+    ring = scaling.cp if scaling.device == "cuda" else 0
+    return Autoscaler(run, scaling.resources_per_worker, ring, scaling.most_rings)
 
 
 def num_room(nodes: Iterable[NodeInfo], num_members: int) -> int:

@@ -63,7 +63,6 @@ class Copies:
 
     def leave(self) -> None:
         """The generation ends: its exchanges come to nothing, and the shard may be changed or freed."""
-        self._prepared()
         self._placement, self._group = None, None
         with self._lock:
             for exchange in self._exchanges:
@@ -79,6 +78,7 @@ class Copies:
     def clear(self) -> None:
         """Drop everything, as for a spare."""
         self.leave()
+        self._prepared()
         self.keep(None)
         self._buffers.clear()
         self._pinned.clear()
@@ -90,7 +90,8 @@ class Copies:
             self._stream, self._pinned = torch.cuda.Stream(device), Buffers(pinned=True)
 
     def prepare(self, shard: Shard) -> None:
-        """Pin host memory for the snapshots that are held at a time, in a thread: the first need not wait for it."""
+        """Pin host memory for the snapshots that are held at a time, in a thread. No copies are due until it is there:
+        half a second a GB is many steps."""
         if not self.is_on or self._stream is None:
             return
         self._prepared()
@@ -100,7 +101,8 @@ class Copies:
 
     def _pin(self, num_bytes: int) -> None:
         with self._lock:
-            num_held = sum(one.is_taken and one.data.numel() >= num_bytes for one in self._own.values())
+            known = {id(one): one for one in (*self._own.values(), *(each.snapshot for each in self._exchanges))}
+            num_held = sum(one.is_taken and one.data.numel() >= num_bytes for one in known.values())
         try:
             torch.cuda.set_device(self._stream.device)
             self._pinned.reserve(num_bytes, max(0, HELD_AT_A_TIME - num_held))
@@ -118,6 +120,8 @@ class Copies:
         """What this rank says in the vote of the step that makes `applied`."""
         if not self._is_due(applied) or not self._exchanges:
             return 0.0
+        if self._preparing is not None and self._preparing.is_alive():
+            return COPYING
         return {RUNNING: COPYING, FAILED: COPY_FAILED, DONE: 0.0}[self._exchanges[-1].state]
 
     def first(self, shard: Shard) -> None:
@@ -132,7 +136,7 @@ class Copies:
             return
         if outcome.copying:
             self.num_skipped += 1
-            log.warning("no copies of step %d: the last ones are still under way (%d skipped so far)",
+            log.warning("no copies of step %d: the last ones, or memory for them, are not ready (%d skipped so far)",
                         applied, self.num_skipped)  # fmt: skip
             return
         last = self._exchanges[-1].snapshot.id

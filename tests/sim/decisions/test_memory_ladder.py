@@ -146,6 +146,20 @@ def test_members_that_are_killed_for_their_nodes_memory_climb_too_and_the_third_
     assert "memory it needs" in end.message
 
 
+def test_a_death_whose_cause_is_known_late_climbs_for_the_next_build() -> None:
+    run = Bench({"a": 5, "b": 5}, spares=3).form()
+    lost = members(run.state)[1]
+    run.lose(1, step=0, phase="forward", signal="")
+    assert build_in(run.report_all(0)).memory_reliefs == ()
+    run.handle(WorkerLost("a", lost, "out of memory", "the kernel took it", 0, "forward", "SIGKILL"))
+    assert run.state.memory.num_shortages == 1
+    assert lost in run.state.memory.why
+    run.resume_all()
+    run.all_ready()
+    run.lose(0, reason="died", step=0, phase="forward")
+    assert again(run, 0).memory_reliefs == ("caches",)
+
+
 def test_a_relief_that_takes_host_memory_is_no_answer_to_a_node_without_any() -> None:
     run = Bench({"a": 5, "b": 5}, spares=3, memory_reliefs=("caches", "offload")).form()
     for reliefs in (("caches",), ("caches",)):

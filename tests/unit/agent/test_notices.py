@@ -81,7 +81,7 @@ def test_a_provider_says_when_it_takes_the_machine_away(metadata: Metadata, name
 def test_a_notice_is_told_once_and_failures_before_it_do_not_end_the_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "ASK_EVERY_S", 0.01)
     answers: list[Any] = [OSError("no route"), OSError("no route"), None, 7.0]
-    told, heard = list[float](), threading.Event()
+    told, failed, heard = list[float](), list[str](), threading.Event()
 
     def ask() -> float | None:
         answer = answers.pop(0)
@@ -94,9 +94,10 @@ def test_a_notice_is_told_once_and_failures_before_it_do_not_end_the_asking(monk
         heard.set()
 
     monkeypatch.setattr(notices, "find", lambda name: ask)
-    notices.Notices("mine:ask", tell).open()
+    notices.Notices("mine:ask", tell, failed.append).open()
     assert heard.wait(10.0)
     assert (told, answers) == ([7.0], [])
+    assert failed == ["notices='mine:ask' does not say whether this machine is taken away: no route"]
 
 
 def test_a_function_is_named_by_its_module_and_must_be_there() -> None:

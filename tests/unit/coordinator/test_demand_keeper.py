@@ -9,6 +9,7 @@ import pytest
 from elastic_ring.config import ScalingConfig
 from elastic_ring.runtime.coordinator import demand
 from elastic_ring.runtime.coordinator.demand import DemandKeeper, Wish
+from elastic_ring.runtime.driver.cluster import autoscaler_of
 
 
 class Granting:
@@ -54,6 +55,15 @@ def test_a_new_coordinator_renews_what_the_one_before_asked_for_and_withdraws_it
 def test_a_new_coordinator_withdraws_at_once_what_is_placed_by_now(autoscaler: Granting) -> None:
     keep(Wish((1, 2), 2, 2), goes_on=True)
     assert autoscaler.asked == [0], "else an idle node would be held until the request lapses"
+
+
+def test_members_of_whole_rings_need_a_gpu_each_and_standbys_none_also_after_a_change_of_dp() -> None:
+    autoscaler = autoscaler_of("run", ScalingConfig(dp=1, cp=2, device="cuda", resources_per_worker={"CPU": 1.0}))
+    with_gpu = [sum("GPU" in bundle for bundle in autoscaler.bundles(number)) for number in (1, 2, 3, 4, 5)]
+    assert with_gpu == [0, 2, 2, 2, 2]
+    autoscaler.most_rings = 2
+    assert [sum("GPU" in bundle for bundle in autoscaler.bundles(number)) for number in (3, 4, 5)] == [2, 4, 4]
+    assert len(autoscaler.bundles(5)) == 5
 
 
 def test_nothing_is_asked_for_where_nobody_asked_and_all_is_there(autoscaler: Granting) -> None:

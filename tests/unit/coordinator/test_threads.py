@@ -188,11 +188,15 @@ def test_an_agent_goes_from_a_node_where_nobody_is_wanted_and_comes_back_with_th
     monitor._poll()
     monitor._poll()
     assert started == ["me", "n"]
+    for node, share in (("me", 0.44), ("n", 0.87)):
+        monitor._on_message(node, {"kind": "beat", "memory_share": share, "limit": 0.88, "pressure": {}})
+    assert monitor.host_share() == pytest.approx(0.87 / 0.88), "of what that node's guard allows"
     monitor.vacate(frozenset({"me", "n"}))
     for _ in range(3):
         monitor._poll()
         time.sleep(0.01)
     assert (started, killed) == (["me", "n"], ["agent of n"]), "the coordinator's own is kept"
+    assert monitor.host_share() == 0.5, "a node that was left says nothing any more"
     nodes[1] = NodeInfo("n", "127.0.0.2", 2, True, None, 5.0)
     monitor._poll()
     assert [event.leaves_at for event in events if isinstance(event, NodeDraining)] == [5.0], "still heard of"

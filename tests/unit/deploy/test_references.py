@@ -29,10 +29,12 @@ from tests.unit.deploy.tools import BUILT, COMPONENTS, DEPLOY, ROOT, Object, bui
 README = (DEPLOY / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OF_KUBERAY = {
-    "ray.io/is-ray-node": {"yes"}, "ray.io/originated-from-crd": {"RayJob"}, "ray.io/node-type": {"redis-cleanup"},
+    "ray.io/is-ray-node": {"yes"}, "ray.io/node-type": {"redis-cleanup"},
     "app.kubernetes.io/created-by": {"kuberay-operator"}, "app.kubernetes.io/name": {"kuberay-operator"},
 }  # fmt: skip
-"""Labels that KubeRay gives: to Ray's pods, to its submitters, to its clean-up jobs, and (its chart) to itself."""
+"""Labels that KubeRay gives: to Ray's pods, to its clean-up jobs, and (its chart) to itself."""
+OF_JOBS = "batch.kubernetes.io/job-name"
+"""Kubernetes' own label of the pods of a Job."""
 OF_RAY_PODS = {"ray.io/is-ray-node": "yes"}
 
 
@@ -139,6 +141,9 @@ def test_policies_and_budgets_choose_pods_that_exist_and_open_ports_that_they_ha
         ports = {p["containerPort"] for pod in targets for c in pod["containers"] for p in c["ports"]}
         assert {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", ())} <= ports, name
         for selector in values(policy["spec"]["ingress"], "podSelector"):
+            if "matchLabels" not in selector:
+                assert selector == {"matchExpressions": [{"key": OF_JOBS, "operator": "Exists"}]}, name
+                continue
             unknown = {k: v for k, v in selector["matchLabels"].items() if v not in OF_KUBERAY.get(k, ())}
             assert not unknown or chosen(selector["matchLabels"]), (name, selector)
     for name, budget in named("PodDisruptionBudget").items():

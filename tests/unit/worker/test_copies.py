@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,6 +129,15 @@ def test_a_due_snapshot_is_skipped_while_some_rank_is_busy_and_the_last_complete
     assert one.num_skipped == 1
     one._exchanges[-1].state = "running"
     assert [one.ballot(applied) for applied in (3, 4)] == [0.0, COPYING]
+    one._exchanges[-1].state = "done"
+    assert one.ballot(4) == 0.0
+    pinned = threading.Event()
+    one._preparing = threading.Thread(target=pinned.wait, daemon=True)
+    one._preparing.start()
+    assert one.ballot(4) == COPYING, "training does not wait for memory that is being pinned"
+    pinned.set()
+    one._preparing.join(10.0)
+    assert one.ballot(4) == 0.0
     ring.step()
     ring.step()
     assert ring.held(0) == {(step, (rank,), rank == 0) for step in (0, 4) for rank in (0, 2)}
