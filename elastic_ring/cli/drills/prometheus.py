@@ -48,7 +48,7 @@ def faster(rule: str, speed: float, constants: Sequence[tuple[str, str]]) -> str
     def divided(found: re.Match[str]) -> str:
         return f"{max(1, round(int(found[1]) * SECONDS[found[2]] / speed))}s"
 
-    return re.sub(r"(?<=[\[: ])(\d+)([smh])(?=[\]:\n ])", divided, rule)
+    return re.sub(r"(?<=[\[: ])(\d+)([smh])(?=[\]:)\n ])", divided, rule)
 
 
 class Prometheus:

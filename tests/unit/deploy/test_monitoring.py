@@ -108,7 +108,7 @@ def test_the_rules_of_the_drills_are_accepted_by_prometheus_and_have_shorter_tim
     for name, drill in DRILLS.items():
         measured = drill.measured() if drill.measured is not None else ()
         rule = faster(rule_of(RULES, name), drill.speed, (*drill.constants, *measured))
-        assert not re.search(r"\d[mh][\]:\n]", rule), rule
+        assert not re.search(r"\d[mh]\b", rule), rule
         (tmp_path / f"{name}.yml").write_text(f"groups:\n  - name: drill\n    rules:\n{rule}")
     checked = promtool("check", "rules", *sorted(tmp_path.glob("*.yml")))
     assert checked.returncode == 0, checked.stdout + checked.stderr
