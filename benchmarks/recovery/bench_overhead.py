@@ -333,9 +333,7 @@ def main() -> int:
     parser.add_argument("--apart", action="store_true", help="one block of each, one after the other; no --blocks")
     parser.add_argument("--copies", default="0", help="copies in peers' memory: 1, 2 or parity:G")
     parser.add_argument("--copy-every", type=int, default=10, help="steps between copies")
-    parser.add_argument(
-        "--save", action="store_true", help="write the table and a JSON into benchmarks/results/training/"
-    )
+    parser.add_argument("--save", action="store_true", help="write the table and a JSON into benchmarks/results/")
     arguments = parser.parse_args()
     if (arguments.dp or arguments.cp) and not arguments.model.startswith("gpu-"):
         parser.error(f"--dp and --cp are for gpu-*: --model {arguments.model} has its own mesh")
@@ -371,7 +369,7 @@ def _measure_copies(arguments: argparse.Namespace) -> int:
         name = (
             f"bench_overhead-{arguments.model}-copies-{arguments.copies.replace(':', '-')}-every-{arguments.copy_every}"
         )
-        results.save("training", name, text, {**cost, "runs": figures, "missed": missed})
+        results.save("checkpoint", name, text, {**cost, "runs": figures, "missed": missed})
     return 1 if missed else 0
 
 
