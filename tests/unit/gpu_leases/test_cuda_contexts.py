@@ -229,7 +229,7 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     training._copies = Copies(RunConfig(name="run"), "a")
     training._spec = SimpleNamespace(task=SimpleNamespace(step=SimpleNamespace(steps=9, val_every_steps=0)))
     training._device_lease, training._trained = SimpleNamespace(device=OWN), True
-    for name in ("_watch", "_send", "_publish_nondeterminism", "_report_compiled"):
+    for name in ("_watch", "_send", "_publish_nondeterminism", "_report_compiled", "_prepare_host_memory"):
         setattr(training, name, lambda *given, **named: None)
     training._validate_if_due = lambda step: 0.0
     training._stamps = SimpleNamespace(waited_for_data=lambda waited_s: None)
