@@ -72,6 +72,7 @@ class NodeAgent:
         `early`: report a death when the exit begins; freeing a GPU's memory takes the kernel tenths of a second."""
         self._node, self._timeouts, self._early = node, timeouts, early
         self._notices_of, self._leaves_at = notices, 0.0
+        self._untold: list[str] = []
         self._memory_limit, self._guard, self._memory = memory_limit, MemoryGuard(0.0), HostMemory()
         self._health = HealthThread(self._tell)
         self._exits = ExitWatch()
@@ -111,6 +112,7 @@ class NodeAgent:
                 connection.send(notice)
             self._bad_reported = None
             self._tell_notice()
+            self._tell_untold()
             if told := warning(self._node, self._memory_limit, ray_threshold(os.getppid())):
                 connection.send({"kind": "told", "text": told})
 
@@ -149,8 +151,13 @@ class NodeAgent:
         """A sentence for the run's log; the node's name goes before it."""
         log.warning("%s", text)
         with self._lock:
-            if self._connection is not None:
-                self._connection.send({"kind": "told", "text": f"node {self._node}: {text}"})
+            self._untold.append(text)
+            self._tell_untold()
+
+    def _tell_untold(self) -> None:
+        """What was to be told before there was a connection, too."""
+        while self._untold and self._connection is not None:
+            self._connection.send({"kind": "told", "text": f"node {self._node}: {self._untold.pop(0)}"})
 
     def _tell_notice(self) -> None:
         if self._leaves_at and self._connection is not None:

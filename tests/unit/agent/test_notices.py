@@ -9,11 +9,14 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elastic_ring.config import Timeouts
 from elastic_ring.runtime.agent import notices
+from elastic_ring.runtime.agent.agent import NodeAgent
 
 SOON_S = 120
 
@@ -98,6 +101,23 @@ def test_a_notice_is_told_once_and_failures_before_it_do_not_end_the_asking(monk
     assert heard.wait(10.0)
     assert (told, answers) == ([7.0], [])
     assert failed == ["notices='mine:ask' does not say whether this machine is taken away: no route"]
+
+
+def test_what_an_agent_has_to_say_before_it_is_connected_is_said_once_it_is() -> None:
+    agent: Any = NodeAgent("node", Timeouts())
+    agent._tell("the provider does not answer")
+    sent = list[Any]()
+    agent._connection = SimpleNamespace(send=sent.append)
+    agent._tell("it answers")
+    assert [message["text"] for message in sent] == ["node node: the provider does not answer", "node node: it answers"]
+
+
+def test_an_agent_without_that_function_does_not_begin_and_refuses_again_when_it_is_asked_again() -> None:
+    agent: Any = NodeAgent("node", Timeouts(), notices="elastic_ring.nowhere:ask")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"notices='elastic_ring\.nowhere:ask'"):
+            agent._start()
+    assert not agent._started
 
 
 def test_a_function_is_named_by_its_module_and_must_be_there() -> None:

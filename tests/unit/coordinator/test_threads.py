@@ -169,6 +169,27 @@ def test_nodes_that_join_and_go_in_several_threads_leave_whole_tables(
     assert joined - lost == len(monitor.nodes)
 
 
+def test_a_notice_that_rays_head_cannot_take_is_told_again_until_the_machine_goes(
+    monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, refusals = list[float](), [ConnectionError("the head is away")] * 2
+
+    def give_notice(node: str, in_s: float, why: str) -> None:
+        told.append(in_s)
+        if refusals:
+            raise refusals.pop()
+
+    monkeypatch.setattr(node_monitor, "give_notice", give_notice)
+    monkeypatch.setattr(node_monitor, "NOTICE_AGAIN_S", 0.01)
+    monitor._pass_notice("n", 60.0)
+    assert len(told) == 3
+    assert 60.0 >= told[0] > told[1] > told[2] > 50.0, "the machine does not go later for it"
+    refusals += [ConnectionError("the head is away")] * 10**6
+    monitor._pass_notice("n", 0.05)
+    assert told[-1] == 0.0
+    assert refusals, "nobody tells for ever"
+
+
 def test_an_agent_goes_from_a_node_where_nobody_is_wanted_and_comes_back_with_the_wish(
     monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
