@@ -38,6 +38,7 @@ Exits 1 when the upper bound is above 5 % (on GPUs 0.5 %; what copies cost: 5 % 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import signal
@@ -62,10 +63,12 @@ from torch.distributed import TCPStore
 from benchmarks.harness import results, runs
 from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.gpu_runs import TIMEOUTS, GpuRun, utilisation
+from benchmarks.harness.worker_notes import WorkerNotes
 from benchmarks.recovery.plain_loop import Gate, GatedLoss, PlainWorker
 from elastic_ring import ElasticRingTrainer, RunConfig
 from elastic_ring.cli import train
 from elastic_ring.config import Timeouts, environment
+from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.runtime.driver.cluster import worker_environment
 
 LIMIT, GPU_LIMIT = 0.05, 0.005
@@ -259,7 +262,8 @@ def measure(arguments: argparse.Namespace, copies: str = "0") -> dict[str, Any]:
         gate = None if arguments.apart else turns.gate("plain")
         workers = [actor.remote(task, mesh, rank, gate, device) for rank in range(mesh.size)]
         sequences_per_block = NEVER if arguments.apart else block_steps * task.step.global_batch // mesh.dp
-        trainer.task = _with(task, loss=GatedLoss(task.loss, turns.gate("product"), sequences_per_block))
+        notes = WorkerNotes(folder / "notes", arguments.slow_s)
+        trainer.task = _with(task, loss=GatedLoss(task.loss, turns.gate("product"), sequences_per_block, notes))
         if arguments.apart:
             ours, theirs = one_after_another(turns, workers, block_steps, trainer)
             product, plain = (np.array([np.diff([at_s for at_s, _ in rows[0]])]) for rows in (ours, theirs))
@@ -267,7 +271,14 @@ def measure(arguments: argparse.Namespace, copies: str = "0") -> dict[str, Any]:
             action = partial(alternate, turns, workers, num_blocks, block_steps)
             ours, theirs = runs.train_while(trainer, action)
             product, plain = step_times(ours), step_times(theirs)
-    return _figures(arguments, product, plain, (ours[0], theirs[0]))
+        beside = {"copies": notes.copies(), "stacks": notes.stacks(), "checkpoints": checkpoints_of(trainer)}
+    return {**_figures(arguments, product, plain, (ours[0], theirs[0])), **beside}
+
+
+def checkpoints_of(trainer: ElasticRingTrainer) -> list[dict[str, Any]]:
+    """What was saved beside the steps."""
+    lines = map(json.loads, (trainer.run_config.folder / JOURNAL_NAME).read_text().splitlines())
+    return [line["checkpoint"] for line in lines if line.get("note") == "checkpoint"]
 
 
 def _figures(
@@ -333,6 +344,7 @@ def main() -> int:
     parser.add_argument("--apart", action="store_true", help="one block of each, one after the other; no --blocks")
     parser.add_argument("--copies", default="0", help="copies in peers' memory: 1, 2 or parity:G")
     parser.add_argument("--copy-every", type=int, default=10, help="steps between copies")
+    parser.add_argument("--slow-s", type=float, default=10.0, help="seconds after which a step's stacks are kept")
     parser.add_argument("--save", action="store_true", help="write the table and a JSON into benchmarks/results/")
     arguments = parser.parse_args()
     if (arguments.dp or arguments.cp) and not arguments.model.startswith("gpu-"):
@@ -359,7 +371,7 @@ def _measure_copies(arguments: argparse.Namespace) -> int:
     figures = {copies: measure(arguments, copies) for copies in ("0", arguments.copies)}
     limit = GPU_COPIES_LIMIT if arguments.model.startswith("gpu-") else COPIES_LIMIT
     cost = cost_of_copies(figures["0"], figures[arguments.copies])
-    text, missed = report_copies(cost, limit, arguments)
+    text, missed = report_copies(cost, limit, arguments, figures[arguments.copies]["copies"])
     error = max(one["worst_loss_error"] for one in figures.values())
     if error > LOSS_TOLERANCE:
         missed.append(f"the losses differ by {error:.1e}: not the same work was compared")
@@ -373,7 +385,21 @@ def _measure_copies(arguments: argparse.Namespace) -> int:
     return 1 if missed else 0
 
 
-def report_copies(cost: dict[str, Any], limit: float, arguments: argparse.Namespace) -> tuple[str, list[str]]:
+def told_copies(rounds: list[dict[str, Any]]) -> Iterator[str]:
+    """What the copies themselves took, in two lines."""
+    done = [one for one in rounds if "total_s" in one]
+    if done:
+        totals, blocked = ([one[name] for one in done] for name in ("total_s", "blocked_s"))
+        yield (
+            f"{len(done)} snapshots of {done[-1]['bytes'] / 1e9:.2f} GB copied, median {np.median(totals):.2f} s, longest "
+            f"{max(totals):.2f} s; training waited {1e3 * np.median(blocked):.1f} ms, at most {1e3 * max(blocked):.0f} ms"
+        )
+    yield f"{sum(one['said'].startswith('no copies') for one in rounds)} times a rank left a round out"
+
+
+def report_copies(
+    cost: dict[str, Any], limit: float, arguments: argparse.Namespace, rounds: list[dict[str, Any]]
+) -> tuple[str, list[str]]:
     text = (
         f"{arguments.model}, copies={arguments.copies} every {arguments.copy_every} step(s), "
         f"{arguments.blocks - 1} pairs of blocks of {arguments.block_steps} steps, means\n"
@@ -382,6 +408,7 @@ def report_copies(cost: dict[str, Any], limit: float, arguments: argparse.Namesp
         f"copies cost {100 * (cost['cost'] - 1):+.2f} %, 95 % upper bound "
         f"{100 * (cost['cost_upper_bound'] - 1):+.2f} % (limit {100 * limit:g} %)"
     )
+    text += "".join("\n" + line for line in told_copies(rounds))
     missed = []
     if cost["cost_upper_bound"] - 1 > limit:
         missed.append(f"the upper bound is {100 * (cost['cost_upper_bound'] - 1):+.2f} %, more than {100 * limit:g} %")

@@ -12,13 +12,14 @@ import math
 import os
 import time
 from multiprocessing.connection import Client, Connection
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.harness.worker_notes import WorkerNotes
 from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
@@ -54,8 +55,12 @@ class GatedLoss:
     steps without its knowledge. A sequence that comes twice in a row is counted once: now and then the product computes
     one again, to compare."""
 
-    def __init__(self, loss: LossFunction, gate: Gate, sequences_per_block: int) -> None:
+    def __init__(
+        self, loss: LossFunction, gate: Gate, sequences_per_block: int, notes: WorkerNotes | None = None
+    ) -> None:
         self._loss, self._gate, self._sequences_per_block = loss, gate, sequences_per_block
+        self._notes = notes
+        self._stacks: TextIO | None = None
         self._num_sequences = 0
         self._newest: Tensor | None = None
 
@@ -64,10 +69,21 @@ class GatedLoss:
             return self._loss(model, batch)
         if self._newest is None or not torch.equal(batch.tokens, self._newest):
             if self._num_sequences % self._sequences_per_block == 0:
-                self._gate.wait()
+                self._pause()
+            self._note_step()
             self._num_sequences += 1
             self._newest = batch.tokens.clone()
         return self._loss(model, batch)
+
+    def _pause(self) -> None:
+        if self._notes is not None:
+            self._notes.pause()
+        self._gate.wait()
+
+    def _note_step(self) -> None:
+        if self._notes is not None:
+            self._stacks = self._stacks or self._notes.begin()
+            self._notes.step(self._stacks)
 
 
 def _urgent(kind: str) -> Any:

@@ -40,9 +40,12 @@ def test_what_copies_cost_is_the_ratio_of_both_overheads_and_its_bound_is_held()
     assert [cost[name] for name in ("overhead_without", "overhead_with", "cost")] == pytest.approx([2.0, 2.04, 1.02])
     assert cost["cost_upper_bound"] == pytest.approx(1.02)
     asked = Namespace(model="small", copies="1", copy_every=2, blocks=3, block_steps=2)
-    assert bench.report_copies(cost, 0.05, asked)[1] == []
-    text, missed = bench.report_copies(cost, 0.01, asked)
+    assert bench.report_copies(cost, 0.05, asked, [])[1] == []
+    done = {"said": "copies of step 1", "bytes": 2_000_000_000, "total_s": 3.0, "blocked_s": 0.004}
+    text, missed = bench.report_copies(cost, 0.01, asked, [done, {"said": "no copies of step 2: the last ones"}])
     assert "copies cost +2.00 %" in text
+    assert "1 snapshots of 2.00 GB copied, median 3.00 s, longest 3.00 s; training waited 4.0 ms" in text
+    assert "1 times a rank left a round out" in text
     assert missed == ["the upper bound is +2.00 %, more than 1 %"]
 
 

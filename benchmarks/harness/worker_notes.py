@@ -1,0 +1,65 @@
+"""What a worker's process tells a bench beside its steps: each round of copies, and where its threads are in a step that
+takes too long. The product knows nothing of it: its log is read, at a level that operators do not see."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+COPIES_LOG = "elastic_ring.runtime.worker.copies"
+
+
+class _Rounds(logging.Handler):
+    """Writes what the log of copies says as JSON lines."""
+
+    def __init__(self, file: TextIO) -> None:
+        super().__init__(logging.DEBUG)
+        self._file = file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line: dict[str, Any] = {"at_s": time.monotonic(), "pid": os.getpid(), "said": record.getMessage()}
+        if record.levelno == logging.DEBUG and isinstance(record.args, tuple):
+            _, size, num_holders, total_s, blocked_s = record.args
+            line |= {"bytes": size, "num_holders": num_holders, "total_s": total_s, "blocked_s": blocked_s}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+@dataclass(frozen=True)
+class WorkerNotes:
+    """Where processes write, and after how many seconds without a step one writes the stacks of its threads."""
+
+    folder: Path
+    slow_s: float
+
+    def begin(self) -> TextIO:
+        """In the worker's process: from now on it writes. Returns the file for `step`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        log = logging.getLogger(COPIES_LOG)
+        log.setLevel(logging.DEBUG)
+        log.addHandler(_Rounds((self.folder / f"copies-{os.getpid()}.jsonl").open("a")))
+        return (self.folder / f"stacks-{os.getpid()}.txt").open("a")
+
+    def step(self, file: TextIO) -> None:
+        """A step begins."""
+        faulthandler.dump_traceback_later(self.slow_s, file=file)
+
+    def pause(self) -> None:
+        """The worker waits for its turn."""
+        faulthandler.cancel_dump_traceback_later()
+
+    def copies(self) -> list[dict[str, Any]]:
+        """All rounds, of all processes, in the order of time."""
+        lines = [line for path in self.folder.glob("copies-*.jsonl") for line in path.read_text().splitlines()]
+        return sorted((json.loads(line) for line in lines), key=lambda line: float(line["at_s"]))
+
+    def stacks(self) -> dict[str, str]:
+        """The stacks of steps that took too long, by process."""
+        texts = {path.stem: path.read_text() for path in sorted(self.folder.glob("stacks-*.txt"))}
+        return {name: text for name, text in texts.items() if text}
