@@ -87,7 +87,7 @@ def products(while_waiting: Callable[[], Any] = lambda: None) -> float:
 def measure(num_bytes: int, repeats: int, device: str) -> dict[str, Any]:
     """Seconds of each part, by repeat, the first (which takes memory) left out."""
     on_gpu = device == "cuda"
-    shard, buffers = shard_of(num_bytes, device), Buffers(pinned=on_gpu)
+    shard, buffers = shard_of(num_bytes, device), Buffers(is_pinned=on_gpu)
     stream = torch.cuda.Stream() if on_gpu else None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -30,7 +30,8 @@ in the ratio then, and nothing is held to a bound but the losses.
 
 `--copies 1 --copy-every 10` does all of it twice, without copies in peers' memory and with them, and gives the ratio of
 both overheads: what copies cost. It is taken over means, since only some steps have copies beside them; 21 steps of a
-block let them fall on any step of it.
+block let them fall on any step of it. With `--apart` the product trains `--block-steps` steps without copies and then
+with them, and no plain loop beside it; the losses must be equal bit for bit.
 
 Exits 1 when the upper bound is above 5 % (on GPUs 0.5 %; what copies cost: 5 % and 1 %), or the losses differ.
 """
@@ -226,6 +227,12 @@ def one_after_another(
         raise runs.WatchFailed(f"processes of the plain loop have not ended within {ENDING_S:.0f} s: {alive}")
     results.show("  the plain loop is done")
 
+    return [product_alone(turns, num_steps, trainer)], [rows]
+
+
+def product_alone(turns: Turns, num_steps: int, trainer: ElasticRingTrainer) -> list[tuple[float, float]]:
+    """(commit time, loss) of the product's steps, from the moment its standby is warm."""
+
     def watch(run: runs.Watcher) -> list[tuple[float, float]]:
         run.whole(1)
         turns.gather(("product",))
@@ -233,7 +240,7 @@ def one_after_another(
         run.until("the last step", lambda: True if len(run.steps()) >= num_steps else None, timeout_s=900.0)
         return [(line["committed_monotonic_s"], line["loss"]) for line in run.steps()[:num_steps]]
 
-    return [runs.train_while(trainer, watch)], [rows]
+    return runs.train_while(trainer, watch)
 
 
 def cost_of_copies(without: dict[str, Any], with_them: dict[str, Any]) -> dict[str, Any]:
@@ -247,6 +254,32 @@ def cost_of_copies(without: dict[str, Any], with_them: dict[str, Any]) -> dict[s
     )
     overheads = [float(product.mean() / plain.mean()) for product, plain in sides]
     return {"overhead_without": overheads[0], "overhead_with": overheads[1], "cost": overheads[1] / overheads[0],
+            "cost_upper_bound": float(np.percentile(after / before, 95))}  # fmt: skip
+
+
+def measure_alone(arguments: argparse.Namespace, copies: str) -> dict[str, Any]:
+    """The product's steps without the plain loop; the first, which compiles, and the second are left out."""
+    with runs.scratch() as folder, runs.local_ray(num_cpus=32 if arguments.model.startswith("gpu-") else 8):
+        trainer = trainer_of(arguments.model, folder, arguments, copies)
+        turns, notes = Turns(trainer.scaling_config.mesh.size), WorkerNotes(folder / "notes", arguments.slow_s)
+        loss = GatedLoss(trainer.task.loss, turns.gate("product"), NEVER, notes)
+        trainer.task = _with(trainer.task, loss=loss)
+        rows = product_alone(turns, arguments.block_steps, trainer)
+        steps_s = np.diff([at_s for at_s, _ in rows])[1:]
+        results.show(f"  copies={copies}: median {np.median(steps_s):.4f} s, mean {steps_s.mean():.4f} s, longest "
+                     f"{steps_s.max():.4f} s of {len(steps_s)} steps")  # fmt: skip
+        return {"steps_s": steps_s.tolist(), "losses": [loss for _, loss in rows], "copies": notes.copies(),
+                "stacks": notes.stacks(), "checkpoints": checkpoints_of(trainer)}  # fmt: skip
+
+
+def cost_apart(without: dict[str, Any], with_them: dict[str, Any]) -> dict[str, Any]:
+    """The ratio of both runs' mean steps, and its 95th percentile under drawing steps with replacement."""
+    sides = [np.array(one["steps_s"]) for one in (without, with_them)]
+    before, after = (
+        steps[np.random.default_rng(seed).integers(len(steps), size=(NUM_DRAWS, len(steps)))].mean(axis=1)
+        for seed, steps in enumerate(sides)
+    )
+    return {"cost": float(sides[1].mean() / sides[0].mean()), "cost_of_medians": float(np.median(sides[1]) / np.median(sides[0])),
             "cost_upper_bound": float(np.percentile(after / before, 95))}  # fmt: skip
 
 
@@ -368,12 +401,15 @@ def main() -> int:
 
 
 def _measure_copies(arguments: argparse.Namespace) -> int:
-    figures = {copies: measure(arguments, copies) for copies in ("0", arguments.copies)}
+    one, costs = (measure_alone, cost_apart) if arguments.apart else (measure, cost_of_copies)
+    figures = {copies: one(arguments, copies) for copies in ("0", arguments.copies)}
     limit = GPU_COPIES_LIMIT if arguments.model.startswith("gpu-") else COPIES_LIMIT
-    cost = cost_of_copies(figures["0"], figures[arguments.copies])
+    cost = costs(figures["0"], figures[arguments.copies])
     text, missed = report_copies(cost, limit, arguments, figures[arguments.copies]["copies"])
-    error = max(one["worst_loss_error"] for one in figures.values())
-    if error > LOSS_TOLERANCE:
+    if arguments.apart:
+        same = figures["0"]["losses"] == figures[arguments.copies]["losses"]
+        missed += [] if same else ["the losses of both runs differ: copies changed a bit"]
+    elif (error := max(one["worst_loss_error"] for one in figures.values())) > LOSS_TOLERANCE:
         missed.append(f"the losses differ by {error:.1e}: not the same work was compared")
     text += "\n" + results.verdict(missed, "all bounds hold")
     results.show("\n" + text)
@@ -400,12 +436,20 @@ def told_copies(rounds: list[dict[str, Any]]) -> Iterator[str]:
 def report_copies(
     cost: dict[str, Any], limit: float, arguments: argparse.Namespace, rounds: list[dict[str, Any]]
 ) -> tuple[str, list[str]]:
+    asked = f"{arguments.model}, copies={arguments.copies} every {arguments.copy_every} step(s), "
+    if "overhead_with" in cost:
+        how = (
+            f"{arguments.blocks - 1} pairs of blocks of {arguments.block_steps} steps, means\n"
+            f"overhead without copies {100 * (cost['overhead_without'] - 1):+.2f} %, with them "
+            f"{100 * (cost['overhead_with'] - 1):+.2f} %"
+        )
+    else:
+        how = (
+            f"{arguments.block_steps - 2} steps without and with, one run after the other\n"
+            f"ratio of medians {100 * (cost['cost_of_medians'] - 1):+.2f} %, of means as follows"
+        )
     text = (
-        f"{arguments.model}, copies={arguments.copies} every {arguments.copy_every} step(s), "
-        f"{arguments.blocks - 1} pairs of blocks of {arguments.block_steps} steps, means\n"
-        f"overhead without copies {100 * (cost['overhead_without'] - 1):+.2f} %, with them "
-        f"{100 * (cost['overhead_with'] - 1):+.2f} %\n"
-        f"copies cost {100 * (cost['cost'] - 1):+.2f} %, 95 % upper bound "
+        f"{asked}{how}\ncopies cost {100 * (cost['cost'] - 1):+.2f} %, 95 % upper bound "
         f"{100 * (cost['cost_upper_bound'] - 1):+.2f} % (limit {100 * limit:g} %)"
     )
     text += "".join("\n" + line for line in told_copies(rounds))

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from elastic_ring.state import pinned
+
 BUCKET_ELEMENTS = 32 << 20
 
 
@@ -91,7 +93,9 @@ class _WayBack:
         fits = isinstance(before, Tensor) and (before.shape, before.dtype) == (value.shape, value.dtype)
         if fits and not before.is_cuda and (self._stream is None or before.is_pinned()):
             return before
-        return torch.empty(value.shape, dtype=value.dtype, pin_memory=self._stream is not None)
+        if self._stream is None:
+            return torch.empty(value.shape, dtype=value.dtype)
+        return pinned.empty(value.numel() * value.element_size()).view(value.dtype).view(value.shape)
 
     def begin(self) -> None:
         """Copy what was taken, once that of the time before has arrived."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.errors import DigestMismatch
+from elastic_ring.state import pinned
 from elastic_ring.state.header import Header
 from elastic_ring.state.sealed import SEAL_BYTES, seal, verify
 from elastic_ring.state.shard import Shard
@@ -37,23 +38,24 @@ def named(snapshot_id: SnapshotId) -> str:
 class Buffers:
     """Host memory that is used again. May be called from any thread."""
 
-    def __init__(self, *, pinned: bool = False) -> None:
-        self._pinned = pinned
+    def __init__(self, *, is_pinned: bool = False) -> None:
+        self._is_pinned = is_pinned
         self._free: list[Tensor] = []
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Tensor:
-        """At least so many bytes (uint8), with any content."""
+        """At least so many bytes (uint8), with any content. Raises MemoryError, or RuntimeError where memory is short."""
         with self._lock:
             fitting = [one for one in self._free if num_bytes <= one.numel() <= 2 * num_bytes + _SLACK_BYTES]
             if fitting:
                 found = min(fitting, key=Tensor.numel)
                 self._free = [one for one in self._free if one is not found]
                 return found
-        return torch.empty(num_bytes + _SLACK_BYTES, dtype=torch.uint8, pin_memory=self._pinned)
+        whole_bytes = num_bytes + _SLACK_BYTES
+        return pinned.empty(whole_bytes) if self._is_pinned else torch.empty(whole_bytes, dtype=torch.uint8)
 
     def reserve(self, num_bytes: int, num: int) -> None:
-        """Have `num` buffers of at least so many bytes ready. Raises RuntimeError where memory is short."""
+        """Have `num` buffers of at least so many bytes ready. Raises as `take`."""
         taken = [self.take(num_bytes) for _ in range(num)]
         for one in taken:
             self.give_back(one)

@@ -15,10 +15,17 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from elastic_ring.runtime.gpu.cuda_contexts import CudaContexts, end_contexts, release_other_contexts, unused_others
+from elastic_ring.runtime.gpu.cuda_contexts import (
+    REPINNED_BYTES,
+    CudaContexts,
+    end_contexts,
+    release_other_contexts,
+    unused_others,
+)
 from elastic_ring.runtime.gpu.device import empty_cache, visible_gpus
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks
+from elastic_ring.state import pinned
 from elastic_ring.state.device.squares import eager_squared_norm, squared_norm
 from elastic_ring.train.startup.warm import _one_step
 
@@ -97,6 +104,7 @@ def child(end: Connection, own: int, beside: bool) -> None:
     for index in range(torch.cuda.device_count()):
         use(torch.device("cuda", index))
     use(device)
+    kept, there = pinned.empty(REPINNED_BYTES + 3), torch.arange(64, dtype=torch.uint8, device=device)
     end.send(contexts.having())
     end.recv()
     end.send((let_go(device, beside), contexts.having()))
@@ -104,6 +112,11 @@ def child(end: Connection, own: int, beside: bool) -> None:
     for _ in range(3):
         use(device)
     use_beside(device)
+    kept[-64:].copy_(there, non_blocking=True)
+    torch.cuda.synchronize(device)
+    assert kept.is_pinned()
+    assert torch.equal(kept[-64:], there.cpu()), "pinned memory of a snapshot went with another GPU's context"
+    del kept
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     visible_gpus()

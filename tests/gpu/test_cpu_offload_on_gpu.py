@@ -96,7 +96,7 @@ def test_a_snapshot_of_offloaded_state_is_loaded_without_a_visit_to_the_gpu_and_
     shard, stream = make_shard(cpu_offload), torch.cuda.Stream()
     for number in range(2):
         step(shard, number)
-    before, taken = shard.digest(), take(shard, AT, Buffers(pinned=True), stream)
+    before, taken = shard.digest(), take(shard, AT, Buffers(is_pinned=True), stream)
     taken.wait_on_device()
     step(shard, 2)
     taken.finish()

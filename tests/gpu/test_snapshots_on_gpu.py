@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch.optim import AdamW
 
 from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.errors import DigestMismatch
+from elastic_ring.state import pinned
 from elastic_ring.state.checkpoints import checkpoint
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.snapshot import Buffers, load, size_of, take
@@ -31,7 +34,7 @@ def step(shard: Shard) -> None:
 
 
 def test_a_snapshot_is_the_state_before_the_step_that_is_queued_right_after_it() -> None:
-    shard, buffers, stream = make_shard(0), Buffers(pinned=True), torch.cuda.Stream()
+    shard, buffers, stream = make_shard(0), Buffers(is_pinned=True), torch.cuda.Stream()
     step(shard)
     before = shard.digest()
     for _ in range(3):
@@ -50,7 +53,7 @@ def test_a_snapshot_is_the_state_before_the_step_that_is_queued_right_after_it()
 
 
 def test_memory_that_was_reserved_is_pinned_and_taken() -> None:
-    shard, buffers, stream = make_shard(0), Buffers(pinned=True), torch.cuda.Stream()
+    shard, buffers, stream = make_shard(0), Buffers(is_pinned=True), torch.cuda.Stream()
     step(shard)
     buffers.reserve(size_of(shard), 2)
     ready = {one.data_ptr() for one in buffers._free}
@@ -59,9 +62,34 @@ def test_memory_that_was_reserved_is_pinned_and_taken() -> None:
     assert all(one.data.is_pinned() for one in taken)
 
 
+def test_kernels_are_launched_while_memory_is_pinned_and_it_goes_with_its_last_tensor() -> None:
+    """cudaHostAlloc would hold every launch of the process until all of it is there."""
+    mark, taken = torch.zeros(1, device="cuda"), list[torch.Tensor]()
+    num_bytes = 2 << 30
+    thread = threading.Thread(target=lambda: taken.append(pinned.empty(num_bytes)))
+    mark.add_(1)
+    torch.cuda.synchronize()
+    thread.start()
+    num_launched = 0
+    while thread.is_alive():
+        mark.add_(1)
+        torch.cuda.synchronize()
+        num_launched += 1
+    assert num_launched > 100
+    assert taken[0].is_pinned()
+    last = taken.pop()[-8:]
+    assert last.is_pinned()
+    copied = last.copy_(torch.arange(8, dtype=torch.uint8, device="cuda"), non_blocking=True)
+    torch.cuda.synchronize()
+    assert copied.tolist() == list(range(8))
+    resident = psutil.Process().memory_info().rss
+    del last, copied
+    assert resident - psutil.Process().memory_info().rss > 0.9 * num_bytes
+
+
 def test_without_that_wait_the_step_could_be_in_the_copy() -> None:
     """The copy is long enough that the test above would see it."""
-    shard, buffers, stream = make_shard(0), Buffers(pinned=True), torch.cuda.Stream()
+    shard, buffers, stream = make_shard(0), Buffers(is_pinned=True), torch.cuda.Stream()
     step(shard)
     begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     take(shard, AT, buffers, stream).finish()
@@ -75,7 +103,7 @@ def test_without_that_wait_the_step_could_be_in_the_copy() -> None:
 
 def test_a_flipped_byte_is_found_before_anything_is_on_the_device() -> None:
     shard, stream = make_shard(0), torch.cuda.Stream()
-    taken, before = take(shard, AT, Buffers(pinned=True), stream), shard.digest()
+    taken, before = take(shard, AT, Buffers(is_pinned=True), stream), shard.digest()
     taken.finish()
     taken.data[-5] ^= 1
     with pytest.raises(DigestMismatch, match="it has digest"):

@@ -87,11 +87,11 @@ class Copies:
         """The members of `command` are connected by `group`, for host memory."""
         self._placement, self._group = Placement.of(command, rank), group
         if device.type == "cuda" and (self._stream is None or self._stream.device != device):
-            self._stream, self._pinned = torch.cuda.Stream(device), Buffers(pinned=True)
+            self._stream, self._pinned = torch.cuda.Stream(device), Buffers(is_pinned=True)
 
     def prepare(self, shard: Shard) -> None:
-        """Pin host memory for the snapshots that are held at a time, in a thread. No copies are due until it is there:
-        half a second a GB is many steps."""
+        """Pin host memory for the snapshots that are held at a time, in a thread. No copies are due until it is
+        there."""
         if not self.is_on or self._stream is None:
             return
         self._prepared()
@@ -106,7 +106,7 @@ class Copies:
         try:
             torch.cuda.set_device(self._stream.device)
             self._pinned.reserve(num_bytes, max(0, HELD_AT_A_TIME - num_held))
-        except RuntimeError as error:  # the snapshots try again, and say so
+        except (MemoryError, RuntimeError) as error:  # the snapshots try again, and say so
             log.warning("no pinned memory for copies yet: %s", error)
 
     def _prepared(self) -> None:

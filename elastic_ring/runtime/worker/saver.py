@@ -178,7 +178,7 @@ class Saver:
             try:
                 for name, _, buffer in buffers_for(shard, described, part, self._last):
                     found.tensors[name] = buffer
-            except RuntimeError as error:  # the first checkpoint tries again, and says so
+            except (MemoryError, RuntimeError) as error:  # the first checkpoint tries again, and says so
                 log.warning("no pinned memory for checkpoints yet: %s", error)
             self._last = found
 

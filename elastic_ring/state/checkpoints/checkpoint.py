@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
+from elastic_ring.state import pinned
 from elastic_ring.state.shard import Counters, Shard, raw_bytes
 from elastic_ring.state.storage.folder import Storage, StoredFile
 
@@ -135,13 +136,13 @@ def buffers_for(
     shard: Shard, described: Mapping[str, Described], part: int, last: Snapshot | None = None
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(name, tensor of the shard, host memory for it) of this rank's part, pinned for tensors on a GPU; that of `last`
-    where it fits. Pinning takes half a second a GB."""
+    where it fits."""
     for name, tensor in tensors_of(shard).items():
         if described[name].part != part:
             continue
         buffer = last.tensors.get(name) if last is not None else None
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            buffer = pinned.empty_like(tensor)
         yield name, tensor, buffer
 
 
