@@ -1,5 +1,5 @@
-"""What a worker's process tells a bench beside its steps: each round of copies, and where its threads are in a step that
-takes too long. The product knows nothing of it: its log is read, at a level that operators do not see."""
+"""What a worker's process tells a bench beside its steps: each round of copies, and where its threads are in a step
+that takes too long. The product knows nothing of it: its log is read, at a level that operators do not see."""
 
 from __future__ import annotations
 

@@ -279,7 +279,8 @@ def cost_apart(without: dict[str, Any], with_them: dict[str, Any]) -> dict[str, 
         steps[np.random.default_rng(seed).integers(len(steps), size=(NUM_DRAWS, len(steps)))].mean(axis=1)
         for seed, steps in enumerate(sides)
     )
-    return {"cost": float(sides[1].mean() / sides[0].mean()), "cost_of_medians": float(np.median(sides[1]) / np.median(sides[0])),
+    return {"cost": float(sides[1].mean() / sides[0].mean()),
+            "cost_of_medians": float(np.median(sides[1]) / np.median(sides[0])),
             "cost_upper_bound": float(np.percentile(after / before, 95))}  # fmt: skip
 
 
@@ -427,8 +428,9 @@ def told_copies(rounds: list[dict[str, Any]]) -> Iterator[str]:
     if done:
         totals, blocked = ([one[name] for one in done] for name in ("total_s", "blocked_s"))
         yield (
-            f"{len(done)} snapshots of {done[-1]['bytes'] / 1e9:.2f} GB copied, median {np.median(totals):.2f} s, longest "
-            f"{max(totals):.2f} s; training waited {1e3 * np.median(blocked):.1f} ms, at most {1e3 * max(blocked):.0f} ms"
+            f"{len(done)} snapshots of {done[-1]['bytes'] / 1e9:.2f} GB copied, median {np.median(totals):.2f} s, "
+            f"longest {max(totals):.2f} s; training waited {1e3 * np.median(blocked):.1f} ms, at most "
+            f"{1e3 * max(blocked):.0f} ms"
         )
     yield f"{sum(one['said'].startswith('no copies') for one in rounds)} times a rank left a round out"
 

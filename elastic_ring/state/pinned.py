@@ -1,10 +1,10 @@
 """Pinned host memory that does not hold up the GPU's other threads while it is taken.
 
-`torch.empty(pin_memory=True)` calls cudaHostAlloc, which holds the driver's lock while the system finds every page: on an
-H100 host no thread of the process could launch a kernel for 4.6 s while 6 GiB were pinned. Here the pages are found
-first, by threads, without CUDA; cudaHostRegister then takes 0.02 s a GiB. Sizes are not rounded up to powers of two, and
-the memory goes back to the system with its last tensor. Same idea as torch's `pinned_use_cuda_host_register`, which is a
-setting of the whole process.
+`torch.empty(pin_memory=True)` calls cudaHostAlloc, which holds the driver's lock while the system finds every page: on
+an H100 host no thread of the process could launch a kernel for 4.6 s while 6 GiB were pinned. Here the pages are found
+first, by threads, without CUDA; cudaHostRegister then takes 0.02 s a GiB. Sizes are not rounded up to powers of two,
+and the memory goes back to the system with its last tensor. Same idea as torch's `pinned_use_cuda_host_register`, which
+is a setting of the whole process.
 """
 
 from __future__ import annotations

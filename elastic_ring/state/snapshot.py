@@ -44,7 +44,7 @@ class Buffers:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Tensor:
-        """At least so many bytes (uint8), with any content. Raises MemoryError, or RuntimeError where memory is short."""
+        """At least so many bytes (uint8), with any content. Raises as `pinned.empty`, or RuntimeError."""
         with self._lock:
             fitting = [one for one in self._free if num_bytes <= one.numel() <= 2 * num_bytes + _SLACK_BYTES]
             if fitting:
