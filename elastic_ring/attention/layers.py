@@ -28,6 +28,7 @@ from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS, SparseP
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_blocks import check_blocks
 from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
+from elastic_ring.attention.plan.two_level import Hosts
 from elastic_ring.attention.recomputation import SavedResult
 from elastic_ring.attention.ring import Observer, RingAttention
 from elastic_ring.attention.ring_plans import PlanCache, RingPlans
@@ -173,7 +174,7 @@ class PatternedAttention:
 
     `causal` False needs rules that say which later keys they keep; others are refused by name. `scale` multiplies the
     scores (None: 1/sqrt(D)), `first_call_index` numbers the first call, and `abandoned` holds the buffers that the
-    group may still write to after a call that raised.
+    group may still write to after a call that raised. `hosts` is as for `RingAttention`.
     """
 
     def __init__(
@@ -198,11 +199,13 @@ class PatternedAttention:
         first_call_index: int = 0,
         abandoned: list[torch.Tensor] | None = None,
         kv_wire: Wire = "native",
+        hosts: Hosts | None = None,
     ) -> None:
         if not causal:
             for group_ in patterns.groups:
                 SparsePattern(group_.rules, patterns.block, causal=False)
-        self._causal, self._scale, self._abandoned, self._kv_wire = causal, scale, abandoned, kv_wire
+        self._causal, self._scale, self._abandoned = causal, scale, abandoned
+        self._kv_wire, self._hosts = kv_wire, hosts
         self.patterns, self.layout, self.cp_rank = patterns, layout, cp_rank
         self.ledger = HopLedger() if ledger is None else ledger
         self._group = group
@@ -296,8 +299,8 @@ class PatternedAttention:
 
     def _make_ring(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor) -> RingAttention:
         place = (
-            self.layout, self.cp_rank, self._document_starts, self._causal, self._kv_wire, self._backend,
-            self._deterministic,
+            self.layout, self.cp_rank, self._document_starts, self._causal, self._kv_wire, self._hosts,
+            self._backend, self._deterministic,
         )  # fmt: skip
         if set(rules) == {Dense()}:
             pattern = Pattern(self._causal, self._document_starts)
@@ -305,7 +308,7 @@ class PatternedAttention:
             return RingAttention(
                 plans.schedule, self.cp_rank, self._group, ledger=self.ledger, buffers=self._buffers,
                 backend=self._backend, deterministic=self._deterministic, cache_dir=self._cache_dir,
-                observer=self._observer, plans=plans, kv_wire=self._kv_wire,
+                observer=self._observer, plans=plans, kv_wire=self._kv_wire, hosts=self._hosts,
             )  # fmt: skip
         block = self.patterns.block
         key = (*place, self._sparse_kernel, rules, block, q.size(2), k.size(2))
@@ -322,7 +325,7 @@ class PatternedAttention:
         return RingAttention(
             plans.schedule, self.cp_rank, self._group, ledger=self.ledger, observer=self._observer, kernel=kernel,
             deterministic=self._deterministic, buffers=self._buffers, plans=plans, cache_dir=self._cache_dir,
-            kv_wire=self._kv_wire,
+            kv_wire=self._kv_wire, hosts=self._hosts,
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward
 from elastic_ring.attention.plan.rank_plan import rank_plan
 from elastic_ring.attention.plan.schedule import Direction, Schedule
 from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
+from elastic_ring.attention.plan.two_level import Hosts, two_level
 from elastic_ring.attention.recomputation import RecomputableRing, Result
 from elastic_ring.attention.ring_plans import RingPlans
 
@@ -57,6 +59,8 @@ class RingAttention(RecomputableRing):
       after another; `plans` by rings with equal schedule, cp_rank and options.
     - `coalesced` posts the messages of a stage as one operation (None: on a GPU).
     - `first_call_index` numbers the first call; tags are made from it.
+    - `hosts`: the host of each rank. Keys that several ranks of a host read cross to it once (`plan.two_level`), with
+      the same bits. Equal on all ranks; None: not known.
     - `kv_wire` "fp8" sends keys and values in 8 bits (`comm.fp8`); equal on all ranks.
 
     For dense schedules:
@@ -104,6 +108,7 @@ class RingAttention(RecomputableRing):
         plans: RingPlans | None = None,
         first_call_index: int = 0,
         kv_wire: Wire = "native",
+        hosts: Hosts | None = None,
     ) -> None:
         check_group(schedule, cp_rank, group)
         if hops_per_stage is not None and hops_per_stage < 1:
@@ -114,6 +119,8 @@ class RingAttention(RecomputableRing):
             raise ValueError(f"stage_bytes={stage_bytes}: a stage is at least one hop; leave it out")
         if kv_wire != "native" and memory is not None:
             raise ValueError(f"kv_wire={kv_wire!r}: copy engines send keys as they lie; leave memory or kv_wire out")
+        if hosts is not None and len(hosts) != schedule.cp:
+            raise ValueError(f"hosts={hosts}: one for each of the {schedule.cp} ranks, or leave it out")
         self.schedule = schedule
         self.cp_rank = cp_rank
         self.ledger = HopLedger() if ledger is None else ledger
@@ -124,7 +131,7 @@ class RingAttention(RecomputableRing):
         self._cache_dir = cache_dir
         self._observer = observer
         self._buffers = HopBuffers() if buffers is None else buffers
-        self._memory, self._kv_wire = memory, kv_wire
+        self._memory, self._kv_wire, self._hosts = memory, kv_wire, hosts
         self._coalesced = coalesced
         # Not in a cache keyed by the schedule, which takes long to hash.
         self._plans = RingPlans(schedule) if plans is None else plans
@@ -283,8 +290,17 @@ class RingAttention(RecomputableRing):
 
     def _call_plan(self, q: torch.Tensor, k: torch.Tensor) -> CallPlan:
         key = (k.device, k.dtype, k.shape, q.size(2))
-        plan: CallPlan = self._plans.calls.get(key, lambda: self._make_call_plan(q, k))
+        plan: CallPlan = self._plans.calls.get(key, lambda: self._between_hosts(self._make_call_plan(q, k), k.is_cuda))
         return plan
+
+    def _between_hosts(self, plan: CallPlan, on_gpu: bool) -> CallPlan:
+        """The same plan; keys that were fetched in one stage may be forwarded in the next where they have arrived
+        then."""
+        in_order = on_gpu if plan.exchange.late else plan.exchange.ahead == 1
+        if self._hosts is None or plan.by_copies or not in_order:
+            return plan
+        hops = [stage.hops for stage in plan.stages[1:]]
+        return replace(plan, exchange=two_level(plan.exchange, hops, self.schedule, self.cp_rank, self._hosts))
 
     def _make_call_plan(self, q: torch.Tensor, k: torch.Tensor) -> CallPlan:
         schedule, memory = self.schedule, self._memory

@@ -447,6 +447,7 @@ class Build:
     keeps the parity of whom. Both empty: no copies. `memory_reliefs`: the reliefs of `memory_ladder` in force.
     `saves`: every member takes a checkpoint of `step` before it trains on, where checkpoints are taken at all.
     `corpus`: the later manifests of a corpus that grows, by step. `skips`: which batches are left out, by step.
+    `nodes[global_rank]`: the node of that rank.
     """
 
     cause: str
@@ -468,6 +469,7 @@ class Build:
     corpus: tuple[CorpusVersion, ...] = ()
     skips: tuple[BatchSkip, ...] = ()
     saves: bool = False
+    nodes: tuple[str, ...] = ()
 
     @property
     def goes_back(self) -> bool:

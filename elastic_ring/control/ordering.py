@@ -50,8 +50,8 @@ def order_build(
     donors = tuple((sender, newcomer) for heal in plan.heals for newcomer in heal.newcomers for sender in heal.senders)
     membership = Membership(state.term, state.generation, plan.mesh, plan.members, step, plan.leaving, donors)
     holders = copies.CopyPlacement()
+    nodes = tuple(situation.node_of[worker] for worker in plan.members)
     if mode := ctx.options.copy_mode:
-        nodes = [situation.node_of[worker] for worker in plan.members]
         holders = copies.place(plan.mesh, copies.failure_places(nodes, situation.domains_of, mode), mode)
 
     reliefs = ctx.options.memory_reliefs[: state.memory.num_reliefs]
@@ -60,7 +60,7 @@ def order_build(
         return Build(ctx.cause, worker, state.term, state.generation, plan.mesh, plan.members, step,
                      beginning.roll_forward, plan.heals, beginning.fresh, beginning.restore, beginning.step_back,
                      beginning.keep, holders.copy_holders, holders.parity_groups, reliefs, state.corpus,
-                     state.skips, bool(incident.saves_for) and not beginning.goes_back)  # fmt: skip
+                     state.skips, bool(incident.saves_for) and not beginning.goes_back, nodes)  # fmt: skip
 
     _free_gpus(ctx, plan, situation)
     leaving_senders = {sender for heal in plan.heals for sender in heal.senders} & set(plan.leaving)

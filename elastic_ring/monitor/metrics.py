@@ -53,9 +53,10 @@ class StepMetrics:
     """One committed step. `loss` is the mean over its tokens; `step_s` is measured on global rank 0, and so is
     `data_wait_s`, how long the step waited for its data.
 
-    K/V exchange of that rank: `hop_bytes` is what it sent; `exposed_hop_wait_s` is the time in which nothing was left
-    to compute (on CPUs the host's, on GPUs the kernel stream's); `hop_latency_mean_s` and `hop_latency_p99_s` cover
-    the step's exchanges, from ready to start until arrived, on GPUs only. GPUs measure these three times in one step
+    K/V exchange of that rank: `hop_bytes` is what it sent, `far_hop_bytes` of it to other nodes; `exposed_hop_wait_s`
+    is the time in which nothing was left to compute (on CPUs the host's, on GPUs the kernel stream's);
+    `hop_latency_mean_s` and `hop_latency_p99_s` cover the step's exchanges, from ready to start until arrived, on GPUs
+    only. GPUs measure these three times in one step
     of ten (`attention.comm.ledger.EVENT_STEPS`); None where nothing was measured.
 
     A step with a non-finite gradient is `skipped`; its loss may be nan. `samples` is the digest of the consumed data,
@@ -75,6 +76,7 @@ class StepMetrics:
     mesh: Mesh
     num_members: int
     hop_bytes: int = 0
+    far_hop_bytes: int = 0
     exposed_hop_wait_s: float | None = None
     hop_latency_mean_s: float | None = None
     hop_latency_p99_s: float | None = None

@@ -13,6 +13,7 @@ from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.plan.two_level import Hosts
 from elastic_ring.attention.ring import Observer, RingAttention
 from elastic_ring.attention.ring_plans import PlanCache
 from elastic_ring.data.loader import Slice
@@ -31,25 +32,26 @@ def attention_of(
     check: Callable[[], None] | None = None,
     plans: PlanCache | None = None,
     kv_wire: Wire | None = None,
+    hosts: Hosts | None = None,
 ) -> RingAttention | PatternedAttention:
     """The attention of one pass: dense with the task's kernel, or as its pattern says. `layout` is that of `piece`.
 
     `check` raises once the group has been aborted; `plans` keeps the plans of sequences of one generation.
-    `kv_wire` replaces the task's.
+    `kv_wire` replaces the task's. `hosts`: of each rank of the ring, None if not known.
     """
     wire = kv_wire or task.step.kv_wire
     if task.pattern is not None:
         return PatternedAttention(
             task.pattern, layout, cp_rank, group, document_starts=piece.document_starts, observer=observer,
             backend=task.step.kernel or None, deterministic=task.step.deterministic, cache_dir=kernel_cache,
-            buffers=buffers, check=check, plans=plans, kv_wire=wire,
+            buffers=buffers, check=check, plans=plans, kv_wire=wire, hosts=hosts,
         )  # fmt: skip
     kernel, pattern = task.step.kernel or None, Pattern(causal=True, document_starts=piece.document_starts)
-    place = (layout, cp_rank, piece.document_starts, kernel, task.step.deterministic, wire)
+    place = (layout, cp_rank, piece.document_starts, kernel, task.step.deterministic, wire, hosts)
     kept = (PlanCache() if plans is None else plans).of(place, lambda: plan(pattern, layout))
     return RingAttention(
         kept.schedule, cp_rank, group, backend=kernel, deterministic=task.step.deterministic, cache_dir=kernel_cache,
-        observer=observer, buffers=buffers, plans=kept, kv_wire=wire,
+        observer=observer, buffers=buffers, plans=kept, kv_wire=wire, hosts=hosts,
     )  # fmt: skip
 
 

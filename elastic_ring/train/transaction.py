@@ -144,6 +144,7 @@ class Transaction:
         self._membership_id = self._state_id = (0, 0)
         self._buffers = HopBuffers()
         self._plans = PlanCache()
+        self._hosts: tuple[str, ...] | None = None
         self.kernel_cache = kernel_cache
         self.spikes: SpikeWatch | None = None
         """Judges losses; nobody does without it."""
@@ -213,13 +214,17 @@ class Transaction:
 
     # ------------------------------------------------------------ a generation begins
 
-    def enter(self, groups: ProcessGroups, membership_id: tuple[int, int], *, keep: bool) -> None:
+    def enter(
+        self, groups: ProcessGroups, membership_id: tuple[int, int], *, keep: bool, nodes: tuple[str, ...] = ()
+    ) -> None:
         """Begin generation `membership_id` (term, generation) with a fresh module, wrapped in the new groups.
 
-        `keep` moves the shard's values into it; otherwise the shard is new, and invalid until it is filled.
+        `keep` moves the shard's values into it; otherwise the shard is new, and invalid until it is filled. `nodes`:
+        of each global rank, where they are known.
         """
         self._groups, self._membership_id = groups, membership_id
         coordinate = self._coordinate
+        self._hosts = tuple(nodes[rank] for rank in self._mesh.ring(coordinate.dp_rank)) if nodes else None
         model = self._maker.wrap(groups.device_mesh)
         self.relief.change(model, (self.task.units or largest_list)(model))
         make_abortable(model, groups.launching, self._waits)
@@ -560,6 +565,7 @@ class Transaction:
         return attention_of(
             self.task, piece, self._layouts.of_pass(self._mesh.cp, self.device.type, piece.num_sequences),
             self._coordinate.cp_rank, group, observe, self.kernel_cache, self._buffers, self._groups.check, self._plans,
+            hosts=self._hosts,
         )  # fmt: skip
 
     def _batch(self, piece: Slice, attention: RingAttention | PatternedAttention) -> Batch:

@@ -335,8 +335,9 @@ class HopExchange:
         assert self._source, "a pass begins with `begin`"
         stage, first = self._traffic[index], self._first_keys
         fetched = first[index] if index < len(first) else self._keys_buffer(index)
+        before = self._forwarded(index)
         if self._pack is None:
-            sources = tuple(x.flatten() for x in self._source) if stage.keys_out else ()
+            sources = (*(x.flatten() for x in self._source), before) if stage.keys_out else ()
             self._post(_KEYS, index, fetched, stage.keys_in, sources, stage.keys_out)
             return
         served = self._served_buffer(index)
@@ -345,7 +346,17 @@ class HopExchange:
             self._wait_sent(_KEYS, index - self._plan.send_slots)  # the send buffer is about to be refilled
             if stage.num_served:
                 self._fill(index, served)
-            self._post(_KEYS, index, fetched, stage.keys_in, (served.view(-1),), stage.keys_out)
+            sources = (served.view(-1), served.view(-1), before)
+            self._post(_KEYS, index, fetched, stage.keys_in, sources, stage.keys_out)
+
+    def _forwarded(self, index: int) -> torch.Tensor:
+        """The keys of the stage before, for peers on this host; they have arrived, or do before what is posted next
+        leaves. On a GPU the order of operations also keeps them until they have left."""
+        if not self._plan.far or not index:
+            return self._like.new_empty(0)
+        if not self._plan.coalesced:
+            self._wait_sent(_KEYS, index - len(self._plan.key_slots) + 1)  # its buffer is about to be refilled
+        return self._posted[_KEYS, index - 1].buffer.view(-1)
 
     def _fill(self, index: int, served: torch.Tensor) -> None:
         """Gather what others want in stage `index`, encoded where it is to be."""
@@ -438,6 +449,8 @@ class HopExchange:
         assert self._open is not None
         work = self._group.send([buffer], peer, self._tag(hop, kind))
         self._ledger.sent_bytes[self._direction, hop] += buffer.nbytes
+        if peer in self._plan.far:
+            self._ledger.far_sent_bytes[self._direction, hop] += buffer.nbytes
         assert work is not None or self._plan.coalesced, "this rank is not in the group"
         self._open.sends.append(_Message(hop, buffer, _End(work)))
 

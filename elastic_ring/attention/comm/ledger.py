@@ -25,6 +25,8 @@ class HopLedger:
 
     sent_bytes: dict[tuple[Direction, int], int] = field(default_factory=lambda: defaultdict(int))
     received_bytes: dict[tuple[Direction, int], int] = field(default_factory=lambda: defaultdict(int))
+    far_sent_bytes: dict[tuple[Direction, int], int] = field(default_factory=lambda: defaultdict(int))
+    """Of `sent_bytes`, those to ranks on other hosts."""
     wait_s: dict[tuple[Direction, int], float] = field(default_factory=lambda: defaultdict(float))
     routing_sent_bytes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     routing_received_bytes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -37,6 +39,7 @@ class HopLedger:
     def clear(self) -> None:
         self.sent_bytes.clear()
         self.received_bytes.clear()
+        self.far_sent_bytes.clear()
         self.wait_s.clear()
         self.routing_sent_bytes.clear()
         self.routing_received_bytes.clear()
@@ -112,6 +115,7 @@ class HopTally:
     on_gpu: bool
     step: int
     num_bytes: int = 0
+    num_far_bytes: int = 0
     events: list[HopEvents] = field(default_factory=list, repr=False)
     _host_wait_s: float = 0.0
 
@@ -126,6 +130,7 @@ class HopTally:
     def add(self, ledger: HopLedger) -> None:
         """After its backward pass."""
         self.num_bytes += ledger.all_sent_bytes
+        self.num_far_bytes += sum(ledger.far_sent_bytes.values())
         self._host_wait_s += ledger.all_wait_s
         self.events += ledger.events
 
@@ -134,6 +139,7 @@ class HopTally:
         times = hop_times(self.events)
         return {
             "hop_bytes": self.num_bytes,
+            "far_hop_bytes": self.num_far_bytes,
             "hop_wait_s": times.exposed_s if times else None if self.on_gpu else self._host_wait_s,
             "hop_latency_mean_s": times.latency_mean_s if times else None,
             "hop_latency_p99_s": times.latency_p99_s if times else None,

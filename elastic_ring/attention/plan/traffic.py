@@ -11,12 +11,15 @@ from functools import cached_property
 
 from elastic_ring.attention.layouts.layout import Range
 
+FETCHED = 2
+
 
 @dataclass(frozen=True)
 class ContiguousCopy:
     """One contiguous copy: sender[source:+size] to receiver[target:+size], in the plan's units.
 
-    `kind` is the sender's tensor: 0 for K, 1 for V; 0 where both lie in one buffer. A rank that does not know the other
+    `kind` is the sender's tensor: 0 for K, 1 for V; 0 where both lie in one buffer; FETCHED for the buffer of keys of
+    the stage before. A rank that does not know the other
     end, which packs rows of its own, has its own place in both."""
 
     kind: int
@@ -63,7 +66,7 @@ class ExchangePlan:
     those kernels, in the slot that they read. `packed`: what is sent is gathered first, into one of `send_slots`
     buffers; else it leaves from where it lies in K and V. `turns`: slots for dK and dV on the way out, and in the
     inbox. `coalesced` posts the messages of one direction as one operation. `most`: the largest numbers of rows fetched
-    and served in a stage by any rank, for memory that all ranks size alike.
+    and served in a stage by any rank, for memory that all ranks size alike. `far`: the ranks on other hosts.
     """
 
     cp: int
@@ -75,6 +78,7 @@ class ExchangePlan:
     turns: int = 2
     coalesced: bool = False
     most: tuple[int, int] = (0, 0)
+    far: frozenset[int] = frozenset()
 
     @cached_property
     def key_slots(self) -> tuple[int, ...]:

@@ -368,7 +368,8 @@ class Member:
         self._entering = True  # a GPU whose last process is just ending may keep this thread waiting
         try:
             back = command.step_back
-            state.enter(groups, (command.term, command.generation), keep=holds and back is None)
+            keep = holds and back is None
+            state.enter(groups, (command.term, command.generation), keep=keep, nodes=command.nodes)
             if command.restore is not None:
                 begun = time.monotonic()
                 reader = open_checkpoint(self._spec.run, command.restore)

@@ -91,6 +91,29 @@ def test_a_node_that_dies_with_a_whole_ring_changes_no_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.soak
+def test_a_ring_over_two_nodes_sends_keys_between_them_once_and_loses_one_of_them(
+    cluster: Cluster, tmp_path: Path, undisturbed: Known
+) -> None:
+    """Two ranks of each node: the second gets from its neighbour what the first has fetched. The bits are those of a
+    ring on one node, where that ran before."""
+    calm = fault_free(undisturbed, tmp_path, 1, 4)
+    trainer = tiny_trainer(
+        tmp_path, "over-nodes", dp=1, cp=4, spares=2, faults="kill-node@step=6,phase=backward,rank=2",
+        run={"copies": "1", "copy_every_steps": 2},
+    )  # fmt: skip
+    result = trainer.fit()
+    check_records(trainer, result)
+    summary = result.summary
+    for name in ("losses", "samples_sha256", "weights_sha256"):
+        assert summary[name] == calm[name], name
+    (recovery,) = summary["recoveries"]
+    assert recovery["source"] == "copy"
+    # Of what rank 0 sends, a third goes to the other node without documents; two thirds would, sent to each reader.
+    shares = [line["far_hop_bytes"] / line["hop_bytes"] for line in read_metrics(trainer.run_config.folder)]
+    assert all(0.0 < share < 0.5 for share in shares), shares
+
+
 def test_a_node_that_falls_silent_is_lost_once_and_nothing_is_started_there(cluster: Cluster, tmp_path: Path) -> None:
     folder, gate = tmp_path / "silent", tmp_path / "gate"
     trainer = tiny_trainer(tmp_path, "silent", spares=2, steps=40, gate=gate)

@@ -100,6 +100,7 @@ class Call:
     case: BlockCase
     stage_bytes: int
     keep_keys: bool | None = None
+    hosts: tuple[str, ...] | None = None
 
 
 Transition = tuple[Streams, ModelledGroup, ModelledBuffers]
@@ -120,10 +121,17 @@ def slices(case: Any, streams: Streams) -> Iterator[list[torch.Tensor]]:
     streams.run("another's use of k and v", writes=[k, v])
 
 
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys may be forwarded before they have arrived: NCCL's own stream keeps the order."""
+    between_hosts = RingAttention._between_hosts
+    monkeypatch.setattr(RingAttention, "_between_hosts", lambda self, plan, on_gpu: between_hosts(self, plan, True))
+
+
 def both_passes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> tuple[Graph, list[list[str]]]:
     """Forward and backward of each call on every rank, all calls over the same buffers; and what each rank posted."""
     host, graph = Host(), Graph()
     monkeypatch.setattr(ring_module, "HopExchange", ModelledExchange)
+    as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(blocks, "add_placed_", host.add_placed_)
     monkeypatch.setattr(blocks, "gather_rows_", host.gather_rows_)
     posted = []
@@ -131,7 +139,7 @@ def both_passes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> tuple[Gra
         for call in calls:
             ring = RingAttention(
                 call.case.schedule, streams.rank, group, kernel=host.kernel, coalesced=True, buffers=buffers,  # type: ignore[arg-type]
-                stage_bytes=call.stage_bytes, keep_keys=call.keep_keys,
+                stage_bytes=call.stage_bytes, keep_keys=call.keep_keys, hosts=call.hosts,
             )  # fmt: skip
             with slices(call.case, streams) as (q, k, v, dout):
                 out, lse, index, keys = ring.run_forward(q, k, v, 1.0)
@@ -141,6 +149,7 @@ def both_passes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> tuple[Gra
     return graph, posted
 
 
+TWO_HOSTS = ("a",) * 4 + ("b",) * 4
 EVERY_HOP = 1  # bytes: a stage holds no more than a hop
 CASES = {
     "one stage": [Call(block_case("bigbird", 4, "zigzag"), 2**40)],
@@ -150,6 +159,7 @@ CASES = {
     "groups of heads": [Call(block_case("heads in turn", 4, "contiguous", num_kv_heads=4), EVERY_HOP)],
     "groups of several sizes": [Call(grouped_case("groups of 1, 2, 1 and 2", 4, "zigzag"), EVERY_HOP)],
     "kept keys": [Call(block_case("window", 4, "zigzag"), 2**40, keep_keys=True)],
+    "two hosts": [Call(block_case("bigbird", 8, "zigzag"), EVERY_HOP, hosts=TWO_HOSTS)] * 2,
     "calls one after another": [
         Call(block_case("window", 4, "contiguous"), 2**40), Call(block_case("bigbird", 4, "contiguous"), EVERY_HOP),
         Call(block_case("longnet with rows that see nothing", 4, "contiguous"), EVERY_HOP),
@@ -252,6 +262,7 @@ def most_waits(graph: Graph) -> int:
 class DenseCall:
     case: Case
     hops_per_stage: int | None = None
+    hosts: tuple[str, ...] | None = None
 
 
 def dense_passes(calls: list[DenseCall], monkeypatch: pytest.MonkeyPatch) -> Graph:
@@ -261,7 +272,7 @@ def dense_passes(calls: list[DenseCall], monkeypatch: pytest.MonkeyPatch) -> Gra
         for call in calls:
             ring = RingAttention(
                 call.case.schedule, streams.rank, group, backend=host.dense_kernel, coalesced=True,  # type: ignore[arg-type]
-                buffers=buffers, hops_per_stage=call.hops_per_stage,
+                buffers=buffers, hops_per_stage=call.hops_per_stage, hosts=call.hosts,
             )  # fmt: skip
             with slices(call.case, streams) as (q, k, v, dout):
                 out, lse, index, _ = ring.run_forward(q, k, v, 1.0)
@@ -274,6 +285,7 @@ DENSE_CASES = {
     "one stage": [DenseCall(Case(4, 64), 3)],
     "two hops a stage": [DenseCall(Case(6, 96), 2)],
     "ranks that fetch nothing": [DenseCall(Case(5, 100, layout_name="contiguous"), 1)],
+    "two hosts": [DenseCall(Case(8, 128), 1, TWO_HOSTS), DenseCall(Case(8, 128, causal=False), 1, TWO_HOSTS)],
     "documents": [DenseCall(Case(4, 64, layout_name="contiguous", document_starts=(0, 20, 40)), 1)],
     "calls one after another": [
         DenseCall(Case(4, 64, batch=1), 3), DenseCall(Case(4, 64), 1), DenseCall(Case(4, 128, causal=False), 1),

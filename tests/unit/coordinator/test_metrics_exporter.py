@@ -65,8 +65,8 @@ def change(step: int, **more: Any) -> Change:
 def record(step: int, **more: Any) -> dict[str, Any]:
     return {
         "step": step, "loss": 2.5, "grad_norm": 1.5, "lr": 0.1, "num_tokens": 80, "samples": [1.0, 0.0, 2.0, 0.0],
-        "skipped": False, "step_s": 4.0, "generation": 1, "dp": 2, "cp": 1, "hop_bytes": 64, "hop_wait_s": 0.25,
-        "data_wait_s": 0.125, "work_s": [0.5, 0.75],
+        "skipped": False, "step_s": 4.0, "generation": 1, "dp": 2, "cp": 1, "hop_bytes": 64, "far_hop_bytes": 0,
+        "hop_wait_s": 0.25, "data_wait_s": 0.125, "work_s": [0.5, 0.75],
         "hop_latency_mean_s": 0.125, "hop_latency_p99_s": 0.5, "committed_monotonic_s": 1.0, "vote": [1.0],
         "membership_id": [1, 1], **more,
     }  # fmt: skip

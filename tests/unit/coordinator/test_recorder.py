@@ -28,8 +28,8 @@ def record(step: int, membership_id: tuple[int, int], loss: float = 1.0) -> dict
     return {
         "step": step, "loss": loss, "grad_norm": 1.0, "lr": 0.1, "num_tokens": 8, "samples": [1.0, 0.0, 2.0, 0.0],
         "skipped": False, "step_s": 0.1, "generation": membership_id[1], "dp": 2, "cp": 2, "hop_bytes": 0,
-        "hop_wait_s": 0.0, "data_wait_s": 0.0, "hop_latency_mean_s": None, "hop_latency_p99_s": None,
-        "committed_monotonic_s": 1.0, "vote": [1.0], "membership_id": list(membership_id),
+        "far_hop_bytes": 0, "hop_wait_s": 0.0, "data_wait_s": 0.0, "hop_latency_mean_s": None,
+        "hop_latency_p99_s": None, "committed_monotonic_s": 1.0, "vote": [1.0], "membership_id": list(membership_id),
     }  # fmt: skip
 
 

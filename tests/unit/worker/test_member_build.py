@@ -29,7 +29,7 @@ class Parts:
         self.groups = SimpleNamespace(world=None, global_rank=0)
         self.state = SimpleNamespace(
             leave=lambda: None, task="task", valid=True, applied=7, applying=False, use=lambda device: None,
-            enter=lambda groups, cast, keep: self.take("enter" if keep else "enter empty", 10),
+            enter=lambda groups, cast, keep, nodes: self.take("enter" if keep else "enter empty", 10),
             roll_forward=lambda vote: self.take("roll forward", 20), initialise=lambda: self.take("initialise", 5),
         )  # fmt: skip
         spec = SimpleNamespace(
