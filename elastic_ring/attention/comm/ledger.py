@@ -8,10 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from elastic_ring.attention.comm.fp8 import WireError
 from elastic_ring.attention.plan.schedule import Direction
+
+Way = Literal["forward", "backward", "routing"]
 
 
 @dataclass
@@ -20,17 +22,14 @@ class HopLedger:
 
     `wait_s` is time spent waiting for a hop's messages: latency that no computation hid. On a GPU the host does not
     wait; with `keep_events` every exchange stores its CUDA events here, which `hop_times` reads. Routing messages
-    (content-chosen blocks) are counted separately, by distance on the ring, since no schedule plans them.
+    (content-chosen blocks), which no schedule plans, are counted as a third way, by distance on the ring.
     """
 
-    sent_bytes: dict[tuple[Direction, int], int] = field(default_factory=lambda: defaultdict(int))
-    received_bytes: dict[tuple[Direction, int], int] = field(default_factory=lambda: defaultdict(int))
+    sent_bytes: dict[tuple[Way, int], int] = field(default_factory=lambda: defaultdict(int))
+    received_bytes: dict[tuple[Way, int], int] = field(default_factory=lambda: defaultdict(int))
     far_sent_bytes: dict[tuple[Direction, int], int] = field(default_factory=lambda: defaultdict(int))
     """Of `sent_bytes`, those to ranks on other hosts."""
-    wait_s: dict[tuple[Direction, int], float] = field(default_factory=lambda: defaultdict(float))
-    routing_sent_bytes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    routing_received_bytes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    routing_wait_s: float = 0.0
+    wait_s: dict[tuple[Way, int], float] = field(default_factory=lambda: defaultdict(float))
     keep_events: bool = False
     events: list[HopEvents] = field(default_factory=list, repr=False)
     wire_error: WireError | None = None
@@ -41,29 +40,26 @@ class HopLedger:
         self.received_bytes.clear()
         self.far_sent_bytes.clear()
         self.wait_s.clear()
-        self.routing_sent_bytes.clear()
-        self.routing_received_bytes.clear()
-        self.routing_wait_s = 0.0
         self.events.clear()
 
     @contextmanager
-    def waiting(self, direction: Direction, hop: int) -> Iterator[None]:
+    def waiting(self, way: Way, hop: int) -> Iterator[None]:
         """Round a wait for a hop's messages, also for one that ends in an exception."""
         begun = time.perf_counter()
         try:
             yield
         finally:
-            self.wait_s[direction, hop] += time.perf_counter() - begun
+            self.wait_s[way, hop] += time.perf_counter() - begun
 
     @property
     def all_sent_bytes(self) -> int:
         """Of hops and of routing."""
-        return sum(self.sent_bytes.values()) + sum(self.routing_sent_bytes.values())
+        return sum(self.sent_bytes.values())
 
     @property
     def all_wait_s(self) -> float:
         """For hops and for routing."""
-        return sum(self.wait_s.values()) + self.routing_wait_s
+        return sum(self.wait_s.values())
 
 
 @dataclass

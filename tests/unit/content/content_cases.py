@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -83,6 +84,11 @@ class ContentCase(SparseCase):
             for j in (*past, i):
                 seen[i * unit : (i + 1) * unit, j * unit : (j + 1) * unit] = True
         return seen
+
+
+def routed(counts: Mapping[tuple[str, int], int]) -> dict[int, int]:
+    """Of a ledger's bytes, those of messages about choices, by hop."""
+    return {hop: num for (way, hop), num in counts.items() if way == "routing"}
 
 
 def make_case(name: str, cp: int, seq_len: int = 67, **more: Any) -> ContentCase:

@@ -32,7 +32,7 @@ from elastic_ring.model.transformer import Transformer
 from tests.gpu.gpu_rings import ProcessGroups, run_content_on
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
 from tests.unit.attention.test_recomputation import CONFIG
-from tests.unit.content.content_cases import make_case, run_content, schedule_of
+from tests.unit.content.content_cases import make_case, routed, run_content, schedule_of
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_backward_under_checkpointing_neither_chooses_nor_sends_again_and_no_bit
         found[way] = in_threads(cp, work)
     for kept, again in zip(found["kept"] + found["offloaded"], 2 * found["run again"], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(kept[0], again[0], strict=True))
-        once, twice = (sum(ledger.routing_sent_bytes.values()) for ledger in (kept[1], again[1]))
+        once, twice = (sum(routed(ledger.sent_bytes).values()) for ledger in (kept[1], again[1]))
         assert (once > 0) == (cp > 1)
         assert 2 * once == twice
         forward, forward_again = (
@@ -241,7 +241,7 @@ def test_messages_go_out_as_two_operations_and_the_host_reads_once(
         ledger = HopLedger()
         router = Router(case.layout, cp_rank, groups[cp_rank], case.documents, ledger, coalesced=coalesced)
         with NoReads():
-            return router(rules, q, k, 0), dict(ledger.routing_sent_bytes)
+            return router(rules, q, k, 0), routed(ledger.sent_bytes)
 
     def as_on_a_gpu(cp_rank: int) -> Any:
         with links.baton:

@@ -29,6 +29,7 @@ from tests.unit.content.content_cases import (
     alone,
     check_choice,
     make_case,
+    routed,
     run_content,
     schedule_of,
     wanted,
@@ -153,9 +154,10 @@ def test_only_the_union_of_what_was_chosen_moves_and_what_choosing_takes(
         received = sum(num for (way, _), num in attention.ledger.received_bytes.items() if way == "forward")
         assert received == int(seen.sum()) * 2 * case.head_dim * 4
         sent, got = routing_bytes(case, rank)
-        assert sum(attention.ledger.routing_sent_bytes.values()) == sent > 0
-        assert sum(attention.ledger.routing_received_bytes.values()) == got > 0
-        assert attention.ledger.all_sent_bytes == sent + sum(attention.ledger.sent_bytes.values())
+        assert sum(routed(attention.ledger.sent_bytes).values()) == sent > 0
+        assert sum(routed(attention.ledger.received_bytes).values()) == got > 0
+        keys = sum(num for (way, _), num in attention.ledger.sent_bytes.items() if way != "routing")
+        assert attention.ledger.all_sent_bytes == sent + keys
 
 
 def routing_bytes(case: ContentCase, rank: int) -> tuple[int, int]:
@@ -187,7 +189,7 @@ def test_where_there_is_nothing_to_choose_nothing_is_said(rings: ThreadRings, te
     found, used = run_content(case, rings.groups(3))
     for got, want in zip(found, wanted(alone(case)), strict=True):
         assert relative_error(got, want) <= 1e-12
-    assert not any(each.ledger.routing_sent_bytes or each.ledger.routing_received_bytes for each in used)
+    assert not any(routed(x) for each in used for x in (each.ledger.sent_bytes, each.ledger.received_bytes))
     check_choice(case, schedule_of(used[0]))
 
 
