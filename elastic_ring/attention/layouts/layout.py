@@ -6,7 +6,7 @@ import torch, so that schedules can be planned without it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -16,6 +16,22 @@ if TYPE_CHECKING:
 
 Range = tuple[int, int]
 """A half-open (start, stop) range of positions or of indices into a rank's local slice."""
+
+
+def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """The same positions as ascending ranges, with those that touch or overlap merged."""
+    merged: list[Range] = []
+    for start, stop in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def covers(ranges: Iterable[Range], size: int) -> bool:
+    """Whether every position of [0, size) lies in some range, and none beyond."""
+    return union(ranges) == (((0, size),) if size else ())
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,10 @@ Constructs `Layout`s only. `choice` prices layouts and selects one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_ring.attention.layouts.layout import Layout, Range
+from elastic_ring.attention.layouts.layout import Layout, Range, union
 from elastic_ring.attention.patterns.rules import require
 
 
@@ -78,7 +76,7 @@ def dealt(work: NDArray[np.int64], cp: int, rounds: int, *, unit_tokens: int = 1
     if rounds == 1:
         # One round cannot balance anything. Keep sequence order, so that adjacent chunks lie on adjacent ranks.
         segments = sorted(segments, key=lambda own: own or [(seq_len, seq_len)])
-    return Layout(f"balanced-{rounds}", seq_len, tuple(_merge_adjacent(sorted(own)) for own in segments))
+    return Layout(f"balanced-{rounds}", seq_len, tuple(map(union, segments)))
 
 
 def work_max_over_mean(layout: Layout, work: NDArray[np.int64]) -> float:
@@ -108,16 +106,6 @@ def _from_owners(name: str, owners: NDArray[np.int64], seq_len: int, cp: int, un
     for first, last in zip([0, *edges.tolist()], [*edges.tolist(), len(owners)], strict=True):
         segments[int(owners[first])].append((first * unit_tokens, min(last * unit_tokens, seq_len)))
     return Layout(name, seq_len, tuple(map(tuple, segments)))
-
-
-def _merge_adjacent(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    joined: list[Range] = []
-    for start, stop in ranges:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
 
 
 def _check(seq_len: int, cp: int, unit_tokens: int) -> None:

@@ -10,9 +10,9 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-from elastic_ring.attention.layouts.layout import Range
+from elastic_ring.attention.layouts.layout import Range, covers
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_tiles import num_tokens as tokens_in
 from elastic_ring.attention.plan.stages import Stage, most_tokens, num_row_visits, stages
@@ -39,13 +39,8 @@ class RankPlan:
     @cached_property
     def every_row_sees(self) -> bool:
         """Whether every query lies in some tile, of which each shows every row of it at least one key."""
-        rows = sorted(tile.q for stage in self.stages for tile in stage.by_rows if tile.k[0] < tile.k[1])
-        end = 0
-        for start, stop in rows:
-            if start > end:
-                return False
-            end = max(end, stop)
-        return end == self.schedule.layout.num_tokens(self.cp_rank)
+        rows = (tile.q for stage in self.stages for tile in stage.by_rows if tile.k[0] < tile.k[1])
+        return covers(rows, self.schedule.layout.num_tokens(self.cp_rank))
 
     @cached_property
     def sums(self) -> tuple[tuple[Sum, ...], ...]:
@@ -59,7 +54,9 @@ class RankPlan:
     def _sums(self, stage: Stage) -> tuple[Sum, ...]:
         asked = [(hop, self.schedule.requested(self.cp_rank, hop)) for hop in stage.hops if hop > 0]
         cuts = sorted({edge for _, ranges in asked for span in ranges for edge in span})
-        places = [(hop, ranges, *_offsets(ranges)) for hop, ranges in asked]
+        sizes = [[stop - start for start, stop in ranges] for _, ranges in asked]
+        places = [(hop, ranges, [start for start, _ in ranges], list(accumulate(size, initial=0)))
+                  for (hop, ranges), size in zip(asked, sizes, strict=True)]  # fmt: skip
         sums: list[Sum] = []
         for start, stop in pairwise(cuts):
             shares: list[tuple[int, int]] = []
@@ -161,15 +158,3 @@ def _joined(pieces: Iterable[ContiguousCopy]) -> tuple[ContiguousCopy, ...]:
                 continue
         joined.append(piece)
     return tuple(joined)
-
-
-def _offsets(ranges: tuple[Range, ...]) -> tuple[list[int], list[int]]:
-    """Where each of ascending ranges starts, and how many tokens lie before it in a packed buffer."""
-    starts: list[int] = []
-    offsets: list[int] = []
-    total = 0
-    for start, stop in ranges:
-        starts.append(start)
-        offsets.append(total)
-        total += stop - start
-    return starts, offsets

@@ -10,12 +10,12 @@ round the ring, so keys that no query needs can be skipped. `sparse_schedule` do
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Literal
 
-from elastic_ring.attention.layouts.layout import Layout, Range
+from elastic_ring.attention.layouts.layout import Layout, Range, union
 from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.chunks import Chunk, chunks_of
 
 Direction = Literal["forward", "backward"]
 Side = Literal["received", "sent"]
@@ -111,15 +111,8 @@ class Schedule:
         return num_bytes
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """The part of one segment that lies in one document, in positions and in the rank's local slice."""
-
-    positions: Range
-    local: Range
-
-
-_Pieces = dict[int, list[_Piece]]
+_Pieces = dict[int, list[Chunk]]
+"""A rank's parts of each document, ascending."""
 
 
 def plan(pattern: Pattern, layout: Layout) -> Schedule:
@@ -128,30 +121,16 @@ def plan(pattern: Pattern, layout: Layout) -> Schedule:
     Pure: equal arguments give equal schedules on every rank and in every process.
     """
     cp = layout.cp
-    pattern.documents(layout.seq_len)
-    pieces = [_cut(pattern.document_starts, segments) for segments in layout.segments]
+    documents = pattern.documents(layout.seq_len)
+    pieces: list[_Pieces] = [{} for _ in range(cp)]
+    for cp_rank, of_rank in enumerate(pieces):
+        for chunk in chunks_of(layout, cp_rank, documents, layout.seq_len):
+            of_rank.setdefault(chunk.document, []).append(chunk)
     hops = tuple(
         tuple(_plan_hop(pattern.causal, pieces, cp_rank, (cp_rank - hop) % cp) for hop in range(cp))
         for cp_rank in range(cp)
     )
     return Schedule(pattern, layout, hops)
-
-
-def _cut(document_starts: tuple[int, ...], segments: tuple[Range, ...]) -> _Pieces:
-    """A rank's segments cut at document boundaries: document index to its pieces, ascending."""
-    pieces: _Pieces = {}
-    offset = 0
-    for start, stop in segments:
-        document = bisect_right(document_starts, start) - 1
-        at = start
-        while at < stop:
-            last = document + 1 == len(document_starts)
-            end = stop if last else min(stop, document_starts[document + 1])
-            local = (offset + at - start, offset + end - start)
-            pieces.setdefault(document, []).append(_Piece((at, end), local))
-            at, document = end, document + 1
-        offset += stop - start
-    return pieces
 
 
 def _plan_hop(causal: bool, pieces: list[_Pieces], cp_rank: int, source: int) -> Hop:
@@ -171,11 +150,11 @@ def _plan_hop(causal: bool, pieces: list[_Pieces], cp_rank: int, source: int) ->
             tiles.append(Tile(all_rows, all_columns, causal=True))
         else:
             tiles.extend(_staircase(rows, columns))
-    fetch = () if source == cp_rank else _union([tile.k for tile in tiles])
+    fetch = () if source == cp_rank else union(tile.k for tile in tiles)
     return Hop(source, fetch, tuple(tiles))
 
 
-def _staircase(rows: list[_Piece], columns: list[_Piece]) -> list[Tile]:
+def _staircase(rows: list[Chunk], columns: list[Chunk]) -> list[Tile]:
     """Causal attention between two different ranks: each piece of queries sees the pieces of keys before it.
 
     Neighbouring pieces of queries that see the same keys share a tile.
@@ -193,13 +172,3 @@ def _staircase(rows: list[_Piece], columns: list[_Piece]) -> list[Tile]:
         else:
             tiles.append(Tile(row.local, seen, causal=False))
     return tiles
-
-
-def _union(ranges: list[Range]) -> tuple[Range, ...]:
-    merged: list[Range] = []
-    for start, stop in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return tuple(merged)

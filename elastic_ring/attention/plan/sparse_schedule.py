@@ -16,6 +16,7 @@ from elastic_ring.attention.layouts.layout import Layout, Range
 from elastic_ring.attention.patterns.blocks import block_positions, kept_by_any, row_strips, visible
 from elastic_ring.attention.patterns.rules import NONE, Mask, Positions, Rule
 from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.chunks import Chunk, chunks_of
 from elastic_ring.attention.plan.schedule import Direction, Side
 
 
@@ -119,19 +120,6 @@ class SparseSchedule:
         return times * sum(int(pairs[start:stop].sum()) for start, stop in self.layout.segments[cp_rank])
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """The part of one block that is contiguous on a rank.
-
-    `positions` count from the start of the document, `local` from the start of the rank's slice.
-    """
-
-    document: int
-    block: int
-    positions: Range
-    local: Range
-
-
 def plan_sparse(pattern: SparsePattern, layout: Layout, num_heads: int, num_kv_heads: int) -> SparseSchedule:
     """The hops of every rank. Raises: `ValueError` if documents or heads do not match, and for a
     pattern whose blocks content has not chosen yet."""
@@ -163,26 +151,6 @@ def head_groups(rules: tuple[Rule, ...], num_kv_heads: int) -> tuple[HeadGroup, 
     for kv_head in range(num_kv_heads):
         members.setdefault(rules[kv_head * sharing : (kv_head + 1) * sharing], []).append(kv_head)
     return tuple(HeadGroup(tuple(kv_heads), shared) for shared, kv_heads in members.items())
-
-
-def chunks_of(layout: Layout, cp_rank: int, documents: tuple[Range, ...], block: int) -> tuple[Chunk, ...]:
-    """A rank's slice, cut at document and block boundaries, in local order."""
-    starts = [start for start, _ in documents]
-    chunks: list[Chunk] = []
-    offset = 0
-    for start, stop in layout.segments[cp_rank]:
-        document = int(np.searchsorted(starts, start, side="right")) - 1
-        at = start
-        while at < stop:
-            first, last = documents[document]
-            index = (at - first) // block
-            end = min(stop, last, first + (index + 1) * block)
-            local = (offset + at - start, offset + end - start)
-            chunks.append(Chunk(document, index, (at - first, end - first), local))
-            document += end == last
-            at = end
-        offset += stop - start
-    return tuple(chunks)
 
 
 def runs(chosen: Mask) -> tuple[Range, ...]:

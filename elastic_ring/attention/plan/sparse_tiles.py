@@ -17,7 +17,8 @@ from elastic_ring.attention.layouts.layout import Range
 from elastic_ring.attention.patterns.blocks import row_strips, visible
 from elastic_ring.attention.patterns.rules import FULL, NONE, Kinds, Mask, Positions, Rule
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.sparse_schedule import Chunk, SparseSchedule, chunks_of, runs
+from elastic_ring.attention.plan.chunks import Chunk, chunks_of
+from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
 from elastic_ring.attention.plan.traffic import ContiguousCopy, ExchangePlan, PeerTransfer, Traffic
 
 
@@ -156,22 +157,12 @@ def _tiles_of_chunk(rule: Rule, kinds: Kinds, chunk: Chunk, keys: _KeyChunks, ca
 
 def _compressed(seen: Mask, rows: Positions, columns: Positions, offset: int, local: Positions) -> _Piece:
     mask = seen[np.ix_(rows, columns)]
-    q, k = _ranges(rows + offset), _ranges(local[columns])
+    (q, k) = (_joined(at, at + 1) for at in (rows + offset, local[columns]))
     if mask.all():
         return q, k, False, None
     if mask.shape[0] == mask.shape[1] and np.array_equal(mask, np.tril(np.ones_like(mask))):
         return q, k, True, None
     return q, k, False, mask
-
-
-def _ranges(indices: Positions) -> tuple[Range, ...]:
-    """Ascending indices as ranges."""
-    if not indices.size:
-        return ()
-    first = int(indices[0])
-    chosen = np.zeros(int(indices[-1]) - first + 1, dtype=bool)
-    chosen[indices - first] = True
-    return tuple((start + first, stop + first) for start, stop in runs(chosen))
 
 
 def _joined(starts: Positions, stops: Positions) -> tuple[Range, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from elastic_ring.attention.layouts.layout import Range
+from elastic_ring.attention.layouts.layout import Range, covers
 from elastic_ring.attention.plan.schedule import Schedule, Tile
 
 
@@ -33,8 +33,8 @@ class Stage:
     @cached_property
     def keys_once(self) -> bool:
         """Whether every key of the buffer lies in exactly one tile of `by_keys`."""
-        ranges = sorted(tile.k for tile in self.by_keys)
-        return _cover(ranges, self.num_tokens)
+        num_covered = sum(tile.k[1] - tile.k[0] for tile in self.by_keys)
+        return num_covered == self.num_tokens and covers((tile.k for tile in self.by_keys), num_covered)
 
 
 def stages(schedule: Schedule, cp_rank: int, hops_per_stage: int) -> tuple[Stage, ...]:
@@ -121,12 +121,3 @@ def _regroup(rectangles: list[tuple[Range, Range]]) -> list[tuple[Range, Range]]
             else:
                 strips[at] = ((strips[at][0][0], strip[1]), run)
     return strips
-
-
-def _cover(ranges: list[Range], num_tokens: int) -> bool:
-    end = 0
-    for start, stop in ranges:
-        if start != end:
-            return False
-        end = stop
-    return end == num_tokens

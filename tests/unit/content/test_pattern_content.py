@@ -19,7 +19,8 @@ from elastic_ring.attention.patterns.content import ByDocument, Chosen, TopK
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.rules import Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.sparse_schedule import chunks_of, plan_sparse
+from elastic_ring.attention.plan.chunks import chunks_of
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.routing.router import Router, choose_blocks
 from elastic_ring.tuning.quality.families import Family
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
