@@ -38,7 +38,8 @@ from elastic_ring.attention.autolayout.choice import Candidate, Sizes, layouts_f
 from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
+from elastic_ring.attention.plan.schedule import Schedule
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.cli.calibrate import heads
 from elastic_ring.contrib.calibrate import Stopwatch, calibrate
@@ -72,7 +73,7 @@ class Row:
 class System:
     """A row's attention on this rank."""
 
-    def __init__(self, row: Row, schedule: SparseSchedule, cp_rank: int, group: Any, sizes: Sizes) -> None:
+    def __init__(self, row: Row, schedule: Schedule, cp_rank: int, group: Any, sizes: Sizes) -> None:
         self.row = row
         self._ring = RingAttention(schedule, cp_rank, group)
         generator = torch.Generator().manual_seed(cp_rank)

@@ -85,12 +85,8 @@ def mean_bytes(pattern: SparsePattern, layout: Layout, sizes: Sizes) -> float:
 def mean_dense_bytes(seq_len: int, cp: int, sizes: Sizes) -> float:
     """The dense ring's, by its own schedule."""
     schedule = plan(Pattern(), zigzag(seq_len, cp))
-    hops = [
-        schedule.hop_bytes(rank, hop, sizes.num_kv_heads, sizes.head_dim, BF16_BYTES, "forward")
-        for rank in range(cp)
-        for hop in range(cp)
-    ]
-    return sum(hops) / cp
+    kv_heads = sizes.num_kv_heads
+    return sum(schedule.received_bytes(rank, sizes.head_dim, BF16_BYTES, kv_heads=kv_heads) for rank in range(cp)) / cp
 
 
 def mean_sources(chosen: Choice) -> float:

@@ -27,7 +27,7 @@ from elastic_ring.attention.patterns.families import BigBird, longnet
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import plan
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import STAGE_LIMIT_BYTES, Footprint, RingAttention
 from elastic_ring.contrib.block_sparse import BlockSparseAttention
 from elastic_ring.contrib.cuda_graphs import GraphedRing, make_graphed
@@ -84,7 +84,7 @@ class System:
         `in_place`: as in a model whose projections write q, k and v where the graphs read them, and read gradients
         where the graphs write them.
         """
-        if isinstance(self.attend, RingAttention) and isinstance(self.attend.schedule, SparseSchedule):
+        if isinstance(self.attend, RingAttention) and not self.attend.schedule.is_dense:
             self.graphs = make_graphed(self.attend, *self.tensors[:3], copy_grads=not in_place)
             if in_place:
                 self.tensors = (*self.graphs.inputs, self.tensors[3])

@@ -16,10 +16,9 @@ from elastic_ring.attention.comm.exchange import Group
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.plan.schedule import Schedule
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
 
 
-def check_group(schedule: Schedule | SparseSchedule, cp_rank: int, group: Group | None) -> None:
+def check_group(schedule: Schedule, cp_rank: int, group: Group | None) -> None:
     if not 0 <= cp_rank < schedule.cp:
         raise ValueError(f"cp_rank={cp_rank}: the schedule has ranks 0 to {schedule.cp - 1}")
     if group is None:

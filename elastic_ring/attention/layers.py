@@ -25,9 +25,9 @@ from elastic_ring.attention.patterns.families import longnet_text
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import NEWER, Dense, Rule, Union
 from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern, rules_text
-from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.plan.schedule import Schedule, plan
 from elastic_ring.attention.plan.sparse_blocks import check_blocks
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.plan.two_level import Hosts
 from elastic_ring.attention.recomputation import SavedResult
 from elastic_ring.attention.ring import Observer, RingAttention
@@ -314,7 +314,7 @@ class PatternedAttention:
         key = (*place, self._sparse_kernel, rules, block, q.size(2), k.size(2))
         return self._sparse(self._plans.of(key, lambda: self._schedule(rules, block, q, k)), q)
 
-    def _schedule(self, rules: tuple[Rule, ...], block: int, q: torch.Tensor, k: torch.Tensor) -> SparseSchedule:
+    def _schedule(self, rules: tuple[Rule, ...], block: int, q: torch.Tensor, k: torch.Tensor) -> Schedule:
         pattern = SparsePattern(rules, block, self._document_starts, self._causal)
         return plan_sparse(pattern, self.layout, q.size(2), k.size(2))
 

@@ -37,7 +37,6 @@ from elastic_ring.attention.lowering.tiles import lower_tiles
 from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward
 from elastic_ring.attention.plan.rank_plan import rank_plan
 from elastic_ring.attention.plan.schedule import Direction, Schedule
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
 from elastic_ring.attention.plan.two_level import Hosts, two_level
 from elastic_ring.attention.recomputation import RecomputableRing, Result
 from elastic_ring.attention.ring_plans import RingPlans
@@ -87,7 +86,7 @@ class RingAttention(RecomputableRing):
 
     def __init__(
         self,
-        schedule: Schedule | SparseSchedule,
+        schedule: Schedule,
         cp_rank: int,
         group: Group | None,
         *,
@@ -162,7 +161,7 @@ class RingAttention(RecomputableRing):
         """Raise what a call with these tensors would raise, before anything is sent."""
         check_tensors(q, k, v)
         check_local_length(q, self.schedule.layout, self.cp_rank)
-        if isinstance(self.schedule, SparseSchedule):
+        if not self.schedule.is_dense:
             if (q.size(2), k.size(2)) != (self.schedule.num_heads, self.schedule.num_kv_heads):
                 raise ValueError(
                     f"q has {q.size(2)} heads and k {k.size(2)}, the schedule is for {self.schedule.num_heads} and"
@@ -175,7 +174,7 @@ class RingAttention(RecomputableRing):
         check_captured(self._observer, self.ledger, self._group, q.device)
         if self._memory is not None:
             raise ValueError("the ring has a memory, whose flags count messages and so fit one pass; leave memory out")
-        if isinstance(self.schedule, SparseSchedule):
+        if not self.schedule.is_dense:
             if self.schedule.for_one_call:
                 raise ValueError("the schedule is of blocks that content chose for one call; plan a static pattern")
             return
@@ -192,13 +191,13 @@ class RingAttention(RecomputableRing):
 
     def footprint(self, q: torch.Tensor) -> Footprint:
         """Memory of calls over block tables, queries like q (B, S_local, H, D), besides their inputs and outputs."""
-        assert isinstance(self.schedule, SparseSchedule)
+        assert not self.schedule.is_dense
         return footprint(self.schedule, self.cp_rank, q, self._block_options(q))
 
     def shapes(self, k: torch.Tensor) -> frozenset[object]:
         """What tells passes apart for which kernels are compiled, over keys like `k` (B, S_local, Hkv, D): (queries,
         keys, causal) of each call of a dense pass, the rank of others."""
-        if not isinstance(self.schedule, Schedule):
+        if not self.schedule.is_dense:
             return frozenset((self.cp_rank,))
         stages = rank_plan(self.schedule, self.cp_rank, hops_together(self.schedule, k, self._hops_per_stage)).stages
         tiles = (tile for stage in stages for tile in (*stage.by_rows, *stage.by_keys))
@@ -304,7 +303,7 @@ class RingAttention(RecomputableRing):
 
     def _make_call_plan(self, q: torch.Tensor, k: torch.Tensor) -> CallPlan:
         schedule, memory = self.schedule, self._memory
-        if isinstance(schedule, Schedule):
+        if schedule.is_dense:
             by_copies = memory is not None and schedule.cp > 1 and k.device.type == memory.device.type
             return lower_rectangles(
                 schedule, self.cp_rank, q, k, self._kernel_for(q, k.size(2)), hops_per_stage=self._hops_per_stage,
@@ -315,11 +314,11 @@ class RingAttention(RecomputableRing):
         return lower_tiles(schedule, self.cp_rank, k, self._kernel_for(q, k.size(2)), ahead=self._ahead)
 
     def _in_blocks(self, q: torch.Tensor) -> bool:
-        return isinstance(self.schedule, SparseSchedule) and (q.is_cuda or self._kernel is not None)
+        return not self.schedule.is_dense and (q.is_cuda or self._kernel is not None)
 
     def _kernel_for(self, q: torch.Tensor, num_kv_heads: int) -> Kernel:
         cover: CoverKind = "causal"
-        if isinstance(self.schedule, SparseSchedule):
+        if not self.schedule.is_dense:
             cover = "tables" if self._in_blocks(q) else "mask"
         wanted = {"causal": self._backend, "mask": None, "tables": self._kernel}[cover]
         if isinstance(wanted, Kernel):
@@ -333,7 +332,6 @@ class RingAttention(RecomputableRing):
         return self._plans.kernels[kind]
 
     def _block_options(self, q: torch.Tensor) -> BlockOptions:
-        assert isinstance(self.schedule, SparseSchedule)
         kernel = self._kernel_for(q, self.schedule.num_kv_heads)
         return BlockOptions(
             self._stage_bytes, self._keep_keys, self._coalesced, self._partials, kernel, self._plans.tables

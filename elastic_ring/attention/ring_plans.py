@@ -13,7 +13,6 @@ import torch
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.plan.schedule import Schedule
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
 from elastic_ring.attention.routing.router import NUM_ROUTES
 
 NUM_CALL_PLANS = 16
@@ -33,7 +32,7 @@ KEPT_BYTES = 1 << 29
 class RingPlans:
     """A schedule, and what a rank derived from it; shared by rings with the same schedule, cp_rank and options."""
 
-    schedule: Schedule | SparseSchedule
+    schedule: Schedule
     calls: LRUCache = field(default_factory=lambda: LRUCache(NUM_CALL_PLANS))
     tables: LRUCache = field(default_factory=lambda: LRUCache(NUM_CALL_PLANS))
     kernels: dict[tuple[torch.device, torch.dtype, int, int], Kernel] = field(default_factory=dict)
@@ -51,7 +50,7 @@ class PlanCache:
         self.routes = LRUCache(NUM_ROUTES)
         self._plans: OrderedDict[Hashable, RingPlans] = OrderedDict()
 
-    def of(self, key: Hashable, schedule: Callable[[], Schedule | SparseSchedule]) -> RingPlans:
+    def of(self, key: Hashable, schedule: Callable[[], Schedule]) -> RingPlans:
         """The plans of `key`, which stands for the schedule, the rank and the options; planned where there are none."""
         if key not in self._plans:
             self._plans[key] = RingPlans(schedule())

@@ -17,8 +17,8 @@ from elastic_ring.attention.comm.exchange import Group, HopLedger
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.patterns.rules import Rule, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.schedule import Direction
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
+from elastic_ring.attention.plan.schedule import Direction, Schedule
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.contrib.block_means import BlockMeans, block_map
 from elastic_ring.contrib.compressed import attend_to_first
@@ -80,7 +80,7 @@ class GatedRing:
             raise ValueError(f"ahead={ahead}: at least the next hop is posted; use 1")
         self.layout, self.cp_rank = layout, cp_rank
         self.ledgers = ViewLedgers() if ledgers is None else ledgers
-        self.schedules: tuple[SparseSchedule, ...] = ()
+        self.schedules: tuple[Schedule, ...] = ()
         self._group, self._ahead = group, ahead
         self._all_to_all = AllToAll(layout.cp, cp_rank, group, self.ledgers.block_means)
         self._next_call_index = 0
@@ -135,7 +135,7 @@ class GatedRing:
             return rings[0](q, k, v)
         return torch.cat([ring(q[i : i + 1], k[i : i + 1], v[i : i + 1]) for i, ring in enumerate(rings)])
 
-    def _ring(self, schedule: SparseSchedule, ledger: HopLedger) -> RingAttention:
+    def _ring(self, schedule: Schedule, ledger: HopLedger) -> RingAttention:
         ring = RingAttention(
             schedule, self.cp_rank, self._group, ahead=self._ahead, ledger=ledger, first_call_index=self._new_call()
         )

@@ -21,7 +21,8 @@ from elastic_ring.attention.layouts.placement import (
 from elastic_ring.attention.patterns.families import Dilated
 from elastic_ring.attention.patterns.rules import Rule, Strided, Union
 from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
+from elastic_ring.attention.plan.schedule import Schedule
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.plan.sparse_tiles import tiles
 
 __all__ = [
@@ -85,7 +86,7 @@ class Candidate:
 class Choice:
     """The chosen schedule and exchange, the reasons in words, and all candidates, best first."""
 
-    schedule: SparseSchedule
+    schedule: Schedule
     exchange: Exchange
     why: str
     candidates: tuple[Candidate, ...]
@@ -211,7 +212,7 @@ def price(pattern: SparsePattern, layout: Layout, sizes: Sizes, cost_model: Cost
     ]
 
 
-def sparse_kernels(schedule: SparseSchedule, cp_rank: int, fetches: bool, cost_model: CostModel) -> tuple[int, int]:
+def sparse_kernels(schedule: Schedule, cp_rank: int, fetches: bool, cost_model: CostModel) -> tuple[int, int]:
     """(kernel calls, query-key pairs) of one rank's forward pass. A masked tile computes all its pairs."""
     if not cost_model.per_tile:
         return 1 + fetches, schedule.work(cp_rank)

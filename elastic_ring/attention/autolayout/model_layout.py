@@ -177,7 +177,7 @@ def price_dense(
         sides = [(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0], tile.causal) for tile in tiles]
         work.append(sizes.num_heads * sum(q * (q + 1) // 2 if causal else q * k for q, k, causal in sides))
         received = [
-            schedule.hop_bytes(own, hop, sizes.num_kv_heads, sizes.head_dim, sizes.itemsize, "forward")
+            schedule.hop_bytes(own, hop, sizes.head_dim, sizes.itemsize, "forward", kv_heads=sizes.num_kv_heads)
             for hop in range(cp)
         ]
         all_bytes += sum(received)

@@ -25,8 +25,8 @@ from elastic_ring.attention.lowering.keys import TokenSpan
 from elastic_ring.attention.lowering.rows import Span
 from elastic_ring.attention.merge import MOST_AT_ONCE, accumulate_dtype, add_placed_
 from elastic_ring.attention.plan.plan_cache import LRUCache
+from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_blocks import NUM_TURNS
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
 
 STAGE_LIMIT_BYTES = 1 << 29
 """Upper bound, per stage, of the K and V bytes that a rank fetches, and of those that it serves. Every further stage
@@ -95,7 +95,7 @@ class BlockOptions:
         return inputs if self.kernel.keeps_type else accumulate_dtype(inputs)
 
 
-def lower_blocks(schedule: SparseSchedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> CallPlan:
+def lower_blocks(schedule: Schedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> CallPlan:
     """The plan of calls with queries like q (B, S_local, H, D). Raises `ValueError` for patterns and layouts that cut
     blocks, and if `keep_keys` asks for keys that do not fit one stage."""
     blocks = _device_blocks(schedule, cp_rank, q, options)
@@ -129,7 +129,7 @@ def lower_blocks(schedule: SparseSchedule, cp_rank: int, q: torch.Tensor, option
     )  # fmt: skip
 
 
-def footprint(schedule: SparseSchedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> Footprint:
+def footprint(schedule: Schedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> Footprint:
     """Memory of calls with queries like q (B, S_local, H, D), besides their inputs and outputs."""
     blocks = _device_blocks(schedule, cp_rank, q, options)
     kept, row = _keeps(blocks, options), 2 * q.size(0) * q.size(3)
@@ -140,7 +140,7 @@ def footprint(schedule: SparseSchedule, cp_rank: int, q: torch.Tensor, options: 
     )  # fmt: skip
 
 
-def _device_blocks(schedule: SparseSchedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> DeviceBlocks:
+def _device_blocks(schedule: Schedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> DeviceBlocks:
     wider = max(q.dtype, options.partial_dtype(q.dtype), key=lambda dtype: dtype.itemsize)
     row_bytes = 2 * q.size(0) * q.size(3) * wider.itemsize
     key = (q.device, options.stage_bytes // max(1, row_bytes))

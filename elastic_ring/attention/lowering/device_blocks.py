@@ -16,8 +16,8 @@ import torch
 from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart, tables_between
 from elastic_ring.attention.lowering.keys import HeadRows
 from elastic_ring.attention.lowering.rows import OneGroup, SeveralGroups, rows_of
+from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_blocks import BlockPlan, BlockStage, HostTables, StageTables, plan_blocks
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +87,7 @@ class DeviceBlocks:
             yield from (x for x in vars(call.queries).values() if isinstance(x, torch.Tensor))
 
 
-def on_device(
-    schedule: SparseSchedule, cp_rank: int, device: torch.device, limit_rows: int | None = None
-) -> DeviceBlocks:
+def on_device(schedule: Schedule, cp_rank: int, device: torch.device, limit_rows: int | None = None) -> DeviceBlocks:
     """The device plan of a rank: `plan_blocks`, whose host masks are then freed, and a few copies to `device`. Raises:
     `ValueError` as `plan_blocks` does."""
     plan, host = plan_blocks(schedule, cp_rank, limit_rows)

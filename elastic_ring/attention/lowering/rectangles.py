@@ -137,7 +137,7 @@ def hops_together(schedule: Schedule, k: torch.Tensor, hops_per_stage: int | Non
 
 def _pack(plan: RankPlan, frame: Frame, index: int, packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Gather what others fetch in stage `index`: one part for each hop."""
-    asked = {hop: plan.schedule.requested(plan.cp_rank, hop) for hop in plan.stages[index + 1].hops}
+    asked = {hop: plan.schedule.requested(plan.cp_rank, hop)[0] for hop in plan.stages[index + 1].hops}
     sizes = tuple((hop, num_tokens(ranges)) for hop, ranges in asked.items() if ranges)
     for hop, part in parts_of_hops(packed, sizes, frame).items():
         gather_ranges_(part, k, v, asked[hop])

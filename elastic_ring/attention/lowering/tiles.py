@@ -21,7 +21,7 @@ from elastic_ring.attention.lowering.call_plan import (
 from elastic_ring.attention.lowering.keys import GroupTokens, ScatteredTokens
 from elastic_ring.attention.lowering.rows import Scattered
 from elastic_ring.attention.merge import accumulate_dtype
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
+from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_tiles import SparseTile, num_tokens, tile_exchange, tiles
 
 
@@ -29,7 +29,7 @@ from elastic_ring.attention.plan.sparse_tiles import SparseTile, num_tokens, til
 class GroupSums:
     """Own keys grow, head group by head group, by what the reader of each hop returned."""
 
-    schedule: SparseSchedule
+    schedule: Schedule
     cp_rank: int
 
     def add(self, total: torch.Tensor, exchange: HopExchange, first: int, last: int) -> None:
@@ -41,7 +41,7 @@ class GroupSums:
                     ScatteredTokens(Scattered(ranges, group.kv_heads)).put(total, parts, added=True)
 
 
-def lower_tiles(schedule: SparseSchedule, cp_rank: int, k: torch.Tensor, kernel: Kernel, *, ahead: int) -> CallPlan:
+def lower_tiles(schedule: Schedule, cp_rank: int, k: torch.Tensor, kernel: Kernel, *, ahead: int) -> CallPlan:
     """The plan of calls with keys like k (B, S_local, Hkv, D); `ahead` hops are posted before their kernels run."""
     by_hop = tiles(schedule, cp_rank)
     stages = tuple(_stage(schedule, cp_rank, hop, own, k) for hop, own in enumerate(by_hop))
@@ -58,9 +58,7 @@ def lower_tiles(schedule: SparseSchedule, cp_rank: int, k: torch.Tensor, kernel:
     )  # fmt: skip
 
 
-def _stage(
-    schedule: SparseSchedule, cp_rank: int, hop: int, own: tuple[SparseTile, ...], k: torch.Tensor
-) -> StageCalls:
+def _stage(schedule: Schedule, cp_rank: int, hop: int, own: tuple[SparseTile, ...], k: torch.Tensor) -> StageCalls:
     starts, shapes, at = [], [], 0
     for group, ranges in zip(schedule.groups, schedule.hops[cp_rank][hop].fetch, strict=True):
         shape = (k.size(0), num_tokens(ranges), len(group.kv_heads), k.size(3))

@@ -52,7 +52,7 @@ class RankPlan:
         return most_tokens(self.schedule, self.hops_per_stage)
 
     def _sums(self, stage: Stage) -> tuple[Sum, ...]:
-        asked = [(hop, self.schedule.requested(self.cp_rank, hop)) for hop in stage.hops if hop > 0]
+        asked = [(hop, self.schedule.requested(self.cp_rank, hop)[0]) for hop in stage.hops if hop > 0]
         cuts = sorted({edge for _, ranges in asked for span in ranges for edge in span})
         sizes = [[stop - start for start, stop in ranges] for _, ranges in asked]
         places = [(hop, ranges, [start for start, _ in ranges], list(accumulate(size, initial=0)))
@@ -84,21 +84,21 @@ def traffic(plan: RankPlan, batch: int, row: int, packed: bool) -> tuple[Traffic
 
     def partials(reader: int, hop: int, hops: tuple[int, ...]) -> tuple[ContiguousCopy, ...]:
         fetched = schedule.hops[reader][hop]
-        before = sum(tokens_in(schedule.requested(fetched.source, other)) for other in hops[: hops.index(hop)])
-        return _partial_pieces(fetched.num_fetched_tokens, *_room(schedule, reader, hop, hops), before, batch, row)
+        before = sum(tokens_in(schedule.requested(fetched.source, other)[0]) for other in hops[: hops.index(hop)])
+        return _partial_pieces(fetched.num_fetched_tokens(), *_room(schedule, reader, hop, hops), before, batch, row)
 
     def keys(reader: int, hop: int, hops: tuple[int, ...]) -> tuple[ContiguousCopy, ...]:
         if packed:  # as partials, the other way
             return tuple(ContiguousCopy(0, p.target, p.source, p.size) for p in partials(reader, hop, hops))
         fetched = schedule.hops[reader][hop]
         length = schedule.layout.num_tokens(fetched.source)
-        return _key_pieces(fetched.fetch, length, *_room(schedule, reader, hop, hops), batch, row)
+        return _key_pieces(fetched.fetch[0], length, *_room(schedule, reader, hop, hops), batch, row)
 
     found: list[Traffic] = []
     for stage in plan.stages[1:]:
         hops = stage.hops
-        inbox = [(hop, tokens_in(schedule.requested(own_rank, hop))) for hop in hops]
-        fetch = [(hop, schedule.hops[own_rank][hop].source) for hop in hops if schedule.hops[own_rank][hop].fetch]
+        inbox = [(hop, tokens_in(schedule.requested(own_rank, hop)[0])) for hop in hops]
+        fetch = [(hop, schedule.hops[own_rank][hop].source) for hop in hops if schedule.hops[own_rank][hop].fetch[0]]
         serve = [(hop, schedule.reader(own_rank, hop)) for hop, num_tokens in inbox if num_tokens]
         found.append(
             Traffic(
@@ -142,7 +142,7 @@ def _partial_pieces(
 
 def _room(schedule: Schedule, cp_rank: int, hop: int, hops: tuple[int, ...]) -> tuple[int, int]:
     """How many tokens `cp_rank` fetches in a stage of `hops`, and how many of them lie before those of `hop`."""
-    sizes = [schedule.hops[cp_rank][other].num_fetched_tokens for other in hops]
+    sizes = [schedule.hops[cp_rank][other].num_fetched_tokens() for other in hops]
     return sum(sizes), sum(sizes[: hops.index(hop)])
 
 

@@ -15,6 +15,8 @@ from typing import Literal
 
 from elastic_ring.attention.layouts.layout import Layout, Range, union
 from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.rules import Rule
+from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.chunks import Chunk, chunks_of
 
 Direction = Literal["forward", "backward"]
@@ -35,25 +37,40 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Hop:
-    """What one rank does in one hop. `fetch` are ranges of the source's local slice, ascending and disjoint.
+class HeadGroup:
+    """K/V heads that are fetched together: the query heads of each follow `rules`, in this order. Dense attention has
+    one group, without either: all heads, however many."""
 
-    In hop 0 a rank reads its own keys, so `fetch` is empty. A later hop that needs nothing has no tiles
-    and no ranges, and sends nothing.
+    kv_heads: tuple[int, ...] = ()
+    rules: tuple[Rule, ...] = ()
+
+    def query_heads(self, rule: Rule) -> tuple[int, ...]:
+        """The query heads that follow `rule`, grouped by K/V head."""
+        num_sharing = len(self.rules)
+        return tuple(kv * num_sharing + i for kv in self.kv_heads for i in range(num_sharing) if self.rules[i] == rule)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """What one rank does in one hop. `fetch`: for each head group, ranges of the source's local slice, ascending and
+    disjoint. `tiles`: dense attention in closed form; what patterns compute follows from their rules (`sparse_tiles`,
+    `sparse_blocks`).
+
+    In hop 0 a rank reads its own keys and fetches nothing. A later hop that needs nothing sends nothing.
     """
 
     source: int
-    fetch: tuple[Range, ...]
-    tiles: tuple[Tile, ...]
+    fetch: tuple[tuple[Range, ...], ...]
+    tiles: tuple[Tile, ...] = ()
 
-    @property
-    def num_fetched_tokens(self) -> int:
-        return sum(stop - start for start, stop in self.fetch)
+    def num_fetched_tokens(self, group: int = 0) -> int:
+        return sum(stop - start for start, stop in self.fetch[group])
 
     def in_buffer(self, k: Range) -> Range:
-        """Where keys `k` (source-local) lie in the packed buffer of the fetched ranges, one after another."""
+        """Where keys `k` (source-local) of the first group lie in the packed buffer of the fetched ranges, one after
+        another."""
         offset = 0
-        for start, stop in self.fetch:
+        for start, stop in self.fetch[0]:
             if start <= k[0] and k[1] <= stop:
                 return offset + k[0] - start, offset + k[1] - start
             offset += stop - start
@@ -62,53 +79,80 @@ class Hop:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`hops[cp_rank][hop]` for every rank of the ring. Equal when pattern and layout are."""
+    """`hops[cp_rank][hop]` for every rank of the ring. Compares equal if pattern, layout and numbers of heads are
+    equal. `num_heads` and `num_kv_heads` are 0 where any will do: in dense attention."""
 
-    pattern: Pattern
+    pattern: Pattern | SparsePattern
     layout: Layout
     hops: tuple[tuple[Hop, ...], ...] = field(compare=False, repr=False)
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    groups: tuple[HeadGroup, ...] = field(default=(HeadGroup(),), compare=False, repr=False)
 
     @property
     def cp(self) -> int:
         return self.layout.cp
 
+    @property
+    def is_dense(self) -> bool:
+        return isinstance(self.pattern, Pattern)
+
+    @property
+    def sparse(self) -> SparsePattern:
+        """The pattern of one that is not dense."""
+        assert isinstance(self.pattern, SparsePattern)
+        return self.pattern
+
+    @property
+    def for_one_call(self) -> bool:
+        """Whether the pattern was chosen by content for a single call."""
+        return isinstance(self.pattern, SparsePattern) and self.pattern.for_one_call
+
     def reader(self, cp_rank: int, hop: int) -> int:
         """The rank that reads from `cp_rank` in `hop`."""
         return (cp_rank + hop) % self.cp
 
-    def requested(self, cp_rank: int, hop: int) -> tuple[Range, ...]:
-        """The ranges of `cp_rank`'s own slice that its reader fetches in `hop`."""
+    def requested(self, cp_rank: int, hop: int) -> tuple[tuple[Range, ...], ...]:
+        """For each head group, the ranges of `cp_rank`'s own slice that its reader fetches in `hop`."""
         return self.hops[self.reader(cp_rank, hop)][hop].fetch
 
-    def hop_bytes(
-        self,
-        cp_rank: int,
-        hop: int,
-        kv_heads: int,
-        head_dim: int,
-        itemsize: int,
-        direction: Direction,
-        *,
-        batch: int = 1,
-        side: Side = "received",
-        partial_itemsize: int | None = None,
-        wire_row_bytes: int | None = None,
-    ) -> int:
-        """Bytes that `cp_rank` receives (or sends) in one hop of one attention call.
+    def num_head_tokens(self, cp_rank: int, hop: int, kv_heads: int = 0) -> int:
+        """Number of tokens times K/V heads that `cp_rank` fetches in `hop`; dense attention has `kv_heads`."""
+        own = self.hops[cp_rank][hop]
+        return sum((len(group.kv_heads) or kv_heads) * own.num_fetched_tokens(i) for i, group in enumerate(self.groups))
 
-        Forward: K and V of the fetched tokens, `itemsize` bytes an element. Backward: K and V again, and
-        the dK and dV partials the other way, `partial_itemsize` bytes an element: by default those of the
-        accumulation type (fp32, or fp64 for fp64 inputs), and `itemsize` for kernels that round to it.
+    def hop_bytes(
+        self, cp_rank: int, hop: int, head_dim: int, itemsize: int, direction: Direction, *, kv_heads: int = 0,
+        batch: int = 1, side: Side = "received", partial_itemsize: int | None = None, keys_kept: bool = False,
+        wire_row_bytes: int | None = None,
+    ) -> int:  # fmt: skip
+        """Bytes that `cp_rank` receives (or sends) in one hop of one attention call, of `kv_heads` if dense.
+
+        Forward: K and V of the fetched tokens, `itemsize` bytes an element. Backward: K and V again (not if
+        `keys_kept`), and the dK and dV partials the other way, `partial_itemsize` bytes an element: by default those of
+        the accumulation type (fp32, or fp64 for fp64 inputs), and `itemsize` for kernels that round to it.
         `wire_row_bytes`: of one head's key as it crosses, if not `head_dim` * `itemsize` (`comm.fp8.row_bytes`).
         """
-        pulled = self.hops[cp_rank][hop].num_fetched_tokens
-        served = self.hops[self.reader(cp_rank, hop)][hop].num_fetched_tokens
+        pulled, served = (self.num_head_tokens(rank, hop, kv_heads) for rank in (cp_rank, self.reader(cp_rank, hop)))
         keys, partials = (pulled, served) if side == "received" else (served, pulled)
-        num_elements = 2 * batch * kv_heads * head_dim
-        num_bytes = 2 * batch * kv_heads * keys * (wire_row_bytes or head_dim * itemsize)
-        if direction == "backward":
-            num_bytes += num_elements * partials * (max(itemsize, 4) if partial_itemsize is None else partial_itemsize)
-        return num_bytes
+        if direction == "forward":
+            return 2 * batch * keys * (wire_row_bytes or head_dim * itemsize)
+        num_bytes = 0 if keys_kept else 2 * batch * keys * (wire_row_bytes or head_dim * itemsize)
+        return num_bytes + 2 * batch * head_dim * partials * (partial_itemsize or max(itemsize, 4))
+
+    def received_bytes(
+        self, cp_rank: int, head_dim: int, itemsize: int, direction: Direction = "forward", kv_heads: int = 0
+    ) -> int:
+        """Bytes received over all hops of one attention call with batch size 1."""
+        return sum(
+            self.hop_bytes(cp_rank, hop, head_dim, itemsize, direction, kv_heads=kv_heads) for hop in range(self.cp)
+        )
+
+    def work(self, cp_rank: int) -> int:
+        """Number of query-key pairs that `cp_rank` computes under a pattern, over all query heads."""
+        pairs = self.sparse.row_pairs(self.layout.seq_len)
+        times = self.num_heads // len(self.sparse.heads)
+        return times * sum(int(pairs[start:stop].sum()) for start, stop in self.layout.segments[cp_rank])
 
 
 _Pieces = dict[int, list[Chunk]]
@@ -151,7 +195,7 @@ def _plan_hop(causal: bool, pieces: list[_Pieces], cp_rank: int, source: int) ->
         else:
             tiles.extend(_staircase(rows, columns))
     fetch = () if source == cp_rank else union(tile.k for tile in tiles)
-    return Hop(source, fetch, tuple(tiles))
+    return Hop(source, (fetch,), tuple(tiles))
 
 
 def _staircase(rows: list[Chunk], columns: list[Chunk]) -> list[Tile]:

@@ -22,7 +22,8 @@ from elastic_ring.attention.kernels.block_tables import (
 from elastic_ring.attention.layouts.layout import Layout, Range
 from elastic_ring.attention.patterns.rules import Mask, Positions
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.sparse_schedule import HeadGroup, SparseSchedule
+from elastic_ring.attention.plan.schedule import Schedule
+from elastic_ring.attention.plan.sparse_schedule import HeadGroup
 from elastic_ring.attention.plan.traffic import ContiguousCopy, ExchangePlan, PeerTransfer, Traffic
 
 WORTH_COPYING = 0.75
@@ -160,7 +161,7 @@ def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
                 )
 
 
-def group_hops(schedule: SparseSchedule, limit_rows: int) -> tuple[tuple[int, ...], ...]:
+def group_hops(schedule: Schedule, limit_rows: int) -> tuple[tuple[int, ...], ...]:
     """The hops of each stage, the same on every rank: as many consecutive hops as keep both the rows fetched and the
     rows served by any rank within `limit_rows`; at least one."""
     cp = schedule.cp
@@ -180,17 +181,17 @@ def group_hops(schedule: SparseSchedule, limit_rows: int) -> tuple[tuple[int, ..
     return tuple(groups)
 
 
-def plan_blocks(schedule: SparseSchedule, cp_rank: int, limit_rows: int | None = None) -> tuple[BlockPlan, HostTables]:
+def plan_blocks(schedule: Schedule, cp_rank: int, limit_rows: int | None = None) -> tuple[BlockPlan, HostTables]:
     """The plan of a rank in stages of at most `limit_rows` rows (None: one stage), and the inputs of its tables. Pure.
     Raises: `ValueError` as `check_blocks` does."""
-    check_blocks(schedule.pattern, schedule.layout)
+    check_blocks(schedule.sparse, schedule.layout)
     kv_order = [head for alike in _by_size(schedule) for _, group in alike for head in group.kv_heads]
     sharing = schedule.num_heads // schedule.num_kv_heads
     order = [head * sharing + i for head in kv_order for i in range(sharing)]
-    rules = schedule.pattern.rules(schedule.num_heads)
-    documents = schedule.pattern.documents(schedule.layout.seq_len)
+    rules = schedule.sparse.rules(schedule.num_heads)
+    documents = schedule.sparse.documents(schedule.layout.seq_len)
     own_blocks = _blocks_of(schedule.layout, cp_rank)
-    causal = schedule.pattern.causal
+    causal = schedule.sparse.causal
     kept = kept_between(tuple(rules[head] for head in order), documents, own_blocks, own_blocks, causal)
     at = np.arange(len(own_blocks))
     own = kept[:, at, at] & causal  # else diagonal blocks are as whole as others
@@ -214,7 +215,7 @@ _Numbered = tuple[int, HeadGroup]
 """A head group with its number in the schedule."""
 
 
-def _by_size(schedule: SparseSchedule) -> list[list[_Numbered]]:
+def _by_size(schedule: Schedule) -> list[list[_Numbered]]:
     """The head groups in the internal order, as lists of groups with equal numbers of heads."""
     ordered = sorted(enumerate(schedule.groups), key=_size)
     return [list(alike) for _, alike in groupby(ordered, _size)]
@@ -225,7 +226,7 @@ def _size(group: _Numbered) -> int:
 
 
 def _stage(
-    schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...], own_blocks: Positions, kv_order: list[int]
+    schedule: Schedule, cp_rank: int, hops: tuple[int, ...], own_blocks: Positions, kv_order: list[int]
 ) -> tuple[BlockStage, StageTables]:
     blocks, keys, fetched = _packed(schedule, cp_rank, hops)
     regions, kept, readers = _regions(schedule, own_blocks, blocks)
@@ -269,7 +270,7 @@ def _most_visits(readers: list[tuple[Positions, ...]], num_blocks: int) -> int:
     return most
 
 
-def _fetches_little(schedule: SparseSchedule) -> bool:
+def _fetches_little(schedule: Schedule) -> bool:
     ranks = range(schedule.cp)
     most = max(sum(schedule.num_head_tokens(rank, hop) for hop in ranks) for rank in ranks)
     least = min(schedule.layout.num_tokens(rank) for rank in ranks) * schedule.num_kv_heads
@@ -288,7 +289,7 @@ def _blocks_of(layout: Layout, cp_rank: int) -> Positions:
 
 
 def _packed(
-    schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...]
+    schedule: Schedule, cp_rank: int, hops: tuple[int, ...]
 ) -> tuple[list[Positions], tuple[Positions, ...], tuple[_Rows, ...]]:
     """For each group in the internal order the fetched blocks and their positions among those of its size; and the
     messages that bring them."""
@@ -321,19 +322,19 @@ def _joined_blocks(parts: list[Positions]) -> Positions:
 
 
 def _regions(
-    schedule: SparseSchedule, own_blocks: Positions, fetched: list[Positions]
+    schedule: Schedule, own_blocks: Positions, fetched: list[Positions]
 ) -> tuple[tuple[Region, ...], tuple[Mask, ...], tuple[Positions, ...]]:
     """For each group in the internal order its region, and which of the blocks in `fetched` which own blocks keep."""
     regions: list[Region] = []
     kept: list[Mask] = []
     readers: list[Positions] = []
     sharing = schedule.num_heads // schedule.num_kv_heads
-    documents = schedule.pattern.documents(schedule.layout.seq_len)
+    documents = schedule.sparse.documents(schedule.layout.seq_len)
     groups = [group for alike in _by_size(schedule) for _, group in alike]
     first_head = 0
     for group, keys in zip(groups, fetched, strict=True):
         num_heads = len(group.kv_heads)
-        seen = kept_between(group.rules * num_heads, documents, own_blocks, keys, schedule.pattern.causal)
+        seen = kept_between(group.rules * num_heads, documents, own_blocks, keys, schedule.sparse.causal)
         # Routed patterns keep all rows: their number would change from call to call, and some kernels compile for each.
         seeing = np.asarray(seen.any(axis=(0, 2))) | (schedule.for_one_call and bool(keys.size))
         readers.append(_worth_taking(seeing))
@@ -353,7 +354,7 @@ def _worth_taking(seeing: Mask) -> Positions:
 
 
 def _served(
-    schedule: SparseSchedule, cp_rank: int, hops: tuple[int, ...], num_kv_heads: int
+    schedule: Schedule, cp_rank: int, hops: tuple[int, ...], num_kv_heads: int
 ) -> tuple[tuple[_Rows, ...], np.ndarray]:
     """What other ranks fetch from this one: the messages, and the own rows that fill them."""
     messages: list[_Rows] = []

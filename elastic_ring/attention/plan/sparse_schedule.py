@@ -8,8 +8,6 @@ not enter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from elastic_ring.attention.layouts.layout import Layout, Range
@@ -17,116 +15,16 @@ from elastic_ring.attention.patterns.blocks import block_positions, kept_by_any,
 from elastic_ring.attention.patterns.rules import NONE, Mask, Positions, Rule
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.chunks import Chunk, chunks_of
-from elastic_ring.attention.plan.schedule import Direction, Side
+from elastic_ring.attention.plan.schedule import HeadGroup, Hop, Schedule
 
 
-@dataclass(frozen=True)
-class HeadGroup:
-    """K/V heads that are fetched together: the query heads of each follow `rules`, in this order."""
-
-    kv_heads: tuple[int, ...]
-    rules: tuple[Rule, ...]
-
-    def query_heads(self, rule: Rule) -> tuple[int, ...]:
-        """The query heads that follow `rule`, grouped by K/V head."""
-        num_sharing = len(self.rules)
-        return tuple(kv * num_sharing + i for kv in self.kv_heads for i in range(num_sharing) if self.rules[i] == rule)
-
-
-@dataclass(frozen=True)
-class SparseHop:
-    """What one rank fetches in one hop: for each head group, ascending ranges of the source's local slice.
-
-    Hop 0 uses the rank's own keys and fetches nothing.
-    """
-
-    source: int
-    fetch: tuple[tuple[Range, ...], ...]
-
-    def num_fetched_tokens(self, group: int) -> int:
-        return sum(stop - start for start, stop in self.fetch[group])
-
-
-@dataclass(frozen=True)
-class SparseSchedule:
-    """`hops[cp_rank][hop]` for every rank of the ring. Compares equal if pattern, layout and numbers of heads are
-    equal."""
-
-    pattern: SparsePattern
-    layout: Layout
-    num_heads: int
-    num_kv_heads: int
-    groups: tuple[HeadGroup, ...] = field(compare=False, repr=False)
-    hops: tuple[tuple[SparseHop, ...], ...] = field(compare=False, repr=False)
-
-    @property
-    def cp(self) -> int:
-        return self.layout.cp
-
-    @property
-    def for_one_call(self) -> bool:
-        """Whether the pattern was chosen by content for a single call."""
-        return self.pattern.for_one_call
-
-    def reader(self, cp_rank: int, hop: int) -> int:
-        """The rank that reads from `cp_rank` in `hop`."""
-        return (cp_rank + hop) % self.cp
-
-    def requested(self, cp_rank: int, hop: int) -> tuple[tuple[Range, ...], ...]:
-        """For each head group, the ranges of `cp_rank`'s own slice that its reader fetches in `hop`."""
-        return self.hops[self.reader(cp_rank, hop)][hop].fetch
-
-    def num_head_tokens(self, cp_rank: int, hop: int) -> int:
-        """Number of tokens times K/V heads that `cp_rank` fetches in `hop`."""
-        own = self.hops[cp_rank][hop]
-        return sum(len(group.kv_heads) * own.num_fetched_tokens(i) for i, group in enumerate(self.groups))
-
-    def hop_bytes(
-        self,
-        cp_rank: int,
-        hop: int,
-        head_dim: int,
-        itemsize: int,
-        direction: Direction,
-        *,
-        batch: int = 1,
-        side: Side = "received",
-        partial_itemsize: int | None = None,
-        keys_kept: bool = False,
-        wire_row_bytes: int | None = None,
-    ) -> int:
-        """Bytes that `cp_rank` receives (or sends) in one hop of one attention call, like `Schedule.hop_bytes`.
-
-        `partial_itemsize` is the element size of dK and dV in bytes; default max(itemsize, 4), as on CPUs. On GPUs they
-        have the kernel's own dtype. With `keys_kept`, backward moves only dK and dV.
-        """
-        pulled = self.num_head_tokens(cp_rank, hop)
-        served = self.num_head_tokens(self.reader(cp_rank, hop), hop)
-        keys, partials = (pulled, served) if side == "received" else (served, pulled)
-        row_bytes = wire_row_bytes or head_dim * itemsize
-        num_bytes = 0 if keys_kept and direction == "backward" else 2 * batch * keys * row_bytes
-        if direction == "backward":
-            num_bytes += 2 * batch * head_dim * partials * (partial_itemsize or max(itemsize, 4))
-        return num_bytes
-
-    def received_bytes(self, cp_rank: int, head_dim: int, itemsize: int, direction: Direction = "forward") -> int:
-        """Bytes received over all hops of one attention call with batch size 1."""
-        return sum(self.hop_bytes(cp_rank, hop, head_dim, itemsize, direction) for hop in range(self.cp))
-
-    def work(self, cp_rank: int) -> int:
-        """Number of query-key pairs that `cp_rank` computes, over all query heads."""
-        pairs = self.pattern.row_pairs(self.layout.seq_len)
-        times = self.num_heads // len(self.pattern.heads)
-        return times * sum(int(pairs[start:stop].sum()) for start, stop in self.layout.segments[cp_rank])
-
-
-def plan_sparse(pattern: SparsePattern, layout: Layout, num_heads: int, num_kv_heads: int) -> SparseSchedule:
+def plan_sparse(pattern: SparsePattern, layout: Layout, num_heads: int, num_kv_heads: int) -> Schedule:
     """The hops of every rank. Raises: `ValueError` if documents or heads do not match, and for a
     pattern whose blocks content has not chosen yet."""
     groups = head_groups(pattern.rules(num_heads), num_kv_heads)
     documents = pattern.documents(layout.seq_len)
     owned = [_owned(layout, rank) for rank in range(layout.cp)]
-    hops: list[tuple[SparseHop, ...]] = []
+    hops: list[tuple[Hop, ...]] = []
     rules = tuple(dict.fromkeys(pattern.heads))
     for rank in range(layout.cp):
         chunks = chunks_of(layout, rank, documents, pattern.block)
@@ -136,11 +34,11 @@ def plan_sparse(pattern: SparsePattern, layout: Layout, num_heads: int, num_kv_h
         nothing: tuple[tuple[Range, ...], ...] = ((),) * len(groups)
         hops.append(
             tuple(
-                SparseHop(source, nothing if source == rank else tuple(runs(need[owned[source]]) for need in of_groups))
+                Hop(source, nothing if source == rank else tuple(runs(need[owned[source]]) for need in of_groups))
                 for source in sources
             )
         )
-    return SparseSchedule(pattern, layout, num_heads, num_kv_heads, groups, tuple(hops))
+    return Schedule(pattern, layout, tuple(hops), num_heads, num_kv_heads, groups)
 
 
 def head_groups(rules: tuple[Rule, ...], num_kv_heads: int) -> tuple[HeadGroup, ...]:

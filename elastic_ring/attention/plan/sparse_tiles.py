@@ -18,7 +18,7 @@ from elastic_ring.attention.patterns.blocks import row_strips, visible
 from elastic_ring.attention.patterns.rules import FULL, NONE, Kinds, Mask, Positions, Rule
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.chunks import Chunk, chunks_of
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
+from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.traffic import ContiguousCopy, ExchangePlan, PeerTransfer, Traffic
 
 
@@ -49,9 +49,9 @@ def num_tokens(ranges: tuple[Range, ...]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def tiles(schedule: SparseSchedule, cp_rank: int) -> tuple[tuple[SparseTile, ...], ...]:
+def tiles(schedule: Schedule, cp_rank: int) -> tuple[tuple[SparseTile, ...], ...]:
     """For each hop of `cp_rank` its tiles, in the order of computation."""
-    documents, pattern = schedule.pattern.documents(schedule.layout.seq_len), schedule.pattern
+    documents, pattern = schedule.sparse.documents(schedule.layout.seq_len), schedule.sparse
     block = pattern.block
     queries = chunks_of(schedule.layout, cp_rank, documents, block)
     by_hop = []
@@ -174,7 +174,7 @@ def _joined(starts: Positions, stops: Positions) -> tuple[Range, ...]:
     return tuple(zip(starts[first].tolist(), stops[last].tolist(), strict=True))
 
 
-def tile_exchange(schedule: SparseSchedule, cp_rank: int, ahead: int) -> ExchangePlan:
+def tile_exchange(schedule: Schedule, cp_rank: int, ahead: int) -> ExchangePlan:
     """What `cp_rank` moves hop by hop, each hop one message a direction, posted `ahead` hops before its kernels."""
     stages = []
     for hop in range(1, schedule.cp):

@@ -70,7 +70,7 @@ def most_tokens(schedule: Schedule, hops_per_stage: int) -> tuple[int, int]:
     keys = inbox = 0
     for cp_rank in range(schedule.cp):
         for stage in stages(schedule, cp_rank, hops_per_stage)[1:]:
-            requested = [span for hop in stage.hops for span in schedule.requested(cp_rank, hop)]
+            requested = [span for hop in stage.hops for span in schedule.requested(cp_rank, hop)[0]]
             keys = max(keys, stage.num_tokens)
             inbox = max(inbox, sum(stop - start for start, stop in requested))
     return keys, inbox
@@ -86,7 +86,7 @@ def _gather(schedule: Schedule, cp_rank: int, group: tuple[int, ...]) -> Stage:
         for tile in hop.tiles:
             start, stop = hop.in_buffer(tile.k)
             tiles.append(Tile(tile.q, (total + start, total + stop), tile.causal))
-        total += hop.num_fetched_tokens
+        total += hop.num_fetched_tokens()
     if len(group) == 1:
         return Stage(group, tuple(offsets), total, tuple(tiles), tuple(tiles))
     return Stage(group, tuple(offsets), total, _by_rows(tiles), _by_keys(tiles))

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elastic_ring.attention.plan.schedule import Schedule
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
 from elastic_ring.attention.plan.traffic import FETCHED, ContiguousCopy, ExchangePlan, PeerTransfer, Traffic
 
 Hosts = tuple[str, ...]
@@ -24,7 +23,7 @@ Hosts = tuple[str, ...]
 def two_level(
     exchange: ExchangePlan,
     hops: Sequence[tuple[int, ...]],
-    schedule: Schedule | SparseSchedule,
+    schedule: Schedule,
     cp_rank: int,
     hosts: Hosts,
 ) -> ExchangePlan:
@@ -39,7 +38,7 @@ def two_level(
     return replace(exchange, stages=tuple(stages), far=far)
 
 
-def is_forwarded(schedule: Schedule | SparseSchedule, cp_rank: int, hop: int, hosts: Hosts) -> bool:
+def is_forwarded(schedule: Schedule, cp_rank: int, hop: int, hosts: Hosts) -> bool:
     """Whether the keys that `cp_rank` fetches in `hop` come from its neighbour."""
     own = schedule.hops[cp_rank][hop]
     before, host = schedule.hops[cp_rank - 1][hop - 1], hosts[cp_rank]
@@ -51,7 +50,7 @@ def _stage(
     stages: tuple[Traffic, ...],
     index: int,
     hop: int,
-    schedule: Schedule | SparseSchedule,
+    schedule: Schedule,
     cp_rank: int,
     hosts: Hosts,
 ) -> Traffic:

@@ -124,10 +124,4 @@ def ring_bytes(family: Family, seq_len: int, cp: int, num_layers: int, *, head_d
 def dense_bytes(seq_len: int, cp: int, head_dim: int) -> float:
     """Bytes that all ranks of the causal zigzag ring receive in one forward call."""
     dense = plan(Pattern(), zigzag(seq_len, cp))
-    return float(
-        sum(
-            dense.hop_bytes(rank, hop, NUM_HEADS, head_dim, BF16_BYTES, "forward")
-            for rank in range(cp)
-            for hop in range(cp)
-        )
-    )
+    return float(sum(dense.received_bytes(rank, head_dim, BF16_BYTES, kv_heads=NUM_HEADS) for rank in range(cp)))

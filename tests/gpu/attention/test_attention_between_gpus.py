@@ -59,7 +59,7 @@ def _check_bytes(case: Case, cp_rank: int, ledger: HopLedger, num_calls: int) ->
         planned: dict[Any, int] = defaultdict(int)
         for direction, hop in itertools.product(("forward", "backward"), range(case.cp)):
             planned[direction, hop] = num_calls * case.schedule.hop_bytes(
-                cp_rank, hop, case.num_kv_heads, case.head_dim, 2, direction,
+                cp_rank, hop, case.head_dim, 2, direction, kv_heads=case.num_kv_heads,
                 batch=case.batch, side=side, partial_itemsize=2,
             )  # fmt: skip
         assert dict(counted) == {key: num for key, num in planned.items() if num}, side

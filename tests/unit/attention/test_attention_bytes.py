@@ -66,8 +66,8 @@ def check_bytes(case: Case, ledgers: list[HopLedger], num_calls: int = 1) -> Non
             planned: dict[Any, int] = defaultdict(int)
             for direction, hop in itertools.product(("forward", "backward"), range(case.cp)):
                 planned[direction, hop] = num_calls * case.schedule.hop_bytes(
-                    cp_rank, hop, case.num_kv_heads, case.head_dim, case.dtype.itemsize, direction,
-                    batch=case.batch, side=side,
+                    cp_rank, hop, case.head_dim, case.dtype.itemsize, direction,
+                    kv_heads=case.num_kv_heads, batch=case.batch, side=side,
                 )  # fmt: skip
             nonzero = {key: num for key, num in planned.items() if num}
             assert dict(counted) == nonzero, (cp_rank, side)
@@ -87,8 +87,8 @@ def test_k_and_v_travel_in_one_message_and_empty_hops_in_none(rings: ThreadRings
         taps = [WireTap(group) for group in rings.groups(case.cp)]
         run_ring(case, taps)
         for cp_rank, tap in enumerate(taps):
-            read = sum(bool(hop.fetch) for hop in case.schedule.hops[cp_rank])
-            served = sum(bool(case.schedule.requested(cp_rank, hop)) for hop in range(case.cp))
+            read = sum(any(hop.fetch) for hop in case.schedule.hops[cp_rank])
+            served = sum(any(case.schedule.requested(cp_rank, hop)) for hop in range(case.cp))
             # Keys in forward, keys again and the partials of what was read in backward.
             assert tap.num_sends == 2 * served + read
 

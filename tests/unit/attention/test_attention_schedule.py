@@ -75,13 +75,13 @@ def test_a_hop_fetches_exactly_the_keys_that_some_query_of_the_rank_needs(schedu
     seen = visible(schedule)
     positions = [schedule.layout.positions(r).numpy() for r in range(schedule.cp)]
     for cp_rank, hops in enumerate(schedule.hops):
-        assert hops[0].fetch == ()
+        assert hops[0].fetch == ((),)
         for index, hop in enumerate(hops[1:], start=1):
             needed = np.flatnonzero(seen[np.ix_(positions[cp_rank], positions[hop.source])].any(axis=0))
-            fetched = [i for start, stop in hop.fetch for i in range(start, stop)]
+            fetched = [i for start, stop in hop.fetch[0] for i in range(start, stop)]
             assert fetched == needed.tolist()
-            assert hop.num_fetched_tokens == needed.size
-            for before, after in pairwise(hop.fetch):
+            assert hop.num_fetched_tokens() == needed.size
+            for before, after in pairwise(hop.fetch[0]):
                 assert before[1] < after[0]
             for tile in hop.tiles:
                 start, stop = hop.in_buffer(tile.k)
@@ -96,15 +96,17 @@ def test_the_bytes_of_a_hop_are_those_of_its_ranges(schedule: Schedule, itemsize
     partial_size = 8 if itemsize == 8 else 4
     for cp_rank, hops in enumerate(schedule.hops):
         for index, hop in enumerate(hops):
-            pulled = sum(stop - start for start, stop in hop.fetch)
-            served = sum(stop - start for start, stop in schedule.requested(cp_rank, index))
-            shape = (cp_rank, index, 5, 16, itemsize)
-            assert schedule.hop_bytes(*shape, "forward", batch=3) == per_token * pulled * itemsize
-            assert schedule.hop_bytes(*shape, "forward", batch=3, side="sent") == per_token * served * itemsize
-            assert schedule.hop_bytes(*shape, "backward", batch=3) == per_token * (
+            pulled = sum(stop - start for start, stop in hop.fetch[0])
+            served = sum(stop - start for start, stop in schedule.requested(cp_rank, index)[0])
+            shape = (cp_rank, index, 16, itemsize)
+            assert schedule.hop_bytes(*shape, "forward", batch=3, kv_heads=5) == per_token * pulled * itemsize
+            assert (
+                schedule.hop_bytes(*shape, "forward", batch=3, kv_heads=5, side="sent") == per_token * served * itemsize
+            )
+            assert schedule.hop_bytes(*shape, "backward", batch=3, kv_heads=5) == per_token * (
                 pulled * itemsize + served * partial_size
             )
-            assert schedule.hop_bytes(*shape, "backward", batch=3, side="sent") == per_token * (
+            assert schedule.hop_bytes(*shape, "backward", batch=3, kv_heads=5, side="sent") == per_token * (
                 served * itemsize + pulled * partial_size
             )
 
@@ -158,13 +160,13 @@ def test_zigzag_gives_every_rank_the_same_causal_work() -> None:
 
 def test_documents_that_end_with_a_rank_send_nothing() -> None:
     schedule = plan(Pattern(True, (0, 16, 32, 48)), contiguous(64, 4))
-    assert all(not hop.fetch and not hop.tiles for hops in schedule.hops for hop in hops[1:])
+    assert all(not hop.fetch[0] and not hop.tiles for hops in schedule.hops for hop in hops[1:])
 
 
 def test_only_the_document_that_reaches_over_is_fetched() -> None:
     schedule = plan(Pattern(True, (0, 13, 18)), contiguous(32, 2))
-    assert schedule.hops[1][1].fetch == ((13, 16),)
-    assert schedule.hops[0][1].fetch == ()
+    assert schedule.hops[1][1].fetch == (((13, 16),),)
+    assert schedule.hops[0][1].fetch == ((),)
 
 
 def test_a_schedule_is_hashable_and_equal_by_content() -> None:
@@ -181,7 +183,7 @@ def test_planning_needs_no_torch() -> None:
         "from elastic_ring.attention.layouts.layout import zigzag\n"
         "from elastic_ring.attention.patterns.pattern import Pattern\n"
         "from elastic_ring.attention.plan.schedule import plan\n"
-        "print(plan(Pattern(), zigzag(64, 4)).hop_bytes(0, 1, 1, 1, 2, 'forward'))"
+        "print(plan(Pattern(), zigzag(64, 4)).hop_bytes(0, 1, 1, 2, 'forward', kv_heads=1))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["64"]

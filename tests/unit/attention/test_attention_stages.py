@@ -143,7 +143,7 @@ def test_gathering_changes_neither_the_result_nor_what_moves_nor_its_order(
         for side, counted in (("received", ledger.received_bytes), ("sent", ledger.sent_bytes)):
             planned = {
                 (direction, hop): case.schedule.hop_bytes(
-                    cp_rank, hop, case.num_kv_heads, case.head_dim, 8, direction, batch=case.batch, side=side
+                    cp_rank, hop, case.head_dim, 8, direction, kv_heads=case.num_kv_heads, batch=case.batch, side=side
                 )
                 for direction, hop in itertools.product(("forward", "backward"), range(case.cp))
             }

@@ -120,11 +120,8 @@ def test_a_ring_attends_to_crossed_keys_the_same_on_each_pass_and_counts_their_b
         assert 0 < ledger.wire_error.rms < ledger.wire_error.worst <= 1 / 28 + 1e-6
         for direction, hop in itertools.product(("forward", "backward"), range(1, layout.cp)):
             options: dict[str, Any] = {"batch": batch, "side": "sent", "wire_row_bytes": fp8.row_bytes(case.head_dim)}
-            planned = (
-                dense.hop_bytes(rank, hop, case.num_kv_heads, case.head_dim, 8, direction, **options)  # type: ignore[arg-type]
-                if kind == "dense"
-                else case.schedule.hop_bytes(rank, hop, case.head_dim, 8, direction, **options)  # type: ignore[arg-type]
-            )
+            schedule, options["kv_heads"] = dense if kind == "dense" else case.schedule, case.num_kv_heads
+            planned = schedule.hop_bytes(rank, hop, case.head_dim, 8, direction, **options)  # type: ignore[arg-type]
             assert ledger.sent_bytes.get((direction, hop), 0) == planned  # type: ignore[call-overload]
 
 

@@ -39,7 +39,7 @@ def read_from_afar(case: Case, hosts: Hosts) -> int:
     ranks = range(case.cp)
     far = [(r, (r - s) % case.cp) for r in ranks for s in ranks if hosts[r] != hosts[s]]
     return sum(
-        case.schedule.hop_bytes(rank, hop, case.num_kv_heads, case.head_dim, 8, "forward", batch=case.batch)
+        case.schedule.hop_bytes(rank, hop, case.head_dim, 8, "forward", batch=case.batch, kv_heads=case.num_kv_heads)
         for rank, hop in far
     )
 
@@ -61,7 +61,7 @@ def test_a_dense_ring_over_hosts_has_the_same_bits_and_sends_less_between_them(
     assert far_bytes(direct.ledgers, "forward") == 0, "without hosts nothing is known to be far"
     sent, all_read = far_bytes(found.ledgers, "forward"), read_from_afar(case, hosts)
     forwarded = sum(
-        case.schedule.hop_bytes(rank, hop, case.num_kv_heads, case.head_dim, 8, "forward", batch=case.batch)
+        case.schedule.hop_bytes(rank, hop, case.head_dim, 8, "forward", batch=case.batch, kv_heads=case.num_kv_heads)
         for rank in range(case.cp)
         for hop in range(1, case.cp)
         if is_forwarded(case.schedule, rank, hop, hosts)

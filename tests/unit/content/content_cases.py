@@ -16,7 +16,7 @@ from elastic_ring.attention.layouts.placement import striped
 from elastic_ring.attention.patterns.content import Chosen, TopK, top_ks_of
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.rules import Rule, Union
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule
+from elastic_ring.attention.plan.schedule import Schedule
 from tests.unit.attention.attention_rings import in_threads
 from tests.unit.sparse.pattern_cases import SparseCase, masked_attention
 
@@ -127,9 +127,9 @@ def run_content(
     return gathered, [attention for _, attention in results]
 
 
-def schedule_of(attention: PatternedAttention) -> SparseSchedule:
+def schedule_of(attention: PatternedAttention) -> Schedule:
     """That of its last call."""
-    schedule: SparseSchedule = attention._one_call_rings[-1].schedule  # type: ignore[attr-defined]
+    schedule: Schedule = attention._one_call_rings[-1].schedule  # type: ignore[attr-defined]
     return schedule
 
 
@@ -139,7 +139,7 @@ def chosen_in(rule: Rule, document: int) -> list[Chosen]:
     return [part for part in (own.rules if isinstance(own, Union) else (own,)) if isinstance(part, Chosen)]
 
 
-def check_choice(case: ContentCase, schedule: SparseSchedule) -> None:
+def check_choice(case: ContentCase, schedule: Schedule) -> None:
     """What was chosen is the definition's, unit by unit."""
     for head, (asked, rule) in enumerate(zip(case.heads, schedule.pattern.rules(case.num_heads), strict=True)):
         for document in range(len(case.documents)):

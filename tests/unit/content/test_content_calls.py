@@ -22,7 +22,8 @@ from elastic_ring.attention.patterns.blocks import _KEPT_PAIRS, any_partly
 from elastic_ring.attention.patterns.content import TopK
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
+from elastic_ring.attention.plan.schedule import Schedule
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring_plans import PlanCache
 from elastic_ring.attention.routing import router
 from elastic_ring.attention.routing.router import Router
@@ -106,7 +107,7 @@ def test_calls_fill_no_cache_and_leave_nothing_behind(
     layout = contiguous(6 * unit, 1)
     generator, plans, planned = torch.Generator().manual_seed(0), PlanCache(), [0, 0]
 
-    def counted(pattern: SparsePattern, *rest: Any) -> SparseSchedule:
+    def counted(pattern: SparsePattern, *rest: Any) -> Schedule:
         planned[pattern.for_one_call] += 1
         return plan_sparse(pattern, *rest)
 

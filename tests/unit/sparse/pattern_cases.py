@@ -14,7 +14,8 @@ from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.patterns.families import BigBird, BlockFunction, Dilated, Hierarchical, Profile, longnet
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.sparse_schedule import SparseSchedule, plan_sparse
+from elastic_ring.attention.plan.schedule import Schedule
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
 from tests.unit.attention.attention_rings import in_threads
 
@@ -103,7 +104,7 @@ class SparseCase:
     causal: bool = True
 
     @property
-    def schedule(self) -> SparseSchedule:
+    def schedule(self) -> Schedule:
         pattern = SparsePattern(self.rules, self.block, self.document_starts, self.causal)
         return plan_sparse(pattern, self.layout, self.num_heads, self.num_kv_heads)
 
