@@ -199,17 +199,3 @@ def block_positions(columns: NDArray[np.intp], block: int, length: int) -> Posit
     """The token positions of the blocks `columns`, cut at `length`."""
     positions: Positions = (columns[:, None].astype(np.int64) * block + np.arange(block)[None, :]).ravel()
     return positions[positions < length]
-
-
-def reach(kinds: Kinds, depth: int) -> tuple[float, ...]:
-    """After 1 to `depth` layers, the share of causal block pairs whose key can influence the query."""
-    num_blocks = len(kinds)
-    step = (kinds != NONE).astype(np.float32)
-    reached = np.minimum(step + np.eye(num_blocks, dtype=np.float32), 1)
-    shares = []
-    carried = reached
-    for layer in range(depth):
-        if layer:
-            carried = ((reached @ carried) > 0).astype(np.float32)
-        shares.append(float(carried.sum()) / (num_blocks * (num_blocks + 1) / 2))
-    return tuple(shares)
