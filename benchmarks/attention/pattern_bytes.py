@@ -21,12 +21,14 @@ from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.results import write_json
 from elastic_ring.attention.autolayout.choice import Choice, Sizes, choose
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.patterns.families import BigBird, BlockFunction, Dilated, Hierarchical, Profile, longnet
+from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
-from elastic_ring.attention.patterns.sparse import SparsePattern, mixed
+from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
+from elastic_ring.contrib.block_function import BlockFunction
+from elastic_ring.contrib.head_rules import longnet, mixed
 
 BF16_BYTES = 2
 

@@ -23,7 +23,7 @@ from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.kernels.registry import select
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.layouts.placement import work_max_over_mean
-from elastic_ring.attention.patterns.families import BigBird, longnet
+from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import plan
@@ -31,6 +31,7 @@ from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import STAGE_LIMIT_BYTES, Footprint, RingAttention
 from elastic_ring.contrib.block_sparse import BlockSparseAttention
 from elastic_ring.contrib.cuda_graphs import GraphedRing, make_graphed
+from elastic_ring.contrib.head_rules import longnet
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 SINGLE, DENSE = "one GPU", "dense ring"

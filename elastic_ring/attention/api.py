@@ -14,13 +14,17 @@ import torch.distributed as dist
 from elastic_ring.attention.checks import check_options, check_tensors
 from elastic_ring.attention.comm.exchange import Group
 from elastic_ring.attention.kernels.kernel import Kernel
-from elastic_ring.attention.layers import PatternedAttention
+from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout, make_layout
-from elastic_ring.attention.pattern_call import PatternLike, patterns_of
+from elastic_ring.attention.patterns.parse import read_pattern
 from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.rules import Rule
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.ring_plans import PlanCache
+
+PatternLike = str | Rule | Sequence[Rule] | LayerPatterns
+"""A short form or file, a rule for all heads, a rule for each query head, or a pattern of layers that are alike."""
 
 
 def ring_attention(
@@ -74,7 +78,7 @@ def ring_attention(
     starts = tuple(int(start) for start in document_starts)
     if pattern is not None:
         return PatternedAttention(
-            patterns_of(pattern), layout, ring_group.rank(), ring_group, document_starts=starts, causal=bool(causal),
+            _patterns_of(pattern), layout, ring_group.rank(), ring_group, document_starts=starts, causal=bool(causal),
             backend=backend.name if isinstance(backend, Kernel) else backend, deterministic=deterministic, scale=scale,
             plans=calls.plans, first_call_index=call_index, abandoned=calls.abandoned,
         )(q, k, v)  # fmt: skip
@@ -86,6 +90,22 @@ def ring_attention(
     )  # fmt: skip
     ring._abandoned = calls.abandoned
     return ring(q, k, v, scale=scale)
+
+
+def _patterns_of(pattern: PatternLike) -> LayerPatterns:
+    """Raises `ValueError` for what is no pattern, and for one whose layers differ."""
+    if isinstance(pattern, str):
+        found = read_pattern(pattern)
+    elif isinstance(pattern, LayerPatterns):
+        found = pattern
+    else:
+        rules = (pattern,) if isinstance(pattern, Rule) else tuple(pattern)
+        if not all(isinstance(rule, Rule) for rule in rules):
+            raise ValueError(f"pattern={pattern!r}: give a short form such as sinks:64+window:512, or rules")
+        found = LayerPatterns((LayerGroup(rules),))
+    if not found.same_everywhere:
+        raise ValueError(f"pattern={found}: names layers, and one call is of one layer; give the rules of one group")
+    return found
 
 
 @dataclass(eq=False)

@@ -4,7 +4,6 @@ worker's generation, a group or a single ring owns and drops. Nothing planned fo
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
@@ -43,27 +42,23 @@ class RingPlans:
         return sum(blocks.num_bytes for blocks in self.tables.values())
 
 
-class PlanCache:
+class PlanCache(LRUCache):
     """The plans of one owner's rings, the last ones used, and those of content routing. Not for several threads."""
 
     def __init__(self) -> None:
+        super().__init__(MOST_PLANS)
         self.routes = LRUCache(NUM_ROUTES)
-        self._plans: OrderedDict[Hashable, RingPlans] = OrderedDict()
 
     def of(self, key: Hashable, schedule: Callable[[], Schedule]) -> RingPlans:
         """The plans of `key`, which stands for the schedule, the rank and the options; planned where there are none."""
-        if key not in self._plans:
-            self._plans[key] = RingPlans(schedule())
-            num_bytes = self.num_bytes
-            while len(self) > NUM_PLANS and (len(self) > MOST_PLANS or num_bytes > KEPT_BYTES):
-                num_bytes -= self._plans.popitem(last=False)[1].num_bytes
-        self._plans.move_to_end(key)
-        return self._plans[key]
+        return self.get(key, lambda: self._beside_others(RingPlans(schedule())))
 
-    def __len__(self) -> int:
-        return len(self._plans)
+    def _beside_others(self, plans: RingPlans) -> RingPlans:
+        while len(self) >= NUM_PLANS and self.num_bytes > KEPT_BYTES:
+            self._values.popitem(last=False)
+        return plans
 
     @property
     def num_bytes(self) -> int:
         """Device memory of all tables, in bytes."""
-        return sum(plans.num_bytes for plans in self._plans.values())
+        return sum(plans.num_bytes for plans in self.values())

@@ -21,7 +21,7 @@ from elastic_ring.attention.merge import accumulate_dtype
 from elastic_ring.attention.patterns.content import Choices, Chosen
 from elastic_ring.attention.patterns.rules import Rule
 from elastic_ring.attention.plan.chunks import chunks_of
-from elastic_ring.attention.routing.router import choose_blocks
+from elastic_ring.attention.routing.router import best_blocks
 
 _SUMS, _SHARES, _CHOICES = range(3)
 _NUM_KINDS = 3
@@ -256,3 +256,20 @@ def _row(x: torch.Tensor) -> int:
 
 def _tag(call_index: int, kind: int) -> int:
     return _FIRST_TAG + (call_index % _NUM_TAGGED_CALLS) * _NUM_KINDS + kind
+
+
+def choose_blocks(mean_q: torch.Tensor, mean_k: torch.Tensor, rows: list[int], top_k: int) -> torch.Tensor:
+    """Bool (H, len(rows), n): for each query block in `rows` its own block and the best `top_k` - 1 past blocks.
+
+    `mean_q` (n, H, D) are the blocks' routing queries, `mean_k` (n, Hkv, D) their mean keys. The same choice as
+    `Router`, on one process.
+    """
+    sharing, num_blocks = mean_q.size(1) // mean_k.size(1), mean_k.size(0)
+    own = torch.tensor(rows, dtype=torch.int64, device=mean_q.device)
+    keys = mean_k.double().repeat_interleave(sharing, dim=1)
+    width = min(top_k - 1, num_blocks)
+    best = best_blocks(mean_q[own].double(), keys, torch.zeros_like(own), own, width)
+    chosen = torch.zeros(mean_q.size(1), len(rows), num_blocks, dtype=torch.bool, device=own.device)
+    chosen = chosen.scatter_(-1, best, True) & (torch.arange(num_blocks, device=own.device) < own[:, None])
+    chosen[:, torch.arange(len(rows), device=own.device), own] = True
+    return chosen

@@ -70,8 +70,8 @@ class BlockSparseAttention:
 
 def choose_on_device(q: torch.Tensor, k: torch.Tensor, top_k: int) -> torch.Tensor:
     """Bool (H, n, n), queries first, for q (1, S, H, D) and k (1, S, Hkv, D): the past blocks chosen, as by
-    `router.choose_blocks` but without a device-to-host copy; ties are broken arbitrarily. Raises: `ValueError` unless
-    B = 1 and S is a multiple of 128."""
+    `choose_blocks` but without a device-to-host copy; ties are broken arbitrarily. Raises: `ValueError` unless B = 1
+    and S is a multiple of 128."""
     if q.size(0) != 1 or q.size(1) % BLOCK_TOKENS:
         raise ValueError(
             f"q of shape {tuple(q.shape)}: content chooses for one sequence of a multiple of {BLOCK_TOKENS} tokens"

@@ -23,10 +23,9 @@ from typing import Any, Literal, Protocol
 import torch
 
 from elastic_ring.attention.comm import fp8
-from elastic_ring.attention.comm.frame import Frame
 from elastic_ring.attention.comm.ledger import HopEvents, HopLedger
 from elastic_ring.attention.plan.schedule import Direction
-from elastic_ring.attention.plan.traffic import ExchangePlan, PeerTransfer
+from elastic_ring.attention.plan.traffic import ExchangePlan, Frame, PeerTransfer
 
 __all__ = ["Frame", "Group", "HopBuffers", "HopExchange", "HopLedger", "PendingWork"]
 

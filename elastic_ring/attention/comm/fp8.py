@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic_ring.attention.comm.frame import Frame
+from elastic_ring.attention.plan.traffic import Frame
 
 LARGEST = 448.0
 RELATIVE_BOUND = 2.0**-4

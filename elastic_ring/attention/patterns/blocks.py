@@ -39,28 +39,20 @@ def block_kinds(rule: Rule, length: int, block: int, causal: bool = True) -> Kin
     return rule.kinds(-(-length // block), block, causal)
 
 
-def row_kinds(
-    rule: Rule, length: int, block: int, rows: Positions, columns: Positions | None = None, causal: bool = True
-) -> Kinds:
-    """(len(rows), len(columns)): these rows and columns of `block_kinds`; None: all columns."""
-    if columns is None:
-        columns = np.arange(-(-length // block), dtype=np.int64)
-    if not (columns[1:] >= columns[:-1]).all():
-        order = np.argsort(columns, kind="stable")
-        kinds = np.empty((len(rows), len(columns)), dtype=np.uint8)
-        kinds[:, order] = rule.row_kinds(rows, columns[order], block, causal)
-        return kinds
-    return rule.row_kinds(rows, columns, block, causal)
-
-
 def row_strips(
     rule: Rule, length: int, block: int, rows: Positions, columns: Positions | None = None, causal: bool = True
 ) -> Iterator[tuple[slice, Kinds]]:
-    """`row_kinds` of a few rows at a time, with the slice of `rows` that they are."""
+    """These rows and columns (None: all) of `block_kinds`, a few rows at a time, with the slice of `rows` that they
+    are."""
     if columns is None:
         columns = np.arange(-(-length // block), dtype=np.int64)
+    order = None if (columns[1:] >= columns[:-1]).all() else np.argsort(columns, kind="stable")
     for some in rule.strips(rows, columns, block):
-        yield some, row_kinds(rule, length, block, rows[some], columns, causal)
+        kinds = rule.row_kinds(rows[some], columns if order is None else columns[order], block, causal)
+        if order is not None:
+            ascending, kinds = kinds, np.empty_like(kinds)
+            kinds[:, order] = ascending
+        yield some, kinds
 
 
 def kept_by_any(rule: Rule, length: int, block: int, rows: Positions, causal: bool = True) -> tuple[Mask, Mask]:
@@ -199,17 +191,3 @@ def block_positions(columns: NDArray[np.intp], block: int, length: int) -> Posit
     """The token positions of the blocks `columns`, cut at `length`."""
     positions: Positions = (columns[:, None].astype(np.int64) * block + np.arange(block)[None, :]).ravel()
     return positions[positions < length]
-
-
-def reach(kinds: Kinds, depth: int) -> tuple[float, ...]:
-    """After 1 to `depth` layers, the share of causal block pairs whose key can influence the query."""
-    num_blocks = len(kinds)
-    step = (kinds != NONE).astype(np.float32)
-    reached = np.minimum(step + np.eye(num_blocks, dtype=np.float32), 1)
-    shares = []
-    carried = reached
-    for layer in range(depth):
-        if layer:
-            carried = ((reached @ carried) > 0).astype(np.float32)
-        shares.append(float(carried.sum()) / (num_blocks * (num_blocks + 1) / 2))
-    return tuple(shares)

@@ -53,10 +53,6 @@ class TopK(Rule):
         object.__setattr__(self, "causal", bool(self.causal))  # 1 and True must give equal rules
 
     @property
-    def unit(self) -> int:
-        return self.unit_tokens
-
-    @property
     def width(self) -> int:
         """The number of past units that a unit chooses, if there are as many."""
         return self.blocks - 1
@@ -96,21 +92,12 @@ class Chosen(Rule):
     unit_tokens: int = 128
 
     @property
-    def unit(self) -> int:
-        return self.unit_tokens
-
-    @property
     def for_one_call(self) -> bool:
         return True
 
     @cached_property
     def past(self) -> Choices:
         return np.frombuffer(self.choices, dtype=np.int32).reshape(self.num_units, -1)
-
-    @property
-    def table(self) -> Mask:
-        """(units, units): the units that each unit sees, including its own."""
-        return self.kinds(self.num_units, self.unit_tokens) == FULL
 
     def sees(self, q: Positions, k: Positions) -> Mask:
         # Positions of whole blocks may exceed the document's end.

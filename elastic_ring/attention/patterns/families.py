@@ -1,4 +1,4 @@
-"""Published sparse pattern families as rules, learned profiles, and rules from user functions.
+"""Published sparse pattern families and learned profiles as rules.
 
 Each family cites its paper and has a drawing. The base class and the basic rules are in `rules`; no layouts or
 kernels in this file, and of heads only the assignment of one rule to each.
@@ -6,29 +6,14 @@ kernels in this file, and of heads only the assignment of one rule to each.
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from elastic_ring.attention.patterns.rules import (
-    FULL,
-    Kinds,
-    Mask,
-    Positions,
-    Rule,
-    Span,
-    require,
-    strips,
-    unit_spans,
-)
-
-__all__ = ["BigBird", "BlockFunction", "Dilated", "Hierarchical", "Profile", "load_profile", "longnet"]
+from elastic_ring.attention.patterns.rules import FULL, Kinds, Mask, Positions, Rule, Span, require, unit_spans
 
 
 @dataclass(frozen=True)
@@ -71,10 +56,6 @@ class Dilated(Rule):
                     f"segments={self.segments}: {segment} must be a positive multiple of unit_tokens={self.unit_tokens}"
                 )
 
-    @property
-    def unit(self) -> int:
-        return self.unit_tokens
-
     def sees(self, q: Positions, k: Positions) -> Mask:
         seen = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=bool)
         for segment, rate in zip(self.segments, self.rates, strict=True):
@@ -101,28 +82,6 @@ class Dilated(Rule):
             steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
             kept[np.repeat(at, counts), to[np.repeat(begin, counts) + steps]] = True
         return kept.astype(np.uint8) * np.uint8(FULL)
-
-
-def longnet(
-    num_heads: int,
-    segments: Sequence[int],
-    rates: Sequence[int],
-    *,
-    heads_per_offset: int = 1,
-    unit_tokens: int = 1,
-) -> tuple[Dilated, ...]:
-    """One rule per query head; head h is offset by h // heads_per_offset units (Ding et al. 2023, arXiv:2307.02486).
-
-    With grouped K/V heads set `heads_per_offset` to the number of query heads per K/V head: they then keep the same
-    keys, which minimises the K/V tokens to transfer.
-    """
-    require("num_heads", num_heads, 1, "give the number of query heads")
-    require("heads_per_offset", heads_per_offset, 1, "1 shifts each head")
-    rules = (
-        Dilated(tuple(segments), tuple(rates), (head // heads_per_offset) % max(rates, default=1), unit_tokens)
-        for head in range(num_heads)
-    )
-    return tuple(rules)
 
 
 def longnet_text(rules: Sequence[Rule]) -> str | None:
@@ -168,10 +127,6 @@ class BigBird(Rule):
         require("randoms", self.randoms, 0, "0 draws none")
         require("seed", self.seed, 0, "use a non-negative seed")
         require("unit_tokens", self.unit_tokens, 1, "128 is the kernels' block")
-
-    @property
-    def unit(self) -> int:
-        return self.unit_tokens
 
     def sees(self, q: Positions, k: Positions) -> Mask:
         row, column = q // self.unit_tokens, k // self.unit_tokens
@@ -254,10 +209,6 @@ class Hierarchical(Rule):
         require("base", self.base, 1, "the first level holds at least the query's own unit")
         require("unit_tokens", self.unit_tokens, 1, "128 is the kernels' block")
 
-    @property
-    def unit(self) -> int:
-        return self.unit_tokens
-
     def sees(self, q: Positions, k: Positions) -> Mask:
         column = k // self.unit_tokens
         back = q // self.unit_tokens - column
@@ -284,7 +235,7 @@ class Hierarchical(Rule):
 
 @dataclass(frozen=True)
 class Profile(Rule):
-    """The key distances, in units, that one head keeps, such as those of a learned profile (`load_profile`)."""
+    """The key distances, in units, that one head keeps, such as those of a learned profile."""
 
     distances: tuple[int, ...]
     unit_tokens: int = 128
@@ -298,10 +249,6 @@ class Profile(Rule):
         unit = f",unit={self.unit_tokens}" if self.unit_tokens != 128 else ""
         return f"profile:{'/'.join(map(str, self.distances))}{unit}"
 
-    @property
-    def unit(self) -> int:
-        return self.unit_tokens
-
     def sees(self, q: Positions, k: Positions) -> Mask:
         back = q // self.unit_tokens - k // self.unit_tokens
         kept = np.zeros(self.distances[-1] + 2, dtype=bool)
@@ -311,93 +258,3 @@ class Profile(Rule):
     def spans(self, rows: Positions, num_blocks: int, block: int, causal: bool = True) -> list[Span] | None:
         row = rows * block // self.unit_tokens
         return unit_spans(((row - d, row - d + 1) for d in self.distances), self.unit_tokens, block)
-
-
-def load_profile(path: str | Path, *, keep: float) -> tuple[Profile, ...]:
-    """Read a learned profile: one rule per head.
-
-    The file is JSON: `{"unit_tokens": 128, "counts": [[...], ...]}`, where counts[head][d] is the number of times
-    the head chose the block d units back during training. Each head keeps distance 0 and its most frequent
-    distances (ties: the nearer first) until they cover the share `keep` (0 to 1) of its counts. Raises `ValueError`
-    for another format or `keep`, and `OSError` if the file cannot be read.
-    """
-    if not 0 < keep <= 1:
-        raise ValueError(f"keep={keep}: a share of the counts, above 0 and at most 1")
-    try:
-        loaded: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-        unit_tokens, heads = int(loaded["unit_tokens"]), [[int(n) for n in head] for head in loaded["counts"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"profile {path}: not a JSON object with unit_tokens and counts by head: {error}") from error
-    if not heads or any(not head or min(head) < 0 for head in heads):
-        raise ValueError(f"profile {path}: every head needs counts, none below 0")
-    return tuple(Profile(_most_counted(counts, keep), unit_tokens) for counts in heads)
-
-
-def _most_counted(counts: list[int], keep: float) -> tuple[int, ...]:
-    kept, covered = [0], counts[0]
-    for distance in sorted(range(1, len(counts)), key=lambda d: (-counts[d], d)):
-        if covered >= keep * sum(counts) or counts[distance] == 0:
-            break
-        kept.append(distance)
-        covered += counts[distance]
-    return tuple(sorted(kept))
-
-
-@dataclass(frozen=True)
-class BlockFunction(Rule):
-    """A user-defined rule: `function(query_unit, key_unit)` of integer arrays that broadcast, elementwise.
-
-    Example: `lambda i, j: (i - j) % 3 == 0`. The function must be pure and the same on every rank; two rules are equal
-    if they hold the same function object. `sees` raises `ValueError` if the function is not elementwise, `row_kinds` if
-    it keeps a future unit under causal attention.
-    """
-
-    function: Callable[[Positions, Positions], Any]
-    unit_tokens: int = 128
-
-    def __post_init__(self) -> None:
-        require("unit_tokens", self.unit_tokens, 1, "128 is the kernels' block")
-
-    @property
-    def unit(self) -> int:
-        return self.unit_tokens
-
-    def sees(self, q: Positions, k: Positions) -> Mask:
-        row, column = q // self.unit_tokens, k // self.unit_tokens
-        shape = np.broadcast_shapes(row.shape, column.shape)
-        try:
-            kept = np.broadcast_to(np.asarray(self.function(row, column), dtype=bool), shape)
-        except (ValueError, TypeError) as error:
-            name = getattr(self.function, "__name__", repr(self.function))
-            raise ValueError(
-                f"function={name}: must take integer arrays and answer elementwise; use & | and numpy.where"
-                f" instead of and, or, if ({error})"
-            ) from error
-        return kept
-
-    @property
-    def sees_ahead(self) -> bool:
-        return True
-
-    def row_kinds(self, rows: Positions, columns: Positions, block: int, causal: bool = True) -> Kinds:
-        if causal:
-            self.check_causal(*(np.unique(self._units(blocks, block)) for blocks in (rows, columns)))
-        return super().row_kinds(rows, columns, block, causal)
-
-    def _units(self, blocks: Positions, block: int) -> Positions:
-        """All units of which these blocks hold a part."""
-        parts = np.arange(0, block, math.gcd(block, self.unit_tokens), dtype=np.int64)
-        return (blocks[:, None] * block + parts).ravel() // self.unit_tokens
-
-    def check_causal(self, rows: Positions, columns: Positions) -> None:
-        """Raises `ValueError` that names the first kept pair of units whose key comes after the query."""
-        queries, keys = rows[:, None] * self.unit_tokens, columns[None, :] * self.unit_tokens
-        for some in strips(len(rows), len(columns)):
-            early = self.sees(queries[some], keys) & (keys > queries[some])
-            if early.any():
-                row, column = np.argwhere(early)[0]
-                name = getattr(self.function, "__name__", repr(self.function))
-                raise ValueError(
-                    f"function={name}: lets query unit {rows[some][row]} see unit {columns[column]} of the future; add"
-                    " `& (key <= query)`"
-                )

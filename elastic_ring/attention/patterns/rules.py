@@ -33,7 +33,7 @@ NEWER: Mapping[str, object] = MappingProxyType({"identity": "where set"})
 
 
 class Rule:
-    """The base class of rules. A subclass must define `sees`, and `unit` (tokens) if it depends on position // unit.
+    """The base class of rules. A subclass must define `sees`, and `unit_tokens` if it reads position // unit_tokens.
 
     Positions count from the start of the document. `awaits_content`, `for_one_call`, `sure`, `num_chosen` and
     `of_document` are for content-chosen rules (see `content`). A rule with a `short_name` prints in the form that
@@ -41,6 +41,7 @@ class Rule:
     """
 
     short_name: ClassVar[str] = ""
+    unit_tokens: int = 1
 
     def __str__(self) -> str:
         if "short_name" not in vars(type(self)):  # an inherited name belongs to another rule
@@ -56,7 +57,7 @@ class Rule:
 
     @property
     def unit(self) -> int:
-        return 1
+        return self.unit_tokens
 
     @property
     def awaits_content(self) -> bool:
@@ -275,10 +276,6 @@ class Strided(Rule):
         require("every", self.every, 1, "1 is dense attention")
         require("local", self.local, 0, "0 leaves only the stride")
         require("unit_tokens", self.unit_tokens, 1, "1 strides single tokens")
-
-    @property
-    def unit(self) -> int:
-        return self.unit_tokens
 
     def sees(self, q: Positions, k: Positions) -> Mask:
         back = q // self.unit_tokens - k // self.unit_tokens

@@ -1,7 +1,7 @@
 """Sparse patterns: one rule per head, packed documents and a block size. Plain data, the same on every rank.
 
 The kept pairs do not depend on ring size or layout, so a pattern stays valid when the ring is resized. Tensors,
-ranks and bytes belong in `sparse_schedule`, drawing in `plot`.
+ranks and bytes belong in `sparse_schedule`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_ring.attention.patterns.blocks import block_kinds, reach, row_pairs
+from elastic_ring.attention.patterns.blocks import block_kinds, row_pairs
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Kinds, Rule
 
@@ -49,11 +49,6 @@ class SparsePattern:
             )
 
     @property
-    def awaits_content(self) -> bool:
-        """Whether some blocks are still to be chosen by content: pairs can be counted, but no schedule planned."""
-        return any(rule.awaits_content for rule in self.heads)
-
-    @property
     def for_one_call(self) -> bool:
         """Whether content has chosen some blocks, so that the pattern is valid for one call only."""
         return any(rule.for_one_call for rule in self.heads)
@@ -74,7 +69,7 @@ class SparsePattern:
         return Pattern(self.causal, self.document_starts).documents(seq_len)
 
     def row_pairs(self, seq_len: int) -> NDArray[np.int64]:
-        """(seq_len,): number of keys that each query sees, summed over `heads`; an upper bound if `awaits_content`."""
+        """(seq_len,): keys that each query sees, summed over `heads`; an upper bound if rules await content."""
         total = np.zeros(seq_len, dtype=np.int64)
         for number, (start, stop) in enumerate(self.documents(seq_len)):
             for rule in self.heads:
@@ -83,7 +78,7 @@ class SparsePattern:
 
     def density(self, seq_len: int) -> float:
         """The kept share of the documents' pairs (dense = 1), causal ones if `causal`, averaged over heads; an upper
-        bound if `awaits_content`."""
+        bound if rules await content."""
         lengths = [stop - start for start, stop in self.documents(seq_len)]
         dense = sum(n * (n + 1) // 2 if self.causal else n * n for n in lengths)
         return float(self.row_pairs(seq_len).sum()) / (dense * len(self.heads))
@@ -93,26 +88,9 @@ class SparsePattern:
         rules = dict.fromkeys(self.heads)
         return reduce(np.maximum, (block_kinds(rule, length, self.block, self.causal) for rule in rules))
 
-    def reachability(self, length: int, depth: int) -> tuple[float, ...]:
-        """For 1 to `depth` layers, the share of causal block pairs (query, key) of a document of `length` tokens for
-        which the key can influence the query. Assumes that heads mix after each layer.
-        """
-        return reach(self.kinds(length), depth)
-
     def __str__(self) -> str:
         packed = "" if self.document_starts == (0,) else f", {len(self.document_starts)} documents"
         return f"{rules_text(self.heads)} in blocks of {self.block}{packed}{'' if self.causal else ', not causal'}"
-
-
-def mixed(*parts: tuple[int, Rule]) -> tuple[Rule, ...]:
-    """Rules for a mix of heads: `mixed((6, Window(1024)), (2, Dense()))` gives 6 local heads and 2 dense ones.
-
-    Raises `ValueError` for no heads.
-    """
-    rules = tuple(rule for num_heads, rule in parts for _ in range(num_heads))
-    if not rules:
-        raise ValueError(f"parts={parts}: give at least one head")
-    return rules
 
 
 def rules_text(heads: Sequence[Rule]) -> str:

@@ -5,13 +5,30 @@ Plain Python, made once for a schedule and read in every call; no tensor, addres
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from elastic_ring.attention.layouts.layout import Range
 
 FETCHED = 2
+
+
+class Frame(NamedTuple):
+    """A buffer of n rows has the shape (*before, n, *after); pieces count in units of `unit` elements."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    unit: int
+
+    @property
+    def row(self) -> int:
+        return math.prod(self.before) * math.prod(self.after)
+
+    def shape(self, num_rows: int) -> tuple[int, ...]:
+        return (*self.before, num_rows, *self.after)
 
 
 @dataclass(frozen=True)

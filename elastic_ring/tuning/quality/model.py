@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from elastic_ring.attention.layers import AttentionFn, LayerPatterns
 from elastic_ring.attention.patterns.blocks import visible
 from elastic_ring.attention.patterns.rules import Dense
-from elastic_ring.attention.routing.router import choose_blocks
+from elastic_ring.contrib.block_means import choose_blocks
 from elastic_ring.contrib.gated import GatedSparseAttention
 
 

@@ -10,10 +10,11 @@ from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import covering, select
 from elastic_ring.attention.kernels.verify import as_tokens, self_test
 from elastic_ring.attention.patterns.blocks import block_kinds
-from elastic_ring.attention.patterns.families import BigBird, Hierarchical, Profile, longnet
+from elastic_ring.attention.patterns.families import BigBird, Hierarchical, Profile
 from elastic_ring.attention.patterns.rules import Dense, Rule, Strided, Window
-from elastic_ring.attention.patterns.sparse import SparsePattern, mixed
+from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.contrib.block_sparse import BlockSparseAttention, choose_on_device
+from elastic_ring.contrib.head_rules import longnet, mixed
 
 pytestmark = [
     pytest.mark.gpu,

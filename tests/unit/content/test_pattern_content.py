@@ -17,11 +17,12 @@ from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import contiguous, zigzag
 from elastic_ring.attention.patterns.content import ByDocument, Chosen, TopK
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.attention.patterns.rules import Window
+from elastic_ring.attention.patterns.rules import FULL, NONE, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.chunks import chunks_of
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
-from elastic_ring.attention.routing.router import Router, choose_blocks
+from elastic_ring.attention.routing.router import Router
+from elastic_ring.contrib.block_means import choose_blocks
 from elastic_ring.tuning.quality.families import Family
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 from tests.unit.content.content_cases import (
@@ -298,7 +299,7 @@ def test_before_a_call_it_has_no_pairs_and_says_so() -> None:
         for ask in (
             lambda rule=rule: rule.sees(torch.arange(4).numpy(), torch.arange(4).numpy()),
             lambda rule=rule: rule.kinds(4, 128),
-            lambda pattern=pattern: pattern.reachability(512, 2),
+            lambda pattern=pattern: pattern.kinds(512),
             lambda pattern=pattern: plan_sparse(pattern, contiguous(512, 2), 2, 2),
             lambda pattern=pattern: choose(pattern, 512, 2, Sizes(2, 2)),
         ):
@@ -334,7 +335,7 @@ def test_more_than_one_sequence_is_refused_before_anything_is_sent() -> None:
 def test_what_was_chosen_is_a_rule_of_its_document_and_prints_small() -> None:
     one, other = Chosen(2, b"\xff\xff\xff\xff\0\0\0\0", 4), Chosen(1, b"\xff" * 4, 4)
     assert one.past.tolist() == [[-1], [0]]
-    assert one.table.tolist() == [[True, False], [True, True]]
+    assert one.kinds(2, 4).tolist() == [[FULL, NONE], [FULL, FULL]]
     assert repr(one) == "Chosen(num_units=2, unit_tokens=4)"
     both = ByDocument((one, other))
     assert (both.of_document(1), both.unit, both.for_one_call) == (other, 4, True)

@@ -15,9 +15,10 @@ import torch
 from elastic_ring.attention.comm.exchange import HopLedger
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import residue_class, striped
-from elastic_ring.attention.patterns.families import BigBird, BlockFunction, Dilated, Hierarchical, longnet
+from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided
-from elastic_ring.attention.patterns.sparse import mixed
+from elastic_ring.contrib.block_function import BlockFunction
+from elastic_ring.contrib.head_rules import longnet, mixed
 from tests.unit.attention.attention_rings import relative_error
 from tests.unit.sparse.pattern_cases import SparseCase
 

@@ -11,12 +11,14 @@ import torch
 
 from elastic_ring.attention.comm.exchange import HopLedger
 from elastic_ring.attention.layouts.layout import Layout
-from elastic_ring.attention.patterns.families import BigBird, BlockFunction, Dilated, Hierarchical, Profile, longnet
+from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
+from elastic_ring.contrib.block_function import BlockFunction
+from elastic_ring.contrib.head_rules import longnet
 from tests.unit.attention.attention_rings import in_threads
 
 Sees = Callable[[int, int], bool]

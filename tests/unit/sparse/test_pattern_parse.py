@@ -13,9 +13,11 @@ import torch
 
 from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAttention, of_layer
 from elastic_ring.attention.layouts.layout import contiguous
-from elastic_ring.attention.patterns.families import BigBird, BlockFunction, Dilated, Hierarchical, Profile, longnet
+from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile
 from elastic_ring.attention.patterns.parse import parse_pattern, read_pattern
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
+from elastic_ring.contrib.block_function import BlockFunction
+from elastic_ring.contrib.head_rules import longnet
 from tests.unit.attention.attention_rings import one_thread
 
 
