@@ -3,11 +3,13 @@ that takes too long. The product knows nothing of it: its log is read, at a leve
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
 import os
+import sys
+import threading
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,6 +33,33 @@ class _Rounds(logging.Handler):
         self._file.flush()
 
 
+class StepWatch:
+    """Writes the stacks of all threads once in a step that takes too long. A thread does it, which needs the GIL:
+    `faulthandler.dump_traceback_later` reads the frames of threads that run, and killed a worker so."""
+
+    def __init__(self, file: TextIO, slow_s: float) -> None:
+        self._file, self._slow_s = file, slow_s
+        self._timer: threading.Timer | None = None
+
+    def step(self) -> None:
+        """A step begins."""
+        self.pause()
+        self._timer = threading.Timer(self._slow_s, self._write)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def pause(self) -> None:
+        """The worker waits for its turn."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _write(self) -> None:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        for ident, frame in sys._current_frames().items():
+            self._file.write(f"{names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}\n")
+        self._file.flush()
+
+
 @dataclass(frozen=True)
 class WorkerNotes:
     """Where processes write, and after how many seconds without a step one writes the stacks of its threads."""
@@ -38,21 +67,13 @@ class WorkerNotes:
     folder: Path
     slow_s: float
 
-    def begin(self) -> TextIO:
-        """In the worker's process: from now on it writes. Returns the file for `step`."""
+    def begin(self) -> StepWatch:
+        """In the worker's process: from now on it writes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         log = logging.getLogger(COPIES_LOG)
         log.setLevel(logging.DEBUG)
         log.addHandler(_Rounds((self.folder / f"copies-{os.getpid()}.jsonl").open("a")))
-        return (self.folder / f"stacks-{os.getpid()}.txt").open("a")
-
-    def step(self, file: TextIO) -> None:
-        """A step begins."""
-        faulthandler.dump_traceback_later(self.slow_s, file=file)
-
-    def pause(self) -> None:
-        """The worker waits for its turn."""
-        faulthandler.cancel_dump_traceback_later()
+        return StepWatch((self.folder / f"stacks-{os.getpid()}.txt").open("a"), self.slow_s)
 
     def copies(self) -> list[dict[str, Any]]:
         """All rounds, of all processes, in the order of time."""

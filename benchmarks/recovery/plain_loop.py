@@ -12,14 +12,14 @@ import math
 import os
 import time
 from multiprocessing.connection import Client, Connection
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.harness.worker_notes import WorkerNotes
+from benchmarks.harness.worker_notes import StepWatch, WorkerNotes
 from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
@@ -60,7 +60,7 @@ class GatedLoss:
     ) -> None:
         self._loss, self._gate, self._sequences_per_block = loss, gate, sequences_per_block
         self._notes = notes
-        self._stacks: TextIO | None = None
+        self._watch: StepWatch | None = None
         self._num_sequences = 0
         self._newest: Tensor | None = None
 
@@ -76,14 +76,14 @@ class GatedLoss:
         return self._loss(model, batch)
 
     def _pause(self) -> None:
-        if self._notes is not None:
-            self._notes.pause()
+        if self._watch is not None:
+            self._watch.pause()
         self._gate.wait()
 
     def _note_step(self) -> None:
         if self._notes is not None:
-            self._stacks = self._stacks or self._notes.begin()
-            self._notes.step(self._stacks)
+            self._watch = self._watch or self._notes.begin()
+            self._watch.step()
 
 
 def _urgent(kind: str) -> Any:
