@@ -52,6 +52,12 @@ class CostModel:
         """The time of kernels and messages that run concurrently, in seconds."""
         return max(kernels_s, moving_s) + (1 - self.overlap) * min(kernels_s, moving_s)
 
+    def hops_s(self, kernels_s: float, num_bytes: float, num_messages: int) -> float:
+        """The time of one rank's pass. The first hop overlaps only with the kernels of the rank's own keys, a later hop
+        with those of earlier hops."""
+        together_s = self.together_s(kernels_s, self.moving_s(num_bytes, num_messages))
+        return together_s + (self.message_s if num_messages else 0.0)
+
     @classmethod
     def read(cls, path: str | Path) -> CostModel:
         """Read a file that `write` made. Raises `ValueError` that names the file, the error in it and what to do."""

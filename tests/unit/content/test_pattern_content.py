@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention.autolayout.choice import Sizes, choose
+from elastic_ring.attention.autolayout.choice import Sizes
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import contiguous, zigzag
@@ -21,6 +21,7 @@ from elastic_ring.attention.patterns.rules import Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import chunks_of, plan_sparse
 from elastic_ring.attention.routing.router import Router, choose_blocks
+from elastic_ring.contrib.pattern_choice import choose
 from elastic_ring.tuning.quality.families import Family
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 from tests.unit.content.content_cases import (
