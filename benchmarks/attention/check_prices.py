@@ -34,7 +34,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.harness.arguments import bench_parser, list_of
 from benchmarks.harness.results import write_json
-from elastic_ring.attention.autolayout.choice import Candidate, Sizes, layouts_for, price, rank
+from elastic_ring.attention.autolayout.choice import LayoutPrice, Sizes, layouts_for, price, rank
 from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern
@@ -92,22 +92,20 @@ class System:
 
 def systems_of(
     text: str, options: argparse.Namespace, cost_model: CostModel, cp_rank: int, group: Any
-) -> tuple[list[System], list[Candidate]]:
+) -> tuple[list[System], list[LayoutPrice]]:
     sizes = Sizes(options.heads[0], options.heads[1], options.head_dim, FP32_BYTES)
     patterns = parse_pattern(text)
     pattern = SparsePattern(patterns.of_layer(0).heads(*options.heads), patterns.block)
     found, candidates = [], []
     for layout in layouts_for(pattern, options.tokens, options.ranks):
         exact = plan_sparse(pattern, layout, *options.heads)
-        for candidate in price(pattern, layout, sizes, cost_model):
-            if candidate.exchange != "hops":
-                continue
-            row = Row(
-                text, pattern.density(options.tokens), f"{layout.name}/{candidate.exchange}", candidate.forward_s,
-                candidate.all_bytes, candidate.work_max_over_mean,
-            )  # fmt: skip
-            found.append(System(row, exact, cp_rank, group, sizes))
-            candidates.append(candidate)
+        candidate = price(exact, sizes, cost_model)
+        row = Row(
+            text, pattern.density(options.tokens), f"{layout.name}/hops", candidate.forward_s, candidate.all_bytes,
+            candidate.work_max_over_mean,
+        )  # fmt: skip
+        found.append(System(row, exact, cp_rank, group, sizes))
+        candidates.append(candidate)
     return found, candidates
 
 
@@ -120,7 +118,7 @@ def measure(systems: list[System], stopwatch: Stopwatch, repeats: int) -> None:
                 system.row.both_s.append(taken[1])
 
 
-def compare(rows: list[Row], candidates: list[Candidate]) -> tuple[list[str], dict[str, Any]]:
+def compare(rows: list[Row], candidates: list[LayoutPrice]) -> tuple[list[str], dict[str, Any]]:
     """The lines of one pattern, and how well its plans agree with the clock."""
     predicted = [row.predicted_s for row in rows]
     forward, both = ([row.medians[i] for row in rows] for i in (0, 1))

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # run as a script
 
 from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.results import write_json
-from elastic_ring.attention.autolayout.choice import Choice, Sizes, choose
+from elastic_ring.attention.autolayout.choice import Sizes
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile
 from elastic_ring.attention.patterns.pattern import Pattern
@@ -29,6 +29,7 @@ from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.contrib.block_function import BlockFunction
 from elastic_ring.contrib.head_rules import longnet, mixed
+from elastic_ring.contrib.pattern_choice import Choice, choose
 
 BF16_BYTES = 2
 

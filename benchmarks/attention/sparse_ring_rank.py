@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.attention.footprint import Footprint, footprint
 from benchmarks.attention.pattern_speed_gpu import pattern_of
 from benchmarks.harness.gpu_ranks import interleaved, maximum, timed_s
 from benchmarks.harness.results import show, write_json
@@ -28,7 +29,7 @@ from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
-from elastic_ring.attention.ring import STAGE_LIMIT_BYTES, Footprint, RingAttention
+from elastic_ring.attention.ring import STAGE_LIMIT_BYTES, RingAttention
 from elastic_ring.contrib.block_sparse import BlockSparseAttention
 from elastic_ring.contrib.cuda_graphs import GraphedRing, make_graphed
 from elastic_ring.contrib.head_rules import longnet
@@ -165,7 +166,7 @@ class Bench:
                 stage_bytes=self.options.stage_bytes or STAGE_LIMIT_BYTES, keep_keys=self.options.keep_keys,
             )  # fmt: skip
             tensors = self.tensors(tokens // self.cp, self.cp_rank)
-            ring.footprint(tensors[0])
+            ring.check_call(*tensors[:3])
             row = Row(tokens, name, density, f"ring, {layout_name}", planned_s=time.monotonic() - began_s)
             row.work_max_over_mean = work_max_over_mean(layout, pattern.row_pairs(tokens))
             systems.append(System(row, ring, tensors, ledger, buffers))
@@ -174,7 +175,7 @@ class Bench:
             if system.graphs is not None:
                 system.graphs.close()
             if isinstance(system.attend, RingAttention) and system.row.refusal is None:
-                self._footprint(system.row, system.attend.footprint(system.tensors[0]))
+                self._footprint(system.row, footprint(system.attend, *system.tensors[:2]))
         rows = [system.row for system in systems]
         single = next((row.median_s for row in rows if row.system == SINGLE), 0.0)
         for row in rows:
@@ -236,10 +237,10 @@ class Bench:
             dist.all_reduce(total)
             system.row.sent_bytes = total.item() / self.options.watched / self.cp
 
-    def _footprint(self, row: Row, footprint: Footprint) -> None:
-        row.num_stages = footprint.num_stages
+    def _footprint(self, row: Row, found: Footprint) -> None:
+        row.num_stages = found.num_stages
         row.buffer_bytes, row.kept_bytes, row.table_bytes = (
-            int(maximum(float(n))) for n in (footprint.buffer_bytes, footprint.kept_bytes, footprint.table_bytes)
+            int(maximum(float(n))) for n in (found.buffer_bytes, found.kept_bytes, found.table_bytes)
         )
 
 

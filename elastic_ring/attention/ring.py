@@ -22,13 +22,7 @@ from elastic_ring.attention.checks import check_captured, check_group, check_loc
 from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopExchange, HopLedger, HopMemory, Wire
 from elastic_ring.attention.kernels.kernel import CoverKind, Kernel
 from elastic_ring.attention.kernels.registry import select
-from elastic_ring.attention.lowering.blocks import (
-    STAGE_LIMIT_BYTES,
-    BlockOptions,
-    Footprint,
-    footprint,
-    lower_blocks,
-)
+from elastic_ring.attention.lowering.blocks import STAGE_LIMIT_BYTES, BlockOptions, lower_blocks
 from elastic_ring.attention.lowering.call_plan import Call, CallPlan, HeadOrder, Op, OwnPart, Program
 from elastic_ring.attention.lowering.keys import Source
 from elastic_ring.attention.lowering.rectangles import hops_together, lower_rectangles
@@ -188,11 +182,6 @@ class RingAttention(RecomputableRing):
     def shared_buffers(self) -> list[torch.Tensor]:
         """The buffers that calls share; replaced when a call needs larger ones."""
         return self._buffers.shared_buffers()
-
-    def footprint(self, q: torch.Tensor) -> Footprint:
-        """Memory of calls over block tables, queries like q (B, S_local, H, D), besides their inputs and outputs."""
-        assert not self.schedule.is_dense
-        return footprint(self.schedule, self.cp_rank, q, self._block_options(q))
 
     def shapes(self, k: torch.Tensor) -> frozenset[object]:
         """What tells passes apart for which kernels are compiled, over keys like `k` (B, S_local, Hkv, D): (queries,

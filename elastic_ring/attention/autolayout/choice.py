@@ -1,4 +1,4 @@
-"""The choice of layout and exchange for a sparse pattern on a ring, by bytes, balance and predicted time.
+"""Candidate layouts of a sparse pattern on a ring, their prices and ranks, by bytes, balance and predicted time.
 
 A pure function of pattern, sizes and cost model; no measurement and no communication in this file.
 """
@@ -7,40 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import TypeVar
 
 from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.layouts.placement import (
-    balanced,
-    residue_class,
-    striped,
-    tokens_max_over_mean,
-    work_max_over_mean,
-)
+from elastic_ring.attention.layouts.placement import balanced, residue_class, striped, work_max_over_mean
 from elastic_ring.attention.patterns.families import Dilated
 from elastic_ring.attention.patterns.rules import Rule, Strided, Union
 from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern
 from elastic_ring.attention.plan.schedule import Schedule
-from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.plan.sparse_tiles import tiles
-
-__all__ = [
-    "Candidate",
-    "Choice",
-    "CostModel",
-    "Exchange",
-    "Sizes",
-    "choose",
-    "in_whole_blocks",
-    "layouts_for",
-    "price",
-    "rank",
-]  # fmt: skip
-
-Exchange = Literal["hops", "packed"]
-"""`hops`: exact ranges, one hop at a time, overlapped with the kernels (a halo exchange for windows).
-`packed`: the same bytes in one all-to-all-v before the kernels."""
 
 SLACK = 1.05
 
@@ -59,96 +35,29 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A layout with an exchange, and its predicted forward pass.
+class LayoutPrice:
+    """The cost of a layout in one forward pass, of one layer or of all.
 
-    `most_bytes` is received by the busiest rank, `all_bytes` and `num_messages` by all ranks together; `forward_s` is
-    the time of the slowest rank.
+    `all_bytes` is received by all ranks; `forward_s` sums the slowest rank's time of each layer; `work_max_over_mean`
+    is the mean over layers, weighted by FLOPs.
     """
 
     layout: Layout
-    exchange: Exchange
-    most_bytes: int
     all_bytes: int
-    num_messages: int
     work_max_over_mean: float
     forward_s: float
 
     def __str__(self) -> str:
         return (
-            f"{self.layout.name}/{self.exchange}: {self.most_bytes:,} bytes to the busiest rank,"
-            f" {self.num_messages} messages, work max/mean {self.work_max_over_mean:.3f},"
+            f"{self.layout.name}: {self.all_bytes:,} bytes, work max/mean {self.work_max_over_mean:.3f},"
             f" {self.forward_s * 1e3:.3f} ms"
         )
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The chosen schedule and exchange, the reasons in words, and all candidates, best first."""
-
-    schedule: Schedule
-    exchange: Exchange
-    why: str
-    candidates: tuple[Candidate, ...]
-
-    @property
-    def best(self) -> Candidate:
-        return self.candidates[0]
-
-    @property
-    def ahead(self) -> int:
-        """For `RingAttention`: the number of hops posted ahead of their kernels."""
-        return 1 if self.exchange == "hops" else max(1, self.schedule.cp - 1)
+P = TypeVar("P", bound=LayoutPrice)
 
 
-def choose(
-    pattern: SparsePattern,
-    seq_len: int,
-    cp: int,
-    sizes: Sizes,
-    cost_model: CostModel = CostModel(),  # noqa: B008 (frozen)
-    *,
-    balance_limit: float = 1.05,
-    whole_blocks: bool = False,
-) -> Choice:
-    """The best candidate by `rank` among all layouts of `layouts_for` with every exchange.
-
-    With `whole_blocks` only layouts that do not split blocks of 128 tokens are considered, as GPU kernels need.
-    Raises `ValueError` if there is none.
-    """
-    weighed: list[Candidate] = []
-    for layout in layouts_for(pattern, seq_len, cp, balance_limit):
-        if not whole_blocks or in_whole_blocks(layout):
-            weighed += price(pattern, layout, sizes, cost_model)
-    if not weighed:
-        raise ValueError(
-            f"seq_len={seq_len} over cp={cp}: no layout cuts between blocks of {BLOCK_TOKENS} tokens; take a multiple"
-            f" of {BLOCK_TOKENS * cp} tokens"
-        )
-    ranked, rest = rank(weighed, balance_limit)
-    best = ranked[0]
-    why = _reason(ranked, rest, balance_limit)
-    schedule = plan_sparse(pattern, best.layout, sizes.num_heads, sizes.num_kv_heads)
-    return Choice(schedule, best.exchange, why, (*ranked, *rest))
-
-
-class Rankable(Protocol):
-    """The attributes that `rank` compares."""
-
-    @property
-    def work_max_over_mean(self) -> float: ...
-
-    @property
-    def all_bytes(self) -> int: ...
-
-    @property
-    def forward_s(self) -> float: ...
-
-
-W = TypeVar("W", bound=Rankable)
-
-
-def rank(weighed: Sequence[W], balance_limit: float = 1.05) -> tuple[list[W], list[W]]:
+def rank(weighed: Sequence[P], balance_limit: float = 1.05) -> tuple[list[P], list[P]]:
     """(balanced candidates, best first; the others). Best: fewest bytes within 5 % (`SLACK`) of the fastest.
 
     A candidate is balanced if its work max/mean is at most `balance_limit` or, if none is, within `SLACK` of the
@@ -184,32 +93,27 @@ def layouts_for(pattern: SparsePattern, seq_len: int, cp: int, balance_limit: fl
     return tuple(seen.values())
 
 
-def price(pattern: SparsePattern, layout: Layout, sizes: Sizes, cost_model: CostModel) -> list[Candidate]:
-    """Price the forward pass on `layout` with each exchange: kernels and messages overlapped, or in sequence.
+def price(schedule: Schedule, sizes: Sizes, cost_model: CostModel) -> LayoutPrice:
+    """The price of the forward pass of one layer, hops overlapped with kernels.
 
     Backward work and bytes are proportional, so they rank layouts equally. With `cost_model.per_tile` the tiles of all
     ranks are computed, which takes as long as planning the first call.
     """
-    schedule = plan_sparse(pattern, layout, sizes.num_heads, sizes.num_kv_heads)
-    cp = layout.cp
-    spread = work_max_over_mean(layout, pattern.row_pairs(layout.seq_len))
-    num_pulls = [sum(schedule.num_head_tokens(rank, hop) > 0 for hop in range(cp)) for rank in range(cp)]
-    kernels = [sparse_kernels(schedule, rank, num_pulls[rank] > 0, cost_model) for rank in range(cp)]
-    kernel_s = [4 * sizes.head_dim * n / cost_model.kernel_flops + cost_model.call_s * calls for calls, n in kernels]
-    num_bytes = [schedule.received_bytes(rank, sizes.head_dim, sizes.itemsize) for rank in range(cp)]
-    hops_s, packed_s = [], []
-    for rank in range(cp):
-        # The first hop overlaps only with the kernels of the rank's own keys, a later hop with those of earlier hops.
-        moving_s = cost_model.moving_s(num_bytes[rank], num_pulls[rank])
-        hops_s.append(
-            cost_model.together_s(kernel_s[rank], moving_s) + (cost_model.message_s if num_pulls[rank] else 0.0)
-        )
-        packed_s.append(kernel_s[rank] + cost_model.moving_s(num_bytes[rank], cp > 1))
-    times: tuple[tuple[Exchange, list[float]], ...] = (("hops", hops_s), ("packed", packed_s))
-    return [
-        Candidate(layout, exchange, max(num_bytes), sum(num_bytes), sum(num_pulls), spread, max(seconds))
-        for exchange, seconds in times
-    ]
+    layout, times, all_bytes = schedule.layout, [], 0
+    for own in range(layout.cp):
+        received = schedule.received_bytes(own, sizes.head_dim, sizes.itemsize)
+        num_pulls = sum(schedule.num_head_tokens(own, hop) > 0 for hop in range(layout.cp))
+        kernel_s = sparse_kernel_s(schedule, own, num_pulls > 0, sizes.head_dim, cost_model)
+        times.append(cost_model.hops_s(kernel_s, received, num_pulls))
+        all_bytes += received
+    spread = work_max_over_mean(layout, schedule.sparse.row_pairs(layout.seq_len))
+    return LayoutPrice(layout, all_bytes, spread, max(times))
+
+
+def sparse_kernel_s(schedule: Schedule, cp_rank: int, fetches: bool, head_dim: int, cost_model: CostModel) -> float:
+    """Seconds of one rank's kernels in a forward pass."""
+    calls, pairs = sparse_kernels(schedule, cp_rank, fetches, cost_model)
+    return 4 * head_dim * pairs / cost_model.kernel_flops + cost_model.call_s * calls
 
 
 def sparse_kernels(schedule: Schedule, cp_rank: int, fetches: bool, cost_model: CostModel) -> tuple[int, int]:
@@ -226,17 +130,3 @@ def parts_of(rules: tuple[Rule, ...]) -> list[Rule]:
     for rule in dict.fromkeys(rules):
         found += parts_of(rule.rules) if isinstance(rule, Union) else [rule]
     return found
-
-
-def _reason(ranked: list[Candidate], rest: list[Candidate], limit: float) -> str:
-    best = ranked[0]
-    words = [str(best)]
-    words.append(f"tokens max/mean {tokens_max_over_mean(best.layout):.3f}")
-    if best.work_max_over_mean > limit:
-        words.append(f"no layout has work max/mean within {limit}")
-    if rest and rest[0].all_bytes < best.all_bytes:
-        words.append(f"passed over as too uneven: {rest[0]}")
-    other = next((c for c in ranked if c.layout != best.layout), None)
-    if other is not None:
-        words.append(f"next: {other}")
-    return "; ".join(words)

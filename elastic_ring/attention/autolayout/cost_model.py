@@ -6,16 +6,20 @@ Plain numbers only. `calibrate` measures them, `choice` and `model_layout` use t
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from elastic_ring.validation import Must, Seconds, from_plain, settings
 
 AGAIN = "measure it with jobs/calibrate.py --out FILE, or leave the file out for the figures of an H200"
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), Must("more than 0")]
 
 
-@dataclass(frozen=True)
+@settings
 class CostModel:
     """Rates and latencies of a machine.
 
@@ -30,20 +34,13 @@ class CostModel:
     range.
     """
 
-    kernel_flops: float = 590e12
-    link_bytes_per_s: float = 300e9
-    message_s: float = 38e-6
-    call_s: float = 380e-6
-    dense_flops: float = 640e12
-    overlap: float = 1.0
+    kernel_flops: Rate = 590e12
+    link_bytes_per_s: Rate = 300e9
+    message_s: Seconds = 38e-6
+    call_s: Seconds = 380e-6
+    dense_flops: Rate = 640e12
+    overlap: Annotated[float, Field(ge=0, le=1), Must("0 to 1")] = 1.0
     per_tile: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("kernel_flops", "link_bytes_per_s", "dense_flops"):
-            _check(name, getattr(self, name), getattr(self, name) > 0, "more than 0")
-        for name in ("message_s", "call_s"):
-            _check(name, getattr(self, name), getattr(self, name) >= 0, "0 seconds or more")
-        _check("overlap", self.overlap, 0 <= self.overlap <= 1, "0 to 1")
 
     def moving_s(self, num_bytes: float, num_messages: float) -> float:
         return num_bytes / self.link_bytes_per_s + self.message_s * num_messages
@@ -51,6 +48,12 @@ class CostModel:
     def together_s(self, kernels_s: float, moving_s: float) -> float:
         """The time of kernels and messages that run concurrently, in seconds."""
         return max(kernels_s, moving_s) + (1 - self.overlap) * min(kernels_s, moving_s)
+
+    def hops_s(self, kernels_s: float, num_bytes: float, num_messages: int) -> float:
+        """The time of one rank's pass. The first hop overlaps only with the kernels of the rank's own keys, a later hop
+        with those of earlier hops."""
+        together_s = self.together_s(kernels_s, self.moving_s(num_bytes, num_messages))
+        return together_s + (self.message_s if num_messages else 0.0)
 
     @classmethod
     def read(cls, path: str | Path) -> CostModel:
@@ -72,18 +75,10 @@ class CostModel:
     @classmethod
     def of(cls, figures: Mapping[str, Any]) -> CostModel:
         """From a mapping with all figures. Raises `ValueError` for a missing, unknown or invalid one."""
-        names = [field.name for field in fields(cls)]
-        unknown = sorted(set(figures) - set(names))
-        missing = [name for name in names if name not in figures]
-        if unknown or missing:
-            what = f"{unknown[0]!r} is unknown" if unknown else f"{missing[0]!r} is missing"
-            raise ValueError(f"{what}; its figures are {', '.join(names)}")
-        for name, value in figures.items():
-            if isinstance(value, bool) != (name == "per_tile"):
-                raise ValueError(f"{name}={value!r}: must be {'true or false' if name == 'per_tile' else 'a number'}")
-            if not isinstance(value, int | float):
-                raise ValueError(f"{name}={value!r}: must be a number")
-        return cls(**figures)
+        missing = [field.name for field in fields(cls) if field.name not in figures]
+        if missing:
+            raise ValueError(f"{missing[0]!r} is missing; give all figures")
+        return from_plain(cls, figures)
 
     def write(
         self, path: str | Path, about: Mapping[str, Any] | None = None, checks: Sequence[Mapping[str, Any]] = ()
@@ -98,8 +93,3 @@ class CostModel:
             Path(path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ValueError(f"machine file {path}: cannot be written: {error}; name another file") from error
-
-
-def _check(name: str, value: Any, good: bool, what: str) -> None:
-    if not good or not math.isfinite(value):
-        raise ValueError(f"{name}={value!r}: must be {what}")

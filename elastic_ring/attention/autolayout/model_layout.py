@@ -13,7 +13,16 @@ from functools import lru_cache
 
 import numpy as np
 
-from elastic_ring.attention.autolayout.choice import SLACK, Sizes, in_whole_blocks, layouts_for, parts_of, price, rank
+from elastic_ring.attention.autolayout.choice import (
+    SLACK,
+    LayoutPrice,
+    Sizes,
+    in_whole_blocks,
+    layouts_for,
+    parts_of,
+    price,
+    rank,
+)
 from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
@@ -22,32 +31,13 @@ from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Rule
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 
 Call = tuple[int, int, int, int]
 """One attention call of a model: (layer, query heads, K/V heads, head dim)."""
 
 BALANCE_LIMIT = 1.05
 """Limit of max over mean, for work and for tokens: memory and all other layers scale with tokens."""
-
-
-@dataclass(frozen=True)
-class LayoutPrice:
-    """The cost of a layout in one forward pass of all layers.
-
-    `all_bytes` is received by all ranks; `forward_s` sums the slowest rank's time of each layer; `work_max_over_mean`
-    is the mean over layers, weighted by FLOPs.
-    """
-
-    layout: Layout
-    all_bytes: int
-    work_max_over_mean: float
-    forward_s: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.layout.name}: {self.all_bytes:,} bytes, work max/mean {self.work_max_over_mean:.3f},"
-            f" {self.forward_s * 1e3:.3f} ms"
-        )
 
 
 @dataclass(frozen=True)
@@ -143,8 +133,12 @@ def _candidates(layers: Counter[_Layer], block: int, seq_len: int, cp: int) -> I
 def _price(layers: Counter[_Layer], block: int, layout: Layout, cost_model: CostModel) -> LayoutPrice:
     num_bytes, forward_s, most, mean = 0, 0.0, 0.0, 0.0
     for layer, number in layers.items():
-        of_layer = price_dense if layer.dense else _price_sparse
-        one = of_layer(layer.rules, block, layout, layer.sizes, cost_model)
+        if layer.dense:
+            one = price_dense(layout, layer.sizes, cost_model)
+        else:
+            pattern = SparsePattern(layer.rules, block)
+            schedule = plan_sparse(pattern, layout, layer.sizes.num_heads, layer.sizes.num_kv_heads)
+            one = price(schedule, layer.sizes, cost_model)
         num_bytes += number * one.all_bytes
         forward_s += number * one.forward_s
         pairs = _pairs(layer.rules, block, layout.seq_len) * layer.sizes.num_heads // len(layer.rules)
@@ -158,18 +152,8 @@ def _pairs(rules: tuple[Rule, ...], block: int, seq_len: int) -> int:
     return int(SparsePattern(rules, block).row_pairs(seq_len).sum())
 
 
-def _price_sparse(
-    rules: tuple[Rule, ...], block: int, layout: Layout, sizes: Sizes, cost_model: CostModel
-) -> LayoutPrice:
-    candidates = price(SparsePattern(rules, block), layout, sizes, cost_model)
-    hops = next(candidate for candidate in candidates if candidate.exchange == "hops")
-    return LayoutPrice(layout, hops.all_bytes, hops.work_max_over_mean, hops.forward_s)
-
-
-def price_dense(
-    rules: tuple[Rule, ...], block: int, layout: Layout, sizes: Sizes, cost_model: CostModel
-) -> LayoutPrice:
-    """Price a layer on the dense ring by the tiles and hops of its schedule; `rules` and `block` are ignored."""
+def price_dense(layout: Layout, sizes: Sizes, cost_model: CostModel) -> LayoutPrice:
+    """The price of a layer on the dense ring, by the tiles and hops of its schedule."""
     schedule, cp = plan(Pattern(), layout), layout.cp
     work, times, all_bytes = [], [], 0
     for own in range(cp):
@@ -182,8 +166,7 @@ def price_dense(
         ]
         all_bytes += sum(received)
         kernel_s = 4 * sizes.head_dim * work[-1] / cost_model.dense_flops + cost_model.call_s * len(tiles)
-        moving_s = cost_model.moving_s(sum(received), sum(num > 0 for num in received))
-        times.append(cost_model.together_s(kernel_s, moving_s) + (cost_model.message_s if any(received) else 0.0))
+        times.append(cost_model.hops_s(kernel_s, sum(received), sum(num > 0 for num in received)))
     return LayoutPrice(layout, all_bytes, max(work) * cp / sum(work), max(times))
 
 

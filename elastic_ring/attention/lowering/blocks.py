@@ -41,21 +41,6 @@ HALVING_S = 2e-4
 """
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """Device memory of a ring's calls, in bytes.
-
-    `buffer_bytes`: buffers that all rings share. `kept_bytes`: kept by each call from forward to backward.
-    `table_bytes`: the tables of a plan, with what kernels have derived from them so far. Temporaries of a pass are not
-    counted; with more than three stages its sums are fp32.
-    """
-
-    num_stages: int
-    buffer_bytes: int
-    kept_bytes: int
-    table_bytes: int
-
-
 @dataclass(frozen=True, eq=False)
 class PlacedSums:
     """Own keys grow by what their readers returned, row by row of the inbox as tables of places say: the first stages
@@ -126,17 +111,6 @@ def lower_blocks(schedule: Schedule, cp_rank: int, q: torch.Tensor, options: Blo
         Program((Op("hold", 0), Op("own", 0), Op("release", 0), *last), (OwnPart(None, (whole,), once=True),), False)
         if keeps else None,
         keeps,
-    )  # fmt: skip
-
-
-def footprint(schedule: Schedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> Footprint:
-    """Memory of calls with queries like q (B, S_local, H, D), besides their inputs and outputs."""
-    blocks = _device_blocks(schedule, cp_rank, q, options)
-    kept, row = _keeps(blocks, options), 2 * q.size(0) * q.size(3)
-    sizes = (row * q.dtype.itemsize, row * options.partial_dtype(q.dtype).itemsize)
-    return Footprint(
-        len(blocks.stages), blocks.plan.buffer_bytes(*sizes, kept=kept),
-        sizes[0] * blocks.plan.num_fetched_rows if kept else 0, blocks.num_bytes,
     )  # fmt: skip
 
 

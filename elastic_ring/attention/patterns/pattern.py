@@ -3,7 +3,7 @@
 A pattern is the same on every rank and mesh; `schedule.plan` turns a pattern and a layout into hops. Token
 placement belongs in `layout`, communication in `exchange`.
 Sparse attention is `sparse.SparsePattern`: basic rules are in `rules`, published families in `families`,
-content-chosen blocks in `content` and `routing`. `sparse_schedule.plan_sparse` plans its hops and `choice.choose`
+content-chosen blocks in `content` and `routing`. `sparse_schedule.plan_sparse` plans its hops, `autolayout` picks
 its layout.
 """
 

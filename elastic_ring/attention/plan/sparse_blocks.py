@@ -91,10 +91,6 @@ class BlockPlan:
     num_row_visits: int
     small: bool
 
-    @property
-    def num_fetched_rows(self) -> int:
-        return sum(stage.num_fetched_rows for stage in self.stages)
-
     def exchange(self, cp: int, *, coalesced: bool) -> ExchangePlan:
         """Buffers: 2 for K/V, `NUM_TURNS` for dK/dV, `NUM_TURNS` inbox slots, 1 for sends."""
         return ExchangePlan(
@@ -107,16 +103,6 @@ class BlockPlan:
         """Number of leading stages whose returned dK and dV are added before the end, because a later stage reuses
         their slot."""
         return max(0, len(self.stages) - NUM_TURNS)
-
-    def buffer_bytes(self, row_bytes: int, partial_row_bytes: int, *, kept: bool = False) -> int:
-        """Bytes of shared buffers for a forward and a backward pass.
-
-        A row holds K and V, or dK and dV, of all sequences of the batch. Kept keys need no buffer here.
-        """
-        plan = self.exchange(0, coalesced=False)
-        num_keys = 0 if kept else sum(plan.key_slots)
-        num_partials = sum(plan.partial_slots) + sum(plan.inbox_slots)
-        return (num_keys + sum(plan.served_slots)) * row_bytes + num_partials * partial_row_bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.autolayout.choice import Sizes, choose
+from elastic_ring.attention.autolayout.choice import Sizes
 from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import work_max_over_mean
@@ -24,6 +24,7 @@ from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.contrib.gated import GatedSparseAttention
 from elastic_ring.contrib.gated_ring import GatedRing
+from elastic_ring.contrib.pattern_choice import choose
 from elastic_ring.tuning.quality.families import Family
 
 BF16_BYTES = 2

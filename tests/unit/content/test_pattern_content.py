@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention.autolayout.choice import Sizes, choose
+from elastic_ring.attention.autolayout.choice import Sizes
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import contiguous, zigzag
@@ -23,6 +23,7 @@ from elastic_ring.attention.plan.chunks import chunks_of
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.routing.router import Router
 from elastic_ring.contrib.block_means import choose_blocks
+from elastic_ring.contrib.pattern_choice import choose
 from elastic_ring.tuning.quality.families import Family
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 from tests.unit.content.content_cases import (

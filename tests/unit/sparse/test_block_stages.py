@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.attention.footprint import footprint
 from elastic_ring.attention import merge, ring_plans
 from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.kernels.adapters.block_sparse import flex_mask
@@ -106,7 +107,7 @@ def test_what_up_to_three_stages_find_is_merged_in_one_pass_over_memory(
         ring = RingAttention(
             case.schedule, cp_rank, rings.groups(4)[cp_rank], kernel=KERNEL, stage_bytes=1, keep_keys=False
         )
-        assert ring.footprint(q).num_stages == 3
+        assert footprint(ring, q, k).num_stages == 3
         at_once[f"rank {cp_rank}"] = ring._call_plan(q, k).sums.at_once
         ring.run_forward(q, k, v, 1.0)
 
@@ -155,10 +156,10 @@ def test_buffers_are_bounded_by_the_limit_and_the_largest_hop(rings: ThreadRings
             )  # fmt: skip
             for _ in range(2):
                 ring(q.requires_grad_(), k, v).backward(dout)
-            footprint = ring.footprint(q)
-            assert footprint.kept_bytes == 0
-            assert footprint.buffer_bytes == buffers.num_bytes
-            return footprint.num_stages, buffers.num_bytes
+            found = footprint(ring, q, k)
+            assert found.kept_bytes == 0
+            assert found.buffer_bytes == buffers.num_bytes
+            return found.num_stages, buffers.num_bytes
 
         rings.groups(8)
         found = in_threads(8, work)
@@ -202,13 +203,13 @@ def test_small_fetches_are_kept_and_freed_after_backward(rings: ThreadRings) -> 
             result = run(*arguments)
             alive[cp_rank] = weakref.ref(result.keys)
             assert result.keys is not None
-            assert result.keys.nbytes == ring.footprint(q).kept_bytes
+            assert result.keys.nbytes == footprint(ring, q, k).kept_bytes
             return result
 
         ring.run_forward = watched  # type: ignore[method-assign]
         out = ring(q.requires_grad_(), k, v)
         out.backward(dout)
-        assert buffers.num_bytes == ring.footprint(q).buffer_bytes
+        assert buffers.num_bytes == footprint(ring, q, k).buffer_bytes
         del out
 
     rings.groups(4)

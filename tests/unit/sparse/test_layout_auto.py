@@ -23,7 +23,7 @@ from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAt
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import dealt, residue_class, striped, tokens_max_over_mean
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.attention.patterns.rules import Dense, Window
+from elastic_ring.attention.patterns.rules import Window
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.loss import language_model_loss
@@ -97,15 +97,14 @@ def test_dense_layers_are_weighed_by_the_dense_ring() -> None:
     for price in both.candidates:
         of_windows = next(p for p in window.candidates if p.layout.name == "contiguous")
         if price.layout.name == "contiguous":
-            dense = price_dense((Dense(),), 128, price.layout, sizes, CostModel())
+            dense = price_dense(price.layout, sizes, CostModel())
             assert price.all_bytes == of_windows.all_bytes * 3 // 4 + dense.all_bytes
             assert price.forward_s == pytest.approx(of_windows.forward_s * 3 / 4 + dense.forward_s)
             assert price.work_max_over_mean > 1.3
 
 
 def test_a_dense_layers_price_follows_its_tiles_bytes_and_figures() -> None:
-    sizes, even = Sizes(8, 2, 64, 2), zigzag(4096, 4)
-    price = partial(price_dense, (Dense(),), 128)
+    price, sizes, even = price_dense, Sizes(8, 2, 64, 2), zigzag(4096, 4)
     base = price(even, sizes, CostModel())
     assert base.work_max_over_mean == pytest.approx(1.0, abs=1e-3)
     assert price(contiguous(4096, 4), sizes, CostModel()).work_max_over_mean > 1.5

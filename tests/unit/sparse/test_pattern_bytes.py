@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.attention.pattern_bytes import families, mean_bytes, mean_dense_bytes
-from elastic_ring.attention.autolayout.choice import Sizes, choose
+from elastic_ring.attention.autolayout.choice import Sizes
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import residue_class, striped
 from elastic_ring.attention.patterns.families import Dilated
@@ -18,6 +18,7 @@ from elastic_ring.attention.patterns.rules import Dense, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
+from elastic_ring.contrib.pattern_choice import choose
 from tests.unit.attention.attention_rings import ThreadRings, one_thread, relative_error
 from tests.unit.attention.test_attention_bytes import WireTap
 from tests.unit.sparse.pattern_cases import (

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.attention.pattern_bytes import families, main
-from elastic_ring.attention.autolayout.choice import CostModel, Sizes, choose, in_whole_blocks, layouts_for, price
+from elastic_ring.attention.autolayout.choice import Sizes, in_whole_blocks, layouts_for
+from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.layouts.placement import (
     balanced,
@@ -22,6 +23,7 @@ from elastic_ring.attention.patterns.families import BigBird, Dilated
 from elastic_ring.attention.patterns.rules import Dense, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
+from elastic_ring.contrib.pattern_choice import choose, price_exchanges
 from tests.unit.sparse.pattern_cases import RULES
 
 SIZES = Sizes(16, 4)
@@ -118,8 +120,8 @@ def test_choices_and_plans_are_equal_everywhere() -> None:
 
 def test_prices_follow_the_bytes_of_the_schedule() -> None:
     pattern = SparsePattern((RULES["window of blocks"][0],))
-    layout = contiguous(4096, 4)
-    for candidate in price(pattern, layout, SIZES, CostModel()):
+    schedule = plan_sparse(pattern, contiguous(4096, 4), SIZES.num_heads, SIZES.num_kv_heads)
+    for candidate in price_exchanges(schedule, SIZES, CostModel()):
         assert candidate.all_bytes == 3 * 7 * 2 * 4 * 128 * 2
 
 

@@ -237,10 +237,11 @@ def test_wrong_settings_are_refused_with_a_way_out(make: object, message: str) -
 def test_planning_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from elastic_ring.attention.autolayout.choice import Sizes, choose\n"
+        "from elastic_ring.attention.autolayout.choice import Sizes\n"
         "from elastic_ring.attention.patterns.sparse import SparsePattern\n"
         "from elastic_ring.attention.plan.sparse_tiles import tiles\n"
         "from elastic_ring.contrib.head_rules import longnet\n"
+        "from elastic_ring.contrib.pattern_choice import choose\n"
         "chosen = choose(SparsePattern(longnet(2, (64, 256), (1, 4)), 16), 512, 4, Sizes(2, 1))\n"
         "print(len(tiles(chosen.schedule, 3)))"
     )
