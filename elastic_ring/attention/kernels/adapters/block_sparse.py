@@ -7,7 +7,7 @@ once. No hops in this file.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,9 +15,7 @@ from torch.nn import functional
 
 from elastic_ring.attention.kernels.adapters.flex import gradients_of, masked
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockTables
-
-_Pair = tuple[torch.Tensor, torch.Tensor]
-_Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+from elastic_ring.attention.kernels.kernel import Grads, Pair
 
 # ------------------------------------------------------------ flash-attn-4
 
@@ -43,11 +41,7 @@ def _flash_tables(kind: Any, own: BlockLists, full: BlockLists) -> Any:
     )  # fmt: skip
 
 
-def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
-    """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H), fp32.
-
-    A query that sees none of these keys gets out 0 and lse -inf.
-    """
+def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
     interface, kind, causal = _flash()
     out, lse = interface._flash_attn_fwd(
         q, k, v, softmax_scale=scale, mask_mod=causal, return_lse=True,
@@ -59,12 +53,9 @@ def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Blo
 def flash_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     tables: BlockTables, scale: float, *, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
-) -> _Grads:  # fmt: skip
-    """These keys' contribution to dq, and their dk and dv, in the inputs' type, from the merged `out` and `lse`
-    (+inf for a query that sees no key at all). If `dk` and `dv`, shaped like k and v, are given, the gradients are
-    written to them."""
+) -> Grads:  # fmt: skip
     interface, kind, causal = _flash()
-    grads: _Grads = interface._flash_attn_bwd(
+    grads: Grads = interface._flash_attn_bwd(
         q, k, v, out, dout, lse.transpose(1, 2).contiguous(), softmax_scale=scale, mask_mod=causal,
         block_sparse_tensors=_flash_tables(kind, tables.own_by_key, tables.full_by_key), dk=dk, dv=dv,
     )[:3]  # fmt: skip
@@ -73,9 +64,7 @@ def flash_backward(
 
 class _FlashFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float
-    ) -> _Pair:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
         out, lse = flash_forward(q, k, v, tables, scale)
         ctx.tables, ctx.scale = tables, scale
         ctx.save_for_backward(q, k, v, out, lse)
@@ -89,7 +78,7 @@ class _FlashFunction(torch.autograd.Function):
         return (*grads, None, None)
 
 
-def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
+def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
     """As `flash_forward`, differentiable."""
     out, lse = _FlashFunction.apply(q, k, v, tables, scale)
     return out, lse
@@ -180,7 +169,7 @@ def _padded(x: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
 
 
-def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
+def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
     """As `flash`; lse is differentiable too."""
     num_q, num_k = padded_blocks(tables)
     wide_q, wide_k, wide_v = (_padded(x, num) for x, num in ((q, num_q), (k, num_k), (v, num_k)))
@@ -188,8 +177,7 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables,
     return out[:, : q.size(1)], lse[:, : q.size(1)]
 
 
-def flex_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
-    """As `flash_forward`."""
+def flex_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
     with torch.no_grad():
         return flex(q, k, v, tables, scale)
 
@@ -197,9 +185,5 @@ def flex_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Bloc
 def flex_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     tables: BlockTables, scale: float,
-) -> _Grads:  # fmt: skip
-    """As `flash_backward`, without `dk` and `dv`. Reruns the forward of these keys, as in `flex`."""
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        own = flex(leaves[0], leaves[1], leaves[2], tables, scale)
-    return gradients_of(own, leaves, dout, out, lse)
+) -> Grads:  # fmt: skip
+    return gradients_of(partial(flex, tables=tables, scale=scale), (q, k, v), dout, out, lse)
