@@ -45,7 +45,6 @@ class Kernel:
     - `graphable`: calls use only memory that they receive or allocate, so they may be captured in a CUDA graph.
     - `package`: the package required besides torch.
     - `only_by_name`: used only where its name is given.
-    - `whole(q, k, v, tables, scale)`: `forward` of a whole sequence, differentiable; of kernels over tables.
     """
 
     name: str
@@ -67,7 +66,6 @@ class Kernel:
     graphable: bool = True
     package: str | None = None
     only_by_name: bool = False
-    whole: Callable[..., Pair] | None = field(default=None, repr=False)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cover: Cover, scale: float) -> Pair:
         """(out, lse) of one call."""

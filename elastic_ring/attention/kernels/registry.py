@@ -62,11 +62,11 @@ KERNELS: tuple[Kernel, ...] = (
     _of("aten-cpu", aten_cpu, covers=(*DENSE, "mask"), devices=("cpu",), **_EXACT),
     _of("reference", reference, covers=DENSE, devices=("cpu", "cuda"), **_EXACT),
     Kernel("flash-attn-4-sparse", forward=block_sparse.flash_forward, backward=block_sparse.flash_backward,
-           whole=block_sparse.flash, deterministic=False, writes_gradients=True, package="flash-attn-4", **_TABLES),
-    Kernel("flex-sparse", forward=block_sparse.flex_forward, backward=block_sparse.flex_backward,
-           whole=block_sparse.flex, deterministic=True, by_length=True, **_TABLES),
-    _of("reference-sparse", block_reference, covers=("tables",), devices=("cpu", "cuda"), whole=block_reference.whole,
-        writes_gradients=True, only_by_name=True, **_EXACT),
+           deterministic=False, writes_gradients=True, package="flash-attn-4", **_TABLES),
+    Kernel("flex-sparse", forward=block_sparse.flex_forward, backward=block_sparse.flex_backward, deterministic=True,
+           by_length=True, **_TABLES),
+    _of("reference-sparse", block_reference, covers=("tables",), devices=("cpu", "cuda"), writes_gradients=True,
+        only_by_name=True, **_EXACT),
 )  # fmt: skip
 """In order of preference."""
 

@@ -5,8 +5,6 @@ It takes the same tables as the GPU kernels and must share no other code with th
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from elastic_ring.attention.kernels.adapters import reference
@@ -43,29 +41,6 @@ def backward(
     dq, of_k, of_v = reference.backward(dout, q, k, v, out, lse, causal=False, scale=scale, mask=seen)
     own_k, own_v = of_k.to(k.dtype), of_v.to(v.dtype)
     return dq.to(q.dtype), own_k if dk is None else dk.copy_(own_k), own_v if dv is None else dv.copy_(own_v)
-
-
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, tables, scale):  # type: ignore[no-untyped-def]
-        out, lse = forward(q, k, v, tables, scale)
-        ctx.tables, ctx.scale = tables, scale
-        ctx.save_for_backward(q, k, v, out, lse.masked_fill(lse == -math.inf, math.inf))
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, dout, _):  # type: ignore[no-untyped-def]
-        q, k, v, out, lse = ctx.saved_tensors
-        return (*backward(dout, q, k, v, out, lse, ctx.tables, ctx.scale), None, None)
-
-
-def whole(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `forward`, differentiable."""
-    out, lse = _Function.apply(q, k, v, tables, scale)
-    return out, lse
 
 
 def _dense(lists: BlockLists, num_columns: int) -> torch.Tensor:

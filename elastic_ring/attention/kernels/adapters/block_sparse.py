@@ -1,8 +1,7 @@
 """Block-sparse kernels on one GPU: flash-attn-4 and FlexAttention over the same tables, causal on diagonal blocks.
 
 `*_forward` and `*_backward` process any subset of the keys; gradients use `out` and `lse` merged over all keys.
-`flash` and `flex` process whole sequences through autograd. Packages are imported lazily; each variant is compiled
-once. No hops in this file.
+Packages are imported lazily; each variant is compiled once. No hops in this file.
 """
 
 from __future__ import annotations
@@ -60,28 +59,6 @@ def flash_backward(
         block_sparse_tensors=_flash_tables(kind, tables.own_by_key, tables.full_by_key), dk=dk, dv=dv,
     )[:3]  # fmt: skip
     return grads
-
-
-class _FlashFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
-        out, lse = flash_forward(q, k, v, tables, scale)
-        ctx.tables, ctx.scale = tables, scale
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        grads = flash_backward(dout.contiguous(), q, k, v, out, lse, ctx.tables, ctx.scale)
-        return (*grads, None, None)
-
-
-def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
-    """As `flash_forward`, differentiable."""
-    out, lse = _FlashFunction.apply(q, k, v, tables, scale)
-    return out, lse
 
 
 # ------------------------------------------------------------ FlexAttention
@@ -170,7 +147,7 @@ def _padded(x: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
-    """As `flash`; lse is differentiable too."""
+    """As `flex_forward`, with `out` and `lse` differentiable."""
     num_q, num_k = padded_blocks(tables)
     wide_q, wide_k, wide_v = (_padded(x, num) for x, num in ((q, num_q), (k, num_k), (v, num_k)))
     out, lse = masked(wide_q, wide_k, wide_v, flex_mask(tables), scale, or_fail=True)
