@@ -1,8 +1,7 @@
 """Block tables: the blocks that a block-sparse GPU kernel visits, as device tensors, for forward and backward.
 
-`tables_of` builds them on the device from a mask of block pairs; the other functions build them with numpy on the
-host. Queries and keys may be different parts of a sequence, such as a rank's own slice and the keys it fetched. No
-kernels in this file.
+They are built with numpy on the host. Queries and keys may be different parts of a sequence, such as a rank's own
+slice and the keys it fetched. No kernels in this file.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from elastic_ring.attention.layouts.layout import Range
 from elastic_ring.attention.patterns.blocks import any_partly, row_strips
 from elastic_ring.attention.patterns.content import Chosen, TopK
 from elastic_ring.attention.patterns.rules import NONE, Mask, Positions, Rule, Union
-from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.cached import static_lru_cache
 
 BLOCK_TOKENS = 128
@@ -83,21 +81,6 @@ class BlockTables:
             yield from (x for x in vars(made).values() if isinstance(x, torch.Tensor))
 
 
-def tables_of(kept: torch.Tensor, *, width: int | None = None) -> BlockTables:
-    """Tables from `kept` (H or 1, n, n) bool, queries first. Diagonal blocks are always kept, later ones dropped.
-
-    `width` is the largest number of earlier blocks that a query block keeps; without it the host must read it from
-    the device.
-    """
-    num_heads, num_blocks = kept.shape[:2]
-    earlier = kept.tril(-1)
-    at = torch.arange(num_blocks, dtype=torch.int32, device=kept.device)
-    ones = torch.ones(1, num_heads, num_blocks, dtype=torch.int32, device=kept.device)
-    own = BlockLists(ones, at.view(1, 1, -1, 1).expand(1, num_heads, -1, 1).contiguous())
-    by_key = _listed(earlier.transpose(1, 2), None if width is None else num_blocks)
-    return BlockTables(own, own, _listed(earlier, width), by_key, num_blocks, num_blocks)
-
-
 def tables_between(own: Mask, full: Mask, device: torch.device) -> BlockTables:
     """Tables from `full` (H or 1, n, n) bool, queries first, the fully visible blocks, and `own` (H or 1, n) bool,
     whether a query block sees its diagonal block under the causal mask."""
@@ -106,8 +89,8 @@ def tables_between(own: Mask, full: Mask, device: torch.device) -> BlockTables:
     at = torch.arange(num_blocks, dtype=torch.int32, device=device)
     lists = BlockLists(counts, at.view(1, 1, -1, 1).expand(1, num_heads, -1, 1).contiguous())
     blocks = [np.arange(num_blocks)]
-    by_key = _listed_by_host([full.transpose(0, 2, 1)], blocks, blocks, device)
-    earlier = _listed_by_host([full], blocks, blocks, device)
+    by_key = _listed([full.transpose(0, 2, 1)], blocks, blocks, device)
+    earlier = _listed([full], blocks, blocks, device)
     return BlockTables(lists, lists, earlier, by_key, num_blocks, num_blocks)
 
 
@@ -125,22 +108,9 @@ def tables_apart(
     own, own_by_key = (_empty_lists(num_heads, num, device) for num in (num_q_blocks, num_k_blocks))
     ends = np.cumsum([each.shape[1] for each in kept])
     queries = [np.arange(end - each.shape[1], end) for end, each in zip(ends, kept, strict=True)]
-    full = _listed_by_host(kept, queries, keys, device)
-    by_key = _listed_by_host([each.transpose(0, 2, 1) for each in kept], keys, queries, device)
+    full = _listed(kept, queries, keys, device)
+    by_key = _listed([each.transpose(0, 2, 1) for each in kept], keys, queries, device)
     return BlockTables(own, own_by_key, full, by_key, num_q_blocks, num_k_blocks, all_rows, all_keys=False)
-
-
-def tables_for(pattern: SparsePattern, seq_len: int, num_heads: int, device: torch.device) -> BlockTables:
-    """Tables of a static pattern. Raises `ValueError` if `seq_len`, a document or a rule splits a block."""
-    if seq_len % BLOCK_TOKENS:
-        raise ValueError(f"seq_len={seq_len}: block-sparse kernels take multiples of {BLOCK_TOKENS} tokens")
-    check_documents(pattern.document_starts)
-    blocks = np.arange(seq_len // BLOCK_TOKENS)
-    kept = kept_between(pattern.rules(num_heads), pattern.documents(seq_len), blocks, blocks, pattern.causal)
-    at = np.arange(len(blocks))
-    own = kept[:, at, at] & pattern.causal
-    kept[:, at, at] &= not pattern.causal
-    return tables_between(own, kept, device)
 
 
 def kept_between(
@@ -206,20 +176,11 @@ def check_whole_blocks(rule: Rule, seq_len: int, causal: bool = True) -> None:
         )
 
 
-def _listed(chosen: torch.Tensor, width: int | None) -> BlockLists:
-    """The columns chosen in each row of `chosen` (H, n, m) bool."""
-    counts = chosen.sum(-1, dtype=torch.int32)
-    width = max(1, int(counts.max())) if width is None else min(width, chosen.size(-1))
-    # A stable sort puts the chosen columns first and keeps them ascending.
-    order = chosen.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)
-    return BlockLists(counts.unsqueeze(0), order[..., :width].to(torch.int32).unsqueeze(0).contiguous())
-
-
-def _listed_by_host(
+def _listed(
     groups: Sequence[Mask], rows: Sequence[Positions], columns: Sequence[Positions], device: torch.device
 ) -> BlockLists:
-    """As `_listed`, on the host, for `groups` (H or 1, n, m) placed at `rows` (n,) and `columns` (m,) of a larger, else
-    empty array. Temporary memory beyond the input scales with the number of chosen blocks."""
+    """The columns chosen in each row of `groups` (H or 1, n, m) bool, placed at `rows` (n,) and `columns` (m,) of a
+    larger, else empty array. Temporary memory beyond the input scales with the number of chosen blocks."""
     num_heads = max(len(chosen) for chosen in groups)
     wide = [chosen if len(chosen) == num_heads else chosen.repeat(num_heads, axis=0) for chosen in groups]
     wide = [np.ascontiguousarray(chosen) for chosen in wide]  # numpy's indexing may return another memory order

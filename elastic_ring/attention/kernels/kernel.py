@@ -18,8 +18,8 @@ Cover = Literal["full", "causal"] | torch.Tensor | BlockTables
 CoverKind = Literal["full", "causal", "mask", "tables"]
 DENSE: tuple[CoverKind, ...] = ("full", "causal")
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
-_Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
+Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Kernel:
     `forward(q, k, v, *, causal, scale) -> (out, lse)`: q, out (B, Sq, H, D); k, v (B, Sk, Hkv, D); lse
     (B, Sq, H), natural log, fp32 or fp64. `backward(dout, q, k, v, out, lse, *, causal, scale) ->
     (dq, dk, dv)` takes the *merged* out and lse, so that the gradients of all calls add up to the exact total.
-    Causal tiles are square. A kernel that covers a mask also takes `mask` (Sq, Sk); one over tables takes
+    Causal tiles are square. A query that sees none of the keys gets out 0 and lse -inf; one that sees none at all is
+    given to backward with lse +inf. A kernel that covers a mask also takes `mask` (Sq, Sk); one over tables takes
     `(..., tables, scale)` in place of `causal` and `scale`. `attend` and `gradients` make the call for any cover.
 
     - `covers`: the kinds of calls that it serves.
@@ -44,7 +45,6 @@ class Kernel:
     - `graphable`: calls use only memory that they receive or allocate, so they may be captured in a CUDA graph.
     - `package`: the package required besides torch.
     - `only_by_name`: used only where its name is given.
-    - `whole(q, k, v, tables, scale)`: `forward` of a whole sequence, differentiable; of kernels over tables.
     """
 
     name: str
@@ -53,9 +53,9 @@ class Kernel:
     dtypes: tuple[torch.dtype, ...]
     max_head_dim: int | None
     deterministic: bool
-    forward: Callable[..., _Pair] = field(repr=False)
-    backward: Callable[..., _Grads] = field(repr=False)
-    deterministic_backward: Callable[..., _Grads] | None = field(default=None, repr=False)
+    forward: Callable[..., Pair] = field(repr=False)
+    backward: Callable[..., Grads] = field(repr=False)
+    deterministic_backward: Callable[..., Grads] | None = field(default=None, repr=False)
     min_capability: tuple[int, int] | None = None
     head_dim_multiple: int = 1
     head_dims: tuple[int, ...] | None = None
@@ -66,9 +66,8 @@ class Kernel:
     graphable: bool = True
     package: str | None = None
     only_by_name: bool = False
-    whole: Callable[..., _Pair] | None = field(default=None, repr=False)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cover: Cover, scale: float) -> _Pair:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cover: Cover, scale: float) -> Pair:
         """(out, lse) of one call."""
         if isinstance(cover, BlockTables):
             return self.forward(q, k, v, cover, scale)
@@ -79,7 +78,7 @@ class Kernel:
     def gradients(
         self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         lse: torch.Tensor, cover: Cover, scale: float, **places: torch.Tensor,
-    ) -> _Grads:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """(dq, dk, dv) of one call."""
         if isinstance(cover, BlockTables):
             return self.backward(dout, q, k, v, out, lse, cover, scale, **places)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,145 +33,41 @@ logger = logging.getLogger(__name__)
 _ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _HALF = (torch.bfloat16, torch.float16)
 
+
+def _of(name: str, adapter: Any, dtypes: tuple[torch.dtype, ...], **what: Any) -> Kernel:
+    """A kernel whose functions are those of a file of `adapters`."""
+    repeatable = getattr(adapter, "deterministic_backward", None)
+    return Kernel(name, dtypes=dtypes, forward=adapter.forward, backward=adapter.backward,
+                  deterministic_backward=repeatable, **what)  # fmt: skip
+
+
+_GPU: dict[str, Any] = {
+    "covers": DENSE, "devices": ("cuda",), "max_head_dim": 256, "deterministic": False, "min_capability": (8, 0),
+    "head_dim_multiple": 8, "keeps_type": True,
+}  # fmt: skip
+_EXACT: dict[str, Any] = {"dtypes": _ALL_DTYPES, "max_head_dim": None, "deterministic": True}
+_TABLES: dict[str, Any] = {
+    "covers": ("tables",), "devices": ("cuda",), "dtypes": _HALF, "max_head_dim": None, "head_dims": (64, 128),
+    "keeps_type": True,
+}  # fmt: skip
+
 KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        name="flash-attn-4",
-        covers=DENSE,
-        devices=("cuda",),
-        dtypes=_HALF,
-        max_head_dim=256,
-        deterministic=False,
-        forward=flash_attn4.forward,
-        backward=flash_attn4.backward,
-        deterministic_backward=flash_attn4.deterministic_backward,
-        min_capability=(9, 0),
-        head_dim_multiple=8,
-        keeps_type=True,
-        writes_gradients=True,
-        tile_tokens=flash_attn4.TILE_TOKENS,
-        package="flash-attn-4",
-    ),
-    Kernel(
-        name="cudnn",
-        covers=DENSE,
-        devices=("cuda",),
-        dtypes=_HALF,
-        max_head_dim=128,
-        deterministic=False,
-        forward=cudnn.forward,
-        backward=cudnn.backward,
-        min_capability=(8, 0),
-        head_dim_multiple=8,
-        keeps_type=True,
-    ),
-    Kernel(
-        name="flash-attn-2",
-        covers=DENSE,
-        devices=("cuda",),
-        dtypes=_HALF,
-        max_head_dim=256,
-        deterministic=False,
-        forward=flash_attn2.forward,
-        backward=flash_attn2.backward,
-        deterministic_backward=flash_attn2.deterministic_backward,
-        min_capability=(8, 0),
-        head_dim_multiple=8,
-        keeps_type=True,
-        writes_gradients=True,
-        package="flash-attn",
-    ),
-    Kernel(
-        name="aten-flash",
-        covers=DENSE,
-        devices=("cuda",),
-        dtypes=_HALF,
-        max_head_dim=256,
-        deterministic=False,
-        forward=aten_flash.forward,
-        backward=aten_flash.backward,
-        deterministic_backward=aten_flash.deterministic_backward,
-        min_capability=(8, 0),
-        head_dim_multiple=8,
-        keeps_type=True,
-    ),
-    Kernel(
-        name="flex",
-        covers=DENSE,
-        devices=("cuda",),
-        dtypes=(torch.bfloat16, torch.float16, torch.float32),
-        max_head_dim=256,
-        deterministic=True,
-        forward=flex.forward,
-        backward=flex.backward,
-        min_capability=(8, 0),
-        head_dim_multiple=16,
-        keeps_type=True,
-        by_length=True,
-        graphable=False,
-    ),
-    Kernel(
-        name="aten-cpu",
-        covers=(*DENSE, "mask"),
-        devices=("cpu",),
-        dtypes=_ALL_DTYPES,
-        max_head_dim=None,
-        deterministic=True,
-        forward=aten_cpu.forward,
-        backward=aten_cpu.backward,
-    ),
-    Kernel(
-        name="reference",
-        covers=DENSE,
-        devices=("cpu", "cuda"),
-        dtypes=_ALL_DTYPES,
-        max_head_dim=None,
-        deterministic=True,
-        forward=reference.forward,
-        backward=reference.backward,
-    ),
-    Kernel(
-        name="flash-attn-4-sparse",
-        covers=("tables",),
-        devices=("cuda",),
-        dtypes=_HALF,
-        max_head_dim=None,
-        head_dims=(64, 128),
-        deterministic=False,
-        forward=block_sparse.flash_forward,
-        backward=block_sparse.flash_backward,
-        whole=block_sparse.flash,
-        keeps_type=True,
-        writes_gradients=True,
-        package="flash-attn-4",
-    ),
-    Kernel(
-        name="flex-sparse",
-        covers=("tables",),
-        devices=("cuda",),
-        dtypes=_HALF,
-        max_head_dim=None,
-        head_dims=(64, 128),
-        deterministic=True,
-        forward=block_sparse.flex_forward,
-        backward=block_sparse.flex_backward,
-        whole=block_sparse.flex,
-        keeps_type=True,
-        by_length=True,
-    ),
-    Kernel(
-        name="reference-sparse",
-        covers=("tables",),
-        devices=("cpu", "cuda"),
-        dtypes=_ALL_DTYPES,
-        max_head_dim=None,
-        deterministic=True,
-        forward=block_reference.forward,
-        backward=block_reference.backward,
-        whole=block_reference.whole,
-        writes_gradients=True,
-        only_by_name=True,
-    ),
-)
+    _of("flash-attn-4", flash_attn4, _HALF, **_GPU | {"min_capability": (9, 0)}, writes_gradients=True,
+        tile_tokens=flash_attn4.TILE_TOKENS, package="flash-attn-4"),
+    _of("cudnn", cudnn, _HALF, **_GPU | {"max_head_dim": 128}),
+    _of("flash-attn-2", flash_attn2, _HALF, **_GPU, writes_gradients=True, package="flash-attn"),
+    _of("aten-flash", aten_flash, _HALF, **_GPU),
+    _of("flex", flex, (*_HALF, torch.float32), **_GPU | {"deterministic": True, "head_dim_multiple": 16},
+        by_length=True, graphable=False),
+    _of("aten-cpu", aten_cpu, covers=(*DENSE, "mask"), devices=("cpu",), **_EXACT),
+    _of("reference", reference, covers=DENSE, devices=("cpu", "cuda"), **_EXACT),
+    Kernel("flash-attn-4-sparse", forward=block_sparse.flash_forward, backward=block_sparse.flash_backward,
+           deterministic=False, writes_gradients=True, package="flash-attn-4", **_TABLES),
+    Kernel("flex-sparse", forward=block_sparse.flex_forward, backward=block_sparse.flex_backward, deterministic=True,
+           by_length=True, **_TABLES),
+    _of("reference-sparse", block_reference, covers=("tables",), devices=("cpu", "cuda"), writes_gradients=True,
+        only_by_name=True, **_EXACT),
+)  # fmt: skip
 """In order of preference."""
 
 

@@ -23,13 +23,7 @@ import torch
 
 from elastic_ring.attention.accumulate import Accumulator
 from elastic_ring.attention.kernels.adapters import reference
-from elastic_ring.attention.kernels.block_tables import (
-    BLOCK_TOKENS,
-    BlockTables,
-    tables_apart,
-    tables_between,
-    tables_of,
-)
+from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockTables, tables_apart, tables_between
 from elastic_ring.attention.kernels.kernel import Cover, Kernel
 from elastic_ring.attention.lowering.rows import Span
 from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward
@@ -127,12 +121,12 @@ def disagreement(
 
 
 class _Case(NamedTuple):
-    """q, k, v, dout; (H or 1, Sq, Sk) bool, the keys that each query sees; and the calls that take them, which is one
-    differentiable call where it is tables alone. With `exact` the merged out is not rounded to the inputs' type."""
+    """q, k, v, dout; (H or 1, Sq, Sk) bool, the keys that each query sees; and the calls that take them. With `exact`
+    the merged out is not rounded to the inputs' type."""
 
     inputs: list[torch.Tensor]
     seen: torch.Tensor
-    calls: list[tuple[slice, Cover]] | BlockTables
+    calls: list[tuple[slice, Cover]]
     tolerance: float
     of: str = ""
     exact: bool = False
@@ -162,21 +156,20 @@ def _cases(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, head_
         yield _Case(inputs(0, 1, 40, 56), seen, calls, tolerance, " of a masked tile", exact=True)
     if "tables" in kernel.covers:
         tolerance = max(TOLERANCE[dtype], SPARSE_HALF_TOLERANCE if dtype.itemsize == 2 else 0.0)
-        seen, tables = _whole_tables(2 * head_ratio, torch.device(device))
-        yield _Case(inputs(0, 2, seen.size(1), seen.size(2)), seen, tables, tolerance, " of a sparse case")
-        seen, calls = _ring_tables(torch.device(device))
-        yield _Case(inputs(1, 2, seen.size(1), seen.size(2)), seen, calls, tolerance, " of a sparse case")
+        for seed, (seen, calls) in enumerate((_whole_tables(2 * head_ratio, device), _ring_tables(device))):
+            yield _Case(inputs(seed, 2, seen.size(1), seen.size(2)), seen, calls, tolerance, " of a sparse case")
 
 
-def _whole_tables(num_heads: int, device: torch.device) -> tuple[torch.Tensor, BlockTables]:
+def _whole_tables(num_heads: int, device: str) -> tuple[torch.Tensor, list[tuple[slice, Cover]]]:
     """A whole sequence of five blocks with different blocks per head, and one key block that no later query sees."""
     kept = torch.rand(num_heads, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.5
     kept[:, :, 1] = False
-    kept = (kept | torch.eye(5, dtype=torch.bool)).tril().to(device)
-    return as_tokens(kept), tables_of(kept)
+    kept = (kept | torch.eye(5, dtype=torch.bool)).tril()
+    tables = tables_between(np.ones((num_heads, 5), dtype=bool), kept.tril(-1).numpy(), torch.device(device))
+    return as_tokens(kept.to(device)), [(slice(0, 5 * BLOCK_TOKENS), tables)]
 
 
-def _ring_tables(device: torch.device) -> tuple[torch.Tensor, list[tuple[slice, Cover]]]:
+def _ring_tables(device: str) -> tuple[torch.Tensor, list[tuple[slice, Cover]]]:
     """One rank's part of a ring: three query blocks, their own keys and four fetched blocks.
 
     The first query block sees no key at all, the second no fetched key, the third not its own block. No query sees the
@@ -190,8 +183,8 @@ def _ring_tables(device: torch.device) -> tuple[torch.Tensor, list[tuple[slice, 
     diagonal[:, range(3), range(3)] = own
     kept = torch.from_numpy(np.concatenate([earlier | diagonal, fetched], axis=2)).to(device)
     return as_tokens(kept, num_own_keys=3), [
-        (slice(0, 3 * BLOCK_TOKENS), tables_between(own, earlier, device)),
-        (slice(3 * BLOCK_TOKENS, 7 * BLOCK_TOKENS), tables_apart([fetched], [np.arange(4)], device)),
+        (slice(0, 3 * BLOCK_TOKENS), tables_between(own, earlier, torch.device(device))),
+        (slice(3 * BLOCK_TOKENS, 7 * BLOCK_TOKENS), tables_apart([fetched], [np.arange(4)], torch.device(device))),
     ]
 
 
@@ -203,28 +196,15 @@ def as_tokens(kept: torch.Tensor, num_own_keys: int | None = None) -> torch.Tens
     return mask
 
 
+@torch.no_grad()
 def _found(kernel: Kernel, case: _Case) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv, as a ring finds them, or as autograd does where one call takes all."""
+    """out, lse, dq, dk, dv, as a ring finds them. Over tables, fetched K and V are interleaved and gradients are
+    written, as in a ring's buffers."""
     q, k, v, dout = case.inputs
     scale = q.size(-1) ** -0.5
-    if not isinstance(case.calls, BlockTables):
-        return _of_calls(kernel, case, scale)
-    assert kernel.whole is not None
-    with torch.enable_grad():
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        out, lse = kernel.whole(*leaves, case.calls, scale)
-        grads = torch.autograd.grad(out, leaves, dout)
-    return [out.detach(), lse.detach(), *grads]
-
-
-@torch.no_grad()
-def _of_calls(kernel: Kernel, case: _Case, scale: float) -> list[torch.Tensor]:
-    """Over tables, fetched K and V are interleaved and gradients are written, as in a ring's buffers."""
-    assert not isinstance(case.calls, BlockTables)
-    q, k, v, dout = case.inputs
     pairs = [(k[:, keys], v[:, keys]) for keys, _ in case.calls]
     sparse = isinstance(case.calls[0][1], BlockTables)
-    pairs = [pairs[0], side_by_side(*pairs[1])] if sparse else pairs
+    pairs = [pairs[0], *(side_by_side(*pair) for pair in pairs[1:])] if sparse else pairs
     total, rows = Accumulator(q), Span(0, q.size(1))
     for pair, (_, cover) in zip(pairs, case.calls, strict=True):
         total.add(rows, *kernel.attend(q, *pair, cover, scale))
@@ -237,8 +217,8 @@ def _of_calls(kernel: Kernel, case: _Case, scale: float) -> list[torch.Tensor]:
             places = dict(zip(("dk", "dv"), unwritten, strict=True))
         shares.append((*kernel.gradients(dout, q, *pair, out, lse, cover, scale, **places), *places.values()))
     exact = accumulate_dtype(q.dtype)
-    dk, dv = (torch.cat([share[i].to(exact) for share in shares], dim=1) for i in (-2, -1))
-    return [out, total.lse, shares[0][0].to(exact) + shares[1][0].to(exact), dk, dv]
+    dq = torch.stack([share[0].to(exact) for share in shares]).sum(0)
+    return [out, total.lse, dq, *(torch.cat([share[i].to(exact) for share in shares], dim=1) for i in (-2, -1))]
 
 
 def side_by_side(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

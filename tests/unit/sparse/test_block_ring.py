@@ -12,7 +12,6 @@ import torch
 
 from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.kernels.adapters.block_reference import seen_by, seen_by_key
-from elastic_ring.attention.kernels.block_tables import tables_for
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import covering, named, select
 from elastic_ring.attention.kernels.verify import self_test
@@ -26,6 +25,7 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_blocks import plan_blocks
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
+from elastic_ring.contrib.block_sparse import tables_for
 from tests.gpu.gpu_rings import ProcessGroups, run_sparse_on
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 from tests.unit.sparse.block_cases import AHEAD, FAMILIES, NEAR, BlockCase, block_case, check_bytes, masked_reference
@@ -283,7 +283,7 @@ def test_a_gpu_that_is_full_passes_over_no_sparse_kernel() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        self_test(replace(REFERENCE, name="tight", whole=run), dtype=torch.float64, head_dim=16)
+        self_test(replace(REFERENCE, name="tight", forward=run), dtype=torch.float64, head_dim=16)
 
 
 @pytest.mark.thinned(num=1)

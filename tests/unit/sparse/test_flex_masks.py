@@ -13,12 +13,13 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from elastic_ring.attention.kernels.adapters import block_reference, flex, reference
 from elastic_ring.attention.kernels.adapters.block_sparse import compiled_shape, flex_mask, padded_blocks
-from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart, tables_for
+from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart
 from elastic_ring.attention.layouts.layout import zigzag
 from elastic_ring.attention.lowering.device_blocks import on_device
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
+from elastic_ring.contrib.block_sparse import tables_for
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Backend for aten's CPU flash attention, with or without a mask. Tiles of one rank only; no hops and no merging."""
+"""Backend for aten's CPU flash attention, with or without a mask."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import torch
 
 from elastic_ring.attention.kernels.adapters.heads import fold, heads_first
+from elastic_ring.attention.kernels.kernel import Grads, Pair
 from elastic_ring.attention.merge import accumulate_dtype
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -15,10 +16,9 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, mask: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H).
+) -> Pair:
+    """Computes and returns fp32 (fp64 for fp64 inputs), so that bf16 results are rounded only once, after the merge.
 
-    Computes and returns fp32 (fp64 for fp64 inputs), so that bf16 results are rounded only once, after the merge.
     `mask` (Sq, Sk) bool, not with `causal`, is True where a query sees a key, at least once in every row.
     """
     group = q.size(2) // k.size(2)
@@ -29,21 +29,9 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This tile's contribution to dq, dk, dv, in fp32 (fp64 for fp64 inputs), from the merged `out` and `lse`.
-
-    Shapes and `mask` as in `forward`; dout like out.
-    """
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
+    causal: bool, scale: float, mask: torch.Tensor | None = None,
+) -> Grads:  # fmt: skip
     group = q.size(2) // k.size(2)
     dq, dk, dv = _backward(
         _exact(dout, 1), _exact(q, 1), _exact(k, group), _exact(v, group), _exact(out, 1), lse.transpose(1, 2), 0.0,

@@ -5,12 +5,11 @@ It takes the same tables as the GPU kernels and must share no other code with th
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from elastic_ring.attention.kernels.adapters import reference
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockTables
+from elastic_ring.attention.kernels.kernel import Grads, Pair
 from elastic_ring.attention.merge import accumulate_dtype
 
 
@@ -29,13 +28,7 @@ def seen_by_key(tables: BlockTables) -> torch.Tensor:
     return _of_tokens(own) & causal.repeat(own.size(1), own.size(2)) | _of_tokens(full)
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) in the inputs' type and natural-log lse (B, Sq, H).
-
-    A query that sees none of these keys gets out 0 and lse -inf.
-    """
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
     out, lse = reference.forward(q, k, v, causal=False, scale=scale, mask=seen_by(tables))
     return out.to(q.dtype), lse.to(accumulate_dtype(q.dtype))
 
@@ -43,38 +36,11 @@ def forward(
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     tables: BlockTables, scale: float, *, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """These keys' contribution to dq, and their dk and dv, in the inputs' type, from the merged `out` and `lse`.
-
-    If `dk` and `dv`, shaped like k and v, are given, the gradients are written to them.
-    """
+) -> Grads:  # fmt: skip
     seen = seen_by_key(tables)
     dq, of_k, of_v = reference.backward(dout, q, k, v, out, lse, causal=False, scale=scale, mask=seen)
     own_k, own_v = of_k.to(k.dtype), of_v.to(v.dtype)
     return dq.to(q.dtype), own_k if dk is None else dk.copy_(own_k), own_v if dv is None else dv.copy_(own_v)
-
-
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, tables, scale):  # type: ignore[no-untyped-def]
-        out, lse = forward(q, k, v, tables, scale)
-        ctx.tables, ctx.scale = tables, scale
-        ctx.save_for_backward(q, k, v, out, lse.masked_fill(lse == -math.inf, math.inf))
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, dout, _):  # type: ignore[no-untyped-def]
-        q, k, v, out, lse = ctx.saved_tensors
-        return (*backward(dout, q, k, v, out, lse, ctx.tables, ctx.scale), None, None)
-
-
-def whole(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `forward`, differentiable."""
-    out, lse = _Function.apply(q, k, v, tables, scale)
-    return out, lse
 
 
 def _dense(lists: BlockLists, num_columns: int) -> torch.Tensor:

@@ -1,13 +1,12 @@
 """Block-sparse kernels on one GPU: flash-attn-4 and FlexAttention over the same tables, causal on diagonal blocks.
 
 `*_forward` and `*_backward` process any subset of the keys; gradients use `out` and `lse` merged over all keys.
-`flash` and `flex` process whole sequences through autograd. Packages are imported lazily; each variant is compiled
-once. No hops in this file.
+Packages are imported lazily; each variant is compiled once. No hops in this file.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,9 +14,7 @@ from torch.nn import functional
 
 from elastic_ring.attention.kernels.adapters.flex import gradients_of, masked
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockTables
-
-_Pair = tuple[torch.Tensor, torch.Tensor]
-_Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+from elastic_ring.attention.kernels.kernel import Grads, Pair
 
 # ------------------------------------------------------------ flash-attn-4
 
@@ -43,11 +40,7 @@ def _flash_tables(kind: Any, own: BlockLists, full: BlockLists) -> Any:
     )  # fmt: skip
 
 
-def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
-    """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H), fp32.
-
-    A query that sees none of these keys gets out 0 and lse -inf.
-    """
+def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
     interface, kind, causal = _flash()
     out, lse = interface._flash_attn_fwd(
         q, k, v, softmax_scale=scale, mask_mod=causal, return_lse=True,
@@ -59,40 +52,13 @@ def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Blo
 def flash_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     tables: BlockTables, scale: float, *, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
-) -> _Grads:  # fmt: skip
-    """These keys' contribution to dq, and their dk and dv, in the inputs' type, from the merged `out` and `lse`
-    (+inf for a query that sees no key at all). If `dk` and `dv`, shaped like k and v, are given, the gradients are
-    written to them."""
+) -> Grads:  # fmt: skip
     interface, kind, causal = _flash()
-    grads: _Grads = interface._flash_attn_bwd(
+    grads: Grads = interface._flash_attn_bwd(
         q, k, v, out, dout, lse.transpose(1, 2).contiguous(), softmax_scale=scale, mask_mod=causal,
         block_sparse_tensors=_flash_tables(kind, tables.own_by_key, tables.full_by_key), dk=dk, dv=dv,
     )[:3]  # fmt: skip
     return grads
-
-
-class _FlashFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float
-    ) -> _Pair:
-        out, lse = flash_forward(q, k, v, tables, scale)
-        ctx.tables, ctx.scale = tables, scale
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        grads = flash_backward(dout.contiguous(), q, k, v, out, lse, ctx.tables, ctx.scale)
-        return (*grads, None, None)
-
-
-def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
-    """As `flash_forward`, differentiable."""
-    out, lse = _FlashFunction.apply(q, k, v, tables, scale)
-    return out, lse
 
 
 # ------------------------------------------------------------ FlexAttention
@@ -180,16 +146,15 @@ def _padded(x: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
 
 
-def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
-    """As `flash`; lse is differentiable too."""
+def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
+    """As `flex_forward`, with `out` and `lse` differentiable."""
     num_q, num_k = padded_blocks(tables)
     wide_q, wide_k, wide_v = (_padded(x, num) for x, num in ((q, num_q), (k, num_k), (v, num_k)))
     out, lse = masked(wide_q, wide_k, wide_v, flex_mask(tables), scale, or_fail=True)
     return out[:, : q.size(1)], lse[:, : q.size(1)]
 
 
-def flex_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> _Pair:
-    """As `flash_forward`."""
+def flex_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
     with torch.no_grad():
         return flex(q, k, v, tables, scale)
 
@@ -197,9 +162,5 @@ def flex_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Bloc
 def flex_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     tables: BlockTables, scale: float,
-) -> _Grads:  # fmt: skip
-    """As `flash_backward`, without `dk` and `dv`. Reruns the forward of these keys, as in `flex`."""
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        own = flex(leaves[0], leaves[1], leaves[2], tables, scale)
-    return gradients_of(own, leaves, dout, out, lse)
+) -> Grads:  # fmt: skip
+    return gradients_of(partial(flex, tables=tables, scale=scale), (q, k, v), dout, out, lse)

@@ -1,16 +1,14 @@
-"""Backend for cuDNN's fused attention, called through aten. Tiles of one rank only; no hops and no merging."""
+"""Backend for cuDNN's fused attention, called through aten."""
 
 from __future__ import annotations
 
 import torch
 
 from elastic_ring.attention.kernels.adapters.heads import fold, heads_first
+from elastic_ring.attention.kernels.kernel import Grads, Pair
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H), fp32."""
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float) -> Pair:
     group = q.size(2) // k.size(2)
     result = torch.ops.aten._scaled_dot_product_cudnn_attention(
         heads_first(q, 1), heads_first(k, group), heads_first(v, group), None, True, 0.0, causal, False, scale=scale
@@ -19,20 +17,9 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This tile's contribution to dq, dk, dv, in the inputs' type, from the merged `out` and `lse`.
-
-    Shapes as in `forward`; dout like out.
-    """
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
+    causal: bool, scale: float,
+) -> Grads:  # fmt: skip
     group = q.size(2) // k.size(2)
     random = torch.zeros((), dtype=torch.int64, device=q.device)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

@@ -1,7 +1,4 @@
-"""Backend for the optional flash-attn 2 package (FlashAttention-2, Dao 2023, arXiv:2307.08691).
-
-Tiles of one rank only; no hops and no merging.
-"""
+"""Backend for the optional flash-attn 2 package (FlashAttention-2, Dao 2023, arXiv:2307.08691)."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+
+from elastic_ring.attention.kernels.kernel import Grads, Pair
 
 
 @lru_cache(maxsize=1)
@@ -18,10 +17,7 @@ def _interface() -> Any:
     return flash_attn_interface
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H), fp32."""
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float) -> Pair:
     out, lse = _interface()._flash_attn_forward(
         q, k, v, 0.0, scale, causal=causal, window_size_left=-1, window_size_right=-1,
         softcap=0.0, alibi_slopes=None, return_softmax=False,
@@ -30,24 +26,10 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    dk: torch.Tensor | None = None,
-    dv: torch.Tensor | None = None,
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
+    causal: bool, scale: float, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
     deterministic: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This tile's contribution to dq, dk, dv, in the inputs' type, from the merged `out` and `lse`.
-
-    Shapes as in `forward`; dout like out. If `dk` and `dv`, shaped like k and v, are given, the gradients are written
-    to them.
-    """
+) -> Grads:  # fmt: skip
     dq = torch.empty_like(q)
     dk = torch.empty_like(k) if dk is None else dk
     dv = torch.empty_like(v) if dv is None else dv

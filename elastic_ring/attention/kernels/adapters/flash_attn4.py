@@ -1,4 +1,4 @@
-"""Backend for flash-attn-4 (Zadouri et al. 2026; CuTe-DSL kernels). Tiles of one rank only; no hops and no merging.
+"""Backend for flash-attn-4 (Zadouri et al. 2026; CuTe-DSL kernels).
 
 The first call imports flash_attn and its compiler. Each variant is compiled once per process, which takes seconds
 and holds the GIL.
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from elastic_ring.attention.kernels.kernel import Grads, Pair
+
 TILE_TOKENS = (48, 64, 80, 96, 128, 192, 256)
 """Tile sizes of the forward and backward kernels (`_tile_size_fwd_sm90`, `_tile_size_bwd_sm90`; 128 on sm_100), and 256
 for two tiles of 128."""
@@ -29,34 +31,17 @@ def _interface() -> Any:
     return interface
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H), fp32."""
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float) -> Pair:
     out, lse = _interface()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)[:2]
     return out, lse.transpose(1, 2)
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    dk: torch.Tensor | None = None,
-    dv: torch.Tensor | None = None,
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
+    causal: bool, scale: float, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
     deterministic: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This tile's contribution to dq, dk, dv, in the inputs' type, from the merged `out` and `lse`.
-
-    Shapes as in `forward`; dout like out. If `dk` and `dv`, shaped like k and v, are given, the gradients are written
-    to them.
-    """
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _interface()._flash_attn_bwd(
+) -> Grads:  # fmt: skip
+    grads: Grads = _interface()._flash_attn_bwd(
         q, k, v, out, dout, lse.transpose(1, 2).contiguous(),
         softmax_scale=scale, causal=causal, deterministic=deterministic, dk=dk, dv=dv,
     )[:3]  # fmt: skip

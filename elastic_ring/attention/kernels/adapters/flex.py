@@ -1,16 +1,18 @@
 """Backend for FlexAttention's Triton kernels (Dong et al. 2024, arXiv:2412.05496), compiled once per length.
 
 Slower than the hand-written kernels; used on devices that these do not support, and where results must be bitwise
-repeatable. The block-sparse kernels reuse `masked` and `gradients_of`. Tiles of one rank only; no hops.
+repeatable. The block-sparse kernels reuse `masked` and `gradients_of`.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
+from elastic_ring.attention.kernels.kernel import Grads, Pair
 from elastic_ring.attention.merge import own_gradients
 from elastic_ring.attention.plan.plan_cache import SizedLRU
 
@@ -28,7 +30,7 @@ def _by_token() -> Any:
 
     def flex_attention_by_token(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any, scale: float, enable_gqa: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         # Transpose inside the compiled function: for an output that is not contiguous, the gradient may be copied to
         # contiguous order before backward.
         out, lse = flex_attention(
@@ -45,9 +47,7 @@ def _compiled(fullgraph: bool) -> Any:
     return torch.compile(_by_token(), dynamic=False, fullgraph=fullgraph)
 
 
-def masked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: float, *, or_fail: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: float, *, or_fail: bool) -> Pair:
     """q (B, Sq, H, D), k and v (B, Sk, Hkv, D), a BlockMask or None to out (B, Sq, H, D) and natural-log lse
     (B, Sq, H), fp32, both differentiable.
 
@@ -75,50 +75,30 @@ def _mask_bytes(mask: Any) -> int:
 _causal_mask = SizedLRU(_make_causal_mask, MASK_BYTES, _mask_bytes)
 
 
-def _run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Pair:
     return masked(q, k, v, _causal_mask(q.size(1), q.device) if causal else None, scale, or_fail=False)
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (B, Sq, H, D), k and v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H), fp32."""
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float) -> Pair:
     with torch.no_grad():
         return _run(q, k, v, causal, scale)
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This tile's contribution to dq, dk, dv, in the inputs' type, from the merged `out` and `lse`.
-
-    Shapes as in `forward`; dout like out. Reruns the tile's forward, because FlexAttention's backward normalises by
-    the lse of its own forward.
-    """
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        own = _run(leaves[0], leaves[1], leaves[2], causal, scale)
-    return gradients_of(own, leaves, dout, out, lse)
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
+    causal: bool, scale: float,
+) -> Grads:  # fmt: skip
+    return gradients_of(partial(_run, causal=causal, scale=scale), (q, k, v), dout, out, lse)
 
 
 def gradients_of(
-    own: tuple[torch.Tensor, torch.Tensor], leaves: list[torch.Tensor], dout: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """A tile's contribution to dq, dk, dv: `own` is its (out, lse), `out` and `lse` are merged over all keys.
-
-    `leaves` are the q, k, v from which autograd computed `own`.
-    """
+    run: Callable[..., Pair], inputs: tuple[torch.Tensor, ...], dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> Grads:
+    """A tile's contribution to dq, dk, dv, from `out` and `lse` merged over all keys. Reruns its forward, `run` of the
+    `inputs` q, k, v, because FlexAttention's backward normalises by the lse of its own forward."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        own = run(*leaves)
     given = own_gradients(dout, own[0].detach(), own[1].detach(), out, lse)
     grads = torch.autograd.grad(own, leaves, given)
     return grads[0], grads[1], grads[2]

@@ -9,6 +9,8 @@ import math
 
 import torch
 
+from elastic_ring.attention.kernels.kernel import Grads, Pair
+
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, mask: torch.Tensor, scale: float
@@ -24,7 +26,7 @@ def attention(
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, mask: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Pair:
     """q (B, Sq, H, D), k, v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H), in fp64.
 
     `mask` (H or 1, Sq, Sk) bool is True where a query sees a key. One that sees none gets out 0 and lse -inf.
@@ -38,17 +40,9 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
+    causal: bool, scale: float, mask: torch.Tensor | None = None,
+) -> Grads:  # fmt: skip
     """This tile's contribution to dq, dk, dv, in fp64, from the `out` and `lse` merged over all keys.
 
     Shapes and `mask` as in `forward`; dout like out; lse is +inf where nothing is seen. FlashAttention-2's backward
