@@ -17,7 +17,6 @@ from elastic_ring.attention.layouts.layout import Range
 from elastic_ring.attention.patterns.blocks import any_partly, row_strips
 from elastic_ring.attention.patterns.content import Chosen, TopK
 from elastic_ring.attention.patterns.rules import NONE, Mask, Positions, Rule, Union
-from elastic_ring.attention.plan.cached import static_lru_cache
 
 BLOCK_TOKENS = 128
 
@@ -152,7 +151,6 @@ def check_documents(document_starts: tuple[int, ...]) -> None:
         )
 
 
-@static_lru_cache(maxsize=256)
 def check_whole_blocks(rule: Rule, seq_len: int, causal: bool = True) -> None:
     """Raises `ValueError` if `rule` keeps part of a block of a document of `seq_len` tokens, or could for some content.
 

@@ -8,12 +8,12 @@ blocks. Results of `row_pairs` are read-only, and cached except for one-call rul
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elastic_ring.attention.patterns.rules import FULL, NONE, PART, Kinds, Mask, Positions, Rule, Span, Union
-from elastic_ring.attention.plan.cached import static_lru_cache
 from elastic_ring.attention.plan.plan_cache import SizedLRU
 
 _ROWS_AT_ONCE = 1 << 16
@@ -79,7 +79,7 @@ def kept_by_any(rule: Rule, length: int, block: int, rows: Positions, causal: bo
     return most == FULL, most != NONE
 
 
-@static_lru_cache(maxsize=256)
+@lru_cache(maxsize=256)
 def any_partly(rule: Rule, length: int, block: int, causal: bool = True) -> bool:
     """Whether the rule keeps any block of a document in part."""
     num_blocks = -(-length // block)
