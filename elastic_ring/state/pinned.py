@@ -9,7 +9,9 @@ is a setting of the whole process.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import prod
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 _NUM_THREADS = 4
+_NO_MEMORY = 2  # cudaErrorMemoryAllocation
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
@@ -32,6 +35,7 @@ def empty(num_bytes: int) -> Tensor:
         raise MemoryError(f"no {num_bytes / 1e9:.2f} GB of host memory: {error}") from error
     with suppress(OSError):  # a kernel without huge pages finds small ones
         memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_DONTFORK)  # a child would have to copy pinned pages at once
     data = torch.frombuffer(memory, dtype=torch.uint8)
     find_pages(data)
     memory.register(data.data_ptr())
@@ -56,16 +60,35 @@ def find_pages(data: Tensor) -> None:
 class _Registered(mmap.mmap):
     """Memory that CUDA knows; it forgets it before the system does."""
 
-    _address = 0
+    _address, _device = 0, 0
 
     def register(self, address: int) -> None:
-        torch.cuda.check_error(_runtime().cudaHostRegister(address, len(self), _PORTABLE))
-        self._address = address
+        """Raises MemoryError where the system cannot pin so much, and RuntimeError for any other reason."""
+        code = int(_runtime().cudaHostRegister(address, len(self), _PORTABLE))
+        if code:
+            _forget_error()
+            said = f"cudaHostRegister of {len(self) / 1e9:.2f} GB returned {code}"
+            raise MemoryError(said) if code == _NO_MEMORY else RuntimeError(said)
+        self._address, self._device = address, torch.cuda.current_device()
 
     def __del__(self) -> None:
         if self._address and torch.cuda.is_initialized():
-            _runtime().cudaHostUnregister(self._address)
+            with torch.cuda.device(self._device):  # a thread without a choice would get a context on GPU 0
+                if int(_runtime().cudaHostUnregister(self._address)):
+                    _forget_error()
 
 
 def _runtime() -> Any:
     return torch.cuda.cudart()
+
+
+def loaded_runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded. Raises OSError if it is not loaded under its usual name."""
+    major = str(torch.version.cuda).partition(".")[0]
+    return ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+
+
+def _forget_error() -> None:
+    """Or torch reports it as the error of this thread's next kernel."""
+    with suppress(OSError):
+        loaded_runtime().cudaGetLastError()

@@ -25,7 +25,7 @@ import torch
 from elastic_ring.attention.comm import fp8
 from elastic_ring.attention.comm.ledger import HopEvents, HopLedger
 from elastic_ring.attention.plan.schedule import Direction
-from elastic_ring.attention.plan.traffic import ExchangePlan, Frame, PeerTransfer
+from elastic_ring.attention.plan.traffic import FETCHED, ExchangePlan, Frame, PeerTransfer
 
 __all__ = ["Frame", "Group", "HopBuffers", "HopExchange", "HopLedger", "PendingWork"]
 
@@ -343,7 +343,7 @@ class HopExchange:
         refills = index >= len(self._plan.key_slots) and bool(stage.keys_in)  # overwrites a buffer that kernels read
         with self._beside(after_kernels=refills):
             self._wait_sent(_KEYS, index - self._plan.send_slots)  # the send buffer is about to be refilled
-            if stage.num_served:
+            if any(piece.kind != FETCHED for leg in stage.keys_out for piece in leg.pieces):
                 self._fill(index, served)
             sources = (served.view(-1), served.view(-1), before)
             self._post(_KEYS, index, fetched, stage.keys_in, sources, stage.keys_out)
@@ -353,8 +353,11 @@ class HopExchange:
         leaves. On a GPU the order of operations also keeps them until they have left."""
         if not self._plan.far or not index:
             return self._like.new_empty(0)
-        if not self._plan.coalesced:
-            self._wait_sent(_KEYS, index - len(self._plan.key_slots) + 1)  # its buffer is about to be refilled
+        refilled = index - len(self._plan.key_slots) + 1  # forwards out of the buffer that is about to be refilled
+        if not self._plan.coalesced and refilled >= 0:
+            legs = self._traffic[refilled].keys_out
+            if any(piece.kind == FETCHED for leg in legs for piece in leg.pieces):
+                self._wait_sent(_KEYS, refilled)
         return self._posted[_KEYS, index - 1].buffer.view(-1)
 
     def _fill(self, index: int, served: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ class HopLedger:
     sent_bytes: dict[tuple[Way, int], int] = field(default_factory=lambda: defaultdict(int))
     received_bytes: dict[tuple[Way, int], int] = field(default_factory=lambda: defaultdict(int))
     far_sent_bytes: dict[tuple[Direction, int], int] = field(default_factory=lambda: defaultdict(int))
-    """Of `sent_bytes`, those to ranks on other hosts."""
+    """Of `sent_bytes`, the keys and partials for ranks on other hosts, where the ring knows them."""
     wait_s: dict[tuple[Way, int], float] = field(default_factory=lambda: defaultdict(float))
     keep_events: bool = False
     events: list[HopEvents] = field(default_factory=list, repr=False)

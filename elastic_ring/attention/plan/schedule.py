@@ -118,6 +118,7 @@ class Schedule:
 
     def num_head_tokens(self, cp_rank: int, hop: int, kv_heads: int = 0) -> int:
         """Number of tokens times K/V heads that `cp_rank` fetches in `hop`; dense attention has `kv_heads`."""
+        assert kv_heads or not self.is_dense
         own = self.hops[cp_rank][hop]
         return sum((len(group.kv_heads) or kv_heads) * own.num_fetched_tokens(i) for i, group in enumerate(self.groups))
 

@@ -7,7 +7,8 @@ memory and makes the process exit later.
 
 - Memory: a GPU on which torch has memory in use is kept; torch's caches are emptied. Pinned host memory belongs to the
   context that was current at its allocation, and is freed with it. So its cache is emptied too, and if any is still in
-  use all GPUs are kept, because its context is unknown.
+  use all GPUs are kept, because its context is unknown. Memory of `state.pinned` is registered under the own GPU's
+  context, is not among torch's, and stays.
 - Handles (streams, cuBLAS, cuDNN, modules of Triton and CuTe) are kept per device, and those of the other devices are
   not looked up again. Freeing an event creates its device's context again, so garbage is collected before. Events of
   NCCL's groups are freed with the thread that did the warm-up, at process exit.
@@ -22,10 +23,8 @@ Afterwards the process can use no other GPU, so it exits instead of becoming a s
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +32,8 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+
+from elastic_ring.state.pinned import loaded_runtime
 
 log = logging.getLogger(__name__)
 
@@ -94,12 +95,6 @@ class CudaContexts:
 def _pinned_bytes() -> int:
     """In use and in torch's cache."""
     return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
-
-
-def loaded_runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded. Raises OSError if it is not loaded under its usual name."""
-    major = str(torch.version.cuda).partition(".")[0]
-    return ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
 
 
 def release_other_contexts(device: torch.device, contexts: Contexts | None = None) -> int:

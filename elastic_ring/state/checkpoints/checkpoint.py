@@ -155,7 +155,8 @@ def take(
     done, and until then the shard must not change. Training waits for nothing else.
     """
     snapshot = Snapshot(shard.cp_rank, part, meta=meta_of(shard))
-    for name, tensor, buffer in buffers_for(shard, described, part, last):
+    # All memory first: what is given back must not have a copy on its way into it.
+    for name, tensor, buffer in list(buffers_for(shard, described, part, last)):
         if tensor.is_cuda:
             stream.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(stream):

@@ -18,11 +18,12 @@ from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import Build
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu import device
-from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser, CudaContexts, loaded_runtime, release_other_contexts
+from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser, CudaContexts, release_other_contexts
 from elastic_ring.runtime.worker import member
 from elastic_ring.runtime.worker.actor import Worker
 from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.member import Member
+from elastic_ring.state.pinned import loaded_runtime
 
 OWN = torch.device("cuda", 1)
 LOG = "elastic_ring.runtime.gpu.cuda_contexts"
