@@ -109,6 +109,11 @@ class Copies:
         except (MemoryError, RuntimeError) as error:  # the snapshots try again, and say so
             log.warning("no pinned memory for copies yet: %s", error)
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether its thread pins memory."""
+        return self._preparing is not None and self._preparing.is_alive()
+
     def _prepared(self) -> None:
         if self._preparing is not None:
             self._preparing.join()
@@ -120,7 +125,7 @@ class Copies:
         """What this rank says in the vote of the step that makes `applied`."""
         if not self._is_due(applied) or not self._exchanges:
             return 0.0
-        if self._preparing is not None and self._preparing.is_alive():
+        if self.is_preparing:
             return COPYING
         return {RUNNING: COPYING, FAILED: COPY_FAILED, DONE: 0.0}[self._exchanges[-1].state]
 

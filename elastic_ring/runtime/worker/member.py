@@ -460,12 +460,19 @@ class Member:
                 self._report_compiled(step)
                 if outcome.boundary and state.applied < step_config.steps:
                     return "boundary"
-                self._context_releaser.committed(self.device, self._command.generation, step, self._groups.global_rank)
+                self._release_contexts(step)
             self._validate_if_due(state.applied)
         self._stamps.stamp(state.applied, Phase.SAVE)
         if not self._saver.wait(self._spec.run.timeouts.finalize_s / 2):
             log.warning("the last checkpoint's part is not written yet; the run ends without it")
         return "finished"
+
+    def _release_contexts(self, step: int) -> None:
+        """Not while memory is pinned, which touches every context."""
+        assert self._command is not None
+        assert self._groups is not None
+        if not (self._copies.is_preparing or self._saver.is_preparing):
+            self._context_releaser.committed(self.device, self._command.generation, step, self._groups.global_rank)
 
     def _before_apply(self) -> None:
         self._copies.before_apply()

@@ -185,6 +185,11 @@ class Saver:
         self._preparing = threading.Thread(target=pin, name="pinning", daemon=True)
         self._preparing.start()
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether its thread pins memory."""
+        return self._preparing is not None and self._preparing.is_alive()
+
     def _prepared(self) -> None:
         if self._preparing is not None:
             self._preparing.join()

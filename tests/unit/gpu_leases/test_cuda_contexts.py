@@ -212,12 +212,15 @@ def test_only_members_on_gpus_that_are_asked_to_let_go_do(
 
 
 def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the loop itself: behind the commit and its record, not where it stops for a boundary."""
+    """In the loop itself: behind the commit and its record, not where it stops for a boundary, nor while memory is
+    pinned."""
     order: list[str] = []
+    saver = SimpleNamespace(is_preparing=False)
     state = SimpleNamespace(applied=0, shard=SimpleNamespace(counters=SimpleNamespace(applied=0)))
 
     def run(step: int, *, boundary: bool, checkpoint: float, copies: float) -> tuple[Any, Any]:
         state.applied = step + 1
+        saver.is_preparing = step == 0
         order.append(f"run {step}")
         outcome = SimpleNamespace(boundary=step == 2, checkpoint=False, checkpoint_missed=False)
         return outcome, SimpleNamespace(data_wait_s=0.0)
@@ -227,7 +230,7 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     training._command = Build("c", "a", 1, 5, Mesh(1, 2), ("a", "b"), 0, None, (), True)
     training._groups, training._connector = SimpleNamespace(global_rank=1), SimpleNamespace(aborted=False)
     training._transaction, training.boundary_requested, training._place = state, False, None
-    training._copies = Copies(RunConfig(name="run"), "a")
+    training._copies, training._saver = Copies(RunConfig(name="run"), "a"), saver
     training._spec = SimpleNamespace(task=SimpleNamespace(step=SimpleNamespace(steps=9, val_every_steps=0)))
     training._device_lease, training._trained = SimpleNamespace(device=OWN), True
     for name in ("_watch", "_send", "_publish_nondeterminism", "_report_compiled", "_prepare_host_memory"):
@@ -238,8 +241,7 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     training._context_releaser = SimpleNamespace(committed=lambda *given: order.append(f"told {given}"))
     assert training.train() == "boundary"
     assert order == [
-        "run 0", "recorded", f"told {(OWN, 5, 0, 1)}", "run 1", "recorded", f"told {(OWN, 5, 1, 1)}",
-        "run 2", "recorded",
+        "run 0", "recorded", "run 1", "recorded", f"told {(OWN, 5, 1, 1)}", "run 2", "recorded",
     ]  # fmt: skip
 
 
