@@ -20,6 +20,7 @@ from elastic_ring.attention.checks import check_tensors
 from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopLedger, Wire
 from elastic_ring.attention.kernels.registry import sparse_form
 from elastic_ring.attention.layouts.layout import Layout
+from elastic_ring.attention.lowering.chosen_blocks import ChosenPlans, PastBlocks, past_blocks
 from elastic_ring.attention.patterns.content import top_ks_of
 from elastic_ring.attention.patterns.families import longnet_text
 from elastic_ring.attention.patterns.pattern import Pattern
@@ -283,9 +284,13 @@ class PatternedAttention:
         if any(rule.awaits_content for rule in rules):
             if self._observer is not None:
                 self._observer("forward", number, 0)
-            block = _list_block(rules, self.patterns.block)
-            schedule = self._schedule(self._router(rules, q, k, number), block, q, k)
-            self._one_call_rings.append(self._sparse(RingPlans(schedule), q))
+            plans: RingPlans
+            if self._fetches_all(rules, q):
+                plans = self._chosen(rules, q, k, number)
+            else:
+                block = _list_block(rules, self.patterns.block)
+                plans = RingPlans(self._schedule(self._router(rules, q, k, number), block, q, k))
+            self._one_call_rings.append(self._sparse(plans, q))
             ring = self._one_call_rings[-1]
         else:
             key = (rules, q.size(2), k.size(2), q.device)
@@ -297,11 +302,35 @@ class PatternedAttention:
             ring._abandoned = self._abandoned
         return ring
 
-    def _make_ring(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor) -> RingAttention:
-        place = (
+    def _fetches_all(self, rules: tuple[Rule, ...], q: torch.Tensor) -> bool:
+        """Whether a layer's blocks are chosen without the host: all of its `TopK` say so, and kernels read tables."""
+        in_blocks = q.is_cuda or self._sparse_kernel is not None
+        return in_blocks and all(top_k.fetch_all for rule in rules for top_k in top_ks_of(rule))
+
+    def _chosen(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor, number: int) -> ChosenPlans:
+        key = (*self._place, self._sparse_kernel, "all", q.size(2), k.size(2))
+        everything = self._plans.of(key, lambda: self._schedule((Dense(),), DEFAULT_BLOCK_TOKENS, q, k))
+
+        def known() -> PastBlocks:
+            documents = everything.schedule.sparse.documents(self.layout.seq_len)
+            always = self._router.without_choice(rules, q.size(2))
+            return past_blocks(everything.schedule, self.cp_rank, always, documents, q.device)
+
+        past = self._plans.routes.get((self._place, rules, q.size(2), q.device), known)
+        choices = tuple(self._router.on_device(rules, q, k, number))
+        return ChosenPlans(
+            everything.schedule, everything.calls, everything.tables, everything.kernels, past=past, choices=choices
+        )
+
+    @property
+    def _place(self) -> tuple[Any, ...]:
+        return (
             self.layout, self.cp_rank, self._document_starts, self._causal, self._kv_wire, self._hosts,
             self._backend, self._deterministic,
         )  # fmt: skip
+
+    def _make_ring(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor) -> RingAttention:
+        place = self._place
         if set(rules) == {Dense()}:
             pattern = Pattern(self._causal, self._document_starts)
             plans = self._plans.of(place, lambda: plan(pattern, self.layout))

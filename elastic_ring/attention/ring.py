@@ -195,7 +195,7 @@ class RingAttention(RecomputableRing):
     # ------------------------------------------------------------ the loop
 
     def run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
-        plan = self._call_plan(q, k)
+        plan = self._plans.of_call(self._call_plan(q, k))
         call_index = self._next_call_index
         self._next_call_index += 1
         if plan.heads is not None:
@@ -230,7 +230,7 @@ class RingAttention(RecomputableRing):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv with the shapes of q, k, v, where `saved` is (q, k, v, out, lse). `fetched` are the keys that
         forward kept; the bits are the same without."""
-        plan = self._call_plan(*saved[:2])
+        plan = self._plans.of_call(self._call_plan(*saved[:2]))
         program = plan.backward if fetched is None else plan.backward_kept
         assert program is not None
         q, k, v, out, lse = _inner(plan.heads, *saved)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.lowering.call_plan import CallPlan
 from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.routing.router import NUM_ROUTES
@@ -35,6 +36,10 @@ class RingPlans:
     calls: LRUCache = field(default_factory=lambda: LRUCache(NUM_CALL_PLANS))
     tables: LRUCache = field(default_factory=lambda: LRUCache(NUM_CALL_PLANS))
     kernels: dict[tuple[torch.device, torch.dtype, int, int], Kernel] = field(default_factory=dict)
+
+    def of_call(self, plan: CallPlan) -> CallPlan:
+        """`plan` as it runs in one pass; another where a call has tables of its own (`chosen_blocks`)."""
+        return plan
 
     @property
     def num_bytes(self) -> int:

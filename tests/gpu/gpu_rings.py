@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.comm.ledger import HopLedger
+from elastic_ring.attention.layers import PatternedAttention
+from elastic_ring.attention.patterns.content import top_ks_of
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
@@ -147,17 +149,30 @@ def run_content_on(
     def work(cp_rank: int) -> tuple[list[torch.Tensor], RingAttention]:
         with links.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
-            ledger = HopLedger()
-            route = Router(layout, cp_rank, groups[cp_rank], case.documents, ledger, coalesced=True)
-            pattern = SparsePattern(route(case.heads, q, k, 0), case.block)
-            schedule = plan_sparse(pattern, layout, case.num_heads, case.num_kv_heads)
-            ring = RingAttention(schedule, cp_rank, groups[cp_rank], coalesced=True, ledger=ledger, **options)
+            ring = _ring_of(case, cp_rank, groups[cp_rank], q, k, options)
             out, lse, call, keys = ring.run_forward(q, k, v, scale)
             return [out, *ring.run_backward(dout, (q, k, v, out, lse), scale, call, keys)], ring
 
     results = in_threads(cp, work)
     gathered = [layout.gather([locals_[i] for locals_, _ in results], 1).cpu() for i in range(4)]
     return gathered, [ring for _, ring in results]
+
+
+def _ring_of(
+    case: ContentCase, cp_rank: int, group: ThreadGroup, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]
+) -> RingAttention:
+    """A rank's ring for one call, of what content chose."""
+    if all(top_k.fetch_all for rule in case.heads for top_k in top_ks_of(rule)):
+        attention = PatternedAttention(
+            case.pattern, case.layout, cp_rank, group, document_starts=case.document_starts,
+            sparse_kernel=options["kernel"], deterministic=options["deterministic"],
+        )  # fmt: skip
+        return attention._ring(0, q, k)
+    ledger = HopLedger()
+    route = Router(case.layout, cp_rank, group, case.documents, ledger, coalesced=True)
+    pattern = SparsePattern(route(case.heads, q, k, 0), case.block)
+    schedule = plan_sparse(pattern, case.layout, case.num_heads, case.num_kv_heads)
+    return RingAttention(schedule, cp_rank, group, coalesced=True, ledger=ledger, **options)
 
 
 def run_on_gpu(case: Case, links: ProcessGroups | None = None, **options: Any) -> Outcome:

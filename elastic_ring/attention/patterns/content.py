@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic_ring.attention.patterns.families import BigBird
-from elastic_ring.attention.patterns.rules import FULL, NONE, Kinds, Mask, Positions, Rule, Union, require
+from elastic_ring.attention.patterns.rules import FULL, NEWER, NONE, Kinds, Mask, Positions, Rule, Union, require
+from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS
 
 Choices = NDArray[np.int32]
 """(units, width): the past units that each unit's queries see, ascending; shorter rows are padded with -1."""
@@ -32,6 +33,9 @@ class TopK(Rule):
     earlier ones see. Scores that are equal in fp32 are resolved in favour of the earlier unit. Units count from the
     start of the document, and units of other documents are never chosen.
 
+    With `fetch_all`, kernels over block tables get them made on the device: all past keys are fetched, so the host
+    plans once and waits for no choice. Without, only chosen keys are, and the host reads the choices in every call.
+
     The pairs are known only within a call, so `sees` and `row_kinds` raise `ValueError`; their number is known
     beforehand.
     """
@@ -41,6 +45,7 @@ class TopK(Rule):
     blocks: int
     causal: bool = True
     unit_tokens: int = 128
+    fetch_all: bool = field(default=False, metadata=NEWER)
 
     def __post_init__(self) -> None:
         require("blocks", self.blocks, 1, "1 keeps only the own block")
@@ -50,7 +55,15 @@ class TopK(Rule):
                 f"causal={self.causal}: 1 has a block's first query choose, 0 the mean of all its queries, which lets"
                 " later tokens decide what earlier ones see"
             )
-        object.__setattr__(self, "causal", bool(self.causal))  # 1 and True must give equal rules
+        if self.fetch_all not in (0, 1):
+            raise ValueError(f"fetch_all={self.fetch_all}: 1 fetches all past keys, 0 those that were chosen")
+        if self.fetch_all and self.unit_tokens != DEFAULT_BLOCK_TOKENS:
+            raise ValueError(
+                f"fetch_all=1 with unit={self.unit_tokens}: tables are made on the device for the kernels' blocks of"
+                f" {DEFAULT_BLOCK_TOKENS} tokens only; leave unit or fetch_all out"
+            )
+        for name in ("causal", "fetch_all"):  # 1 and True must give equal rules
+            object.__setattr__(self, name, bool(getattr(self, name)))
 
     @property
     def width(self) -> int:

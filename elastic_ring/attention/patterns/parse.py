@@ -42,7 +42,7 @@ _FAMILIES: dict[str, tuple[dict[str, int | None], Callable[..., Rule]]] = {
         lambda blocks, seed, unit: BigBird(1, 0, blocks, seed, unit),
     ),
     "hierarchical": ({"base": 4, **_UNIT}, Hierarchical),
-    "topk": ({"blocks": None, "causal": 1, **_UNIT}, TopK),
+    "topk": ({"blocks": None, "causal": 1, **_UNIT, "fetch_all": 0}, TopK),
 }
 _LISTED = ("longnet", "profile")
 """Families whose arguments are a list of any length."""

@@ -176,7 +176,7 @@ def plan_blocks(schedule: Schedule, cp_rank: int, limit_rows: int | None = None)
     order = [head * sharing + i for head in kv_order for i in range(sharing)]
     rules = schedule.sparse.rules(schedule.num_heads)
     documents = schedule.sparse.documents(schedule.layout.seq_len)
-    own_blocks = _blocks_of(schedule.layout, cp_rank)
+    own_blocks = blocks_of(schedule.layout, cp_rank)
     causal = schedule.sparse.causal
     kept = kept_between(tuple(rules[head] for head in order), documents, own_blocks, own_blocks, causal)
     at = np.arange(len(own_blocks))
@@ -267,7 +267,7 @@ def _whole_length(layout: Layout) -> int:
     return BLOCK_TOKENS * sum(len(own) for own in layout.segments)
 
 
-def _blocks_of(layout: Layout, cp_rank: int) -> Positions:
+def blocks_of(layout: Layout, cp_rank: int) -> Positions:
     """The blocks that a rank holds, in local order."""
     spans = [np.arange(start, stop, dtype=np.int64) for start, stop in layout.segments[cp_rank]]
     positions = np.concatenate(spans) if spans else np.empty(0, dtype=np.int64)
@@ -289,7 +289,7 @@ def _packed(
         num_blocks, begun = 0, row
         for hop in hops:
             own = schedule.hops[cp_rank][hop]
-            there, first = _blocks_of(schedule.layout, own.source), row
+            there, first = blocks_of(schedule.layout, own.source), row
             for index, (number, _) in enumerate(alike):
                 for start, stop in own.fetch[number]:
                     blocks[index].append(there[_as_block(start) : _as_block(stop)])

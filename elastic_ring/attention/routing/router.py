@@ -37,6 +37,15 @@ _STRIP_ELEMENTS = 1 << 24
 _Turns = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """`blocks` (h, r, width) int64 of the sequence, for the heads `heads` (h,) and the own blocks `rows` (r,)."""
+
+    heads: torch.Tensor
+    rows: torch.Tensor
+    blocks: torch.Tensor
+
+
 class Router:
     """Chooses blocks for the layers of one sequence. `documents` are its (start, stop) ranges.
 
@@ -70,22 +79,49 @@ class Router:
 
         `rules` has one entry for each query head, or one for all. Raises: `ValueError` if B is not 1.
         """
+        heads = rules if len(rules) > 1 else rules * q.size(2)
+        plans = self._plans_of(heads)
+        requests = self._requests(heads, plans, q, k)
+        chosen = [{rule: plans[rule].few for rule in top_ks_of(own)} for own in heads]
+        for each, table in zip(requests, self._choose(requests, call_index) if requests else (), strict=True):
+            for head, own in zip(each.heads, table, strict=True):
+                chosen[head][each.rule] = own
+        return tuple(self._rule(rule, of_head, plans) for rule, of_head in zip(heads, chosen, strict=True))
+
+    @torch.no_grad()
+    def on_device(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor, call_index: int) -> list[Choice]:
+        """The choices of this rank's blocks, which it holds whole, one for each `TopK` of `rules`. The host does not
+        wait for them, and other ranks are not told. Arguments and errors are those of a call."""
+        heads = rules if len(rules) > 1 else rules * q.size(2)
+        requests = self._requests(heads, self._plans_of(heads), q, k)
+        return [
+            Choice(self._index(each.heads, q.device), each.own_rows, blocks)
+            for each, blocks in zip(requests, self._own_choices(requests, call_index) if requests else (), strict=True)
+        ]
+
+    def without_choice(self, rules: tuple[Rule, ...], num_heads: int) -> tuple[Rule, ...]:
+        """`rules`, one for each head, with what is chosen whatever queries and keys say."""
+        heads = rules if len(rules) > 1 else rules * num_heads
+        plans = self._plans_of(heads)
+        return tuple(self._rule(own, {rule: plans[rule].few for rule in top_ks_of(own)}, plans) for own in heads)
+
+    def _plans_of(self, heads: tuple[Rule, ...]) -> dict[TopK, RoutingPlan]:
+        return {rule: self._plan(rule) for own in heads for rule in top_ks_of(own)}
+
+    def _requests(
+        self, heads: tuple[Rule, ...], plans: dict[TopK, RoutingPlan], q: torch.Tensor, k: torch.Tensor
+    ) -> list[_RoutingRequest]:
         check_tensors(q, k, k)
         check_local_length(q, self._layout, self._cp_rank)
         if q.size(0) != 1:
             raise ValueError(f"B={q.size(0)}: content chooses for one sequence at a time; call once for each")
-        heads = rules if len(rules) > 1 else rules * q.size(2)
-        parts = tuple(dict.fromkeys(top_k for rule in heads for top_k in top_ks_of(rule)))
-        plans = {rule: self._plan(rule) for rule in parts}
-        requests = [
+        return [
             _RoutingRequest(rule, plan, self._on_device(rule, plan, q.device), heads, self._cp_rank, q, k)
             for rule, plan in plans.items() if plan.any_chosen
         ]  # fmt: skip
-        chosen = [{rule: plans[rule].few for rule in top_ks_of(own)} for own in heads]
-        for each, table in zip(requests, self._choose(requests, q, call_index) if requests else (), strict=True):
-            for head, own in zip(each.heads, table, strict=True):
-                chosen[head][each.rule] = own
-        return tuple(self._rule(rule, of_head, plans) for rule, of_head in zip(heads, chosen, strict=True))
+
+    def _index(self, numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        return self._routes.get(("index", numbers, device), lambda: torch.tensor(numbers, device=device))
 
     def _plan(self, rule: TopK) -> RoutingPlan:
         key = (self._layout, self._documents, rule)
@@ -95,13 +131,26 @@ class Router:
         key = (self._layout, self._documents, rule, self._cp_rank, device)
         return self._routes.get(key, lambda: _on_device(plan, self._cp_rank, device))
 
-    def _choose(self, requests: list[_RoutingRequest], q: torch.Tensor, call_index: int) -> list[Choices]:
+    def _choose(self, requests: list[_RoutingRequest], call_index: int) -> list[Choices]:
         """For each of `requests` the choices of all blocks, (its heads, blocks, width)."""
+        mine = zip(requests, self._own_choices(requests, call_index), strict=True)
+        flat = torch.cat([each.in_document(blocks).flatten() for each, blocks in mine])
         ranks = range(self._layout.cp)
-        tag = _FIRST_TAG + call_index % _NUM_TAGGED_CALLS * _NUM_SWAPS
+        all_choices = self._swap(
+            [flat for _ in ranks], [sum(each.num_choices(peer) for each in requests) for peer in ranks],
+            _tag(call_index) + 1,
+        )  # fmt: skip
+        found = torch.cat(all_choices).cpu().numpy()
+        if self._check is not None:
+            self._check()
+        return self._tables(requests, found)
+
+    def _own_choices(self, requests: list[_RoutingRequest], call_index: int) -> list[torch.Tensor]:
+        """For each of `requests` the blocks chosen for this rank's rows, (its heads, rows, width) int64."""
+        ranks = range(self._layout.cp)
         received = self._swap(
             [torch.cat([each.outgoing(peer) for each in requests]) for peer in ranks],
-            [sum(each.num_incoming(peer) for each in requests) for peer in ranks], tag,
+            [sum(each.num_incoming(peer) for each in requests) for peer in ranks], _tag(call_index),
         )  # fmt: skip
         mine, offset = [], [0] * len(ranks)
         for each in requests:
@@ -110,14 +159,7 @@ class Router:
                 piece[begin:end] for piece, begin, end in zip(received, offset, ends, strict=True)
             ]))  # fmt: skip
             offset = ends
-        flat = torch.cat([choices.flatten() for choices in mine])
-        all_choices = self._swap(
-            [flat for _ in ranks], [sum(each.num_choices(peer) for each in requests) for peer in ranks], tag + 1
-        )
-        found = torch.cat(all_choices).cpu().numpy()
-        if self._check is not None:
-            self._check()
-        return self._tables(requests, found)
+        return mine
 
     def _swap(self, given: list[torch.Tensor], sizes: list[int], tag: int) -> list[torch.Tensor]:
         """What each rank sends here, flat, `sizes[rank]` elements, for `given[rank]`. All ranks know all sizes."""
@@ -152,6 +194,10 @@ class Router:
         return by_document[0] if len(by_document) == 1 else ByDocument(tuple(by_document))
 
 
+def _tag(call_index: int) -> int:
+    return _FIRST_TAG + call_index % _NUM_TAGGED_CALLS * _NUM_SWAPS
+
+
 class _RoutingRequest:
     """One `TopK` of a layer, in one call on one rank: the heads that follow it, and what the rank sends and
     receives."""
@@ -179,6 +225,11 @@ class _RoutingRequest:
         self._key_sums = chunk_sums(k_own, spans)
         self._query_sums = self._key_sums[:0] if rule.causal else chunk_sums(self._q, spans)
 
+    @property
+    def own_rows(self) -> torch.Tensor:
+        """(rows,) int64: which of the rank's blocks choose, where it holds each of its blocks whole."""
+        return self._at.speakers // self.rule.unit_tokens
+
     def outgoing(self, peer: int) -> torch.Tensor:
         """What this rank sends to `peer`, flat: sums of keys, then of queries."""
         keys = self._key_sums[self._at.keys_given[peer]]
@@ -195,8 +246,8 @@ class _RoutingRequest:
         return len(self.heads) * len(self.plan.rows[peer]) * self.rule.width
 
     def choose(self, received: list[torch.Tensor]) -> torch.Tensor:
-        """(heads, this rank's rows, width) int32: the chosen blocks of the row's document, ascending, from what all
-        ranks sent."""
+        """(heads, this rank's rows, width) int64: the chosen blocks of the sequence, ascending, from what all ranks
+        sent."""
         num_keys = [self._num_key_elements(peer) for peer in range(len(received))]
         keys = torch.cat([piece[:num] for piece, num in zip(received, num_keys, strict=True)])
         keys = self._assembled(keys.view(-1, self._num_kv, self._head_dim), self._at.key_turns)
@@ -207,8 +258,11 @@ class _RoutingRequest:
             queries = queries.view(-1, len(self.heads), self._head_dim)
             speaking = self._assembled(queries, self._at.query_turns)[self._at.rows]
         keys = _of_heads(keys, self._kv_of)
-        best = best_blocks(speaking, keys, self._at.begins, self._at.rows, self.rule.width)
-        return (best - self._at.begins[:, None]).int()
+        return best_blocks(speaking, keys, self._at.begins, self._at.rows, self.rule.width)
+
+    def in_document(self, blocks: torch.Tensor) -> torch.Tensor:
+        """`blocks`, as `choose` returns them, int32 and counted from the start of each row's document."""
+        return (blocks - self._at.begins[:, None]).int()
 
     def _assembled(self, entries: torch.Tensor, turns: _Turns) -> torch.Tensor:
         """(blocks, heads, D): the sums of whole blocks. Parts on several ranks are added in the order of positions."""

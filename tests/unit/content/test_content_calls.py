@@ -43,14 +43,16 @@ def rings() -> Iterator[ThreadRings]:
 
 # ------------------------------------------------------------ kept for backward
 
-PATTERN = '{"block": 128, "groups": [{"layers": [1], "rule": "dense"}, {"rule": "topk:2"}]}'
+PATTERN = '{"block": 128, "groups": [{"layers": [1], "rule": "dense"}, {"rule": "%s"}]}'
 
 
-def train(cp: int, kernel: str | None, group: Any, cp_rank: int, way: str) -> tuple[list[torch.Tensor], HopLedger]:
+def train(
+    text: str, cp: int, kernel: str | None, group: Any, cp_rank: int, way: str
+) -> tuple[list[torch.Tensor], HopLedger]:
     """Loss and gradients of one sequence's slice under activation checkpointing, and what was sent for them."""
     num_tokens = 128 * 4 * cp
     layout = zigzag(num_tokens, cp)
-    attention: Any = PatternedAttention(parse_pattern(PATTERN), layout, cp_rank, group, sparse_kernel=kernel)
+    attention: Any = PatternedAttention(parse_pattern(PATTERN % text), layout, cp_rank, group, sparse_kernel=kernel)
     if way == "run again":
         attention.recomputation = noop_context_fn
     model = Transformer(replace(CONFIG, offload_activations=way == "offloaded"))
@@ -65,16 +67,20 @@ def train(cp: int, kernel: str | None, group: Any, cp_rank: int, way: str) -> tu
 
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("cp", [1, 2])
-@pytest.mark.parametrize("kernel", [None, "reference-sparse"], ids=["tiles", "blocks"])
+@pytest.mark.parametrize(
+    ("kernel", "text"),
+    [(None, "topk:2"), ("reference-sparse", "topk:2"), ("reference-sparse", "topk:2,fetch_all=1")],
+    ids=["tiles", "blocks", "all fetched"],
+)
 def test_backward_under_checkpointing_neither_chooses_nor_sends_again_and_no_bit_changes(
-    rings: ThreadRings, kernel: str | None, cp: int
+    rings: ThreadRings, kernel: str | None, text: str, cp: int
 ) -> None:
     found = {}
     for way in ("kept", "offloaded", "run again"):
         groups = rings.groups(cp) if cp > 1 else [None]
 
         def work(cp_rank: int, groups: Any = groups, way: str = way) -> Any:
-            return train(cp, kernel, groups[cp_rank], cp_rank, way)
+            return train(text, cp, kernel, groups[cp_rank], cp_rank, way)
 
         found[way] = in_threads(cp, work)
     for kept, again in zip(found["kept"] + found["offloaded"], 2 * found["run again"], strict=True):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ring.attention import layers
 from elastic_ring.attention.autolayout.choice import Sizes
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layers import PatternedAttention
@@ -37,6 +38,7 @@ from tests.unit.content.content_cases import (
     schedule_of,
     wanted,
 )  # fmt: skip
+from tests.unit.sparse.block_cases import masked_reference
 
 MIXED = '{"groups": [{"heads": [{"count": 3, "rule": "topk:3,unit=4"}, {"rule": "topk:2,causal=0,unit=6+window:5"}]}]}'
 TEXTS = ("topk:3,unit=4", "topk:2,causal=0,unit=4", "topk:2,unit=5+window:7", MIXED)
@@ -284,9 +286,11 @@ def test_the_short_form_and_the_file_mean_the_rule() -> None:
     [
         ("topk", "topk needs blocks, for example topk:8"),
         ("topk:0", "blocks=0: must be at least 1"),
+        ("topk:4,fetch_all=2", "fetch_all=2: 1 fetches all past keys"),
+        ("topk:4,unit=64,fetch_all=1", "fetch_all=1 with unit=64: .* leave unit or fetch_all out"),
         ("topk:4,causal=2", "causal=2: 1 has a block's first query choose, 0 the mean"),
         ("topk:4,unit=0", "unit=0: must be at least 1"),
-        ("topk:4,mean=1", "topk takes blocks, causal, unit; 'mean=1' is none of these"),
+        ("topk:4,mean=1", "topk takes blocks, causal, unit, fetch_all; 'mean=1' is none of these"),
     ],
 )
 def test_a_wrong_short_form_is_refused(text: str, named: str) -> None:
@@ -353,3 +357,46 @@ def test_the_choice_in_one_process_is_the_rings() -> None:
         assert found == case.choice(TopK(3, True, 4), head, 0)
         assert kept[head].diagonal().all()
     assert choose_blocks(q[:8:4], sums[:2], [0, 1], 9).tolist() == [[[True, False], [True, True]]] * 4
+
+
+# ------------------------------------------------------------ all past keys fetched
+
+
+@pytest.mark.thinned(num=2)
+@pytest.mark.parametrize("text", ["topk:3,fetch_all=1", "topk:3,0,fetch_all=1+bigbird:2,0,0", "topk:1,fetch_all=1"])
+@pytest.mark.parametrize(("name", "cp"), [("contiguous", 1), ("zigzag", 2), ("contiguous", 3)])
+def test_with_all_keys_fetched_the_host_plans_once_and_the_choice_is_the_same(
+    rings: ThreadRings, name: str, cp: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(name, cp, 128 * 12, text=text, block=128, document_starts=(0, 128 * 5))
+    planned: list[Any] = []
+
+    def counted(*arguments: Any) -> Any:
+        planned.append(arguments)
+        return plan_sparse(*arguments)
+
+    def work(cp_rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], PatternedAttention]:
+        leaves = [case.layout.scatter(x, cp_rank, 1).requires_grad_() for x in case.tensors()[:3]]
+        attention = PatternedAttention(
+            case.pattern, case.layout, cp_rank, rings.groups(cp)[cp_rank] if cp > 1 else None,
+            document_starts=case.document_starts, sparse_kernel="reference-sparse",
+        )  # fmt: skip
+        dout = case.layout.scatter(case.tensors()[3], cp_rank, 1)
+        passes = []
+        for _ in range(2):
+            out = attention(*leaves)
+            passes.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+        return passes[0], passes[1], attention
+
+    monkeypatch.setattr(layers, "plan_sparse", counted)
+    results = in_threads(cp, work)
+    assert len(planned) == cp  # once on each rank, for two calls
+    for number, want in enumerate(masked_reference(case, "cpu")):
+        for at in range(2):
+            got = case.layout.gather([each[at][number] for each in results], 1)
+            assert relative_error(got, want) <= 1e-12, ("out", "dq", "dk", "dv")[number]
+    for _, _, attention in results:
+        counts = attention.ledger.received_bytes
+        received = sum(num for (way, _), num in counts.items() if way == "forward")
+        past = attention._one_call_rings[-1].schedule.received_bytes(attention.cp_rank, case.head_dim, 8)
+        assert received == 2 * past
