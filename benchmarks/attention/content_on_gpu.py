@@ -3,8 +3,8 @@
     python benchmarks/attention/content_on_gpu.py --tokens 32K,128K
 
 `topk:N` fetches what was chosen, and the host reads the choices and plans anew in each call. `topk:N,fetch_all=1`
-fetches all past keys, and the tables are made on the device. Both take turns in one NCCL group over the GPUs of this host; the
-result of both must agree. Host time is that of one pass's launches, on the slowest rank.
+fetches all past keys, and the tables are made on the device. Both take turns in one NCCL group over the GPUs of this
+host, and their results must agree. Host time is that of one pass's launches, on the slowest rank.
 """
 
 from __future__ import annotations
