@@ -3,7 +3,8 @@
 Behind the seal (`state.sealed`) come the step, the (term, generation) whose members took it, the length of the header,
 the header (`state.header`) and the tensors, each at a multiple of ALIGN_BYTES. Host memory is kept and used again; for
 a shard on a GPU it is pinned and filled on a stream of its own: the copy runs beside the next step, which changes
-nothing of the shard before its apply. Nothing here sends anything, and nothing is unpickled.
+nothing of the shard before its apply, and any thread may queue it. Nothing here sends anything, and nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -71,6 +72,28 @@ class Buffers:
             self._free = []
 
 
+class DeviceCopy:
+    """Copies of a shard's tensors into host memory, on `stream` behind what the current stream does now."""
+
+    def __init__(self, pieces: list[tuple[Tensor, Tensor]], stream: Any) -> None:
+        """`pieces` are (host memory, tensor)."""
+        self._pieces, self._stream = pieces, stream
+        self._begin = torch.cuda.current_stream(stream.device).record_event()
+        self._end: Any = None
+        self._lock = threading.Lock()
+
+    def queue(self) -> Any:
+        """The event behind all of them; the first call queues them."""
+        with self._lock:
+            if self._end is None:
+                self._stream.wait_event(self._begin)
+                with torch.cuda.stream(self._stream):
+                    for place, tensor in self._pieces:
+                        place.copy_(_raw(tensor), non_blocking=True)
+                self._end, self._pieces = self._stream.record_event(), []
+            return self._end
+
+
 @dataclass
 class Snapshot:
     """`data` is sealed once `finish` has returned."""
@@ -78,7 +101,7 @@ class Snapshot:
     id: SnapshotId
     cp_rank: int
     data: Tensor
-    copied: Any = None  # the event behind a copy from a GPU
+    from_device: DeviceCopy | None = None  # what is copied from a GPU
     is_taken: bool = False  # by this worker itself, in memory of that kind
 
     @classmethod
@@ -90,15 +113,20 @@ class Snapshot:
     def is_empty(self) -> bool:
         return self.data.numel() == 0
 
+    def queue(self) -> None:
+        """Queue what is copied from a GPU, unless another thread has: hundreds of tensors, 15 ms of a host's time."""
+        if self.from_device is not None:
+            self.from_device.queue()
+
     def wait_on_device(self) -> None:
         """Before the shard changes: what changes it is queued behind the copy. The host does not wait."""
-        if self.copied is not None:
-            self.copied.wait()
+        if self.from_device is not None:
+            self.from_device.queue().wait()
 
     def wait(self) -> None:
         """Until the shard may be changed or freed by anybody."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        if self.from_device is not None:
+            self.from_device.queue().synchronize()
 
     def finish(self) -> None:
         """Seal it. In another thread than the one that trains."""
@@ -113,7 +141,7 @@ def size_of(shard: Shard) -> int:
 
 
 def take(shard: Shard, membership_id: tuple[int, int], buffers: Buffers, stream: Any = None) -> Snapshot:
-    """Copy a shard into host memory; for one on a GPU the copy is only queued, on `stream`."""
+    """Copy a shard into host memory; of one on a GPU, tensors there are copied on `stream`, once it is queued."""
     header, tensors = shard.describe()
     text = header.to_bytes()
     step = shard.counters.applied
@@ -122,17 +150,15 @@ def take(shard: Shard, membership_id: tuple[int, int], buffers: Buffers, stream:
     head = _HEAD.pack(step, *membership_id, len(text)) + text
     data[SEAL_BYTES : SEAL_BYTES + len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     snapshot = Snapshot(SnapshotId(step, membership_id), shard.cp_rank, data, is_taken=True)
-    on_device = [tensor for tensor in tensors if tensor.is_cuda]
-    if on_device:
-        stream.wait_stream(torch.cuda.current_stream(on_device[0].device))
+    on_device = []
     for offset, tensor in zip(offsets, tensors, strict=True):
+        place = data[offset : offset + tensor.numel() * tensor.element_size()]
         if tensor.is_cuda:
-            with torch.cuda.stream(stream):
-                _copy(data, offset, tensor)
-        else:
-            _copy(data, offset, tensor)
+            on_device.append((place, tensor))
+        elif tensor.numel():
+            place.copy_(_raw(tensor))
     if on_device:
-        snapshot.copied = stream.record_event()
+        snapshot.from_device = DeviceCopy(on_device, stream)
     return snapshot
 
 
@@ -171,10 +197,8 @@ def load(data: Tensor, wanted: SnapshotId, cp_rank: int, shard: Shard, what: str
     shard.load(header, own)
 
 
-def _copy(data: Tensor, offset: int, tensor: Tensor) -> None:
-    if tensor.numel():
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        data[offset : offset + raw.numel()].copy_(raw, non_blocking=True)
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _places(header_bytes: int, header: Header) -> tuple[list[int], int]:

@@ -57,6 +57,12 @@ BUCKET_ELEMENTS_ON_DEVICE = 256 << 20  # on a GPU each bucket is a launch that w
 Pairs = Sequence[tuple[int, int]]
 """(index_in_batch, sample_id) of sequences, as `share` gives them."""
 
+BallotPart = Callable[[], float]
+
+
+def _nothing() -> float:
+    return 0.0
+
 
 class ProcessGroups(Protocol):
     """The process groups of one generation (`runtime.groups.groups.Groups`)."""
@@ -283,8 +289,11 @@ class Transaction:
 
     # ------------------------------------------------------------ the step
 
-    def run(self, step: int, *, boundary: bool, checkpoint: float = 0.0, copies: float = 0.0) -> tuple[Outcome, Local]:
-        """Run one step and apply it; `checkpoint` and `copies` as in `Ballot`.
+    def run(
+        self, step: int, *, boundary: bool, checkpoint: BallotPart = _nothing, copies: BallotPart = _nothing
+    ) -> tuple[Outcome, Local]:
+        """Run one step and apply it. `checkpoint` and `copies` are asked for what `Ballot` calls so when the vote
+        begins: what was busy when the step began may be done by then.
 
         Raises what exchanges or the user's code raise.
         """
@@ -293,7 +302,7 @@ class Transaction:
             raise self._back  # a member died in that step, and the generation that should have heard it had ended
         local = self.compute(step)
         self.reduce(step)
-        outcome = self.vote(step, local, boundary=boundary, checkpoint=checkpoint, copies=copies)
+        outcome = self.vote(step, local, boundary=boundary, checkpoint=checkpoint(), copies=copies())
         self.apply(outcome)
         return outcome, local
 

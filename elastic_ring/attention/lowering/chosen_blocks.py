@@ -118,5 +118,5 @@ def _diagonals(full: torch.Tensor, diagonal: torch.Tensor | None, num_rows: int)
 
 def _listed(chosen: torch.Tensor) -> BlockLists:
     """The chosen columns of each row of (H, n, m) bool, in lists as wide as they could become."""
-    order = chosen.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+    order = chosen.contiguous().to(torch.uint8).argsort(dim=-1, descending=True, stable=True)  # kernels want rows
     return BlockLists(chosen.sum(-1, dtype=torch.int32).unsqueeze(0), order.int().unsqueeze(0))

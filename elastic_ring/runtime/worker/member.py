@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -448,8 +449,8 @@ class Member:
                 # A step's result is published once the next one is under way.
                 self._send(through=step - 1)
                 outcome, local = state.run(
-                    step, boundary=self.boundary_requested, checkpoint=self._ballot(step),
-                    copies=self._copies.ballot(step + 1),
+                    step, boundary=self.boundary_requested, checkpoint=partial(self._ballot, step),
+                    copies=partial(self._copies.ballot, step + 1),
                 )  # fmt: skip
                 self._stamps.waited_for_data(local.data_wait_s)
                 self._prepare_host_memory()
