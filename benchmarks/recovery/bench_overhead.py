@@ -262,7 +262,8 @@ def measure_alone(arguments: argparse.Namespace, copies: str) -> dict[str, Any]:
     with runs.scratch() as folder, runs.local_ray(num_cpus=32 if arguments.model.startswith("gpu-") else 8):
         trainer = trainer_of(arguments.model, folder, arguments, copies)
         turns, notes = Turns(trainer.scaling_config.mesh.size), WorkerNotes(folder / "notes", arguments.slow_s)
-        loss = GatedLoss(trainer.task.loss, turns.gate("product"), NEVER, notes)
+        repeats = trainer.scaling_config.mesh.dp > 1
+        loss = GatedLoss(trainer.task.loss, turns.gate("product"), NEVER, notes, repeats=repeats)
         trainer.task = _with(trainer.task, loss=loss)
         rows = product_alone(turns, arguments.block_steps, trainer)
         steps_s = np.diff([at_s for at_s, _ in rows])[1:]
@@ -297,7 +298,8 @@ def measure(arguments: argparse.Namespace, copies: str = "0") -> dict[str, Any]:
         workers = [actor.remote(task, mesh, rank, gate, device) for rank in range(mesh.size)]
         sequences_per_block = NEVER if arguments.apart else block_steps * task.step.global_batch // mesh.dp
         notes = WorkerNotes(folder / "notes", arguments.slow_s)
-        trainer.task = _with(task, loss=GatedLoss(task.loss, turns.gate("product"), sequences_per_block, notes))
+        loss = GatedLoss(task.loss, turns.gate("product"), sequences_per_block, notes, repeats=mesh.dp > 1)
+        trainer.task = _with(task, loss=loss)
         if arguments.apart:
             ours, theirs = one_after_another(turns, workers, block_steps, trainer)
             product, plain = (np.array([np.diff([at_s for at_s, _ in rows[0]])]) for rows in (ours, theirs))

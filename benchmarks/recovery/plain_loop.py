@@ -52,13 +52,15 @@ class Gate:
 
 class GatedLoss:
     """A loss that waits at the gate before every `sequences_per_block`-th sequence: pauses the product between two
-    steps without its knowledge. A sequence that comes twice in a row is counted once: now and then the product computes
-    one again, to compare."""
+    steps without its knowledge. With `repeats`, as with several rings, a sequence that comes twice in a row is counted
+    once: now and then the product computes one again, to compare. That costs a wait for the device each time."""
 
     def __init__(
-        self, loss: LossFunction, gate: Gate, sequences_per_block: int, notes: WorkerNotes | None = None
-    ) -> None:
+        self, loss: LossFunction, gate: Gate, sequences_per_block: int, notes: WorkerNotes | None = None, *,
+        repeats: bool = True,
+    ) -> None:  # fmt: skip
         self._loss, self._gate, self._sequences_per_block = loss, gate, sequences_per_block
+        self._repeats = repeats
         self._notes = notes
         self._watch: StepWatch | None = None
         self._num_sequences = 0
@@ -67,12 +69,12 @@ class GatedLoss:
     def __call__(self, model: Any, batch: Batch) -> tuple[Tensor, int]:
         if batch.tokens.is_meta:  # a standby asks what the model's attention looks like; nothing is trained
             return self._loss(model, batch)
-        if self._newest is None or not torch.equal(batch.tokens, self._newest):
+        if not self._repeats or self._newest is None or not torch.equal(batch.tokens, self._newest):
             if self._num_sequences % self._sequences_per_block == 0:
                 self._pause()
             self._note_step()
             self._num_sequences += 1
-            self._newest = batch.tokens.clone()
+            self._newest = batch.tokens.clone() if self._repeats else None
         return self._loss(model, batch)
 
     def _pause(self) -> None:

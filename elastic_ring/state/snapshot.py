@@ -3,8 +3,7 @@
 Behind the seal (`state.sealed`) come the step, the (term, generation) whose members took it, the length of the header,
 the header (`state.header`) and the tensors, each at a multiple of ALIGN_BYTES. Host memory is kept and used again; for
 a shard on a GPU it is pinned and filled on a stream of its own: the copy runs beside the next step, which changes
-nothing of the shard before its apply, and any thread may queue it. Nothing here sends anything, and nothing is
-unpickled.
+nothing of the shard before its apply. Nothing here sends anything, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch import Tensor
 from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state import pinned
+from elastic_ring.state.device.paced_copy import PacedCopy
 from elastic_ring.state.header import Header
 from elastic_ring.state.sealed import SEAL_BYTES, seal, verify
 from elastic_ring.state.shard import Shard
@@ -72,28 +72,6 @@ class Buffers:
             self._free = []
 
 
-class DeviceCopy:
-    """Copies of a shard's tensors into host memory, on `stream` behind what the current stream does now."""
-
-    def __init__(self, pieces: list[tuple[Tensor, Tensor]], stream: Any) -> None:
-        """`pieces` are (host memory, tensor)."""
-        self._pieces, self._stream = pieces, stream
-        self._begin = torch.cuda.current_stream(stream.device).record_event()
-        self._end: Any = None
-        self._lock = threading.Lock()
-
-    def queue(self) -> Any:
-        """The event behind all of them; the first call queues them."""
-        with self._lock:
-            if self._end is None:
-                self._stream.wait_event(self._begin)
-                with torch.cuda.stream(self._stream):
-                    for place, tensor in self._pieces:
-                        place.copy_(_raw(tensor), non_blocking=True)
-                self._end, self._pieces = self._stream.record_event(), []
-            return self._end
-
-
 @dataclass
 class Snapshot:
     """`data` is sealed once `finish` has returned."""
@@ -101,7 +79,7 @@ class Snapshot:
     id: SnapshotId
     cp_rank: int
     data: Tensor
-    from_device: DeviceCopy | None = None  # what is copied from a GPU
+    from_device: PacedCopy | None = None
     is_taken: bool = False  # by this worker itself, in memory of that kind
 
     @classmethod
@@ -114,19 +92,19 @@ class Snapshot:
         return self.data.numel() == 0
 
     def queue(self) -> None:
-        """Queue what is copied from a GPU, unless another thread has: hundreds of tensors, 15 ms of a host's time."""
+        """Queue what is copied from a GPU. In another thread than the one that trains."""
         if self.from_device is not None:
             self.from_device.queue()
 
     def wait_on_device(self) -> None:
-        """Before the shard changes: what changes it is queued behind the copy. The host does not wait."""
+        """Before the shard changes: what changes it is queued behind the copy."""
         if self.from_device is not None:
-            self.from_device.queue().wait()
+            self.from_device.wait_on_device()
 
     def wait(self) -> None:
         """Until the shard may be changed or freed by anybody."""
         if self.from_device is not None:
-            self.from_device.queue().synchronize()
+            self.from_device.wait()
 
     def finish(self) -> None:
         """Seal it. In another thread than the one that trains."""
@@ -158,7 +136,7 @@ def take(shard: Shard, membership_id: tuple[int, int], buffers: Buffers, stream:
         elif tensor.numel():
             place.copy_(_raw(tensor))
     if on_device:
-        snapshot.from_device = DeviceCopy(on_device, stream)
+        snapshot.from_device = PacedCopy(on_device, stream)
     return snapshot
 
 

@@ -197,8 +197,8 @@ class Saver:
 
     def before_apply(self) -> None:
         """The shard is about to change: on its device behind the copy that is under way."""
-        if self._last is not None and self._last.copied is not None:
-            self._last.copied.wait()
+        if self._last is not None:
+            self._last.wait_on_device()
 
     def leave(self) -> None:
         """The generation ends: the shard may be changed or freed."""

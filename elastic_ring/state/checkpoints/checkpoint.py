@@ -28,6 +28,7 @@ from torch import Tensor
 
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.state import pinned
+from elastic_ring.state.device.paced_copy import PacedCopy
 from elastic_ring.state.shard import Counters, Shard, raw_bytes
 from elastic_ring.state.storage.folder import Storage, StoredFile
 
@@ -52,19 +53,23 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass
 class Snapshot:
-    """One rank's part of a shard in host memory: `tensors` by name, and what is not a tensor in `meta`. `copied`: the
-    event behind a copy from a GPU, before which the shard must not change."""
+    """One rank's part of a shard in host memory: `tensors` by name, and what is not a tensor in `meta`."""
 
     cp_rank: int
     part: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
-    copied: Any = None
+    from_device: PacedCopy | None = None
+
+    def wait_on_device(self) -> None:
+        """Before the shard changes: what changes it is queued behind the copy."""
+        if self.from_device is not None:
+            self.from_device.wait_on_device()
 
     def wait(self) -> None:
         """Until all of it is in host memory."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        if self.from_device is not None:
+            self.from_device.wait()
 
 
 def tensors_of(shard: Shard) -> dict[str, Tensor]:
@@ -151,21 +156,20 @@ def take(
 ) -> Snapshot:
     """Copy this rank's part to host memory. `last` gives its buffers.
 
-    From a GPU the copy is queued on `stream`, behind what the present stream holds: `Snapshot.copied` says when it is
-    done, and until then the shard must not change. Training waits for nothing else.
+    From a GPU the copy runs on `stream`, behind what the present stream holds, once another thread waits for it; before
+    the shard changes, `wait_on_device`. Training waits for nothing else.
     """
     snapshot = Snapshot(shard.cp_rank, part, meta=meta_of(shard))
+    on_device = []
     # All memory first: what is given back must not have a copy on its way into it.
     for name, tensor, buffer in list(buffers_for(shard, described, part, last)):
         if tensor.is_cuda:
-            stream.wait_stream(torch.cuda.current_stream(tensor.device))
-            with torch.cuda.stream(stream):
-                buffer.copy_(tensor.detach(), non_blocking=True)
+            on_device.append((buffer, tensor))
         else:
             buffer.copy_(tensor.detach())
         snapshot.tensors[name] = buffer
-    if stream is not None:
-        snapshot.copied = stream.record_event()
+    if on_device:
+        snapshot.from_device = PacedCopy(on_device, stream)
     return snapshot
 
 
