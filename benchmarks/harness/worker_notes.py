@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from elastic_ring.runtime.worker.copies import Copies
+
 COPIES_LOG = "elastic_ring.runtime.worker.copies"
 
 
@@ -60,15 +62,29 @@ class StepWatch:
         self._file.flush()
 
 
+def copies_in_turns(num_steps: int) -> None:
+    """In a worker's process. All ranks count the same steps, so all agree."""
+    due = Copies._is_due
+
+    def is_due(self: Copies, applied: int) -> bool:
+        return due(self, applied) and applied // num_steps % 2 == 0
+
+    Copies._is_due = is_due  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True)
 class WorkerNotes:
     """Where processes write, and after how many seconds without a step one writes the stacks of its threads."""
 
     folder: Path
     slow_s: float
+    copies_in_turns: int = 0
+    """Copies are due in the first so many steps, not in as many that follow, and so on. 0: in all."""
 
     def begin(self) -> StepWatch:
         """In the worker's process: from now on it writes."""
+        if self.copies_in_turns:
+            copies_in_turns(self.copies_in_turns)
         self.folder.mkdir(parents=True, exist_ok=True)
         log = logging.getLogger(COPIES_LOG)
         log.setLevel(logging.DEBUG)

@@ -31,7 +31,8 @@ in the ratio then, and nothing is held to a bound but the losses.
 `--copies 1 --copy-every 10` does all of it twice, without copies in peers' memory and with them, and gives the ratio of
 both overheads: what copies cost. It is taken over means, since only some steps have copies beside them; 21 steps of a
 block let them fall on any step of it. With `--apart` the product trains `--block-steps` steps without copies and then
-with them, and no plain loop beside it; the losses must be equal bit for bit.
+with them, and no plain loop beside it; the losses must be equal bit for bit. `--in-turns N` is one run of so many steps
+instead, with copies in N steps and without in the next N: what drifts between two runs is not in the ratio then.
 
 Exits 1 when the upper bound is above 5 % (on GPUs 0.5 %; what copies cost: 5 % and 1 %), or the losses differ.
 """
@@ -49,6 +50,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -273,6 +275,30 @@ def measure_alone(arguments: argparse.Namespace, copies: str) -> dict[str, Any]:
                 "stacks": notes.stacks(), "checkpoints": checkpoints_of(trainer)}  # fmt: skip
 
 
+def measure_in_turns(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """One run of the product: steps without copies beside them, and with. The first two turns, in which memory is
+    pinned, are left out."""
+    num = arguments.in_turns
+    with runs.scratch() as folder, runs.local_ray(num_cpus=32 if arguments.model.startswith("gpu-") else 8):
+        trainer = trainer_of(arguments.model, folder, arguments, arguments.copies)
+        turns = Turns(trainer.scaling_config.mesh.size)
+        notes = WorkerNotes(folder / "notes", arguments.slow_s, copies_in_turns=num)
+        repeats = trainer.scaling_config.mesh.dp > 1
+        loss = GatedLoss(trainer.task.loss, turns.gate("product"), NEVER, notes, repeats=repeats)
+        trainer.task = _with(trainer.task, loss=loss)
+        rows = product_alone(turns, arguments.block_steps, trainer)
+        with_them, without = list[float](), list[float]()
+        # What is taken after `applied` steps is sent beside the next.
+        for applied, (before, after) in enumerate(pairwise(rows), start=1):
+            if applied >= 2 * num:
+                (without if applied // num % 2 else with_them).append(after[0] - before[0])
+        beside = {"losses": [], "stacks": notes.stacks(), "checkpoints": checkpoints_of(trainer)}
+        return {
+            "0": {"steps_s": without, "copies": [], **beside},
+            arguments.copies: {"steps_s": with_them, "copies": notes.copies(), **beside},
+        }
+
+
 def cost_apart(without: dict[str, Any], with_them: dict[str, Any]) -> dict[str, Any]:
     """The ratio of both runs' mean steps, and its 95th percentile under drawing steps with replacement."""
     sides = [np.array(one["steps_s"]) for one in (without, with_them)]
@@ -378,6 +404,7 @@ def main() -> int:
     parser.add_argument("--dp", type=int, default=0, help="rings (gpu-*; 0: as above)")
     parser.add_argument("--cp", type=int, default=0, help="ranks of a ring (gpu-*; 0: as above)")
     parser.add_argument("--apart", action="store_true", help="one block of each, one after the other; no --blocks")
+    parser.add_argument("--in-turns", type=int, default=0, metavar="N", help="with --copies: one run, N steps of each")
     parser.add_argument("--copies", default="0", help="copies in peers' memory: 1, 2 or parity:G")
     parser.add_argument("--copy-every", type=int, default=10, help="steps between copies")
     parser.add_argument("--slow-s", type=float, default=10.0, help="seconds after which a step's stacks are kept")
@@ -404,12 +431,16 @@ def main() -> int:
 
 
 def _measure_copies(arguments: argparse.Namespace) -> int:
-    one, costs = (measure_alone, cost_apart) if arguments.apart else (measure, cost_of_copies)
-    figures = {copies: one(arguments, copies) for copies in ("0", arguments.copies)}
+    is_alone = arguments.apart or arguments.in_turns
+    one, costs = (measure_alone, cost_apart) if is_alone else (measure, cost_of_copies)
+    if arguments.in_turns:
+        figures = measure_in_turns(arguments)
+    else:
+        figures = {copies: one(arguments, copies) for copies in ("0", arguments.copies)}
     limit = GPU_COPIES_LIMIT if arguments.model.startswith("gpu-") else COPIES_LIMIT
     cost = costs(figures["0"], figures[arguments.copies])
     text, missed = report_copies(cost, limit, arguments, figures[arguments.copies]["copies"])
-    if arguments.apart:
+    if is_alone:
         same = figures["0"]["losses"] == figures[arguments.copies]["losses"]
         missed += [] if same else ["the losses of both runs differ: copies changed a bit"]
     elif (error := max(one["worst_loss_error"] for one in figures.values())) > LOSS_TOLERANCE:
@@ -446,6 +477,11 @@ def report_copies(
             f"{arguments.blocks - 1} pairs of blocks of {arguments.block_steps} steps, means\n"
             f"overhead without copies {100 * (cost['overhead_without'] - 1):+.2f} %, with them "
             f"{100 * (cost['overhead_with'] - 1):+.2f} %"
+        )
+    elif arguments.in_turns:
+        how = (
+            f"one run of {arguments.block_steps} steps, {arguments.in_turns} with and {arguments.in_turns} without in"
+            f" turns\nratio of medians {100 * (cost['cost_of_medians'] - 1):+.2f} %, of means as follows"
         )
     else:
         how = (

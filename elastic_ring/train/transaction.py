@@ -292,8 +292,8 @@ class Transaction:
     def run(
         self, step: int, *, boundary: bool, checkpoint: BallotPart = _nothing, copies: BallotPart = _nothing
     ) -> tuple[Outcome, Local]:
-        """Run one step and apply it. `checkpoint` and `copies` are asked for what `Ballot` calls so when the vote
-        begins: what was busy when the step began may be done by then.
+        """Run one step and apply it. `checkpoint` and `copies` are asked for what `Ballot` calls so once the device
+        has computed the step: what was busy when it began may be done by then.
 
         Raises what exchanges or the user's code raise.
         """
@@ -302,7 +302,7 @@ class Transaction:
             raise self._back  # a member died in that step, and the generation that should have heard it had ended
         local = self.compute(step)
         self.reduce(step)
-        outcome = self.vote(step, local, boundary=boundary, checkpoint=checkpoint(), copies=copies())
+        outcome = self.vote(step, local, boundary=boundary, checkpoint=checkpoint, copies=copies)
         self.apply(outcome)
         return outcome, local
 
@@ -406,7 +406,10 @@ class Transaction:
         self._flip("reduce", lambda: [gradient.flat])
         gradient.step, gradient.membership_id = step, self._membership_id
 
-    def vote(self, step: int, local: Local, *, boundary: bool, checkpoint: float = 0.0, copies: float = 0.0) -> Outcome:
+    def vote(
+        self, step: int, local: Local, *, boundary: bool, checkpoint: BallotPart = _nothing,
+        copies: BallotPart = _nothing,
+    ) -> Outcome:  # fmt: skip
         """Agree on the step's result. Once this returns on any rank, the step is committed."""
         assert self._gradient is not None
         assert self._groups is not None
@@ -426,8 +429,8 @@ class Transaction:
             local.num_tokens,
             boundary,
             local.samples,
-            checkpoint,
-            copies,
+            checkpoint(),
+            copies(),
             spike,
             local.work_s(),
             digests,

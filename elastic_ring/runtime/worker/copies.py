@@ -52,6 +52,7 @@ class Copies:
         self._pinned, self._buffers = Buffers(), Buffers()
         self._stream: Any = None
         self._preparing: threading.Thread | None = None
+        self._is_prepared = True
         self.num_skipped = 0
 
     # ------------------------------------------------------------ a generation
@@ -88,11 +89,15 @@ class Copies:
         self._placement, self._group = Placement.of(command, rank), group
         if device.type == "cuda" and (self._stream is None or self._stream.device != device):
             self._stream, self._pinned = torch.cuda.Stream(device), Buffers(is_pinned=True)
+        self._is_prepared = device.type != "cuda"
 
     def prepare(self, shard: Shard) -> None:
         """Pin host memory for the snapshots that are held at a time, in a thread. No copies are due until it is
         there."""
-        if not self.is_on or self._stream is None:
+        if not self.is_on:
+            return
+        self._is_prepared = True
+        if self._stream is None:
             return
         self._prepared()
         num_bytes = snapshot.size_of(shard)
@@ -125,7 +130,7 @@ class Copies:
         """What this rank says in the vote of the step that makes `applied`."""
         if not self._is_due(applied) or not self._exchanges:
             return 0.0
-        if self.is_preparing:
+        if self.is_preparing or not self._is_prepared:
             return COPYING
         return {RUNNING: COPYING, FAILED: COPY_FAILED, DONE: 0.0}[self._exchanges[-1].state]
 
