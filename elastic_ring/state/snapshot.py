@@ -91,18 +91,8 @@ class Snapshot:
     def is_empty(self) -> bool:
         return self.data.numel() == 0
 
-    def queue(self) -> None:
-        """Queue what is copied from a GPU. In another thread than the one that trains."""
-        if self.from_device is not None:
-            self.from_device.queue()
-
-    def wait_on_device(self) -> None:
-        """Before the shard changes: what changes it is queued behind the copy."""
-        if self.from_device is not None:
-            self.from_device.wait_on_device()
-
     def wait(self) -> None:
-        """Until the shard may be changed or freed by anybody."""
+        """Until the shard may be changed or freed by anybody: all of it is copied from its GPU."""
         if self.from_device is not None:
             self.from_device.wait()
 
@@ -119,7 +109,7 @@ def size_of(shard: Shard) -> int:
 
 
 def take(shard: Shard, membership_id: tuple[int, int], buffers: Buffers, stream: Any = None) -> Snapshot:
-    """Copy a shard into host memory; of one on a GPU, tensors there are copied on `stream`, once it is queued."""
+    """Copy a shard into host memory; tensors on a GPU are copied on `stream`, once a thread waits for it."""
     header, tensors = shard.describe()
     text = header.to_bytes()
     step = shard.counters.applied

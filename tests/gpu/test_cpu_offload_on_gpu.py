@@ -97,7 +97,7 @@ def test_a_snapshot_of_offloaded_state_is_loaded_without_a_visit_to_the_gpu_and_
     for number in range(2):
         step(shard, number)
     before, taken = shard.digest(), take(shard, AT, Buffers(is_pinned=True), stream)
-    taken.wait_on_device()
+    taken.wait()
     step(shard, 2)
     taken.finish()
     other = make_shard(cpu_offload, seed=1)

@@ -154,9 +154,9 @@ class Copies:
         self._take(shard)
 
     def before_apply(self) -> None:
-        """The shard is about to change: on its device behind the copy that is under way."""
+        """The shard is about to change: not before the copy that is under way ends."""
         for exchange in self._exchanges[-1:]:
-            exchange.snapshot.wait_on_device()
+            exchange.snapshot.wait()
 
     def _is_due(self, applied: int) -> bool:
         return self.is_on and applied % self._every == 0

@@ -119,7 +119,6 @@ class Exchange:
         """Send and receive everything; False if something arrived damaged. What is awaited is taken from its sender
         in any case, so that the next exchange finds nothing of this one."""
         mine, receivers = self.snapshot, self.placement.receivers
-        mine.queue()
         if (
             mine.is_empty
         ):  # the others' copies of this step count for nothing then; the exchange is complete all the same

@@ -196,9 +196,9 @@ class Saver:
         self._preparing = None
 
     def before_apply(self) -> None:
-        """The shard is about to change: on its device behind the copy that is under way."""
+        """The shard is about to change: not before the copy that is under way ends."""
         if self._last is not None:
-            self._last.wait_on_device()
+            self._last.wait()
 
     def leave(self) -> None:
         """The generation ends: the shard may be changed or freed."""

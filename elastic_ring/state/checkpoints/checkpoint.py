@@ -61,13 +61,8 @@ class Snapshot:
     meta: dict[str, Any] = field(default_factory=dict)
     from_device: PacedCopy | None = None
 
-    def wait_on_device(self) -> None:
-        """Before the shard changes: what changes it is queued behind the copy."""
-        if self.from_device is not None:
-            self.from_device.wait_on_device()
-
     def wait(self) -> None:
-        """Until all of it is in host memory."""
+        """Until the shard may change: all of it is in host memory."""
         if self.from_device is not None:
             self.from_device.wait()
 
@@ -156,8 +151,8 @@ def take(
 ) -> Snapshot:
     """Copy this rank's part to host memory. `last` gives its buffers.
 
-    From a GPU the copy runs on `stream`, behind what the present stream holds, once another thread waits for it; before
-    the shard changes, `wait_on_device`. Training waits for nothing else.
+    From a GPU the copy runs on `stream`, behind what the present stream holds, once another thread waits for it, as
+    must be done before the shard changes. Training waits for nothing else.
     """
     snapshot = Snapshot(shard.cp_rank, part, meta=meta_of(shard))
     on_device = []
