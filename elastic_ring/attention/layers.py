@@ -316,7 +316,7 @@ class PatternedAttention:
             always = self._router.without_choice(rules, q.size(2))
             return past_blocks(everything.schedule, self.cp_rank, always, documents, q.device)
 
-        past = self._plans.routes.get((self._place, rules, q.size(2), q.device), known)
+        past = everything.tables.get((rules, q.device), known)
         choices = tuple(self._router.on_device(rules, q, k, number))
         return ChosenPlans(
             everything.schedule, everything.calls, everything.tables, everything.kernels, past=past, choices=choices

@@ -81,6 +81,7 @@ class Snapshot:
     data: Tensor
     from_device: PacedCopy | None = None
     is_taken: bool = False  # by this worker itself, in memory of that kind
+    waited_s: float = 0.0  # of training, before the shard changed
 
     @classmethod
     def empty(cls, snapshot_id: SnapshotId, cp_rank: int) -> Snapshot:
@@ -92,13 +93,14 @@ class Snapshot:
         return self.data.numel() == 0
 
     def wait(self) -> None:
-        """Until the shard may be changed or freed by anybody: all of it is copied from its GPU."""
+        """Until the shard may be changed or freed by anybody."""
         if self.from_device is not None:
             self.from_device.wait()
 
     def finish(self) -> None:
-        """Seal it. In another thread than the one that trains."""
-        self.wait()
+        """Copy what is on a GPU, and seal it. In another thread than the one that trains. Raises as `PacedCopy`."""
+        if self.from_device is not None:
+            self.from_device.finish()
         seal(self.data)
 
 

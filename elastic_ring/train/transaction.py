@@ -471,8 +471,8 @@ class Transaction:
         step, optim, shard = outcome.vote.step, self.task.optim, self.shard
         rate = learning_rate(step, optim, self.task.lr_schedule)  # may be the user's code: before anything changes
         assert step == self.applied == self._gradient.step, (step, self.applied, self._gradient.step)
-        self.before_apply()
         self.unapplied, self.applying = outcome, True
+        self.before_apply()  # may wait: a thread that was abandoned there would go on to write
         self._watch("apply", step)
         if not outcome.skip:
             self._gradient.flat.mul_(outcome.scale(optim.clip_norm))

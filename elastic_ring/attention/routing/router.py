@@ -39,7 +39,7 @@ _Turns = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """`blocks` (h, r, width) int64 of the sequence, for the heads `heads` (h,) and the own blocks `rows` (r,)."""
+    """`blocks` (h, r, width) int32 of the sequence, for the heads `heads` (h,) and the own blocks `rows` (r,)."""
 
     heads: torch.Tensor
     rows: torch.Tensor
@@ -53,6 +53,8 @@ class Router:
     choosing ranks, and the choices to all ranks. The host then reads the choices in order to plan, the only
     device-to-host synchronization of a call. After this read `check` is called and must raise if the group was aborted:
     on a GPU an abort ends the exchange with garbage in its buffers. `routes` keeps plans between calls.
+
+    `on_device` makes the first exchange only: each rank keeps the choices of its own blocks, and the host reads none.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Router:
         heads = rules if len(rules) > 1 else rules * q.size(2)
         requests = self._requests(heads, self._plans_of(heads), q, k)
         return [
-            Choice(self._index(each.heads, q.device), each.own_rows, blocks)
+            Choice(self._index(each.heads, q.device), each.own_rows, blocks.int())
             for each, blocks in zip(requests, self._own_choices(requests, call_index) if requests else (), strict=True)
         ]
 

@@ -156,7 +156,9 @@ class Copies:
     def before_apply(self) -> None:
         """The shard is about to change: not before the copy that is under way ends."""
         for exchange in self._exchanges[-1:]:
+            begun = time.monotonic()
             exchange.snapshot.wait()
+            exchange.snapshot.waited_s += time.monotonic() - begun
 
     def _is_due(self, applied: int) -> bool:
         return self.is_on and applied % self._every == 0
@@ -190,6 +192,7 @@ class Copies:
 
     def _done(self, exchange: Exchange, total_s: float, blocked_s: float) -> None:
         taken, num_holders = exchange.snapshot, len(exchange.placement.receivers)
+        blocked_s += taken.waited_s
         log.debug("copies of %s: %d bytes to %d rank(s) in %.3f s, for %.3f s of which training waited",
                   named(taken.id), taken.data.numel(), num_holders, total_s, blocked_s)  # fmt: skip
         self._told({

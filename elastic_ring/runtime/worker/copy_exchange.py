@@ -119,12 +119,10 @@ class Exchange:
         """Send and receive everything; False if something arrived damaged. What is awaited is taken from its sender
         in any case, so that the next exchange finds nothing of this one."""
         mine, receivers = self.snapshot, self.placement.receivers
-        if (
-            mine.is_empty
-        ):  # the others' copies of this step count for nothing then; the exchange is complete all the same
+        self._finish_own()
+        if mine.is_empty:  # the others' copies of this step count for nothing; the exchange is complete all the same
             sent = [work for rank in receivers for work in sealed.refuse(self.group, rank)]
         else:
-            mine.finish()
             self.keep_own(self)
             sent = [work for rank in receivers for work in sealed.send(self.group, mine.data, rank)]
         results = [self._hold_copy(owner) for owner in self.placement.owners]
@@ -132,6 +130,17 @@ class Exchange:
         for work in sent:
             work.wait()
         return all(results) and not mine.is_empty
+
+    def _finish_own(self) -> None:
+        """What could not be copied from its device counts as not taken: the others are told so."""
+        mine = self.snapshot
+        if mine.is_empty:
+            return
+        try:
+            mine.finish()
+        except (MemoryError, RuntimeError) as error:
+            log.error("no snapshot of %s, and no copies of it: %s: %s", named(mine.id), type(error).__name__, error)
+            mine.data = mine.data[:0]
 
     def _hold_copy(self, owner: int) -> bool:
         data = self._received(owner)

@@ -274,8 +274,7 @@ class Member:
         self._stamps.generation = command.generation
         self._stamps.stamp(command.step, Phase.REBUILD)
         state.leave()
-        self._copies.leave()
-        self._saver.leave()
+        self._end_copies()
         self._copies.keep(command.keep, command.step_back)  # the first may be older, if more hold it
         forget_groups()
         state.relief = MemoryRelief(command.memory_reliefs)
@@ -388,6 +387,15 @@ class Member:
         finally:
             self._entering = False
 
+    def _end_copies(self) -> None:
+        """Until no thread reads the shard. Not to be abandoned meanwhile: the rest of the build would follow later."""
+        self._entering = True
+        try:
+            self._copies.leave()
+            self._saver.leave()
+        finally:
+            self._entering = False
+
     def _heal(self, heal: Heal, connector: Connector) -> int:
         """This worker's part in a heal, with its planned faults."""
         assert self._command is not None
@@ -486,7 +494,7 @@ class Member:
         return self._saver.ballot(step + 1, self._spec.task.step.steps, self._groups.global_rank)
 
     def _save(self, outcome: Outcome) -> None:
-        """Save after a step whose vote asked for it; training waits for the copy only."""
+        """Save after a step whose vote asked for it; training waits for the copy only, and before the next apply."""
         state = self._transaction
         if outcome.checkpoint_missed and self._place is not None:
             self._saver.missed(self._place, state.applied)

@@ -1,6 +1,7 @@
-"""Saves this rank's part of a checkpoint: a copy in host memory now, the file beside the next steps.
+"""Saves this rank's part of a checkpoint: a copy in host memory first, then the file, both beside the next steps.
 
-The training thread copies; one thread of the saver digests and writes, one part at a time. Whether a checkpoint is due
+One thread copies from a GPU, digests and writes, one part at a time; what is in host memory the training thread copies,
+and before the state changes it waits for the copy. Whether a checkpoint is due
 and whether it counts is decided elsewhere: ranks agree in the vote, the coordinator commits.
 """
 
@@ -107,6 +108,10 @@ class SaveSchedule:
         """One was taken, for which training waited `blocked_s`."""
         self._last_s, self._cost_s, self._is_asked = time.monotonic(), blocked_s, False
 
+    def waited(self, blocked_s: float) -> None:
+        """Training also waited for the end of the last one's copy."""
+        self._cost_s += blocked_s
+
     def news(self) -> str:
         """The interval that the run has chosen, and why; empty where it is set, or much the same as last time."""
         config, interval_s = self._config, self.interval_s
@@ -153,6 +158,7 @@ class Saver:
         self.schedule = SaveSchedule(run.checkpoint_config)
         self._storage: Storage | None = None
         self._last: Snapshot | None = None
+        self._is_reading = False
         self._stream: Any = None  # on which copies from a GPU run beside the next step
         self._preparing: threading.Thread | None = None
         self._thread: threading.Thread | None = None
@@ -197,8 +203,11 @@ class Saver:
 
     def before_apply(self) -> None:
         """The shard is about to change: not before the copy that is under way ends."""
-        if self._last is not None:
+        if self._last is not None and self._is_reading:
+            begun = time.monotonic()
             self._last.wait()
+            self._is_reading = False
+            self.schedule.waited(time.monotonic() - begun)
 
     def leave(self) -> None:
         """The generation ends: the shard may be changed or freed."""
@@ -218,7 +227,7 @@ class Saver:
         return DUE if global_rank == 0 and self.schedule.is_due(applied, total_steps) else 0.0
 
     def save(self, shard: Shard, shapes: Mapping[str, tuple[int, ...]], place: Place) -> None:
-        """Copy this rank's part, for which training waits, and begin to write it.
+        """Begin to copy this rank's part and to write it.
 
         A copy that fails costs this checkpoint and nothing else; an error of the device shows again in the next step.
         """
@@ -240,7 +249,7 @@ class Saver:
             self.schedule.saved(time.monotonic() - begun)
             self._failed(part, error)
             return
-        self._last = snapshot
+        self._last, self._is_reading = snapshot, True
         part["blocked_s"] = time.monotonic() - begun
         self.schedule.saved(part["blocked_s"])
         if place.global_rank == 0:
@@ -265,7 +274,7 @@ class Saver:
 
     def _write(self, snapshot: Snapshot, part: dict[str, Any], begun: float) -> None:
         try:
-            snapshot.wait()
+            snapshot.finish()
             if self._storage is None:
                 self._storage = Storage(self._run.storage_uri, timeout_s=self._run.timeouts.storage_s).open(write=False)
             rank = part["part"] * part["cp"] + part["cp_rank"]

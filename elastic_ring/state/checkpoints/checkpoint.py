@@ -62,9 +62,14 @@ class Snapshot:
     from_device: PacedCopy | None = None
 
     def wait(self) -> None:
-        """Until the shard may change: all of it is in host memory."""
+        """Until the shard may change."""
         if self.from_device is not None:
             self.from_device.wait()
+
+    def finish(self) -> None:
+        """Until all of it is in host memory. Raises as `PacedCopy`."""
+        if self.from_device is not None:
+            self.from_device.finish()
 
 
 def tensors_of(shard: Shard) -> dict[str, Tensor]:

@@ -26,18 +26,31 @@ class PacedCopy:
         self._pairs, self._stream = list(pairs), stream
         self._begin = torch.cuda.current_stream(stream.device).record_event()
         self._lock = threading.Lock()
+        self._error: Exception | None = None
 
     def wait(self) -> None:
-        """Until all of it is in host memory. The first call copies it, so it should not be the thread that trains."""
+        """Until nobody reads the tensors any more. The first call copies them, so it should not be the thread that
+        trains."""
         with self._lock:
-            if self._pairs:
-                self._stream.wait_event(self._begin)
+            if not self._pairs:
+                return
+            try:
                 self._copy()
-                self._pairs = []
+            except (MemoryError, RuntimeError) as error:
+                self._error = error
+            self._pairs = []
+
+    def finish(self) -> None:
+        """Until all of it is in host memory. Raises what broke the copy off: MemoryError or RuntimeError."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
 
     def _copy(self) -> None:
         num_bytes = 0
-        with torch.cuda.stream(self._stream):
+        # Of this device, or leaving the stream would open a context on GPU 0 in a thread that has chosen none.
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._begin)
             for place, tensor in self._pairs:
                 there, here = (_raw(each).split(PIECE_BYTES) for each in (place, tensor))
                 for to, piece in zip(there, here, strict=True):
@@ -46,7 +59,7 @@ class PacedCopy:
                     if num_bytes >= PIECE_BYTES:
                         self._stream.synchronize()
                         num_bytes = 0
-        self._stream.synchronize()
+            self._stream.synchronize()
 
 
 def _raw(tensor: Tensor) -> Tensor:

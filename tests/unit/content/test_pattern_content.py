@@ -41,6 +41,9 @@ from tests.unit.content.content_cases import (
 from tests.unit.sparse.block_cases import masked_reference
 
 MIXED = '{"groups": [{"heads": [{"count": 3, "rule": "topk:3,unit=4"}, {"rule": "topk:2,causal=0,unit=6+window:5"}]}]}'
+FETCHING_HEADS = (
+    '{"groups": [{"heads": [{"count": 3, "rule": "topk:3,fetch_all=1"}, {"count": 1, "rule": "bigbird:2,1,0"}]}]}'
+)
 TEXTS = ("topk:3,unit=4", "topk:2,causal=0,unit=4", "topk:2,unit=5+window:7", MIXED)
 DOCUMENTS = ((0,), (0, 11, 40), (0, 2, 3, 60))
 
@@ -363,12 +366,13 @@ def test_the_choice_in_one_process_is_the_rings() -> None:
 
 
 @pytest.mark.thinned(num=2)
-@pytest.mark.parametrize("text", ["topk:3,fetch_all=1", "topk:3,0,fetch_all=1+bigbird:2,0,0", "topk:1,fetch_all=1"])
+@pytest.mark.parametrize("text", ["topk:3,fetch_all=1", "topk:3,0,fetch_all=1+bigbird:2,0,0", FETCHING_HEADS])
 @pytest.mark.parametrize(("name", "cp"), [("contiguous", 1), ("zigzag", 2), ("contiguous", 3)])
 def test_with_all_keys_fetched_the_host_plans_once_and_the_choice_is_the_same(
     rings: ThreadRings, name: str, cp: int, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = make_case(name, cp, 128 * 12, text=text, block=128, document_starts=(0, 128 * 5))
+    groups = rings.groups(cp) if cp > 1 else [None]
     planned: list[Any] = []
 
     def counted(*arguments: Any) -> Any:
@@ -378,8 +382,8 @@ def test_with_all_keys_fetched_the_host_plans_once_and_the_choice_is_the_same(
     def work(cp_rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], PatternedAttention]:
         leaves = [case.layout.scatter(x, cp_rank, 1).requires_grad_() for x in case.tensors()[:3]]
         attention = PatternedAttention(
-            case.pattern, case.layout, cp_rank, rings.groups(cp)[cp_rank] if cp > 1 else None,
-            document_starts=case.document_starts, sparse_kernel="reference-sparse",
+            case.pattern, case.layout, cp_rank, groups[cp_rank], document_starts=case.document_starts,
+            sparse_kernel="reference-sparse",
         )  # fmt: skip
         dout = case.layout.scatter(case.tensors()[3], cp_rank, 1)
         passes = []

@@ -26,6 +26,7 @@ from tests.unit.train.tiny_task import (
     STEP,
     WithUnused,
     abort_until_paused,
+    ask_late,
     begin,
     break_off,
     facts,
@@ -111,6 +112,11 @@ def test_a_metric_of_ones_own_is_the_same_on_every_rank_and_mesh(four: Membershi
 
 
 @pytest.mark.slow
+def test_what_is_busy_when_a_step_begins_may_be_done_when_it_votes(four: Membership) -> None:
+    four.all(begin, four.meeting(), SQUARE, make_task())
+    assert four.all(ask_late) == [(False, False)] * 4
+
+
 def test_every_mesh_uses_the_same_samples(four: Membership) -> None:
     digests = []
     for mesh in (ALONE, RING, REPLICAS, SQUARE):

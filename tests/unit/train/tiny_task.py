@@ -31,6 +31,7 @@ from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.optim import OptimConfig, learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import Transaction
+from elastic_ring.train.vote import BUSY, COPYING, DUE
 from elastic_ring.train.weights import gather_weights
 from tests.unit.groups.processes import connect
 
@@ -144,6 +145,25 @@ def run_steps(me: Any, num_steps: int) -> list[tuple[str, tuple[float, ...]]]:
     finally:
         me.paused.set()
     return results
+
+
+def ask_late(me: Any) -> tuple[bool, bool]:
+    """(copying, checkpoint missed) of a step in which both are busy until its gradients are summed."""
+    me.paused.clear()
+    try:
+        with translated(me.connector):
+            step = me.state.applied
+
+            def busy() -> bool:
+                return bool(me.state._gradient.step != step)
+
+            outcome, _ = me.state.run(
+                step, boundary=False, checkpoint=lambda: BUSY + DUE if busy() else DUE,
+                copies=lambda: COPYING if busy() else 0.0,
+            )  # fmt: skip
+    finally:
+        me.paused.set()
+    return outcome.copying, outcome.checkpoint_missed
 
 
 def break_off(me: Any, num_steps: int) -> str:
