@@ -122,7 +122,7 @@ def test_a_job_whose_driver_was_killed_goes_on_when_submitted_again(head: None, 
     assert not list(folder.glob("attempt-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_stopping_a_job_leaves_nothing_behind(head: None, tmp_path: Path) -> None:
     job_id = submit("stopped", tmp_path, steps=500, wait=False)
     folder = tmp_path / "stopped"

@@ -114,6 +114,7 @@ def test_a_ring_over_two_nodes_sends_keys_between_them_once_and_loses_one_of_the
     assert all(0.0 < share < 0.5 for share in shares), shares
 
 
+@pytest.mark.slow
 def test_a_node_that_falls_silent_is_lost_once_and_nothing_is_started_there(cluster: Cluster, tmp_path: Path) -> None:
     folder, gate = tmp_path / "silent", tmp_path / "gate"
     trainer = tiny_trainer(tmp_path, "silent", spares=2, steps=40, gate=gate)

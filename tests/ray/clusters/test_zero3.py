@@ -146,6 +146,7 @@ def test_a_killed_worker_comes_back_and_another_number_of_workers_goes_on(tmp_pa
     assert len(longer["recoveries"]) == 1, "a submission is no recovery"
 
 
+@pytest.mark.soak
 def test_a_saved_llama_with_a_pattern_trains_on_a_manifest_and_is_exported(tmp_path: Path) -> None:
     """Beside one process with the same pattern, and back to what transformers loads, in the type of the run."""
     transformers = pytest.importorskip("transformers")

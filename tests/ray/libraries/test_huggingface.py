@@ -87,7 +87,7 @@ def test_a_saved_llama_trains_through_a_kill_and_comes_back_with_the_bits_of_the
         assert (before(tokens).logits - expected).abs().max() > 0.1, "it has learned something"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_example_tunes_a_saved_model_and_exports_it(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("def main() -> int:\n    return 0\n" * 400)
     prepare(PrepareConfig(sources=(str(tmp_path / "text.txt"),), out=str(tmp_path / "prepared"), workers=0))

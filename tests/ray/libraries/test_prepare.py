@@ -134,7 +134,7 @@ def test_a_killed_driver_goes_on_from_the_command_line(tmp_path: Path) -> None:
     assert digest == again.digest
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_on_a_manifest_uses_the_same_samples_through_a_kill_and_on_another_mesh(
     tmp_path: Path, local_ray: None
 ) -> None:

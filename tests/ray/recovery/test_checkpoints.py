@@ -141,7 +141,7 @@ def test_never_and_a_step_begin_a_lineage_of_their_own_and_other_settings_are_re
         tiny_trainer(tmp_path, "again", **ALONE, steps=4, run={"resume": "3"}).fit()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_state_in_host_memory_changes_no_bit_through_kills_and_in_resuming_with_another_setting(
     local_ray: None, undisturbed: Known, tmp_path: Path
 ) -> None:
