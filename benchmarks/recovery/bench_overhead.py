@@ -51,7 +51,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -260,48 +259,38 @@ def cost_of_copies(without: dict[str, Any], with_them: dict[str, Any]) -> dict[s
             "cost_upper_bound": float(np.percentile(after / before, 95))}  # fmt: skip
 
 
-def measure_alone(arguments: argparse.Namespace, copies: str) -> dict[str, Any]:
-    """The product's steps without the plain loop; the first, which compiles, and the second are left out."""
+def measure_alone(arguments: argparse.Namespace, copies: str, in_turns: int = 0) -> dict[str, Any]:
+    """The product's steps without the plain loop; the first, which compiles, is left out."""
     with runs.scratch() as folder, runs.local_ray(num_cpus=32 if arguments.model.startswith("gpu-") else 8):
         trainer = trainer_of(arguments.model, folder, arguments, copies)
-        turns, notes = Turns(trainer.scaling_config.mesh.size), WorkerNotes(folder / "notes", arguments.slow_s)
+        turns = Turns(trainer.scaling_config.mesh.size)
+        notes = WorkerNotes(folder / "notes", arguments.slow_s, copies_in_turns=in_turns)
         repeats = trainer.scaling_config.mesh.dp > 1
         loss = GatedLoss(trainer.task.loss, turns.gate("product"), NEVER, notes, repeats=repeats)
         trainer.task = _with(trainer.task, loss=loss)
         rows = product_alone(turns, arguments.block_steps, trainer)
-        steps_s = np.diff([at_s for at_s, _ in rows])[1:]
+        steps_s = np.diff([at_s for at_s, _ in rows])
         results.show(f"  copies={copies}: median {np.median(steps_s):.4f} s, mean {steps_s.mean():.4f} s, longest "
                      f"{steps_s.max():.4f} s of {len(steps_s)} steps")  # fmt: skip
         return {"steps_s": steps_s.tolist(), "losses": [loss for _, loss in rows], "copies": notes.copies(),
                 "stacks": notes.stacks(), "checkpoints": checkpoints_of(trainer)}  # fmt: skip
 
 
+def measure_apart(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """One run without copies and one with; the second step, in which memory is pinned, is left out, too."""
+    figures = {copies: measure_alone(arguments, copies) for copies in ("0", arguments.copies)}
+    return {copies: {**one, "steps_s": one["steps_s"][1:]} for copies, one in figures.items()}
+
+
 def measure_in_turns(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """One run of the product: steps without copies beside them, and with. The first two turns, in which memory is
-    pinned, are left out."""
+    """One run: steps without copies beside them, and with. The first two turns, in which memory is pinned, are left
+    out."""
     num = arguments.in_turns
-    with runs.scratch() as folder, runs.local_ray(num_cpus=32 if arguments.model.startswith("gpu-") else 8):
-        trainer = trainer_of(arguments.model, folder, arguments, arguments.copies)
-        turns = Turns(trainer.scaling_config.mesh.size)
-        notes = WorkerNotes(folder / "notes", arguments.slow_s, copies_in_turns=num)
-        repeats = trainer.scaling_config.mesh.dp > 1
-        loss = GatedLoss(trainer.task.loss, turns.gate("product"), NEVER, notes, repeats=repeats)
-        trainer.task = _with(trainer.task, loss=loss)
-        rows = product_alone(turns, arguments.block_steps, trainer)
-        with_them, without = list[float](), list[float]()
-        # What is taken after `applied` steps is sent beside the next.
-        for applied, (before, after) in enumerate(pairwise(rows), start=1):
-            if applied >= 2 * num:
-                (without if applied // num % 2 else with_them).append(after[0] - before[0])
-        beside = {
-            "losses": [loss for _, loss in rows],
-            "stacks": notes.stacks(),
-            "checkpoints": checkpoints_of(trainer),
-        }
-        return {
-            "0": {"steps_s": without, "copies": [], **beside},
-            arguments.copies: {"steps_s": with_them, "copies": notes.copies(), **beside},
-        }
+    found = measure_alone(arguments, arguments.copies, num)
+    # What is taken after `applied` steps is sent beside the next.
+    late = [(applied // num % 2, step_s) for applied, step_s in enumerate(found["steps_s"], 1) if applied >= 2 * num]
+    without, with_them = ([step_s for turn, step_s in late if turn == which] for which in (1, 0))
+    return {"0": {**found, "steps_s": without, "copies": []}, arguments.copies: {**found, "steps_s": with_them}}
 
 
 def cost_apart(without: dict[str, Any], with_them: dict[str, Any]) -> dict[str, Any]:
@@ -419,6 +408,10 @@ def main() -> int:
         parser.error(f"--dp and --cp are for gpu-*: --model {arguments.model} has its own mesh")
     if arguments.apart and arguments.block_steps < LEAST_STEPS:
         parser.error(f"--block-steps {arguments.block_steps}: --apart leaves the first out, give {LEAST_STEPS} or more")
+    if (num := arguments.in_turns) and (arguments.copies == "0" or num % arguments.copy_every):
+        parser.error(f"--in-turns {num}: needs --copies, and whole rounds of them: a multiple of --copy-every")
+    if num and arguments.block_steps < 5 * num:
+        parser.error(f"--block-steps {arguments.block_steps}: --in-turns {num} leaves {2 * num} out; give {5 * num}")
     if arguments.copies != "0":
         return _measure_copies(arguments)
     figures = measure(arguments)
@@ -436,12 +429,13 @@ def main() -> int:
 
 
 def _measure_copies(arguments: argparse.Namespace) -> int:
-    is_alone = arguments.apart or arguments.in_turns
-    one, costs = (measure_alone, cost_apart) if is_alone else (measure, cost_of_copies)
+    costs = cost_apart if arguments.apart or arguments.in_turns else cost_of_copies
     if arguments.in_turns:
         figures = measure_in_turns(arguments)
+    elif arguments.apart:
+        figures = measure_apart(arguments)
     else:
-        figures = {copies: one(arguments, copies) for copies in ("0", arguments.copies)}
+        figures = {copies: measure(arguments, copies) for copies in ("0", arguments.copies)}
     limit = GPU_COPIES_LIMIT if arguments.model.startswith("gpu-") else COPIES_LIMIT
     cost = costs(figures["0"], figures[arguments.copies])
     text, missed = report_copies(cost, limit, arguments, figures[arguments.copies]["copies"])

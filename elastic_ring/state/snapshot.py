@@ -20,7 +20,7 @@ from torch import Tensor
 from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state import pinned
-from elastic_ring.state.device.paced_copy import PacedCopy
+from elastic_ring.state.device.paced_copy import PacedCopy, raw
 from elastic_ring.state.header import Header
 from elastic_ring.state.sealed import SEAL_BYTES, seal, verify
 from elastic_ring.state.shard import Shard
@@ -126,7 +126,7 @@ def take(shard: Shard, membership_id: tuple[int, int], buffers: Buffers, stream:
         if tensor.is_cuda:
             on_device.append((place, tensor))
         elif tensor.numel():
-            place.copy_(_raw(tensor))
+            place.copy_(raw(tensor))
     if on_device:
         snapshot.from_device = PacedCopy(on_device, stream)
     return snapshot
@@ -165,10 +165,6 @@ def load(data: Tensor, wanted: SnapshotId, cp_rank: int, shard: Shard, what: str
         for spec, tensor in zip(header.layout, tensors, strict=True)
     ]
     shard.load(header, own)
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _places(header_bytes: int, header: Header) -> tuple[list[int], int]:

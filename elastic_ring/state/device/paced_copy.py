@@ -1,8 +1,9 @@
 """Copies of a shard's tensors from a GPU into pinned memory, beside the training that follows.
 
 A GPU's engine for copies to the host stays with one stream as long as that has a copy queued: beside 3 GB in pieces of
-8 MiB, two queued at a time, a read of 4 bytes waited 59 of 60 ms (one H100). So one piece is queued once the last is
-done, and whoever else copies to the host, the training's stream above all, comes in between.
+8 MiB, two queued at a time, a read of 4 bytes waited 59 of 60 ms (`benchmarks/probes/probe_copy_engine.py`, one H100).
+So one piece is queued once the last is done: whoever else copies to the host, the training's stream above all, should
+come in between.
 """
 
 from __future__ import annotations
@@ -51,16 +52,19 @@ class PacedCopy:
         # Of this device, or leaving the stream would open a context on GPU 0 in a thread that has chosen none.
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._begin)
-            for place, tensor in self._pairs:
-                there, here = (_raw(each).split(PIECE_BYTES) for each in (place, tensor))
-                for to, piece in zip(there, here, strict=True):
-                    to.copy_(piece, non_blocking=True)
-                    num_bytes += piece.numel()
-                    if num_bytes >= PIECE_BYTES:
-                        self._stream.synchronize()
-                        num_bytes = 0
-            self._stream.synchronize()
+            try:
+                for place, tensor in self._pairs:
+                    there, here = (raw(each).split(PIECE_BYTES) for each in (place, tensor))
+                    for to, piece in zip(there, here, strict=True):
+                        to.copy_(piece, non_blocking=True)
+                        num_bytes += piece.numel()
+                        if num_bytes >= PIECE_BYTES:
+                            self._stream.synchronize()
+                            num_bytes = 0
+            finally:  # what is queued still reads the tensors, also where the next piece failed
+                self._stream.synchronize()
 
 
-def _raw(tensor: Tensor) -> Tensor:
+def raw(tensor: Tensor) -> Tensor:
+    """Its bytes (uint8), without a copy where it is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -26,6 +26,7 @@ from tests.unit.train.tiny_task import (
     STEP,
     WithUnused,
     abort_until_paused,
+    applying_when_waiting,
     ask_late,
     begin,
     break_off,
@@ -223,6 +224,12 @@ def test_a_shard_whose_apply_broke_off_is_not_valid(four: Membership) -> None:
     assert four.call(0, break_off, 3) == "Broken"
     fact = four.call(0, facts)
     assert (fact["applied"], fact["valid"]) == (1, False)
+
+
+def test_a_thread_that_waits_for_readers_of_the_shard_counts_as_one_that_writes_it(four: Membership) -> None:
+    """One that was abandoned there would write when the wait ends."""
+    four.all(begin, four.meeting(), ALONE, make_task(), ranks=(0,))
+    assert four.call(0, applying_when_waiting) == [True]
 
 
 # ------------------------------------------------------------ skipped

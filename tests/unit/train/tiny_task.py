@@ -147,6 +147,14 @@ def run_steps(me: Any, num_steps: int) -> list[tuple[str, tuple[float, ...]]]:
     return results
 
 
+def applying_when_waiting(me: Any) -> list[bool]:
+    """Whether an apply counts as begun while it waits for those who read the shard."""
+    found: list[bool] = []
+    me.state.before_apply = lambda: found.append(me.state.applying)
+    run_steps(me, 1)
+    return found
+
+
 def ask_late(me: Any) -> tuple[bool, bool]:
     """(copying, checkpoint missed) of a step in which both are busy until its gradients are summed."""
     me.paused.clear()

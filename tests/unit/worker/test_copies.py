@@ -18,6 +18,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.copy_exchange import DONE, FAILED
 from elastic_ring.state import sealed
+from elastic_ring.state.snapshot import Snapshot
 from elastic_ring.train.vote import COPY_FAILED, COPYING, FIELDS, Outcome
 from tests.unit.attention.attention_rings import ThreadRings, one_thread
 from tests.unit.state.test_transfer import make_shard, take_step
@@ -178,21 +179,27 @@ def test_what_arrives_damaged_is_named_and_not_kept_and_the_next_exchange_is_who
     assert ring.held(1) == {(step, (rank,), rank == 1) for step in (0, 4) for rank in (0, 1)}
 
 
-@pytest.mark.parametrize("where", ["snapshot", "copy", "parity"])
+@pytest.mark.parametrize("where", ["snapshot", "copying", "copy", "parity"])
 def test_memory_that_cannot_be_had_costs_that_copy_and_nothing_else(
     rings: ThreadRings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Rank 1 cannot take its snapshot, or has no room for what it receives; the next exchange is whole."""
+    """Rank 1 cannot take its snapshot, or finish it in its thread, or has no room for what it receives; the next
+    exchange is whole."""
     monkeypatch.setattr(sealed, "CHUNK_BYTES", 200)
     groups = {"parity_groups": (ParityGroup((0, 2), 1), ParityGroup((1,), 0))}
     ring = Ring(rings, build(**(groups if where == "parity" else {"copy_holders": RING})))
     whole = [ring.held(rank) for rank in range(3)]
     ring.step()
     buffers = ring.copies[1]._pinned if where == "snapshot" else ring.copies[1]._buffers
+    finish = Snapshot.finish
     with monkeypatch.context() as patch:
-        patch.setattr(buffers, "take", refusing)
+        if where == "copying":
+            patch.setattr(Snapshot, "finish", lambda one: refusing(0) if one.cp_rank == 1 else finish(one))
+        else:
+            patch.setattr(buffers, "take", refusing)
         ring.step()
-    states = {"snapshot": [DONE, FAILED, FAILED], "copy": [DONE, FAILED, DONE], "parity": [DONE, FAILED, DONE]}
+    not_taken = [DONE, FAILED, FAILED]
+    states = {"snapshot": not_taken, "copying": not_taken, "copy": [DONE, FAILED, DONE], "parity": [DONE, FAILED, DONE]}
     assert [one._exchanges[-1].state for one in ring.copies] == states[where]
     assert "not enough pinned memory" in caplog.text
     ring.step()
