@@ -22,8 +22,8 @@ from elastic_ring.attention.checks import check_captured, check_group, check_loc
 from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopExchange, HopLedger, HopMemory, Wire
 from elastic_ring.attention.kernels.kernel import CoverKind, Kernel
 from elastic_ring.attention.kernels.registry import select
-from elastic_ring.attention.lowering.blocks import STAGE_LIMIT_BYTES, BlockOptions, lower_blocks
-from elastic_ring.attention.lowering.call_plan import Call, CallPlan, HeadOrder, Op, OwnPart, Program
+from elastic_ring.attention.lowering.blocks import STAGE_LIMIT_BYTES, BlockOptions, lower_blocks, lower_padded
+from elastic_ring.attention.lowering.call_plan import Call, CallPlan, Op, OwnPart, Program
 from elastic_ring.attention.lowering.keys import Source
 from elastic_ring.attention.lowering.rectangles import hops_together, lower_rectangles
 from elastic_ring.attention.lowering.rows import Rows
@@ -64,8 +64,9 @@ class RingAttention(RecomputableRing):
     - `memory` opens the exchanges of passes instead of `group`, as `contrib.peer_memory` does with copy engines;
       discard it after a call raised.
 
-    For sparse schedules, which run over tables of whole blocks of 128 tokens on a GPU or where `kernel` is one over
-    tables or its name, and over tiles of any shape else:
+    For sparse schedules, which run over tables of blocks of 128 tokens on a GPU or where `kernel` is one over tables or
+    its name, and over tiles of any shape else. Where layout, documents or rules cut blocks, these are padded
+    (`plan.padded_blocks`) and a kernel that covers masks runs them:
 
     - `ahead` hops are posted before their kernels run, in tiles: 1 overlaps hop by hop, cp - 1 posts all at once.
     - `partials` is the type in which dK and dV are sent (None: the one in which the kernel returns them).
@@ -198,8 +199,7 @@ class RingAttention(RecomputableRing):
         plan = self._plans.of_call(self._call_plan(q, k))
         call_index = self._next_call_index
         self._next_call_index += 1
-        if plan.heads is not None:
-            q, k, v = _ordered(plan.heads.inner, q), _ordered(plan.heads.inner_kv, k), _ordered(plan.heads.inner_kv, v)
+        q, k, v = _inner(plan, q, k, v)
         attend, sums, kept = plan.kernel.attend, plan.sums, None
         total = Accumulator(q, sums.out, by_rows=sums.by_rows, at_once=sums.at_once)
         with self._exchange("forward", call_index, k, plan) as exchange:
@@ -215,9 +215,7 @@ class RingAttention(RecomputableRing):
                     kept = keys_of_stage
         # Skipped where the schedule gives every row a key: no lse is -inf then.
         lse = total.lse if plan.every_row_sees else lse_for_backward(total.lse)
-        out = total.out.to(q.dtype)
-        if plan.heads is not None:
-            out, lse = _ordered(plan.heads.outer, out), _ordered(plan.heads.outer, lse)
+        out, lse = _outer(plan, total.out.to(q.dtype), lse)
         return Result(out, lse, call_index, kept)
 
     def run_backward(
@@ -233,19 +231,15 @@ class RingAttention(RecomputableRing):
         plan = self._plans.of_call(self._call_plan(*saved[:2]))
         program = plan.backward if fetched is None else plan.backward_kept
         assert program is not None
-        q, k, v, out, lse = _inner(plan.heads, *saved)
-        if plan.heads is not None:
-            dout = _ordered(plan.heads.inner, dout)
+        q, k, v, out, lse, dout = _inner(plan, *saved, dout)
         with self._exchange("backward", call_index, k, plan) as exchange:
             if program.fetches:
                 exchange.begin(k, v)
             tensors = _Tensors(dout, q, k, v, out, lse)
             observe = partial(self._observe, "backward", call_index)
             dq, dkv = _Backward(plan, program, exchange, tensors, scale, observe, fetched).run()
-        if plan.heads is None:
-            return dq, dkv[0], dkv[1]
-        dk, dv = (_ordered(plan.heads.outer_kv, x) for x in dkv.unbind(0))
-        return _ordered(plan.heads.outer, dq), dk, dv
+        dq, dk, dv = _outer(plan, dq, *dkv.unbind(0))
+        return dq, dk, dv
 
     def _observe(self, direction: Direction, call_index: int, hops: tuple[int, ...]) -> None:
         if self._observer is not None:
@@ -288,7 +282,8 @@ class RingAttention(RecomputableRing):
         if self._hosts is None or plan.by_copies or not in_order:
             return plan
         hops = [stage.hops for stage in plan.stages[1:]]
-        return replace(plan, exchange=two_level(plan.exchange, hops, self.schedule, self.cp_rank, self._hosts))
+        run = self.schedule if plan.places is None else self._plans.in_blocks
+        return replace(plan, exchange=two_level(plan.exchange, hops, run, self.cp_rank, self._hosts))
 
     def _make_call_plan(self, q: torch.Tensor, k: torch.Tensor) -> CallPlan:
         schedule, memory = self.schedule, self._memory
@@ -299,7 +294,10 @@ class RingAttention(RecomputableRing):
                 coalesced=self._coalesced, by_copies=by_copies, encoded=self._kv_wire != "native",
             )  # fmt: skip
         if self._in_blocks(q):
-            return lower_blocks(schedule, self.cp_rank, q, self._block_options(q))
+            whole, options = self._plans.in_blocks, self._block_options(q)
+            if whole is schedule:
+                return lower_blocks(schedule, self.cp_rank, q, options)
+            return lower_padded(schedule, whole, self.cp_rank, q, options)
         return lower_tiles(schedule, self.cp_rank, k, self._kernel_for(q, k.size(2)), ahead=self._ahead)
 
     def _in_blocks(self, q: torch.Tensor) -> bool:
@@ -308,9 +306,12 @@ class RingAttention(RecomputableRing):
     def _kernel_for(self, q: torch.Tensor, num_kv_heads: int) -> Kernel:
         cover: CoverKind = "causal"
         if not self.schedule.is_dense:
-            cover = "tables" if self._in_blocks(q) else "mask"
-        wanted = {"causal": self._backend, "mask": None, "tables": self._kernel}[cover]
+            tables: CoverKind = "masked_tables" if self._plans.in_blocks.in_part else "tables"
+            cover = tables if self._in_blocks(q) else "mask"
+        wanted = {"causal": self._backend, "mask": None}.get(cover, self._kernel)
         if isinstance(wanted, Kernel):
+            if cover not in wanted.covers:
+                raise ValueError(f"kernel {wanted.name} covers {', '.join(wanted.covers)}, not {cover}; leave it out")
             return wanted
         kind = (q.device, q.dtype, q.size(-1), q.size(2) // num_kv_heads)
         if kind not in self._plans.kernels:
@@ -476,9 +477,20 @@ def _ordered(order: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     return x if order is None else x.index_select(2, order)
 
 
-def _inner(heads: HeadOrder | None, *saved: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k, v, out and lse with their heads in the plan's order."""
-    if heads is None:
-        return saved
-    orders = (heads.inner, heads.inner_kv, heads.inner_kv, heads.inner, heads.inner)
-    return tuple(map(_ordered, orders, saved))
+def _inner(plan: CallPlan, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k, v (B, S_local, ...), and out, lse and dout if given, with their tokens and heads where the plan has
+    them."""
+    if plan.places is not None:
+        given = tuple(map(plan.places.put, given))
+    if plan.heads is None:
+        return given
+    q, kv = plan.heads.inner, plan.heads.inner_kv
+    return tuple(map(_ordered, (q, kv, kv, q, q, q), given))
+
+
+def _outer(plan: CallPlan, *found: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The inverse, of out and lse, or of dq, dk and dv."""
+    if plan.heads is not None:
+        q, kv = plan.heads.outer, plan.heads.outer_kv
+        found = tuple(map(_ordered, (q, q) if len(found) == 2 else (q, kv, kv), found))
+    return found if plan.places is None else tuple(map(plan.places.take, found))

@@ -4,16 +4,22 @@ worker's generation, a group or a single ring owns and drops. Nothing planned fo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.lowering.call_plan import CallPlan
+from elastic_ring.attention.plan.padded_blocks import padded
 from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.plan.schedule import Schedule
+from elastic_ring.attention.plan.sparse_blocks import cut_blocks
 from elastic_ring.attention.routing.router import NUM_ROUTES
+
+logger = logging.getLogger(__name__)
 
 NUM_CALL_PLANS = 16
 """Shapes of tensors whose call plans are kept for each schedule."""
@@ -36,6 +42,15 @@ class RingPlans:
     calls: LRUCache = field(default_factory=lambda: LRUCache(NUM_CALL_PLANS))
     tables: LRUCache = field(default_factory=lambda: LRUCache(NUM_CALL_PLANS))
     kernels: dict[tuple[torch.device, torch.dtype, int, int], Kernel] = field(default_factory=dict)
+
+    @cached_property
+    def in_blocks(self) -> Schedule:
+        """The schedule in whole blocks of 128 tokens, padded where something cuts them."""
+        why = cut_blocks(self.schedule.sparse, self.schedule.layout)
+        if not why:
+            return self.schedule
+        logger.info("blocks are padded, and kept in part by masks: %s", why)
+        return padded(self.schedule)
 
     def of_call(self, plan: CallPlan) -> CallPlan:
         """`plan` as it runs in one pass; another where a call has tables of its own (`chosen_blocks`)."""

@@ -1,7 +1,8 @@
 """Block tables: the blocks that a block-sparse GPU kernel visits, as device tensors, for forward and backward.
 
 They are built with numpy on the host. Queries and keys may be different parts of a sequence, such as a rank's own
-slice and the keys it fetched. No kernels in this file.
+slice and the keys it fetched. A block that is kept in part has a mask, which blocks with equal pairs share. No kernels
+in this file.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from elastic_ring.attention.layouts.layout import Range
 from elastic_ring.attention.patterns.blocks import any_partly, row_strips
 from elastic_ring.attention.patterns.content import Chosen, TopK
-from elastic_ring.attention.patterns.rules import NONE, Mask, Positions, Rule, Union
+from elastic_ring.attention.patterns.rules import FULL, NONE, PART, Kinds, Mask, Positions, Rule, Union
 
 BLOCK_TOKENS = 128
 
@@ -33,8 +35,21 @@ class BlockLists:
 
 
 @dataclass(frozen=True, eq=False)
+class BlockMasks:
+    """The pairs of blocks that are kept in part: `masks` (m, 128, 128) bool, queries first, of which block pair (i, j)
+    has number `numbers[:, i, j]` (H or 1, n, n') int16. Number 0 is the causal mask."""
+
+    numbers: torch.Tensor
+    masks: torch.Tensor
+
+    def of_heads(self, first: int, last: int) -> BlockMasks:
+        return self if self.numbers.size(0) == 1 else BlockMasks(self.numbers[first:last], self.masks)
+
+
+@dataclass(frozen=True, eq=False)
 class BlockTables:
     """Lists of blocks of 128 tokens: diagonal blocks (`own`, with the causal mask) and fully visible blocks (`full`).
+    With `masks`, `own` are all blocks that are kept in part.
 
     `own` and `full` list key blocks per query block, for forward; `own_by_key` and `full_by_key` list query blocks
     per key block, for backward. Fetched keys have no diagonal blocks: all counts of `own` are 0. `all_rows`: the
@@ -52,6 +67,7 @@ class BlockTables:
     all_rows: bool = True
     all_keys: bool = True
     whole: tuple[BlockTables, int] | None = field(default=None, repr=False)
+    masks: BlockMasks | None = None
     made: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -69,24 +85,30 @@ class BlockTables:
         own, own_by_key, full, full_by_key = (each.of_heads(first, last) for each in lists)
         return BlockTables(
             own, own_by_key, full, full_by_key, self.num_q_blocks, self.num_k_blocks, self.all_rows, self.all_keys,
-            whole=(self, first),
+            whole=(self, first), masks=self.masks and self.masks.of_heads(first, last),
         )  # fmt: skip
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors of the lists and of `made`, possibly with duplicates."""
         for lists in (self.own, self.own_by_key, self.full, self.full_by_key):
             yield from (lists.counts, lists.indices)
+        if self.masks is not None:
+            yield from (self.masks.numbers, self.masks.masks)
         for made in self.made.values():
             yield from (x for x in vars(made).values() if isinstance(x, torch.Tensor))
 
 
-def tables_between(own: Mask, full: Mask, device: torch.device) -> BlockTables:
+def tables_between(own: Mask, full: Kept, device: torch.device, masks: torch.Tensor | None = None) -> BlockTables:
     """Tables from `full` (H or 1, n, n) bool, queries first, the fully visible blocks, and `own` (H or 1, n) bool,
-    whether a query block sees its diagonal block under the causal mask."""
+    whether a query block sees its diagonal block under the causal mask. With `masks`, `full` says how each is kept."""
     num_heads, num_blocks = full.shape[:2]
+    if masks is not None:
+        at, full = np.arange(num_blocks), full.copy()
+        full[:, at, at] = np.where(own, CAUSAL, full[:, at, at])
+        return tables_apart([full], [at], device, masks, all_rows=False)
     counts = torch.from_numpy(np.ascontiguousarray(own, dtype=np.int32)).unsqueeze(0).to(device)
-    at = torch.arange(num_blocks, dtype=torch.int32, device=device)
-    lists = BlockLists(counts, at.view(1, 1, -1, 1).expand(1, num_heads, -1, 1).contiguous())
+    each = torch.arange(num_blocks, dtype=torch.int32, device=device)
+    lists = BlockLists(counts, each.view(1, 1, -1, 1).expand(1, num_heads, -1, 1).contiguous())
     blocks = [np.arange(num_blocks)]
     by_key = _listed([full.transpose(0, 2, 1)], blocks, blocks, device)
     earlier = _listed([full], blocks, blocks, device)
@@ -94,50 +116,119 @@ def tables_between(own: Mask, full: Mask, device: torch.device) -> BlockTables:
 
 
 def tables_apart(
-    kept: Sequence[Mask], keys: Sequence[Positions], device: torch.device, *, all_rows: bool = True
-) -> BlockTables:
+    kept: Sequence[Kept], keys: Sequence[Positions], device: torch.device, masks: torch.Tensor | None = None, *,
+    all_rows: bool = True,
+) -> BlockTables:  # fmt: skip
     """Tables for one or more groups whose queries see only keys of their own group, all fully and none diagonal.
 
-    `kept[i]` (H or 1, n, m) bool, queries first, are the visible blocks of group i. The query blocks of the groups are
-    concatenated; `keys[i]` (m,) are the ascending indices of the group's key blocks, and all groups together use every
-    index from 0. If any group has H heads, all get H.
+    `kept[i]` (H or 1, n, m) bool, queries first, are the visible blocks of group i; with `masks` they say how each is
+    kept (`Kept`). The query blocks of the groups are concatenated; `keys[i]` (m,) are the ascending indices of the
+    group's key blocks, and all groups together use every index from 0. If any group has H heads, all get H.
     """
     num_heads = max(len(each) for each in kept)
     num_q_blocks, num_k_blocks = (sum(each.shape[axis] for each in kept) for axis in (1, 2))
-    own, own_by_key = (_empty_lists(num_heads, num, device) for num in (num_q_blocks, num_k_blocks))
     ends = np.cumsum([each.shape[1] for each in kept])
     queries = [np.arange(end - each.shape[1], end) for end, each in zip(ends, kept, strict=True)]
-    full = _listed(kept, queries, keys, device)
-    by_key = _listed([each.transpose(0, 2, 1) for each in kept], keys, queries, device)
-    return BlockTables(own, own_by_key, full, by_key, num_q_blocks, num_k_blocks, all_rows, all_keys=False)
+
+    def listed(chosen: Sequence[Mask]) -> tuple[BlockLists, BlockLists]:
+        by_key = [each.transpose(0, 2, 1) for each in chosen]
+        return _listed(chosen, queries, keys, device), _listed(by_key, keys, queries, device)
+
+    if masks is None:
+        own, own_by_key = (_empty_lists(num_heads, num, device) for num in (num_q_blocks, num_k_blocks))
+        full, full_by_key = listed(kept)
+        numbered = None
+    else:
+        own, own_by_key = listed([(each != 0) & (each != WHOLE) for each in kept])
+        full, full_by_key = listed([each == WHOLE for each in kept])
+        numbers = np.zeros((num_heads, num_q_blocks, num_k_blocks), dtype=np.int16)
+        for each, rows, columns in zip(kept, queries, keys, strict=True):
+            numbers[np.ix_(np.arange(num_heads), rows, columns)] = np.maximum(each - FIRST_MASK, 0)
+        numbered = BlockMasks(torch.from_numpy(numbers).to(device), masks)
+    return BlockTables(
+        own, own_by_key, full, full_by_key, num_q_blocks, num_k_blocks, all_rows, all_keys=False, masks=numbered
+    )
+
+
+# ------------------------------------------------------------ what a rule keeps of each block
+
+Kept = NDArray[Any]
+"""What is kept of each pair of blocks, int16: nothing, 0; all, WHOLE; else FIRST_MASK + a mask's number. Or bool."""
+WHOLE, CAUSAL, FIRST_MASK = 1, 2, 2
+MOST_MASKS = 1 << 14
+"""Different masks of a plan: 256 MiB of device memory."""
+PAIRS_AT_ONCE = 1 << 8
+
+
+class MaskNumbers:
+    """Numbers the masks of a plan in the order in which they are found; the first is the causal one."""
+
+    def __init__(self) -> None:
+        causal = np.tril(np.ones((BLOCK_TOKENS, BLOCK_TOKENS), dtype=bool))
+        self._numbers = {np.packbits(causal).tobytes(): 0}
+
+    def kept(self, rule: Rule, kinds: Kinds, queries: Positions, keys: Positions, causal: bool) -> Kept:
+        """`kinds` (n, m) of the blocks `queries` and `keys` under `rule`, with the masks of those kept in part. Raises:
+        `ValueError` beyond `MOST_MASKS`."""
+        kept = np.where(kinds == FULL, WHOLE, 0).astype(np.int16)
+        rows, columns = np.nonzero(kinds == PART)
+        inside = np.arange(BLOCK_TOKENS)
+        for first in range(0, len(rows), PAIRS_AT_ONCE):
+            some = rows[first : first + PAIRS_AT_ONCE], columns[first : first + PAIRS_AT_ONCE]
+            q = (queries[some[0]] * BLOCK_TOKENS)[:, None, None] + inside[:, None]
+            k = (keys[some[1]] * BLOCK_TOKENS)[:, None, None] + inside
+            seen = rule.sees(q, k) & ((k <= q) | (not causal))
+            packed = np.packbits(seen.reshape(len(q), -1), axis=1)
+            kept[some] = np.where(seen.any((1, 2)), [self._number(each.tobytes()) for each in packed], 0)
+        return kept
+
+    def _number(self, mask: bytes) -> int:
+        number = self._numbers.setdefault(mask, len(self._numbers))
+        if number >= MOST_MASKS:
+            raise ValueError(
+                f"the pattern keeps blocks of {BLOCK_TOKENS} tokens in more than {MOST_MASKS} different ways; choose a"
+                " rule over whole blocks, or have documents begin with a block: align_tokens=128 of the data's source"
+            )
+        return FIRST_MASK + number
+
+    def array(self) -> Mask:
+        """(m, 128, 128) bool."""
+        packed = np.frombuffer(b"".join(self._numbers), dtype=np.uint8)
+        return np.unpackbits(packed).reshape(-1, BLOCK_TOKENS, BLOCK_TOKENS).astype(bool)
 
 
 def kept_between(
-    rules: tuple[Rule, ...], documents: tuple[Range, ...], queries: Positions, keys: Positions, causal: bool = True
-) -> Mask:
-    """(H, n, m) bool, or (1, n, m) if all heads follow one rule: the kept pairs of the blocks `queries` and `keys`.
+    rules: tuple[Rule, ...], documents: tuple[Range, ...], queries: Positions, keys: Positions, causal: bool = True,
+    masks: MaskNumbers | None = None,
+) -> Kept:  # fmt: skip
+    """(H, n, m), or (1, n, m) if all heads follow one rule: what is kept of each pair of the blocks `queries` and
+    `keys`; bool without `masks`, which number the ways in which a rule keeps part of a block.
 
     Block indices count from the sequence's start, in any order; `documents` are token ranges. Raises `ValueError` for
-    a rule that keeps part of a block.
+    a rule that keeps part of a block where there are no `masks`.
     """
-    for rule in dict.fromkeys(rules):
+    for rule in dict.fromkeys(rules if masks is None else ()):
         for number, (start, stop) in enumerate(documents):
             check_whole_blocks(rule.of_document(number), stop - start, causal)
     chosen = rules[:1] if len(set(rules)) == 1 else rules
-    of_rule = {rule: _of_documents(rule, documents, queries, keys, causal) for rule in dict.fromkeys(chosen)}
+    of_rule = {rule: _of_documents(rule, documents, queries, keys, causal, masks) for rule in dict.fromkeys(chosen)}
     return np.stack([of_rule[rule] for rule in chosen])
 
 
-def _of_documents(rule: Rule, documents: tuple[Range, ...], queries: Positions, keys: Positions, causal: bool) -> Mask:
-    """(n, m) bool: the block pairs that `rule` keeps; none across documents."""
-    kept = np.zeros((len(queries), len(keys)), dtype=bool)
+def _of_documents(
+    rule: Rule, documents: tuple[Range, ...], queries: Positions, keys: Positions, causal: bool,
+    masks: MaskNumbers | None,
+) -> Kept:  # fmt: skip
+    """(n, m): what `rule` keeps of each pair of blocks; nothing across documents."""
+    kept: Kept = np.zeros((len(queries), len(keys)), dtype=bool if masks is None else np.int16)
     for number, (start, stop) in enumerate(documents):
         first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
         rows, columns = (np.flatnonzero((first <= blocks) & (blocks < last)) for blocks in (queries, keys))
         if len(rows) and len(columns):
-            pairs = (queries[rows] - first, keys[columns] - first)
-            for strip, kinds in row_strips(rule.of_document(number), stop - start, BLOCK_TOKENS, *pairs, causal):
-                kept[np.ix_(rows[strip], columns)] = kinds != NONE
+            here, own, others = rule.of_document(number), queries[rows] - first, keys[columns] - first
+            for strip, kinds in row_strips(here, stop - start, BLOCK_TOKENS, own, others, causal):
+                some = kinds != NONE if masks is None else masks.kept(here, kinds, own[strip], others, causal)
+                kept[np.ix_(rows[strip], columns)] = some
     return kept
 
 

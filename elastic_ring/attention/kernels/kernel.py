@@ -15,7 +15,7 @@ from elastic_ring.attention.kernels.block_tables import BlockTables
 Cover = Literal["full", "causal"] | torch.Tensor | BlockTables
 """Which pairs of a call's rows and keys are seen: all, the lower triangle, a mask (rows, keys), or tables of blocks."""
 
-CoverKind = Literal["full", "causal", "mask", "tables"]
+CoverKind = Literal["full", "causal", "mask", "tables", "masked_tables"]
 DENSE: tuple[CoverKind, ...] = ("full", "causal")
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -33,7 +33,7 @@ class Kernel:
     given to backward with lse +inf. A kernel that covers a mask also takes `mask` (Sq, Sk); one over tables takes
     `(..., tables, scale)` in place of `causal` and `scale`. `attend` and `gradients` make the call for any cover.
 
-    - `covers`: the kinds of calls that it serves.
+    - `covers`: the kinds of calls that it serves; "masked_tables" are those with blocks that are kept in part.
     - `max_head_dim`: None means no limit. `head_dims`: the only ones, if not None.
     - `deterministic_backward`: a bitwise repeatable form, for a kernel whose `backward` is not.
     - `min_capability`: the lowest CUDA compute capability.

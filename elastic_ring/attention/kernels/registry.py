@@ -7,6 +7,7 @@ A kernel that fails its self-test is skipped with a warning.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ _GPU: dict[str, Any] = {
 }  # fmt: skip
 _EXACT: dict[str, Any] = {"dtypes": _ALL_DTYPES, "max_head_dim": None, "deterministic": True}
 _TABLES: dict[str, Any] = {
-    "covers": ("tables",), "devices": ("cuda",), "dtypes": _HALF, "max_head_dim": None, "head_dims": (64, 128),
-    "keeps_type": True,
+    "covers": ("tables", "masked_tables"), "devices": ("cuda",), "dtypes": _HALF, "max_head_dim": None,
+    "head_dims": (64, 128), "keeps_type": True,
 }  # fmt: skip
 
 KERNELS: tuple[Kernel, ...] = (
@@ -65,10 +66,12 @@ KERNELS: tuple[Kernel, ...] = (
            deterministic=False, writes_gradients=True, package="flash-attn-4", **_TABLES),
     Kernel("flex-sparse", forward=block_sparse.flex_forward, backward=block_sparse.flex_backward, deterministic=True,
            by_length=True, **_TABLES),
-    _of("reference-sparse", block_reference, covers=("tables",), devices=("cpu", "cuda"), writes_gradients=True,
-        only_by_name=True, **_EXACT),
+    _of("reference-sparse", block_reference, covers=("tables", "masked_tables"), devices=("cpu", "cuda"),
+        writes_gradients=True, only_by_name=True, **_EXACT),
 )  # fmt: skip
 """In order of preference."""
+
+_ALWAYS_TESTED: tuple[CoverKind, ...] = (*DENSE, "mask", "tables")
 
 
 def covering(cover: CoverKind) -> tuple[Kernel, ...]:
@@ -123,7 +126,7 @@ def _select(
     kernels: tuple[Kernel, ...] | None,
 ) -> Kernel:
     """Cached, because every ring needs it and a failed self-test should be logged only once."""
-    dense, setting = cover in DENSE, "kernel" if cover == "tables" else "backend"
+    dense, setting = cover in DENSE, "kernel" if "tables" in cover else "backend"
     able = [kernel for kernel in kernels or KERNELS if cover in kernel.covers]
     chosen = [kernel for kernel in able if (not kernel.only_by_name if pin is None else kernel.name == pin)]
     if not chosen:
@@ -138,8 +141,10 @@ def _select(
             reasons[kernel.name] = refusal
             continue
         kernel = kernel.repeatable() if deterministic else kernel
+        # Masks of blocks are tested where they are needed only: they are compiled apart.
+        tested = replace(kernel, covers=tuple(each for each in kernel.covers if each in (cover, *_ALWAYS_TESTED)))
         failure = self_test(
-            kernel, device=device.type, dtype=dtype, head_dim=head_dim, head_ratio=head_ratio, cache_dir=cache_dir
+            tested, device=device.type, dtype=dtype, head_dim=head_dim, head_ratio=head_ratio, cache_dir=cache_dir
         )
         if failure is None:
             return kernel

@@ -23,7 +23,13 @@ import torch
 
 from elastic_ring.attention.accumulate import Accumulator
 from elastic_ring.attention.kernels.adapters import reference
-from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockTables, tables_apart, tables_between
+from elastic_ring.attention.kernels.block_tables import (
+    BLOCK_TOKENS,
+    FIRST_MASK,
+    BlockTables,
+    tables_apart,
+    tables_between,
+)
 from elastic_ring.attention.kernels.kernel import Cover, Kernel
 from elastic_ring.attention.lowering.rows import Span
 from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward
@@ -156,7 +162,9 @@ def _cases(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, head_
         yield _Case(inputs(0, 1, 40, 56), seen, calls, tolerance, " of a masked tile", exact=True)
     if "tables" in kernel.covers:
         tolerance = max(TOLERANCE[dtype], SPARSE_HALF_TOLERANCE if dtype.itemsize == 2 else 0.0)
-        for seed, (seen, calls) in enumerate((_whole_tables(2 * head_ratio, device), _ring_tables(device))):
+        cases = [_whole_tables(2 * head_ratio, device), _ring_tables(device)]
+        cases += [_masked_tables(2 * head_ratio, device)] if "masked_tables" in kernel.covers else []
+        for seed, (seen, calls) in enumerate(cases):
             yield _Case(inputs(seed, 2, seen.size(1), seen.size(2)), seen, calls, tolerance, " of a sparse case")
 
 
@@ -186,6 +194,24 @@ def _ring_tables(device: str) -> tuple[torch.Tensor, list[tuple[slice, Cover]]]:
         (slice(0, 3 * BLOCK_TOKENS), tables_between(own, earlier, torch.device(device))),
         (slice(3 * BLOCK_TOKENS, 7 * BLOCK_TOKENS), tables_apart([fetched], [np.arange(4)], torch.device(device))),
     ]
+
+
+def _masked_tables(num_heads: int, device: str) -> tuple[torch.Tensor, list[tuple[slice, Cover]]]:
+    """Three query blocks and five key blocks in two calls, each block kept not at all, whole, or by one of three masks,
+    different ones per head. The first query block sees no key of the second call."""
+    generator = torch.Generator().manual_seed(0)
+    masks = torch.rand(3, BLOCK_TOKENS, BLOCK_TOKENS, generator=generator) < 0.3
+    masks[:, :, 0] = True
+    kept = torch.randint(0, FIRST_MASK + 3, (num_heads, 3, 5), generator=generator)
+    kept[:, :, 0], kept[:, 0, 2:] = FIRST_MASK, 0
+    of_kinds = torch.cat([torch.zeros_like(masks[:1]), torch.ones_like(masks[:1]), masks])
+    seen = of_kinds[kept].transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    calls: list[tuple[slice, Cover]] = []
+    for first, last in ((0, 2), (2, 5)):
+        some = kept[:, :, first:last].to(torch.int16).numpy()
+        tables = tables_apart([some], [np.arange(last - first)], torch.device(device), masks.to(device))
+        calls.append((slice(first * BLOCK_TOKENS, last * BLOCK_TOKENS), tables))
+    return seen.to(device), calls
 
 
 def as_tokens(kept: torch.Tensor, num_own_keys: int | None = None) -> torch.Tensor:

@@ -3,7 +3,7 @@ for each size of head group."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from elastic_ring.attention.lowering.call_plan import (
     HeadOrder,
     Op,
     OwnPart,
+    Places,
     Program,
     StageCalls,
     SumTypes,
@@ -24,6 +25,7 @@ from elastic_ring.attention.lowering.device_blocks import DeviceBlocks, on_devic
 from elastic_ring.attention.lowering.keys import TokenSpan
 from elastic_ring.attention.lowering.rows import Span
 from elastic_ring.attention.merge import MOST_AT_ONCE, accumulate_dtype, add_placed_
+from elastic_ring.attention.plan.padded_blocks import padded_rows
 from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_blocks import NUM_TURNS
@@ -82,7 +84,7 @@ class BlockOptions:
 
 def lower_blocks(schedule: Schedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> CallPlan:
     """The plan of calls with queries like q (B, S_local, H, D). Raises `ValueError` for patterns and layouts that cut
-    blocks, and if `keep_keys` asks for keys that do not fit one stage."""
+    blocks, unless the schedule is `padded`, and if `keep_keys` asks for keys that do not fit one stage."""
     blocks = _device_blocks(schedule, cp_rank, q, options)
     kernel, dtype, exact = options.kernel, q.dtype, accumulate_dtype(q.dtype)
     num_stages, num_kv = len(blocks.stages), schedule.num_kv_heads
@@ -112,6 +114,14 @@ def lower_blocks(schedule: Schedule, cp_rank: int, q: torch.Tensor, options: Blo
         if keeps else None,
         keeps,
     )  # fmt: skip
+
+
+def lower_padded(schedule: Schedule, whole: Schedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> CallPlan:
+    """The same for a schedule whose blocks are cut: the plan of `whole`, its padded form."""
+    index = torch.from_numpy(padded_rows(schedule, cp_rank)).to(q.device)
+    places = Places(index, whole.layout.num_tokens(cp_rank))
+    wide = q[:, :1].expand(-1, places.num_tokens, -1, -1)
+    return replace(lower_blocks(whole, cp_rank, wide, options), places=places)
 
 
 def _device_blocks(schedule: Schedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> DeviceBlocks:

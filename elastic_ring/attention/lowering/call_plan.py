@@ -94,12 +94,29 @@ class HeadOrder(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class Places:
+    """A rank's tokens among those of a plan in padded blocks: token i is number index[i] (S_local,) of `num_tokens`."""
+
+    index: torch.Tensor
+    num_tokens: int
+
+    def put(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, S_local, ...) to (B, num_tokens, ...), zeros elsewhere."""
+        wide = x.new_zeros((x.size(0), self.num_tokens, *x.shape[2:]))
+        return wide.index_copy_(1, self.index, x)
+
+    def take(self, wide: torch.Tensor) -> torch.Tensor:
+        return wide.index_select(1, self.index)
+
+
+@dataclass(frozen=True, eq=False)
 class CallPlan:
     """How calls with tensors of one shape, type and device run.
 
     `stages[0]` are the own keys. `backward` is the program where keys are fetched again, `backward_kept` where
     forward kept them, which it does with `keeps`. `every_row_sees`: each query sees a key. `pairs`: buffers hold K,
-    then V (2, B, n, Hkv, D), and calls take both apart. `by_copies`: the ring's memory opens the exchange.
+    then V (2, B, n, Hkv, D), and calls take both apart. `by_copies`: the ring's memory opens the exchange. `places`: of
+    tokens in padded blocks.
     """
 
     kernel: Kernel
@@ -117,6 +134,7 @@ class CallPlan:
     every_row_sees: bool = False
     pairs: bool = False
     by_copies: bool = False
+    places: Places | None = None
 
 
 def one_late(num_stages: int, num_own: int) -> tuple[Op, ...]:

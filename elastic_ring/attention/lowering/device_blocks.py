@@ -91,12 +91,13 @@ def on_device(schedule: Schedule, cp_rank: int, device: torch.device, limit_rows
     """The device plan of a rank: `plan_blocks`, whose host masks are then freed, and a few copies to `device`. Raises:
     `ValueError` as `plan_blocks` does."""
     plan, host = plan_blocks(schedule, cp_rank, limit_rows)
-    own = tables_between(host.own, host.own_earlier, device)
+    masks = None if host.masks is None else torch.from_numpy(host.masks).to(device)
+    own = tables_between(host.own, host.own_earlier, device, masks)
     sharing = schedule.num_heads // schedule.num_kv_heads
     half = schedule.num_kv_heads // 2
     parts = (own.of_heads(0, half * sharing), own.of_heads(half * sharing, schedule.num_heads))
     size = (own.num_q_blocks, schedule.num_heads)
-    stages = tuple(_stage(*each, *size, device) for each in zip(plan.stages, host.stages, strict=True))
+    stages = tuple(_stage(*each, *size, device, masks) for each in zip(plan.stages, host.stages, strict=True))
     orders = [_order(order, device) for order in (plan.head_order, plan.kv_head_order)]
     back = [_order(tuple(np.argsort(order).tolist()), device) for order in (plan.head_order, plan.kv_head_order)]
     places = [torch.from_numpy(each).to(device) for each in _places(plan, schedule.cp, host)]
@@ -117,17 +118,19 @@ def _places(plan: BlockPlan, cp: int, host: HostTables) -> list[np.ndarray]:
 
 
 def _stage(
-    plan: BlockStage, host: StageTables, num_own_blocks: int, num_heads: int, device: torch.device
-) -> DeviceStage:
+    plan: BlockStage, host: StageTables, num_own_blocks: int, num_heads: int, device: torch.device,
+    masks: torch.Tensor | None,
+) -> DeviceStage:  # fmt: skip
     return DeviceStage(
-        plan, tuple(_calls(plan, host, num_own_blocks, num_heads, device)),
+        plan, tuple(_calls(plan, host, num_own_blocks, num_heads, device, masks)),
         torch.from_numpy(host.served_rows).to(device),
     )  # fmt: skip
 
 
 def _calls(
-    plan: BlockStage, host: StageTables, num_own_blocks: int, num_heads: int, device: torch.device
-) -> Iterator[StageCall]:
+    plan: BlockStage, host: StageTables, num_own_blocks: int, num_heads: int, device: torch.device,
+    masks: torch.Tensor | None,
+) -> Iterator[StageCall]:  # fmt: skip
     groups = zip(plan.regions, host.kept, host.keys, host.readers, strict=True)
     row = 0
     for num_kv_heads, alike in groupby(groups, lambda group: group[0].num_kv_heads):
@@ -137,12 +140,12 @@ def _calls(
             continue
         regions, kept, keys, readers = zip(*fetching, strict=True)
         first, row = row, row + num_kv_heads * sum(region.num_tokens for region in regions)
-        whole = all(len(blocks) == num_own_blocks for blocks in readers)
+        whole = masks is None and all(len(blocks) == num_own_blocks for blocks in readers)
         yield StageCall(
             HeadRows((first, row), num_kv_heads),
             rows_of(readers, [region.heads for region in regions], num_heads, device),
             # The number of groups that fetch anything may change from call to call.
-            tables_apart(kept, keys, device, all_rows=whole and len(fetching) in (1, len(of_all))),
+            tables_apart(kept, keys, device, masks, all_rows=whole and len(fetching) in (1, len(of_all))),
         )  # fmt: skip
 
 

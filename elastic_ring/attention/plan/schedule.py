@@ -80,7 +80,8 @@ class Hop:
 @dataclass(frozen=True)
 class Schedule:
     """`hops[cp_rank][hop]` for every rank of the ring. Compares equal if pattern, layout and numbers of heads are
-    equal. `num_heads` and `num_kv_heads` are 0 where any will do: in dense attention."""
+    equal. `num_heads` and `num_kv_heads` are 0 where any will do: in dense attention. `in_part`: blocks may be kept in
+    part (`padded_blocks`)."""
 
     pattern: Pattern | SparsePattern
     layout: Layout
@@ -88,6 +89,7 @@ class Schedule:
     num_heads: int = 0
     num_kv_heads: int = 0
     groups: tuple[HeadGroup, ...] = field(default=(HeadGroup(),), compare=False, repr=False)
+    in_part: bool = False
 
     @property
     def cp(self) -> int:

@@ -15,6 +15,9 @@ import numpy as np
 
 from elastic_ring.attention.kernels.block_tables import (
     BLOCK_TOKENS,
+    WHOLE,
+    Kept,
+    MaskNumbers,
     check_documents,
     check_whole_blocks,
     kept_between,
@@ -115,7 +118,7 @@ class StageTables:
     row its index among the rows that the i-th hop reading from this rank returns, or -1.
     """
 
-    kept: tuple[Mask, ...]
+    kept: tuple[Kept, ...]
     keys: tuple[Positions, ...]
     readers: tuple[Positions, ...]
     served_rows: np.ndarray
@@ -124,11 +127,13 @@ class StageTables:
 
 @dataclass(frozen=True, eq=False)
 class HostTables:
-    """Inputs of a plan's device tables, not needed afterwards: masks over pairs of blocks."""
+    """Inputs of a plan's device tables, not needed afterwards: what is kept of pairs of blocks, and the masks (m, 128,
+    128) bool of those kept in part (None: all are whole)."""
 
     own: Mask
-    own_earlier: Mask
+    own_earlier: Kept
     stages: tuple[StageTables, ...]
+    masks: Mask | None
 
 
 def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
@@ -145,6 +150,15 @@ def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
                     f" block of {BLOCK_TOKENS} tokens, which block-sparse kernels cannot; take a length that is a"
                     f" multiple of {_whole_length(layout)} tokens"
                 )
+
+
+def cut_blocks(pattern: SparsePattern, layout: Layout) -> str:
+    """What cuts blocks of 128 tokens, with a way out; empty if nothing does."""
+    try:
+        check_blocks(pattern, layout)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def group_hops(schedule: Schedule, limit_rows: int) -> tuple[tuple[int, ...], ...]:
@@ -169,8 +183,10 @@ def group_hops(schedule: Schedule, limit_rows: int) -> tuple[tuple[int, ...], ..
 
 def plan_blocks(schedule: Schedule, cp_rank: int, limit_rows: int | None = None) -> tuple[BlockPlan, HostTables]:
     """The plan of a rank in stages of at most `limit_rows` rows (None: one stage), and the inputs of its tables. Pure.
-    Raises: `ValueError` as `check_blocks` does."""
-    check_blocks(schedule.sparse, schedule.layout)
+    Raises: `ValueError` as `check_blocks` does, except for blocks that the schedule keeps `in_part`."""
+    masks = MaskNumbers() if schedule.in_part else None
+    if masks is None:
+        check_blocks(schedule.sparse, schedule.layout)
     kv_order = [head for alike in _by_size(schedule) for _, group in alike for head in group.kv_heads]
     sharing = schedule.num_heads // schedule.num_kv_heads
     order = [head * sharing + i for head in kv_order for i in range(sharing)]
@@ -178,20 +194,21 @@ def plan_blocks(schedule: Schedule, cp_rank: int, limit_rows: int | None = None)
     documents = schedule.sparse.documents(schedule.layout.seq_len)
     own_blocks = blocks_of(schedule.layout, cp_rank)
     causal = schedule.sparse.causal
-    kept = kept_between(tuple(rules[head] for head in order), documents, own_blocks, own_blocks, causal)
+    kept = kept_between(tuple(rules[head] for head in order), documents, own_blocks, own_blocks, causal, masks)
     at = np.arange(len(own_blocks))
-    own = kept[:, at, at] & causal  # else diagonal blocks are as whole as others
-    kept[:, at, at] &= not causal
+    own = (kept[:, at, at] == WHOLE) & causal  # else diagonal blocks are as whole as others
+    kept[:, at, at] *= ~own
     hops = group_hops(schedule, _ALL_ROWS if limit_rows is None else limit_rows)
-    stages = [_stage(schedule, cp_rank, group, own_blocks, kv_order) for group in hops]
-    whole = int(kept.sum()) * BLOCK_TOKENS**2 + int(own.sum()) * BLOCK_TOKENS * (BLOCK_TOKENS + 1) // 2
+    stages = [_stage(schedule, cp_rank, group, own_blocks, kv_order, masks) for group in hops]
+    whole = int((kept != 0).sum()) * BLOCK_TOKENS**2 + int(own.sum()) * BLOCK_TOKENS * (BLOCK_TOKENS + 1) // 2
     plan = BlockPlan(
         tuple(order), tuple(kv_order), tuple(stage for stage, _ in stages),
         num_own_pairs=whole * (schedule.num_heads // len(kept)),
         num_row_visits=1 + _most_visits([tables.readers for _, tables in stages], len(own_blocks)),
         small=len(hops) < 2 and _fetches_little(schedule),
     )  # fmt: skip
-    return plan, HostTables(own, kept, tuple(tables for _, tables in stages))
+    tables = tuple(tables for _, tables in stages)
+    return plan, HostTables(own, kept, tables, None if masks is None else masks.array())
 
 
 _ALL_ROWS = 2**62
@@ -212,10 +229,11 @@ def _size(group: _Numbered) -> int:
 
 
 def _stage(
-    schedule: Schedule, cp_rank: int, hops: tuple[int, ...], own_blocks: Positions, kv_order: list[int]
-) -> tuple[BlockStage, StageTables]:
+    schedule: Schedule, cp_rank: int, hops: tuple[int, ...], own_blocks: Positions, kv_order: list[int],
+    masks: MaskNumbers | None,
+) -> tuple[BlockStage, StageTables]:  # fmt: skip
     blocks, keys, fetched = _packed(schedule, cp_rank, hops)
-    regions, kept, readers = _regions(schedule, own_blocks, blocks)
+    regions, kept, readers = _regions(schedule, own_blocks, blocks, masks)
     served, served_rows = _served(schedule, cp_rank, hops, len(kv_order))
     num_own_rows = schedule.layout.num_tokens(cp_rank) * schedule.num_kv_heads
     places = _places(served, served_rows, num_own_rows)
@@ -308,11 +326,11 @@ def _joined_blocks(parts: list[Positions]) -> Positions:
 
 
 def _regions(
-    schedule: Schedule, own_blocks: Positions, fetched: list[Positions]
-) -> tuple[tuple[Region, ...], tuple[Mask, ...], tuple[Positions, ...]]:
+    schedule: Schedule, own_blocks: Positions, fetched: list[Positions], masks: MaskNumbers | None
+) -> tuple[tuple[Region, ...], tuple[Kept, ...], tuple[Positions, ...]]:
     """For each group in the internal order its region, and which of the blocks in `fetched` which own blocks keep."""
     regions: list[Region] = []
-    kept: list[Mask] = []
+    kept: list[Kept] = []
     readers: list[Positions] = []
     sharing = schedule.num_heads // schedule.num_kv_heads
     documents = schedule.sparse.documents(schedule.layout.seq_len)
@@ -320,7 +338,7 @@ def _regions(
     first_head = 0
     for group, keys in zip(groups, fetched, strict=True):
         num_heads = len(group.kv_heads)
-        seen = kept_between(group.rules * num_heads, documents, own_blocks, keys, schedule.sparse.causal)
+        seen = kept_between(group.rules * num_heads, documents, own_blocks, keys, schedule.sparse.causal, masks)
         # Routed patterns keep all rows: their number would change from call to call, and some kernels compile for each.
         seeing = np.asarray(seen.any(axis=(0, 2))) | (schedule.for_one_call and bool(keys.size))
         readers.append(_worth_taking(seeing))

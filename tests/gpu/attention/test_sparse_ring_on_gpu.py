@@ -16,7 +16,17 @@ from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
 from tests.gpu.gpu_rings import ProcessGroups, run_sparse_on
 from tests.unit.attention.attention_rings import relative_error
-from tests.unit.sparse.block_cases import FAMILIES, GROUPED, block_case, check_bytes, grouped_case, masked_reference
+from tests.unit.sparse.block_cases import (
+    CUT,
+    CUT_AHEAD,
+    FAMILIES,
+    GROUPED,
+    block_case,
+    check_bytes,
+    cut_case,
+    grouped_case,
+    masked_reference,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,6 +114,29 @@ def test_stages_and_kept_keys_agree_with_the_masked_fp64_softmax(kernel: str, fa
         runs.append(found)
     if chosen.deterministic:
         assert all(torch.equal(a, b) for a, b in zip(runs[1], runs[2], strict=True))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("group", [1, 4])
+def test_kernels_pass_their_proof_with_masks_of_blocks(kernel: Kernel, group: int) -> None:
+    usable(kernel)
+    assert warm_up_kernels(kernel, "cuda", torch.bfloat16, 128, group) is None
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("name", CUT | CUT_AHEAD)
+def test_whatever_cuts_blocks_the_result_is_that_of_the_masked_fp64_softmax(kernel: Kernel, name: str) -> None:
+    usable(kernel)
+    cp = 1 + len(name) % 3 if kernel is KERNELS[0] else 2
+    layout = ("contiguous", "zigzag", "striped")[len(name) % 3]
+    case = cut_case(name, cp, layout, head_dim=128, dtype=torch.bfloat16, batch=2 - cp % 2)
+    found, _ = run_sparse_on("cuda", case, kernel=kernel.name, deterministic=kernel.deterministic)
+    for what, got, want in zip(("out", "dq", "dk", "dv"), found, masked_reference(case, "cuda"), strict=True):
+        assert torch.isfinite(got).all(), what
+        assert relative_error(got, want.cpu()) < ALLOWED, what
+    if kernel.deterministic:
+        again, _ = run_sparse_on("cuda", case, kernel=kernel.name, deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
 @pytest.mark.parametrize("stage_bytes", [1, 2**40], ids=["a stage a hop", "one stage"])

@@ -246,7 +246,19 @@ def test_in_whole_blocks_the_choice_and_the_result_are_the_same(
     check_choice(case, schedule_of(used[0]))
 
 
-def test_what_gpus_cannot_run_of_it_is_refused_before_a_call() -> None:
+@pytest.mark.thinned(num=2)
+@pytest.mark.parametrize("cp", [1, 3])
+@pytest.mark.parametrize("text", ["topk:4,unit=64", "topk:2+window:200", "topk:2"])
+def test_blocks_that_are_cut_are_chosen_and_attended_too(rings: ThreadRings, text: str, cp: int) -> None:
+    block = 64 if "unit=64" in text else 128
+    case = make_case("zigzag", cp, 1000, text=text, block=block, document_starts=(0, 200))
+    found, used = run_content(case, rings.groups(cp), sparse_kernel="reference-sparse")
+    for what, got, want in zip(("out", "dq", "dk", "dv"), found, wanted(alone(case)), strict=True):
+        assert relative_error(got, want) <= 1e-12, what
+    check_choice(case, schedule_of(used[0]))
+
+
+def test_without_the_host_only_whole_blocks_are_chosen() -> None:
     layout = zigzag(1024, 2)
     parse_pattern("topk:4+bigbird:2,0,0").check_blocks(layout)
     parse_pattern("topk:4,unit=256").check_blocks(layout)
@@ -254,9 +266,9 @@ def test_what_gpus_cannot_run_of_it_is_refused_before_a_call() -> None:
         parse_pattern("topk:4,unit=64").check_blocks(layout)
     with pytest.raises(ValueError, match=r"window:200: keeps blocks of 128 tokens in part"):
         parse_pattern("topk:4+window:200").check_blocks(layout)
-    x = torch.zeros(1, 512, 2, 16)
+    x, text = torch.zeros(1, 512, 2, 16), "topk:2,fetch_all=1"
     packed = PatternedAttention(
-        parse_pattern("topk:2"), contiguous(512, 1), 0, None, document_starts=(0, 200), sparse_kernel="reference-sparse"
+        parse_pattern(text), contiguous(512, 1), 0, None, document_starts=(0, 200), sparse_kernel="reference-sparse"
     )
     with pytest.raises(ValueError, match="begins at position 200, inside a block"):
         packed(x, x, x)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from elastic_ring.attention.comm.exchange import HopLedger
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import residue_class, striped
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical
-from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided
+from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
 from elastic_ring.contrib.block_function import BlockFunction
 from elastic_ring.contrib.head_rules import longnet, mixed
 from tests.unit.attention.attention_rings import relative_error
@@ -53,6 +53,21 @@ GROUPED: dict[str, tuple[int, tuple[Rule, ...]]] = {
     "groups of 1 and 3, 2 heads for a key": (4, (Dense(),) * 2 + (_STRIDED,) * 6),
 }
 """(K/V heads, a rule for each query head): patterns of several head groups."""
+CUT: dict[str, tuple[tuple[Rule, ...], tuple[int, ...]]] = {
+    "a length that is no multiple": (FAMILIES["bigbird"], (0,)),
+    "documents of any length": (FAMILIES["window"], (0, 130, 777)),
+    "a window of tokens": ((Window(200),), (0,)),
+    "sinks and a window": ((Sinks(5) | Window(150),), (0, 130, 777)),
+    "windows and dense heads": (mixed((2, Window(300)), (2, Dense())), (0, 500)),
+    "heads in turn": ((Window(130), Dense(), Window(130), Dense()), (0, 130, 777)),
+    "dilated tokens": ((Dilated((512,), (3,), 1, 1),), (0,)),
+    "longnet with rows that see nothing": (FAMILIES["longnet with rows that see nothing"], (0, 500)),
+}
+"""What cuts blocks of 128 tokens: rules and the starts of documents."""
+CUT_AHEAD: dict[str, tuple[tuple[Rule, ...], tuple[int, ...]]] = {
+    "a window on both sides": ((Sinks(3) | Window(200, 70),), (0, 130, 777)),
+    "dense documents": ((Dense(),), (0, 500)),
+}
 NUM_BLOCKS = {1: 6, 2: 8, 3: 12, 4: 16, 8: 16}
 
 
@@ -96,6 +111,14 @@ def block_case(family: str, cp: int, layout: str, documents: tuple[int, ...] = (
     return BlockCase(
         (FAMILIES | AHEAD)[family], (), layouts(seq_len, cp)[layout], document_starts=starts, block=128, **more
     )
+
+
+def cut_case(name: str, cp: int, layout: str, seq_len: int = 1111, **more: Any) -> BlockCase:
+    """Layouts cut blocks too: pieces have any length, those of "striped" 100 tokens."""
+    rules, starts = (CUT | CUT_AHEAD)[name]
+    made = {"contiguous": contiguous, "zigzag": zigzag, "striped": partial(striped, unit_tokens=100)}[layout]
+    causal = name in CUT
+    return BlockCase(rules, (), made(seq_len, cp), document_starts=starts, block=128, causal=causal, **more)
 
 
 def grouped_case(name: str, cp: int, layout: str, **more: Any) -> BlockCase:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elastic_ring.attention.comm.exchange import HopBuffers
+from elastic_ring.attention.kernels import block_tables
 from elastic_ring.attention.kernels.adapters.block_reference import seen_by, seen_by_key
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import covering, named, select
@@ -22,13 +23,26 @@ from elastic_ring.attention.lowering.rows import OneGroup, SeveralGroups
 from elastic_ring.attention.merge import add_placed_
 from elastic_ring.attention.patterns.rules import Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.chunks import chunks_of
+from elastic_ring.attention.plan.padded_blocks import padded
 from elastic_ring.attention.plan.sparse_blocks import plan_blocks
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.contrib.block_sparse import tables_for
 from tests.gpu.gpu_rings import ProcessGroups, run_sparse_on
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
-from tests.unit.sparse.block_cases import AHEAD, FAMILIES, NEAR, BlockCase, block_case, check_bytes, masked_reference
+from tests.unit.sparse.block_cases import (
+    AHEAD,
+    CUT,
+    CUT_AHEAD,
+    FAMILIES,
+    NEAR,
+    BlockCase,
+    block_case,
+    check_bytes,
+    cut_case,
+    masked_reference,
+)
 from tests.unit.sparse.pattern_cases import run_sparse
 
 REFERENCE = named("reference-sparse")
@@ -92,6 +106,30 @@ def test_documents_that_begin_with_a_block_are_attended_each_for_itself(
     found, ledgers = run_sparse(case, rings.groups(cp), kernel=KERNEL)
     check(case, found)
     check_bytes(case, ledgers)
+
+
+@pytest.mark.thinned(num=5)
+@pytest.mark.parametrize("cp", [1, 2, 3])
+@pytest.mark.parametrize("name", CUT | CUT_AHEAD)
+def test_whatever_cuts_blocks_results_are_exact_and_whole_blocks_move(
+    rings: ThreadRings, name: str, cp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layouts take turns, and so do own gradients in one part and in two."""
+    if cp == 2:
+        monkeypatch.setattr(lowered, "HALVING_S", 0)
+    layout = ("contiguous", "zigzag", "striped")[(cp + len(name)) % 3]
+    case = cut_case(name, cp, layout, num_kv_heads=4 if cp == 3 else 2, batch=1 + cp % 2)
+    found, ledgers = run_sparse(case, rings.groups(cp), kernel=KERNEL)
+    check(case, found)
+    whole = padded(case.schedule)
+    assert whole.in_part
+    for cp_rank, ledger in enumerate(ledgers):
+        assert whole.layout.num_tokens(cp_rank) == 128 * len(
+            chunks_of(case.layout, cp_rank, case.schedule.sparse.documents(1111), 128)
+        )
+        for hop in range(cp):
+            want = whole.hop_bytes(cp_rank, hop, case.head_dim, 8, "forward", batch=case.batch)
+            assert ledger.received_bytes.get(("forward", hop), 0) == want
 
 
 @pytest.mark.slow
@@ -235,6 +273,17 @@ def test_what_the_kernels_cannot_run_is_refused_by_name_with_a_way_out() -> None
         planned(NEAR, contiguous(512, 2), (0, 128, 200))
     with pytest.raises(ValueError, match=r"layout zigzag of 512 tokens over cp=4 cuts at .* multiple of 1024 tokens"):
         planned(NEAR, zigzag(512, 4))
+    case = cut_case("a window of tokens", 1, "zigzag")
+    only_whole = replace(REFERENCE, covers=("tables",))
+    with pytest.raises(ValueError, match="covers tables, not masked_tables"):
+        run_sparse(case, [None], kernel=only_whole)
+
+
+def test_ways_to_keep_a_block_in_part_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_tables, "MOST_MASKS", 3)
+    whole = padded(cut_case("dilated tokens", 1, "contiguous").schedule)
+    with pytest.raises(ValueError, match=r"in more than 3 different ways; choose .* align_tokens=128"):
+        plan_blocks(whole, 0)
 
 
 def test_kernels_are_refused_where_they_cannot_serve() -> None:

@@ -16,16 +16,23 @@ from elastic_ring.attention.merge import accumulate_dtype
 def seen_by(tables: BlockTables) -> torch.Tensor:
     """(H or 1, Sq, Sk) bool: which keys each query sees by the forward lists of `tables`."""
     own, full = (_dense(lists, tables.num_k_blocks) for lists in (tables.own, tables.full))
-    causal = torch.ones(BLOCK_TOKENS, BLOCK_TOKENS, dtype=torch.bool, device=tables.device).tril()
-    return _of_tokens(own) & causal.repeat(own.size(1), own.size(2)) | _of_tokens(full)
+    return _of_tokens(own) & _masks(tables) | _of_tokens(full)
 
 
 def seen_by_key(tables: BlockTables) -> torch.Tensor:
     """(H or 1, Sq, Sk) bool: the same by the backward lists."""
     by_key = (tables.own_by_key, tables.full_by_key)
     own, full = (_dense(lists, tables.num_q_blocks).transpose(1, 2) for lists in by_key)
-    causal = torch.ones(BLOCK_TOKENS, BLOCK_TOKENS, dtype=torch.bool, device=tables.device).tril()
-    return _of_tokens(own) & causal.repeat(own.size(1), own.size(2)) | _of_tokens(full)
+    return _of_tokens(own) & _masks(tables) | _of_tokens(full)
+
+
+def _masks(tables: BlockTables) -> torch.Tensor:
+    """(H or 1, Sq, Sk) bool: which pairs count of blocks that are kept in part."""
+    if tables.masks is None:
+        causal = torch.ones(BLOCK_TOKENS, BLOCK_TOKENS, dtype=torch.bool, device=tables.device).tril()
+        return causal.repeat(1, tables.num_q_blocks, tables.num_k_blocks)
+    masks = tables.masks.masks[tables.masks.numbers.long()]  # (H or 1, n, m, 128, 128)
+    return masks.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:

@@ -6,6 +6,7 @@ Packages are imported lazily; each variant is compiled once. No hops in this fil
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,39 +14,54 @@ import torch
 from torch.nn import functional
 
 from elastic_ring.attention.kernels.adapters.flex import gradients_of, masked
-from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockTables
+from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockMasks, BlockTables
 from elastic_ring.attention.kernels.kernel import Grads, Pair
 
 # ------------------------------------------------------------ flash-attn-4
 
 
 @lru_cache(maxsize=1)
-def _flash() -> tuple[Any, Any, Any]:
-    """flash-attn-4's interface, its table type, and a causal mask function compiled for it."""
+def _flash() -> tuple[Any, Any, Any, Any]:
+    """flash-attn-4's interface, its table type, and mask functions compiled for it: causal, and of numbered masks."""
+    import cutlass
     from cutlass import cute
-    from flash_attn.cute import interface
+    from flash_attn.cute import interface, utils
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     @cute.jit
     def causal(batch, head, row, column, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
         return row >= column
 
-    return interface, BlockSparseTensorsTorch, causal
+    @cute.jit
+    def numbered(batch, head, row, column, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
+        numbers, masks = aux_tensors[0], aux_tensors[1]
+        number = numbers[head[0], row[0] // BLOCK_TOKENS, column[0] // BLOCK_TOKENS]
+        seen = masks[number, row[0] % BLOCK_TOKENS, column[0] % BLOCK_TOKENS]
+        return utils.scalar_to_ssa(seen, cutlass.Int32) > utils.scalar_to_ssa(cutlass.Int32(0), cutlass.Int32)
+
+    return interface, BlockSparseTensorsTorch, causal, numbered
 
 
-def _flash_tables(kind: Any, own: BlockLists, full: BlockLists) -> Any:
-    return kind(
+def _flash_call(tables: BlockTables, own: BlockLists, full: BlockLists, num_heads: int) -> dict[str, Any]:
+    """What a call is told of the tables, in one of their directions."""
+    _, kind, causal, numbered = _flash()
+    lists = kind(
         mask_block_cnt=own.counts, mask_block_idx=own.indices, full_block_cnt=full.counts, full_block_idx=full.indices,
         block_size=(BLOCK_TOKENS, BLOCK_TOKENS),
     )  # fmt: skip
+    if tables.masks is None:
+        return {"block_sparse_tensors": lists, "mask_mod": causal}
+    if "flash" not in tables.made:
+        tables.made["flash"] = BlockMasks(tables.masks.numbers.int(), tables.masks.masks.int())
+    made = tables.made["flash"]
+    numbers = made.numbers.expand(num_heads, -1, -1)
+    return {"block_sparse_tensors": lists, "mask_mod": numbered, "aux_tensors": [numbers, made.masks]}
 
 
 def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
-    interface, kind, causal = _flash()
-    out, lse = interface._flash_attn_fwd(
-        q, k, v, softmax_scale=scale, mask_mod=causal, return_lse=True,
-        block_sparse_tensors=_flash_tables(kind, tables.own, tables.full),
-    )[:2]  # fmt: skip
+    out, lse = _flash()[0]._flash_attn_fwd(
+        q, k, v, softmax_scale=scale, return_lse=True, **_flash_call(tables, tables.own, tables.full, q.size(2))
+    )[:2]
     return out, lse.transpose(1, 2)
 
 
@@ -53,10 +69,9 @@ def flash_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     tables: BlockTables, scale: float, *, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
 ) -> Grads:  # fmt: skip
-    interface, kind, causal = _flash()
-    grads: Grads = interface._flash_attn_bwd(
-        q, k, v, out, dout, lse.transpose(1, 2).contiguous(), softmax_scale=scale, mask_mod=causal,
-        block_sparse_tensors=_flash_tables(kind, tables.own_by_key, tables.full_by_key), dk=dk, dv=dv,
+    grads: Grads = _flash()[0]._flash_attn_bwd(
+        q, k, v, out, dout, lse.transpose(1, 2).contiguous(), softmax_scale=scale, dk=dk, dv=dv,
+        **_flash_call(tables, tables.own_by_key, tables.full_by_key, q.size(2)),
     )[:3]  # fmt: skip
     return grads
 
@@ -68,6 +83,24 @@ def _causal(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: 
     return row >= column
 
 
+def _by_masks(tables: BlockTables) -> Any:
+    """The mask function of blocks kept in part. Numbers are padded as blocks are, masks to a power of four, at least
+    16, because kernels are compiled for both."""
+    if tables.masks is None:
+        return _causal
+    (num_q, num_k), numbers, masks = padded_blocks(tables), tables.masks.numbers, tables.masks.masks
+    numbers = functional.pad(numbers, (0, num_k - numbers.size(2), 0, num_q - numbers.size(1))).int()
+    missing = _power_of_four(len(masks)) - len(masks)
+    masks = functional.pad(masks, (0, 0, 0, 0, 0, missing))
+    per_head = int(len(numbers) > 1)
+
+    def seen(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        number = numbers[head * per_head, row // BLOCK_TOKENS, column // BLOCK_TOKENS]
+        return masks[number, row % BLOCK_TOKENS, column % BLOCK_TOKENS]
+
+    return seen
+
+
 def flex_mask(tables: BlockTables) -> Any:
     """The tables as FlexAttention's BlockMask, cached in `tables.made`; a subset of heads gets a view of the full mask.
 
@@ -76,7 +109,7 @@ def flex_mask(tables: BlockTables) -> Any:
     """
     if "flex" not in tables.made:
         if tables.whole is not None:
-            tables.made["flex"] = _of_heads(flex_mask(tables.whole[0]), tables.whole[1], tables.num_heads)
+            tables.made["flex"] = _of_heads(flex_mask(tables.whole[0]), tables)
         else:
             tables.made["flex"] = _make_flex_mask(tables)
     return tables.made["flex"]
@@ -94,19 +127,21 @@ def _make_flex_mask(tables: BlockTables) -> Any:
     by_key = own if tables.own_by_key is tables.own else _padded_lists(tables.own_by_key, num_k, num_q)
     full_by_key = _padded_lists(tables.full_by_key, num_k, num_q)
     lists = [x for each in (own, full, by_key, full_by_key) for x in (each.counts, each.indices)]
-    return _block_mask((num_q * BLOCK_TOKENS, num_k * BLOCK_TOKENS), dict(zip(_LISTS, lists, strict=True)))
+    return _block_mask((num_q * BLOCK_TOKENS, num_k * BLOCK_TOKENS), _by_masks(tables), zip(_LISTS, lists, strict=True))
 
 
-def _of_heads(mask: Any, first: int, num_heads: int) -> Any:
+def _of_heads(mask: Any, tables: BlockTables) -> Any:
     if mask.kv_num_blocks.size(1) == 1:
         return mask
-    return _block_mask(mask.seq_lengths, {name: getattr(mask, name)[:, first : first + num_heads] for name in _LISTS})
+    assert tables.whole is not None
+    heads = slice(tables.whole[1], tables.whole[1] + tables.num_heads)
+    return _block_mask(mask.seq_lengths, _by_masks(tables), ((name, getattr(mask, name)[:, heads]) for name in _LISTS))
 
 
-def _block_mask(seq_lengths: tuple[int, int], lists: dict[str, Any]) -> Any:
+def _block_mask(seq_lengths: tuple[int, int], seen: Any, lists: Iterable[tuple[str, Any]]) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
-    return BlockMask(seq_lengths=seq_lengths, BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS), mask_mod=_causal, **lists)
+    return BlockMask(seq_lengths=seq_lengths, BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS), mask_mod=seen, **dict(lists))
 
 
 def padded_blocks(tables: BlockTables) -> tuple[int, int]:
@@ -119,9 +154,10 @@ def padded_blocks(tables: BlockTables) -> tuple[int, int]:
 def compiled_shape(tables: BlockTables, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
     """The sizes of such a call for which FlexAttention's kernels are compiled."""
     num_q, num_k = padded_blocks(tables)
+    num_masks = 0 if tables.masks is None else _power_of_four(len(tables.masks.masks))
     widths = (_width(x, num_k) for x in (tables.own, tables.full))
     widths_by_key = (_width(x, num_q) for x in (tables.own_by_key, tables.full_by_key))
-    return (num_heads, num_kv_heads, tables.own.counts.size(1), num_q, num_k, *widths, *widths_by_key)
+    return (num_heads, num_kv_heads, tables.own.counts.size(1), num_q, num_k, *widths, *widths_by_key, num_masks)
 
 
 def _rounded(num_blocks: int) -> int:
@@ -130,7 +166,11 @@ def _rounded(num_blocks: int) -> int:
 
 
 def _width(lists: BlockLists, num_columns: int) -> int:
-    return min(num_columns, 1 << 2 * -(-(max(lists.indices.size(-1), 16) - 1).bit_length() // 2))
+    return min(num_columns, _power_of_four(lists.indices.size(-1)))
+
+
+def _power_of_four(number: int) -> int:
+    return 1 << 2 * -(-(max(number, 16) - 1).bit_length() // 2)
 
 
 def _padded_lists(lists: BlockLists, num_rows: int, num_columns: int) -> BlockLists:
