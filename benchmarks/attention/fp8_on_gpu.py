@@ -30,7 +30,7 @@ from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
 
-WIRES: tuple[Wire, ...] = ("native", "fp8")
+KINDS: tuple[Wire, ...] = ("native", "fp8")
 
 
 def time_rank(cp_rank: int, cp: int, options: argparse.Namespace) -> None:
@@ -39,15 +39,15 @@ def time_rank(cp_rank: int, cp: int, options: argparse.Namespace) -> None:
         for heads in options.heads:
             *leaves, dout = inputs(tokens // cp, heads, cp_rank)
             leaves = [x.requires_grad_() for x in leaves]
-            ledgers = {wire: HopLedger() for wire in WIRES}
-            runs = {wire: _pass(wire, tokens, cp_rank, cp, ledgers[wire], leaves, dout) for wire in WIRES}
-            want, found = (runs[wire]() for wire in WIRES)
+            ledgers = {wire: HopLedger() for wire in KINDS}
+            runs = {wire: _pass(wire, tokens, cp_rank, cp, ledgers[wire], leaves, dout) for wire in KINDS}
+            want, found = (runs[wire]() for wire in KINDS)
             errors = [float((a - b).float().norm() / a.float().norm()) for a, b in zip(want, found, strict=True)]
-            received = {wire: sum(ledgers[wire].received_bytes.values()) for wire in WIRES}
-            times: dict[Wire, list[float]] = {wire: [] for wire in WIRES}
-            for wire in interleaved(WIRES, options.repeats + 2):
+            received = {wire: sum(ledgers[wire].received_bytes.values()) for wire in KINDS}
+            times: dict[Wire, list[float]] = {wire: [] for wire in KINDS}
+            for wire in interleaved(KINDS, options.repeats + 2):
                 times[wire].append(timed_s(runs[wire], num_passes=2))
-            for wire in WIRES:
+            for wire in KINDS:
                 ms = 1e3 * statistics.median(times[wire][2:])
                 error = " ".join(f"{each:.1e}" for each in errors) if wire == "fp8" else ""
                 megabytes = f"{received[wire] / 1e6:.1f}"

@@ -105,7 +105,7 @@ class LayerPatterns:
         return any(set(group.rules) != {Dense()} for group in self.groups)
 
     def check_blocks(self, layout: Layout) -> None:
-        """Raises `ValueError` if a sparse layer or `layout` splits blocks of 128 tokens, which GPU kernels cannot."""
+        """Raises `ValueError`, with a way out, if a sparse layer or `layout` cuts blocks of 128 tokens."""
         for group in self.groups:
             if set(group.rules) != {Dense()}:
                 check_blocks(SparsePattern(group.rules, self.block), layout)

@@ -282,7 +282,7 @@ class RingAttention(RecomputableRing):
         if self._hosts is None or plan.by_copies or not in_order:
             return plan
         hops = [stage.hops for stage in plan.stages[1:]]
-        run = self.schedule if plan.places is None else self._plans.in_blocks
+        run = self._plans.in_blocks if "tables" in plan.kernel.covers else self.schedule
         return replace(plan, exchange=two_level(plan.exchange, hops, run, self.cp_rank, self._hosts))
 
     def _make_call_plan(self, q: torch.Tensor, k: torch.Tensor) -> CallPlan:

@@ -128,7 +128,7 @@ class ShortFlags:
     """A manifest of elastic-ring data prepare, text files (path, directory or glob), or shards:URI; Python's own
     library if left out."""
     align_tokens: int | None = None
-    """Fill documents up to multiples of this; 128 for --pattern on GPUs."""
+    """Fill documents up to multiples of this; 128 makes --pattern faster on GPUs."""
     layout: Literal["zigzag", "contiguous", "auto"] | None = None
     """How a ring splits a sequence; auto: as suits the pattern."""
     kv_wire: Literal["native", "fp8"] | None = None
@@ -140,7 +140,7 @@ class ShortFlags:
     model_folder: str | None = None
     """A Hugging Face decoder in place of the preset's: a folder with its config, and its weights if they are there."""
     windows: Literal["exact", "blocks", "dense"] | None = None
-    """Its sliding windows: exact; in blocks of 128 tokens, for GPUs; dense: ignored."""
+    """Its sliding windows: exact; in blocks of 128 tokens, faster on GPUs; dense: ignored."""
     cpus_per_worker: float | None = None
     """Of Ray's CPUs, which are a count and no limit."""
     kernel: str | None = None

@@ -232,13 +232,16 @@ def _of_documents(
     return kept
 
 
+# ------------------------------------------------------------ whole blocks
+
+
 def check_documents(document_starts: tuple[int, ...]) -> None:
     """Raises `ValueError` if a document begins inside a block."""
     odd = next((start for start in document_starts if start % BLOCK_TOKENS), None)
     if odd is not None:
         raise ValueError(
-            f"a document begins at position {odd}, inside a block of {BLOCK_TOKENS} tokens, which block-sparse kernels"
-            f" cannot cut; have documents padded: align_tokens={BLOCK_TOKENS} of the data's source"
+            f"a document begins at position {odd}, inside a block of {BLOCK_TOKENS} tokens; have documents padded:"
+            f" align_tokens={BLOCK_TOKENS} of the data's source"
         )
 
 
@@ -251,8 +254,8 @@ def check_whole_blocks(rule: Rule, seq_len: int, causal: bool = True) -> None:
         return
     if isinstance(rule, TopK | Chosen):
         raise ValueError(
-            f"{rule}: content chooses blocks of {rule.unit_tokens} tokens, and block-sparse kernels keep whole blocks"
-            f" of {BLOCK_TOKENS}; set unit={BLOCK_TOKENS}"
+            f"{rule}: content chooses blocks of {rule.unit_tokens} tokens, no multiple of {BLOCK_TOKENS}; set"
+            f" unit={BLOCK_TOKENS}"
         )
     if isinstance(rule, Union) and (rule.awaits_content or rule.for_one_call):
         for part in rule.rules:  # by part, because the union differs in every call
@@ -260,9 +263,12 @@ def check_whole_blocks(rule: Rule, seq_len: int, causal: bool = True) -> None:
         return
     if any_partly(rule, seq_len, BLOCK_TOKENS, causal):
         raise ValueError(
-            f"{rule}: keeps blocks of {BLOCK_TOKENS} tokens in part, which block-sparse kernels cannot; choose a rule"
-            " over whole blocks, such as BigBird(window=8, globals=0, randoms=0), in short bigbird:8,0,0, for a window"
+            f"{rule}: keeps blocks of {BLOCK_TOKENS} tokens in part; choose a rule over whole blocks, such as"
+            " BigBird(window=8, globals=0, randoms=0), in short bigbird:8,0,0, for a window"
         )
+
+
+# ------------------------------------------------------------ lists
 
 
 def _listed(

@@ -118,9 +118,14 @@ def lower_blocks(schedule: Schedule, cp_rank: int, q: torch.Tensor, options: Blo
 
 def lower_padded(schedule: Schedule, whole: Schedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> CallPlan:
     """The same for a schedule whose blocks are cut: the plan of `whole`, its padded form."""
-    index = torch.from_numpy(padded_rows(schedule, cp_rank)).to(q.device)
-    places = Places(index, whole.layout.num_tokens(cp_rank))
-    wide = q[:, :1].expand(-1, places.num_tokens, -1, -1)
+    inner = torch.from_numpy(padded_rows(schedule, cp_rank)).to(q.device)
+    num_tokens = whole.layout.num_tokens(cp_rank)
+    if len(inner) == num_tokens:  # rules cut blocks, nothing else does
+        return lower_blocks(whole, cp_rank, q, options)
+    outer = inner.new_full((num_tokens,), -1)
+    outer[inner] = torch.arange(len(inner), device=q.device)
+    places = Places(inner, outer.clamp(min=0), torch.nonzero(outer < 0).squeeze(1))
+    wide = q[:, :1].expand(-1, num_tokens, -1, -1)
     return replace(lower_blocks(whole, cp_rank, wide, options), places=places)
 
 

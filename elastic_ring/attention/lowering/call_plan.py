@@ -93,20 +93,20 @@ class HeadOrder(NamedTuple):
     outer_kv: torch.Tensor | None
 
 
-@dataclass(frozen=True, eq=False)
-class Places:
-    """A rank's tokens among those of a plan in padded blocks: token i is number index[i] (S_local,) of `num_tokens`."""
+class Places(NamedTuple):
+    """A rank's tokens among the `num_tokens` of a plan in padded blocks: token i is number inner[i] (S_local,). `outer`
+    (num_tokens,) is the inverse, any token where nothing belongs: at `filled`."""
 
-    index: torch.Tensor
-    num_tokens: int
+    inner: torch.Tensor
+    outer: torch.Tensor
+    filled: torch.Tensor
 
     def put(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, S_local, ...) to (B, num_tokens, ...), zeros elsewhere."""
-        wide = x.new_zeros((x.size(0), self.num_tokens, *x.shape[2:]))
-        return wide.index_copy_(1, self.index, x)
+        return x.index_select(1, self.outer).index_fill_(1, self.filled, 0)
 
     def take(self, wide: torch.Tensor) -> torch.Tensor:
-        return wide.index_select(1, self.index)
+        return wide.index_select(1, self.inner)
 
 
 @dataclass(frozen=True, eq=False)

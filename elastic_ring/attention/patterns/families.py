@@ -24,7 +24,7 @@ class Dilated(Rule):
     each, counted from `offset`: kept queries see kept keys of their segment. A query that no branch keeps
     sees nothing. One softmax runs over the union of the branches, so a key that two branches keep counts
     once; the paper weights branches by their softmax denominators and counts it in each.
-    The paper uses `unit_tokens` 1; 128 dilates whole blocks, which block-sparse kernels need.
+    The paper uses `unit_tokens` 1; 128 dilates whole blocks, which block-sparse kernels run faster.
 
     ::
 

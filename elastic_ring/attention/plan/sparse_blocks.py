@@ -137,7 +137,7 @@ class HostTables:
 
 
 def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
-    """Raises: `ValueError` for patterns and layouts that block-sparse kernels cannot run on a ring, with a way out."""
+    """Raises: `ValueError` for patterns and layouts that cut blocks of 128 tokens, with a way out."""
     check_documents(pattern.document_starts)
     for rule in dict.fromkeys(pattern.heads):
         for number, (start, stop) in enumerate(pattern.documents(layout.seq_len)):
@@ -147,8 +147,8 @@ def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
             if segment[0] % BLOCK_TOKENS or segment[1] % BLOCK_TOKENS:
                 raise ValueError(
                     f"layout {layout.name} of {layout.seq_len} tokens over cp={layout.cp} cuts at {segment}, inside a"
-                    f" block of {BLOCK_TOKENS} tokens, which block-sparse kernels cannot; take a length that is a"
-                    f" multiple of {_whole_length(layout)} tokens"
+                    f" block of {BLOCK_TOKENS} tokens; take a length that is a multiple of {_whole_length(layout)}"
+                    " tokens"
                 )
 
 

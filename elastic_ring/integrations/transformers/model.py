@@ -101,7 +101,7 @@ class RingModel:
     def pattern(self, context_tokens: int) -> LayerPatterns | None:
         """The sliding windows that a sequence of `context_tokens` notices, by layer; None where there are none.
 
-        With windows="blocks" they are rounded up to whole blocks of 128 tokens, as GPUs need them: a query sees its
+        With windows="blocks" they are rounded up to whole blocks of 128 tokens, which GPUs run faster: a query sees its
         window and at most 254 tokens more.
         """
         wanted = [w if w is not None and w < context_tokens else None for w in self.layer_windows]
@@ -139,8 +139,8 @@ def ring_model(
         weights: False ignores the folder's weights.
         checkpoint_activations: keep each layer's input and attention result only; recompute the rest in backward.
         loss_chunk_tokens: tokens whose logits exist at a time.
-        windows: "exact" keeps the config's sliding windows; "blocks" rounds them up to blocks of 128 tokens, for GPUs;
-            "dense" ignores them.
+        windows: "exact" keeps the config's sliding windows; "blocks" rounds them up to blocks of 128 tokens, which
+            GPUs run faster; "dense" ignores them.
 
     Raises: ValueError for what cannot train on a ring (softcap, sinks, dropout, layers without attention of
     transformers' interface), for weights that do not fit the model, and for a tokenizer with more tokens than it.

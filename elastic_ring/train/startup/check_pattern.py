@@ -1,37 +1,42 @@
-"""Checks before a run on GPUs that the block-sparse kernels can run its pattern, on its data, with its settings.
+"""Checks before a run on GPUs that their kernels can run its pattern, with its settings, and says what slows it down.
 
 Reads settings and some sequences of a user-defined source. Needs no GPU and no Ray, and starts nothing.
 """
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, check_documents
 from elastic_ring.attention.kernels.registry import covering, sparse_form
+from elastic_ring.attention.patterns.content import top_ks_of
 from elastic_ring.data.source import SourceConfig, open_source
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.startup.warm import attention_shapes
 from elastic_ring.train.task import TrainingTask
 
+log = logging.getLogger(__name__)
+
 NUM_SEQUENCES_LOOKED_AT = 16
 
 
 def check_pattern(task: TrainingTask, cp: int, layouts: Layouts | None = None) -> None:
-    """Raises ValueError for a pattern that the block-sparse kernels of GPUs cannot run with these settings."""
+    """Raises ValueError for a pattern that GPUs cannot run with these settings; logs what cuts blocks."""
     if task.pattern is None or not task.pattern.any_sparse:
         return
     step = task.step
     what = f"pattern={str(task.pattern)!r} on device='cuda' with context_tokens={step.context_tokens}"
     if step.param_dtype != "bfloat16":
         raise ValueError(f"{what}: sparse kernels take bfloat16, not {step.param_dtype}; set param_dtype='bfloat16'")
-    try:
-        task.pattern.check_blocks((layouts or Layouts(task)).choice(cp, "cuda").layout)
-        check_places(task.data)
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}. Or train on device='cpu', or leave pattern out: dense attention") from error
+    cut = _what_cuts_blocks(task, cp, layouts or Layouts(task))
+    if cut and _chooses_without_host(task):
+        raise ValueError(f"{what}: {cut}. Or leave fetch_all out: the host then chooses, and blocks may be cut")
+    if cut:
+        log.warning("blocks are padded and masked, which takes up to half as long again: %s", cut)
     pinned = sparse_form(step.kernel)
-    able = [kernel for kernel in covering("tables") if pinned in (None, kernel.name)]
+    able = [kernel for kernel in covering("masked_tables" if cut else "tables") if pinned in (None, kernel.name)]
     for _, _, head_dim in attention_shapes(task):
         reasons = [kernel.refusal("cuda", torch.bfloat16, head_dim, step.deterministic) for kernel in able]
         if all(reasons):
@@ -42,11 +47,25 @@ def check_pattern(task: TrainingTask, cp: int, layouts: Layouts | None = None) -
             )
 
 
-def check_places(data: SourceConfig) -> None:
-    """Raises ValueError where documents begin inside a block of the block-sparse kernels.
+def _what_cuts_blocks(task: TrainingTask, cp: int, layouts: Layouts) -> str:
+    """The first thing that does, with a way out; empty for none. Documents of a source without `align_tokens` are read
+    in some sequences only: a later one may still cut blocks."""
+    try:
+        assert task.pattern is not None
+        task.pattern.check_blocks(layouts.choice(cp, "cuda").layout)
+        _check_places(task.data)
+    except ValueError as error:
+        return str(error)
+    return ""
 
-    Of a source without `align_tokens` only some sequences are read; a later one may still stop the run.
-    """
+
+def _chooses_without_host(task: TrainingTask) -> bool:
+    groups = () if task.pattern is None else task.pattern.groups
+    return any(top_k.fetch_all for group in groups for rule in group.rules for top_k in top_ks_of(rule))
+
+
+def _check_places(data: SourceConfig) -> None:
+    """Raises ValueError where documents begin inside a block."""
     align_tokens = getattr(data, "align_tokens", None)
     if align_tokens is None:
         source = open_source(data)
@@ -54,6 +73,6 @@ def check_places(data: SourceConfig) -> None:
             check_documents(source.read(sample_id).document_starts)
     elif align_tokens % BLOCK_TOKENS:
         raise ValueError(
-            f"align_tokens={align_tokens} of the data: documents must begin with a block of {BLOCK_TOKENS} tokens;"
-            f" set align_tokens={BLOCK_TOKENS}, and each is filled up with tokens that are no targets"
+            f"align_tokens={align_tokens} of the data: documents begin inside blocks of {BLOCK_TOKENS} tokens; set"
+            f" align_tokens={BLOCK_TOKENS}, and each is filled up with tokens that are no targets"
         )

@@ -46,7 +46,7 @@ class Layouts:
         return self._repeated[key]
 
     def choice(self, cp: int, device_type: str) -> LayoutChoice:
-        """For rings of `cp` ranks on "cpu" or "cuda" (whole blocks only). Logs the reason of a choice by "auto".
+        """For rings of `cp` ranks on "cpu" or "cuda" (whole blocks first). Logs the reason of a choice by "auto".
 
         Raises `ValueError` for a pattern that does not fit the model's layers or heads.
         """

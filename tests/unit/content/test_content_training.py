@@ -240,16 +240,22 @@ def on_gpus(text: str, source: Any = RandomSource, **step: Any) -> TrainingTask:
     ).task
 
 
-def test_gpus_take_what_keeps_whole_blocks_and_the_rest_is_refused_before_the_start() -> None:
-    check_pattern(on_gpus("topk:4"), 2)
+def test_gpus_choose_without_the_host_where_blocks_are_whole_and_the_rest_is_refused_before_the_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    check_pattern(on_gpus("topk:4,fetch_all=1"), 2)
     check_pattern(on_gpus("topk:4,causal=0+bigbird:2,1,0;dense@1"), 2)
+    assert not caplog.records
     for text, source, message in (
-        ("topk:4,unit=64", RandomSource, r"chooses blocks of 64 tokens.*set unit=128.*train on device='cpu'"),
-        ("topk:4+window:200", RandomSource, r"window:200: .*in part"),
-        ("topk:4", packed, r"begins at position 513, inside a block"),
+        ("topk:4,unit=64", RandomSource, "chooses blocks of 64 tokens"),
+        ("topk:4+window:200", RandomSource, "window:200: .*in part"),
+        ("topk:4", packed, "begins at position 513, inside a block"),
     ):
-        with pytest.raises(ValueError, match=message):
-            check_pattern(on_gpus(text, source), 2)
+        caplog.clear()
+        check_pattern(on_gpus(text, source), 2)
+        assert re.search(message, caplog.text)
+    with pytest.raises(ValueError, match=r"begins at position 513, inside a block.*leave fetch_all out"):
+        check_pattern(on_gpus("topk:4,fetch_all=1", packed), 2)
 
 
 def test_the_job_logs_what_content_keeps(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -252,10 +252,8 @@ class RandomSource:
 
 
 REFUSED = {
-    "in part": ("window:200", 512, {}, r"pattern='window:200.*context_tokens=512.*in part.*bigbird:8,0,0"),
-    "cut blocks": ("bigbird:2,0,0", 384, {}, r"layout zigzag of 384 tokens over cp=2 .* multiple of 512"),
-    "documents": ("bigbird:2,0,0", 512, {"source": packed}, r"begins at position 257, inside a block"),
-    "unaligned": ("bigbird:2,0,0", 512, {"source": unaligned}, r"align_tokens=1 of the data: .* set align_tokens=128"),
+    "in part": ("topk:2,fetch_all=1+window:200", 512, {}, r"in part.*bigbird:8,0,0.*leave fetch_all out"),
+    "documents": ("topk:2,fetch_all=1", 512, {"source": packed}, r"begins at position 257, inside a block"),
     "type": ("bigbird:2,0,0", 512, {"param_dtype": "float32"}, r"set param_dtype='bfloat16'"),
     "a pinned kernel": (
         "bigbird:2,0,0",
@@ -289,7 +287,7 @@ def test_a_pattern_that_gpus_cannot_run_is_refused_by_fit_before_anything_starts
         trainer.fit()
 
 
-def test_a_pattern_of_whole_blocks_is_let_through_to_gpus() -> None:
+def test_a_pattern_of_whole_blocks_is_let_through_to_gpus(caplog: pytest.LogCaptureFixture) -> None:
     step = StepConfig(steps=1, global_batch=2, context_tokens=512, param_dtype="bfloat16")
     model = partial(Transformer, replace(tiny_task.MODEL, head_dim=64))
     trainer = ElasticRingTrainer(
@@ -301,11 +299,37 @@ def test_a_pattern_of_whole_blocks_is_let_through_to_gpus() -> None:
     )
     check_pattern(trainer.task, 2)
     check_pattern(replace(trainer.task, data=StdlibText(512, align_tokens=128)), 2)
+    assert not caplog.records
 
 
-@pytest.mark.thinned(num=3)
-@pytest.mark.parametrize("text", ["bigbird:2,0,1,unit=128", "bigbird:1,0,0;dense@1", "longnet:256/1,512/2,unit=128"])
-@pytest.mark.parametrize("documents", [(0,), (0, 128, 384)])
+@pytest.mark.parametrize(
+    ("text", "num_tokens", "source", "said"),
+    [
+        ("window:200", 512, RandomSource, "window:200: keeps blocks of 128 tokens in part"),
+        ("bigbird:2,0,0", 384, RandomSource, "layout zigzag of 384 tokens over cp=2 cuts at"),
+        ("bigbird:2,0,0", 512, packed, "begins at position 257, inside a block"),
+        ("bigbird:2,0,0", 512, unaligned, "align_tokens=1 of the data: documents begin inside blocks"),
+    ],
+    ids=["rule", "layout", "documents", "source"],
+)
+def test_what_cuts_blocks_is_told_and_not_refused(
+    text: str, num_tokens: int, source: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = StepConfig(steps=1, global_batch=2, context_tokens=num_tokens, param_dtype="bfloat16")
+    model = partial(Transformer, replace(tiny_task.MODEL, head_dim=64))
+    scaling = ScalingConfig(device="cuda")
+    check_pattern(
+        ElasticRingTrainer(model, source(num_tokens), step_config=step, pattern=text, scaling_config=scaling).task, 2
+    )
+    assert "blocks are padded and masked" in caplog.text
+    assert said in caplog.text
+
+
+@pytest.mark.thinned(num=4)
+@pytest.mark.parametrize(
+    "text", ["bigbird:2,0,1,unit=128", "bigbird:1,0,0;dense@1", "longnet:256/1,512/2,unit=128", "window:200;dense@1"]
+)
+@pytest.mark.parametrize("documents", [(0,), (0, 128, 384), (0, 77, 300)])
 def test_training_in_blocks_gives_the_losses_of_training_in_tiles(text: str, documents: tuple[int, ...]) -> None:
     """What GPUs run, with the spelled-out kernel: both layers of the tiny model, two ranks."""
     layout = make_layout("zigzag", 512, 2)
