@@ -36,8 +36,8 @@ class BlockLists:
 
 @dataclass(frozen=True, eq=False)
 class BlockMasks:
-    """The pairs of blocks that are kept in part: `masks` (m, 128, 128) bool, queries first, of which block pair (i, j)
-    has number `numbers[:, i, j]` (H or 1, n, n') int16. Number 0 is the causal mask."""
+    """The pairs of blocks that are kept in part: `masks` (m, 128, 4) int32, a bit for each query and key (`packed`), of
+    which block pair (i, j) has number `numbers[:, i, j]` (H or 1, n, n') int32. Number 0 is the causal mask."""
 
     numbers: torch.Tensor
     masks: torch.Tensor
@@ -141,7 +141,7 @@ def tables_apart(
     else:
         own, own_by_key = listed([(each != 0) & (each != WHOLE) for each in kept])
         full, full_by_key = listed([each == WHOLE for each in kept])
-        numbers = np.zeros((num_heads, num_q_blocks, num_k_blocks), dtype=np.int16)
+        numbers = np.zeros((num_heads, num_q_blocks, num_k_blocks), dtype=np.int32)
         for each, rows, columns in zip(kept, queries, keys, strict=True):
             numbers[np.ix_(np.arange(num_heads), rows, columns)] = np.maximum(each - FIRST_MASK, 0)
         numbered = BlockMasks(torch.from_numpy(numbers).to(device), masks)
@@ -155,8 +155,9 @@ def tables_apart(
 Kept = NDArray[Any]
 """What is kept of each pair of blocks, int16: nothing, 0; all, WHOLE; else FIRST_MASK + a mask's number. Or bool."""
 WHOLE, CAUSAL, FIRST_MASK = 1, 2, 2
-MOST_MASKS = 1 << 14
-"""Different masks of a plan: 256 MiB of device memory."""
+MOST_MASKS = 1 << 12
+"""Different masks of a plan: 8 MiB of device memory."""
+MASK_WORDS = BLOCK_TOKENS // 32
 PAIRS_AT_ONCE = 1 << 8
 
 
@@ -165,7 +166,7 @@ class MaskNumbers:
 
     def __init__(self) -> None:
         causal = np.tril(np.ones((BLOCK_TOKENS, BLOCK_TOKENS), dtype=bool))
-        self._numbers = {np.packbits(causal).tobytes(): 0}
+        self._numbers = {packed(causal).tobytes(): 0}
 
     def kept(self, rule: Rule, kinds: Kinds, queries: Positions, keys: Positions, causal: bool) -> Kept:
         """`kinds` (n, m) of the blocks `queries` and `keys` under `rule`, with the masks of those kept in part. Raises:
@@ -178,8 +179,8 @@ class MaskNumbers:
             q = (queries[some[0]] * BLOCK_TOKENS)[:, None, None] + inside[:, None]
             k = (keys[some[1]] * BLOCK_TOKENS)[:, None, None] + inside
             seen = rule.sees(q, k) & ((k <= q) | (not causal))
-            packed = np.packbits(seen.reshape(len(q), -1), axis=1)
-            kept[some] = np.where(seen.any((1, 2)), [self._number(each.tobytes()) for each in packed], 0)
+            numbers = [self._number(each.tobytes()) for each in packed(seen)]
+            kept[some] = np.where(seen.any((1, 2)), numbers, 0)
         return kept
 
     def _number(self, mask: bytes) -> int:
@@ -191,10 +192,15 @@ class MaskNumbers:
             )
         return FIRST_MASK + number
 
-    def array(self) -> Mask:
-        """(m, 128, 128) bool."""
-        packed = np.frombuffer(b"".join(self._numbers), dtype=np.uint8)
-        return np.unpackbits(packed).reshape(-1, BLOCK_TOKENS, BLOCK_TOKENS).astype(bool)
+    def array(self) -> NDArray[np.int32]:
+        """(m, 128, 4), as `BlockMasks` has them."""
+        words = np.frombuffer(bytearray(b"".join(self._numbers)), dtype="<i4")
+        return words.reshape(-1, BLOCK_TOKENS, MASK_WORDS)
+
+
+def packed(masks: Mask) -> NDArray[np.int32]:
+    """(..., 128, 128) bool to (..., 128, 4): bit i of a word is key 32 * word + i."""
+    return np.packbits(masks, axis=-1, bitorder="little").view("<i4")
 
 
 def kept_between(

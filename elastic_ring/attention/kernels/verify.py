@@ -27,6 +27,7 @@ from elastic_ring.attention.kernels.block_tables import (
     BLOCK_TOKENS,
     FIRST_MASK,
     BlockTables,
+    packed,
     tables_apart,
     tables_between,
 )
@@ -209,7 +210,8 @@ def _masked_tables(num_heads: int, device: str) -> tuple[torch.Tensor, list[tupl
     calls: list[tuple[slice, Cover]] = []
     for first, last in ((0, 2), (2, 5)):
         some = kept[:, :, first:last].to(torch.int16).numpy()
-        tables = tables_apart([some], [np.arange(last - first)], torch.device(device), masks.to(device))
+        words = torch.from_numpy(packed(masks.numpy())).to(device)
+        tables = tables_apart([some], [np.arange(last - first)], torch.device(device), words)
         calls.append((slice(first * BLOCK_TOKENS, last * BLOCK_TOKENS), tables))
     return seen.to(device), calls
 

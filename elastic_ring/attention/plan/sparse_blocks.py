@@ -128,12 +128,12 @@ class StageTables:
 @dataclass(frozen=True, eq=False)
 class HostTables:
     """Inputs of a plan's device tables, not needed afterwards: what is kept of pairs of blocks, and the masks (m, 128,
-    128) bool of those kept in part (None: all are whole)."""
+    4) int32 of those kept in part (None: all are whole)."""
 
     own: Mask
     own_earlier: Kept
     stages: tuple[StageTables, ...]
-    masks: Mask | None
+    masks: np.ndarray | None
 
 
 def check_blocks(pattern: SparsePattern, layout: Layout) -> None:

@@ -17,7 +17,9 @@ from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apar
 from elastic_ring.attention.layouts.layout import zigzag
 from elastic_ring.attention.lowering.device_blocks import on_device
 from elastic_ring.attention.patterns.families import BigBird
+from elastic_ring.attention.patterns.rules import Dense, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.padded_blocks import padded
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.contrib.block_sparse import tables_for
 
@@ -59,6 +61,23 @@ def test_rectangles_mean_the_same_in_both_directions_and_are_padded_with_nothing
     assert not found["own"].any()
     assert not found["own by key"].any()
     assert flex_mask(tables) is mask
+
+
+def test_masks_of_blocks_say_of_every_pair_what_the_tables_mean() -> None:
+    rules = (Window(200), Dense(), Window(130), Dense())
+    schedule = padded(plan_sparse(SparsePattern(rules, 128, (0, 77)), zigzag(900, 2), 4, 2))
+    blocks = on_device(schedule, 1, CPU)
+    calls = [call.tables for stage in blocks.stages for call in stage.calls]
+    for tables in (blocks.own, *blocks.own_parts, *calls):
+        mask, (num_q, num_k) = flex_mask(tables), padded_blocks(tables)
+        head, row, column = (torch.arange(n) for n in (tables.num_heads, 128 * num_q, 128 * num_k))
+        seen = mask.mask_mod(0, head[:, None, None], row[:, None], column)
+        part = torch.from_numpy(np.kron(told(mask)["own"].numpy(), np.ones((128, 128), dtype=bool)))
+        full = torch.from_numpy(np.kron(told(mask)["full"].numpy(), np.ones((128, 128), dtype=bool)))
+        found = (seen & part | full)[:, : 128 * tables.num_q_blocks, : 128 * tables.num_k_blocks]
+        assert torch.equal(found, block_reference.seen_by(tables))
+        assert tables.masks is not None
+        assert len(tables.masks.masks) > 2
 
 
 def test_halves_of_the_heads_are_views_of_the_mask_of_all() -> None:

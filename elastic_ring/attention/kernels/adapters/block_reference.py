@@ -31,8 +31,9 @@ def _masks(tables: BlockTables) -> torch.Tensor:
     if tables.masks is None:
         causal = torch.ones(BLOCK_TOKENS, BLOCK_TOKENS, dtype=torch.bool, device=tables.device).tril()
         return causal.repeat(1, tables.num_q_blocks, tables.num_k_blocks)
-    masks = tables.masks.masks[tables.masks.numbers.long()]  # (H or 1, n, m, 128, 128)
-    return masks.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    words = tables.masks.masks[tables.masks.numbers.long()].unsqueeze(-1)  # (H or 1, n, m, 128, 4, 1)
+    bits = words >> torch.arange(32, dtype=torch.int32, device=tables.device) & 1
+    return bits.flatten(4).transpose(2, 3).flatten(3).flatten(1, 2).bool()
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from elastic_ring.attention.kernels.adapters.flex import gradients_of, masked
-from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockMasks, BlockTables
+from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockTables
 from elastic_ring.attention.kernels.kernel import Grads, Pair
 
 # ------------------------------------------------------------ flash-attn-4
@@ -36,7 +36,8 @@ def _flash() -> tuple[Any, Any, Any, Any]:
     def numbered(batch, head, row, column, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
         numbers, masks = aux_tensors[0], aux_tensors[1]
         number = numbers[head[0], row[0] // BLOCK_TOKENS, column[0] // BLOCK_TOKENS]
-        seen = masks[number, row[0] % BLOCK_TOKENS, column[0] % BLOCK_TOKENS]
+        word = masks[number, row[0] % BLOCK_TOKENS, column[0] % BLOCK_TOKENS // 32]
+        seen = (word >> (column[0] % 32)) & cutlass.Int32(1)
         return utils.scalar_to_ssa(seen, cutlass.Int32) > utils.scalar_to_ssa(cutlass.Int32(0), cutlass.Int32)
 
     return interface, BlockSparseTensorsTorch, causal, numbered
@@ -51,11 +52,8 @@ def _flash_call(tables: BlockTables, own: BlockLists, full: BlockLists, num_head
     )  # fmt: skip
     if tables.masks is None:
         return {"block_sparse_tensors": lists, "mask_mod": causal}
-    if "flash" not in tables.made:
-        tables.made["flash"] = BlockMasks(tables.masks.numbers.int(), tables.masks.masks.int())
-    made = tables.made["flash"]
-    numbers = made.numbers.expand(num_heads, -1, -1)
-    return {"block_sparse_tensors": lists, "mask_mod": numbered, "aux_tensors": [numbers, made.masks]}
+    numbers = tables.masks.numbers.expand(num_heads, -1, -1)
+    return {"block_sparse_tensors": lists, "mask_mod": numbered, "aux_tensors": [numbers, tables.masks.masks]}
 
 
 def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
@@ -89,14 +87,15 @@ def _by_masks(tables: BlockTables) -> Any:
     if tables.masks is None:
         return _causal
     (num_q, num_k), numbers, masks = padded_blocks(tables), tables.masks.numbers, tables.masks.masks
-    numbers = functional.pad(numbers, (0, num_k - numbers.size(2), 0, num_q - numbers.size(1))).int()
+    numbers = functional.pad(numbers, (0, num_k - numbers.size(2), 0, num_q - numbers.size(1)))
     missing = _power_of_four(len(masks)) - len(masks)
     masks = functional.pad(masks, (0, 0, 0, 0, 0, missing))
     per_head = int(len(numbers) > 1)
 
     def seen(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         number = numbers[head * per_head, row // BLOCK_TOKENS, column // BLOCK_TOKENS]
-        return masks[number, row % BLOCK_TOKENS, column % BLOCK_TOKENS]
+        word = masks[number, row % BLOCK_TOKENS, column % BLOCK_TOKENS // 32]
+        return (word >> (column % 32)) & 1 == 1
 
     return seen
 
