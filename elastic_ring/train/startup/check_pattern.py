@@ -34,7 +34,7 @@ def check_pattern(task: TrainingTask, cp: int, layouts: Layouts | None = None) -
     if cut and _chooses_without_host(task):
         raise ValueError(f"{what}: {cut}. Or leave fetch_all out: the host then chooses, and blocks may be cut")
     if cut:
-        log.warning("blocks are padded and masked, which takes up to half as long again: %s", cut)
+        log.warning("blocks are padded and masked, which takes up to a third as long again: %s", cut)
     pinned = sparse_form(step.kernel)
     able = [kernel for kernel in covering("masked_tables" if cut else "tables") if pinned in (None, kernel.name)]
     for _, _, head_dim in attention_shapes(task):
