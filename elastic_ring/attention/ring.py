@@ -306,8 +306,9 @@ class RingAttention(RecomputableRing):
     def _kernel_for(self, q: torch.Tensor, num_kv_heads: int) -> Kernel:
         cover: CoverKind = "causal"
         if not self.schedule.is_dense:
-            tables: CoverKind = "masked_tables" if self._plans.in_blocks.in_part else "tables"
-            cover = tables if self._in_blocks(q) else "mask"
+            cover = "mask"
+            if self._in_blocks(q):
+                cover = "masked_tables" if self._plans.in_blocks.in_part else "tables"
         wanted = {"causal": self._backend, "mask": None}.get(cover, self._kernel)
         if isinstance(wanted, Kernel):
             if cover not in wanted.covers:

@@ -49,8 +49,11 @@ class RingPlans:
         why = cut_blocks(self.schedule.sparse, self.schedule.layout)
         if not why:
             return self.schedule
-        logger.info("blocks are padded, and kept in part by masks: %s", why)
-        return padded(self.schedule)
+        whole = padded(self.schedule)
+        level = logging.DEBUG if self.schedule.for_one_call else logging.INFO
+        sizes = self.schedule.layout.seq_len, whole.layout.seq_len
+        logger.log(level, "%d tokens are padded to %d in whole blocks, and masked: %s", *sizes, why)
+        return whole
 
     def of_call(self, plan: CallPlan) -> CallPlan:
         """`plan` as it runs in one pass; another where a call has tables of its own (`chosen_blocks`)."""

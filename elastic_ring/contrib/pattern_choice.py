@@ -80,7 +80,7 @@ def choose(
 ) -> Choice:
     """The best candidate by `rank` among all layouts of `layouts_for` with every exchange.
 
-    With `whole_blocks` only layouts that do not split blocks of 128 tokens are considered, as GPU kernels need.
+    With `whole_blocks` only layouts that do not cut blocks of 128 tokens are considered, which GPUs run faster.
     Raises `ValueError` if there is none.
     """
     weighed: list[Candidate] = []

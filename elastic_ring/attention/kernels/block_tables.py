@@ -37,7 +37,8 @@ class BlockLists:
 @dataclass(frozen=True, eq=False)
 class BlockMasks:
     """The pairs of blocks that are kept in part: `masks` (m, 128, 4) int32, a bit for each query and key (`packed`), of
-    which block pair (i, j) has number `numbers[:, i, j]` (H or 1, n, n') int32. Number 0 is the causal mask."""
+    which block pair (i, j) has number `numbers[:, i, j]` (H or 1, n or 2, n' or 2) int32. Number 0 is the causal
+    mask."""
 
     numbers: torch.Tensor
     masks: torch.Tensor
@@ -141,7 +142,8 @@ def tables_apart(
     else:
         own, own_by_key = listed([(each != 0) & (each != WHOLE) for each in kept])
         full, full_by_key = listed([each == WHOLE for each in kept])
-        numbers = np.zeros((num_heads, num_q_blocks, num_k_blocks), dtype=np.int32)
+        # At least two each way: flash-attn-4 looks for the one dimension whose stride is 1.
+        numbers = np.zeros((num_heads, max(2, num_q_blocks), max(2, num_k_blocks)), dtype=np.int32)
         for each, rows, columns in zip(kept, queries, keys, strict=True):
             numbers[np.ix_(np.arange(num_heads), rows, columns)] = np.maximum(each - FIRST_MASK, 0)
         numbered = BlockMasks(torch.from_numpy(numbers).to(device), masks)
@@ -173,22 +175,23 @@ class MaskNumbers:
         `ValueError` beyond `MOST_MASKS`."""
         kept = np.where(kinds == FULL, WHOLE, 0).astype(np.int16)
         rows, columns = np.nonzero(kinds == PART)
-        inside = np.arange(BLOCK_TOKENS)
         for first in range(0, len(rows), PAIRS_AT_ONCE):
             some = rows[first : first + PAIRS_AT_ONCE], columns[first : first + PAIRS_AT_ONCE]
-            q = (queries[some[0]] * BLOCK_TOKENS)[:, None, None] + inside[:, None]
-            k = (keys[some[1]] * BLOCK_TOKENS)[:, None, None] + inside
-            seen = rule.sees(q, k) & ((k <= q) | (not causal))
-            numbers = [self._number(each.tobytes()) for each in packed(seen)]
-            kept[some] = np.where(seen.any((1, 2)), numbers, 0)
+            seen = rule.token_pairs(queries[some[0]], keys[some[1]], BLOCK_TOKENS, causal)
+            kept[some] = [self._number(mask) for mask in seen]
         return kept
 
-    def _number(self, mask: bytes) -> int:
-        number = self._numbers.setdefault(mask, len(self._numbers))
+    def _number(self, mask: Mask) -> int:
+        if not mask.any():
+            return 0
+        if mask.all():
+            return WHOLE
+        number = self._numbers.setdefault(packed(mask).tobytes(), len(self._numbers))
         if number >= MOST_MASKS:
             raise ValueError(
                 f"the pattern keeps blocks of {BLOCK_TOKENS} tokens in more than {MOST_MASKS} different ways; choose a"
-                " rule over whole blocks, or have documents begin with a block: align_tokens=128 of the data's source"
+                " rule over whole blocks, a layout whose pieces are multiples of 128, or have documents begin with a"
+                " block: align_tokens=128 of the data's source"
             )
         return FIRST_MASK + number
 

@@ -126,7 +126,7 @@ def _select(
     kernels: tuple[Kernel, ...] | None,
 ) -> Kernel:
     """Cached, because every ring needs it and a failed self-test should be logged only once."""
-    dense, setting = cover in DENSE, "kernel" if "tables" in cover else "backend"
+    dense, setting = cover in DENSE, "kernel" if cover in ("tables", "masked_tables") else "backend"
     able = [kernel for kernel in kernels or KERNELS if cover in kernel.covers]
     chosen = [kernel for kernel in able if (not kernel.only_by_name if pin is None else kernel.name == pin)]
     if not chosen:

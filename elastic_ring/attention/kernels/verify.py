@@ -102,7 +102,9 @@ def warm_up_kernels(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: i
                     return failure
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, ImportError, NotImplementedError, TypeError, AssertionError, AttributeError) as error:
+    except (
+        RuntimeError, ImportError, NotImplementedError, TypeError, ValueError, AssertionError, AttributeError,
+    ) as error:  # fmt: skip
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -164,7 +166,8 @@ def _cases(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, head_
     if "tables" in kernel.covers:
         tolerance = max(TOLERANCE[dtype], SPARSE_HALF_TOLERANCE if dtype.itemsize == 2 else 0.0)
         cases = [_whole_tables(2 * head_ratio, device), _ring_tables(device)]
-        cases += [_masked_tables(2 * head_ratio, device)] if "masked_tables" in kernel.covers else []
+        if "masked_tables" in kernel.covers:
+            cases += [_masked_tables(2 * head_ratio, 2, device), _masked_tables(1, 4, device)]
         for seed, (seen, calls) in enumerate(cases):
             yield _Case(inputs(seed, 2, seen.size(1), seen.size(2)), seen, calls, tolerance, " of a sparse case")
 
@@ -197,9 +200,9 @@ def _ring_tables(device: str) -> tuple[torch.Tensor, list[tuple[slice, Cover]]]:
     ]
 
 
-def _masked_tables(num_heads: int, device: str) -> tuple[torch.Tensor, list[tuple[slice, Cover]]]:
-    """Three query blocks and five key blocks in two calls, each block kept not at all, whole, or by one of three masks,
-    different ones per head. The first query block sees no key of the second call."""
+def _masked_tables(num_heads: int, cut: int, device: str) -> tuple[torch.Tensor, list[tuple[slice, Cover]]]:
+    """Three query blocks and five key blocks in two calls, of `cut` and the others, each block kept not at all, whole,
+    or by one of three masks, different ones per head. The first query block sees no key of the second call."""
     generator = torch.Generator().manual_seed(0)
     masks = torch.rand(3, BLOCK_TOKENS, BLOCK_TOKENS, generator=generator) < 0.3
     masks[:, :, 0] = True
@@ -208,7 +211,7 @@ def _masked_tables(num_heads: int, device: str) -> tuple[torch.Tensor, list[tupl
     of_kinds = torch.cat([torch.zeros_like(masks[:1]), torch.ones_like(masks[:1]), masks])
     seen = of_kinds[kept].transpose(2, 3).flatten(3, 4).flatten(1, 2)
     calls: list[tuple[slice, Cover]] = []
-    for first, last in ((0, 2), (2, 5)):
+    for first, last in ((0, cut), (cut, 5)):
         some = kept[:, :, first:last].to(torch.int16).numpy()
         words = torch.from_numpy(packed(masks.numpy())).to(device)
         tables = tables_apart([some], [np.arange(last - first)], torch.device(device), words)

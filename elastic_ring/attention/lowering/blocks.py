@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from elastic_ring.attention.comm.exchange import HopExchange, row_frame
@@ -118,13 +119,13 @@ def lower_blocks(schedule: Schedule, cp_rank: int, q: torch.Tensor, options: Blo
 
 def lower_padded(schedule: Schedule, whole: Schedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> CallPlan:
     """The same for a schedule whose blocks are cut: the plan of `whole`, its padded form."""
-    inner = torch.from_numpy(padded_rows(schedule, cp_rank)).to(q.device)
-    num_tokens = whole.layout.num_tokens(cp_rank)
+    inner, num_tokens = padded_rows(schedule, cp_rank), whole.layout.num_tokens(cp_rank)
     if len(inner) == num_tokens:  # rules cut blocks, nothing else does
         return lower_blocks(whole, cp_rank, q, options)
-    outer = inner.new_full((num_tokens,), -1)
-    outer[inner] = torch.arange(len(inner), device=q.device)
-    places = Places(inner, outer.clamp(min=0), torch.nonzero(outer < 0).squeeze(1))
+    outer = np.full(num_tokens, -1)
+    outer[inner] = np.arange(len(inner))
+    indices = (inner, np.maximum(outer, 0), np.flatnonzero(outer < 0))
+    places = Places(*(torch.from_numpy(each).to(q.device) for each in indices))
     wide = q[:, :1].expand(-1, num_tokens, -1, -1)
     return replace(lower_blocks(whole, cp_rank, wide, options), places=places)
 

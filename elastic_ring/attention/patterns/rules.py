@@ -151,6 +151,15 @@ class Rule:
         shaped = seen.reshape(len(rows), per_block, len(columns), per_block)
         return by_extremes(shaped.any(axis=(1, 3)), shaped.all(axis=(1, 3)))
 
+    def token_pairs(self, rows: Positions, columns: Positions, block: int, causal: bool = True) -> Mask:
+        """(n, block, block): the pairs of tokens that it keeps of the blocks rows[i] and columns[i] (n,)."""
+        cell = math.gcd(self.unit, block)
+        cells, inside = np.arange(0, block, cell), np.arange(block)
+        q, k = ((blocks * block)[:, None, None] for blocks in (rows, columns))
+        seen = np.broadcast_to(self.sees(q + cells[:, None], k + cells), (len(rows), len(cells), len(cells)))
+        seen = seen.repeat(cell, axis=1).repeat(cell, axis=2)
+        return seen & (k + inside <= q + inside[:, None]) if causal else seen
+
     def __or__(self, other: Rule) -> Rule:
         return Union((self, other))
 
@@ -344,6 +353,9 @@ class Union(Rule):
 
     def row_kinds(self, rows: Positions, columns: Positions, block: int, causal: bool = True) -> Kinds:
         return reduce(np.maximum, (rule.row_kinds(rows, columns, block, causal) for rule in self.rules))
+
+    def token_pairs(self, rows: Positions, columns: Positions, block: int, causal: bool = True) -> Mask:
+        return reduce(np.logical_or, (rule.token_pairs(rows, columns, block, causal) for rule in self.rules))
 
 
 def by_extremes(some: Any, every: Any) -> Kinds:

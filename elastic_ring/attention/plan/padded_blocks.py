@@ -103,15 +103,26 @@ class _InBlocks(Rule):
 @dataclass(frozen=True, eq=False)
 class _InDocument(Rule):
     """`rule` of a document whose blocks hold the positions `pieces` (n, 2). Nobody sees what fills up a block; what
-    fills up a block of queries sees what a token there would see."""
+    fills up a block of queries sees what a token there would see, at the document's end what its last token sees."""
 
     rule: Rule
     pieces: Positions
 
     def sees(self, q: Positions, k: Positions) -> Mask:
         (q_block, q_at), (k_block, k_at) = (np.divmod(each, BLOCK_TOKENS) for each in (q, k))
-        seen = self.rule.sees(self.pieces[q_block, 0] + q_at, self.pieces[k_block, 0] + k_at)
-        return seen & (k_at < self.pieces[k_block, 1] - self.pieces[k_block, 0])
+        last = self.pieces[-1, 1] - 1
+        own, other = (np.minimum(self.pieces[b, 0] + at, last) for b, at in ((q_block, q_at), (k_block, k_at)))
+        return self.rule.sees(own, other) & (k_at < self.pieces[k_block, 1] - self.pieces[k_block, 0])
+
+    def token_pairs(self, rows: Positions, columns: Positions, block: int, causal: bool = True) -> Mask:
+        seen = np.empty((len(rows), block, block), dtype=bool)
+        whole = (self.pieces[rows, 0] % block == 0) & (self.pieces[columns, 0] % block == 0)
+        whole &= np.diff(self.pieces[columns]).squeeze(1) == block
+        whole &= self.pieces[rows, 0] + block <= self.pieces[-1, 1]
+        own, others = (self.pieces[blocks[whole], 0] // block for blocks in (rows, columns))
+        seen[whole] = self.rule.token_pairs(own, others, block, causal)  # by its unit, not token by token
+        seen[~whole] = super().token_pairs(rows[~whole], columns[~whole], block, causal)
+        return seen
 
     def strips(self, rows: Positions, columns: Positions, block: int) -> list[slice]:
         return self.rule.strips(rows, columns, block)

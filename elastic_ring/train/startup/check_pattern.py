@@ -11,8 +11,9 @@ import torch
 
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, check_documents
 from elastic_ring.attention.kernels.registry import covering, sparse_form
+from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.patterns.content import top_ks_of
-from elastic_ring.data.source import SourceConfig, open_source
+from elastic_ring.data.source import open_source
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.startup.warm import attention_shapes
 from elastic_ring.train.task import TrainingTask
@@ -30,7 +31,7 @@ def check_pattern(task: TrainingTask, cp: int, layouts: Layouts | None = None) -
     what = f"pattern={str(task.pattern)!r} on device='cuda' with context_tokens={step.context_tokens}"
     if step.param_dtype != "bfloat16":
         raise ValueError(f"{what}: sparse kernels take bfloat16, not {step.param_dtype}; set param_dtype='bfloat16'")
-    cut = _what_cuts_blocks(task, cp, layouts or Layouts(task))
+    cut = _what_cuts_blocks(task, (layouts or Layouts(task)).choice(cp, "cuda").layout)
     if cut and _chooses_without_host(task):
         raise ValueError(f"{what}: {cut}. Or leave fetch_all out: the host then chooses, and blocks may be cut")
     if cut:
@@ -47,32 +48,30 @@ def check_pattern(task: TrainingTask, cp: int, layouts: Layouts | None = None) -
             )
 
 
-def _what_cuts_blocks(task: TrainingTask, cp: int, layouts: Layouts) -> str:
+def _what_cuts_blocks(task: TrainingTask, layout: Layout) -> str:
     """The first thing that does, with a way out; empty for none. Documents of a source without `align_tokens` are read
     in some sequences only: a later one may still cut blocks."""
+    align_tokens = getattr(task.data, "align_tokens", None)
+    starts: list[tuple[int, ...]] = [(0,)]
+    if align_tokens is None:
+        source = open_source(task.data)
+        chosen = range(0, source.num_sequences, -(-source.num_sequences // NUM_SEQUENCES_LOOKED_AT))
+        starts += [source.read(sample_id).document_starts for sample_id in chosen]
     try:
         assert task.pattern is not None
-        task.pattern.check_blocks(layouts.choice(cp, "cuda").layout)
-        _check_places(task.data)
+        task.pattern.check_blocks(layout)
+        for each in starts:
+            check_documents(each)
     except ValueError as error:
         return str(error)
+    if align_tokens is not None and align_tokens % BLOCK_TOKENS:
+        return (
+            f"align_tokens={align_tokens} of the data: documents begin inside blocks of {BLOCK_TOKENS} tokens; set"
+            f" align_tokens={BLOCK_TOKENS}, and each is filled up with tokens that are no targets"
+        )
     return ""
 
 
 def _chooses_without_host(task: TrainingTask) -> bool:
     groups = () if task.pattern is None else task.pattern.groups
     return any(top_k.fetch_all for group in groups for rule in group.rules for top_k in top_ks_of(rule))
-
-
-def _check_places(data: SourceConfig) -> None:
-    """Raises ValueError where documents begin inside a block."""
-    align_tokens = getattr(data, "align_tokens", None)
-    if align_tokens is None:
-        source = open_source(data)
-        for sample_id in range(0, source.num_sequences, -(-source.num_sequences // NUM_SEQUENCES_LOOKED_AT)):
-            check_documents(source.read(sample_id).document_starts)
-    elif align_tokens % BLOCK_TOKENS:
-        raise ValueError(
-            f"align_tokens={align_tokens} of the data: documents begin inside blocks of {BLOCK_TOKENS} tokens; set"
-            f" align_tokens={BLOCK_TOKENS}, and each is filled up with tokens that are no targets"
-        )

@@ -126,8 +126,11 @@ def _choose(
     dense: dict[tuple[int, int, int], Kernel] = {}
     for shape, cover, kernel in chosen_kernels(task, shapes, device, cache_dir):
         (num_heads, num_kv_heads, head_dim), sparse = shape, "" if cover == "causal" else "sparse "
+        masked = "masked " if cover == "masked_tables" else ""
         of_shape = f"{num_heads}/{num_kv_heads} heads of {head_dim}"
-        kernels[f"{sparse}attention, {of_shape}"] = kernel.name if sparse else f"{kernel.name} {kernel.version()}"
+        kernels[f"{masked}{sparse}attention, {of_shape}"] = (
+            kernel.name if sparse else f"{kernel.name} {kernel.version()}"
+        )
         by_length.update({shape: None} if kernel.by_length else {})
         dense.update({} if sparse else {shape: kernel})
         proofs[f"{sparse}attention kernel {kernel.name}, {of_shape}"] = partial(

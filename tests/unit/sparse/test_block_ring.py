@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,11 +17,12 @@ from elastic_ring.attention.kernels.adapters.block_reference import seen_by, see
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import covering, named, select
 from elastic_ring.attention.kernels.verify import self_test
-from elastic_ring.attention.layouts.layout import contiguous, zigzag
+from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.lowering import blocks as lowered
 from elastic_ring.attention.lowering.device_blocks import on_device
 from elastic_ring.attention.lowering.rows import OneGroup, SeveralGroups
 from elastic_ring.attention.merge import add_placed_
+from elastic_ring.attention.patterns.families import Dilated
 from elastic_ring.attention.patterns.rules import Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.chunks import chunks_of
@@ -28,6 +30,7 @@ from elastic_ring.attention.plan.padded_blocks import padded
 from elastic_ring.attention.plan.sparse_blocks import plan_blocks
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
+from elastic_ring.contrib.block_function import BlockFunction
 from elastic_ring.contrib.block_sparse import tables_for
 from tests.gpu.gpu_rings import ProcessGroups, run_sparse_on
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
@@ -130,6 +133,34 @@ def test_whatever_cuts_blocks_results_are_exact_and_whole_blocks_move(
         for hop in range(cp):
             want = whole.hop_bytes(cp_rank, hop, case.head_dim, 8, "forward", batch=case.batch)
             assert ledger.received_bytes.get(("forward", hop), 0) == want
+
+
+_EIGHT_BY_EIGHT = np.tril(np.random.default_rng(0).random((8, 8)) < 0.5)
+ODD: dict[str, tuple[BlockCase, dict[str, Any]]] = {
+    "a block a rank": (BlockCase((Window(100),), (), contiguous(200, 2), block=128), {}),
+    "a rank without tokens": (
+        BlockCase((Window(100),), (), Layout("uneven", 200, (((0, 200),), ())), block=128),
+        {},
+    ),
+    "two sequences of a pass": (BlockCase((Window(200),), (), zigzag(300, 2).repeated(2), (0, 300), block=128), {}),
+    "a rule that reads a table": (
+        BlockCase((BlockFunction(lambda i, j: _EIGHT_BY_EIGHT[i, j]),), (), contiguous(1000, 3), block=128),
+        {},
+    ),
+    "units of 64": (BlockCase((Dilated((512,), (3,), 1, 64),), (), contiguous(1000, 2), (0, 300), block=128), {}),
+    "keys that are kept": (cut_case("windows and dense heads", 3, "zigzag", num_kv_heads=4), {"keep_keys": True}),
+    "two hosts, a stage a hop": (
+        cut_case("heads in turn", 4, "contiguous"),
+        {"hosts": ("a", "a", "b", "b"), "stage_bytes": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_pieces_of_cut_blocks_are_exact_too(rings: ThreadRings, name: str) -> None:
+    case, options = ODD[name]
+    found, _ = run_sparse(case, rings.groups(case.layout.cp), kernel=KERNEL, **options)
+    check(case, found)
 
 
 @pytest.mark.slow

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.kernels.registry import KERNELS
+from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.config import StepConfig
 from elastic_ring.train.optim import OptimConfig
 from elastic_ring.train.startup.kernels import KernelMismatch, agree, agreed, gather_rows, kernels_of
@@ -75,6 +78,19 @@ def test_a_common_choice_that_no_single_name_gives_is_refused_not_mixed() -> Non
     rows = [(False, ("flash-attn-4", "flex")), (False, ("cudnn", "flash-attn-4"))]
     with pytest.raises(KernelMismatch, match="cannot switch"):
         agree(TASK, rows, ("flash-attn-4", "flex"), only_both)
+
+
+def test_with_a_pattern_gpus_agree_on_masks_of_blocks_before_anything_cuts_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def select(*what: Any, cover: str, **_: Any) -> Kernel:
+        asked.append((cover, what[4]))
+        return KERNELS[0]
+
+    monkeypatch.setattr("elastic_ring.train.startup.kernels.select", select)
+    task = replace(TASK, pattern=parse_pattern("window:200;dense@1"), step=replace(TASK.step, kernel="flex"))
+    assert len(kernels_of(task, SHAPES[:1], torch.device("cuda"), None)) == 3
+    assert asked == [("causal", "flex"), ("tables", "flex-sparse"), ("masked_tables", "flex-sparse")]
 
 
 def test_ranks_whose_models_call_differently_are_refused() -> None:

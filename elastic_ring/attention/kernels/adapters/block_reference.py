@@ -31,7 +31,8 @@ def _masks(tables: BlockTables) -> torch.Tensor:
     if tables.masks is None:
         causal = torch.ones(BLOCK_TOKENS, BLOCK_TOKENS, dtype=torch.bool, device=tables.device).tril()
         return causal.repeat(1, tables.num_q_blocks, tables.num_k_blocks)
-    words = tables.masks.masks[tables.masks.numbers.long()].unsqueeze(-1)  # (H or 1, n, m, 128, 4, 1)
+    numbers = tables.masks.numbers[:, : tables.num_q_blocks, : tables.num_k_blocks].long()
+    words = tables.masks.masks[numbers].unsqueeze(-1)  # (H or 1, n, m, 128, 4, 1)
     bits = words >> torch.arange(32, dtype=torch.int32, device=tables.device) & 1
     return bits.flatten(4).transpose(2, 3).flatten(3).flatten(1, 2).bool()
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from elastic_ring.attention.kernels.adapters.flex import gradients_of, masked
-from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockTables
+from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockMasks, BlockTables
 from elastic_ring.attention.kernels.kernel import Grads, Pair
 
 # ------------------------------------------------------------ flash-attn-4
@@ -81,16 +81,28 @@ def _causal(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: 
     return row >= column
 
 
+def _padded_masks(tables: BlockTables) -> BlockMasks:
+    """Numbers are padded as blocks are, masks to a power of four, at least 16: kernels are compiled for both."""
+    assert tables.masks is not None
+    if "masks" not in tables.made:
+        if tables.whole is not None:
+            whole, first = tables.whole
+            tables.made["masks"] = _padded_masks(whole).of_heads(first, first + tables.num_heads)
+        else:
+            (num_q, num_k), numbers, masks = padded_blocks(tables), tables.masks.numbers, tables.masks.masks
+            numbers = functional.pad(numbers, (0, num_k - numbers.size(2), 0, num_q - numbers.size(1)))
+            missing = _power_of_four(len(masks)) - len(masks)
+            tables.made["masks"] = BlockMasks(numbers, functional.pad(masks, (0, 0, 0, 0, 0, missing)))
+    made: BlockMasks = tables.made["masks"]
+    return made
+
+
 def _by_masks(tables: BlockTables) -> Any:
-    """The mask function of blocks kept in part. Numbers are padded as blocks are, masks to a power of four, at least
-    16, because kernels are compiled for both."""
+    """The mask function of blocks kept in part."""
     if tables.masks is None:
         return _causal
-    (num_q, num_k), numbers, masks = padded_blocks(tables), tables.masks.numbers, tables.masks.masks
-    numbers = functional.pad(numbers, (0, num_k - numbers.size(2), 0, num_q - numbers.size(1)))
-    missing = _power_of_four(len(masks)) - len(masks)
-    masks = functional.pad(masks, (0, 0, 0, 0, 0, missing))
-    per_head = int(len(numbers) > 1)
+    padded = _padded_masks(tables)
+    numbers, masks, per_head = padded.numbers, padded.masks, int(len(padded.numbers) > 1)
 
     def seen(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         number = numbers[head * per_head, row // BLOCK_TOKENS, column // BLOCK_TOKENS]

@@ -78,4 +78,4 @@ def _expand(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _fold(x: torch.Tensor, group: int) -> torch.Tensor:
-    return x.reshape(*x.shape[:2], -1, group, x.size(3)).sum(3)
+    return x.unflatten(2, (x.size(2) // group, group)).sum(3)
