@@ -42,7 +42,7 @@ def chosen_kernels(
     step, pattern, dtype = task.step, task.pattern, getattr(torch, task.step.param_dtype)
     pins: dict[CoverKind, str | None] = {"causal": step.kernel or None} if pattern is None or pattern.any_dense else {}
     if pattern is not None and pattern.any_sparse and device.type == "cuda":
-        # A document or a ring of another size may cut blocks in any step: masks are agreed on before.
+        # A document may cut blocks in any step: who runs masks is agreed on before.
         pins["tables"] = pins["masked_tables"] = sparse_form(step.kernel)
     for shape in shapes:
         for cover, pin in pins.items():
