@@ -17,14 +17,13 @@ from elastic_ring.attention.lowering.call_plan import (
     HeadOrder,
     Op,
     OwnPart,
-    Places,
     Program,
     StageCalls,
     SumTypes,
 )
 from elastic_ring.attention.lowering.device_blocks import DeviceBlocks, on_device
 from elastic_ring.attention.lowering.keys import TokenSpan
-from elastic_ring.attention.lowering.rows import Span
+from elastic_ring.attention.lowering.rows import Places, Span
 from elastic_ring.attention.merge import MOST_AT_ONCE, accumulate_dtype, add_placed_
 from elastic_ring.attention.plan.padded_blocks import padded_rows
 from elastic_ring.attention.plan.plan_cache import LRUCache

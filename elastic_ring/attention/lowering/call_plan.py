@@ -15,7 +15,7 @@ from elastic_ring.attention.comm.exchange import Frame, HopExchange, Pack
 from elastic_ring.attention.kernels.kernel import Cover, Kernel
 from elastic_ring.attention.layouts.layout import Range
 from elastic_ring.attention.lowering.keys import Keys
-from elastic_ring.attention.lowering.rows import Rows
+from elastic_ring.attention.lowering.rows import Places, Rows
 from elastic_ring.attention.plan.traffic import ExchangePlan
 
 
@@ -91,22 +91,6 @@ class HeadOrder(NamedTuple):
     inner_kv: torch.Tensor | None
     outer: torch.Tensor | None
     outer_kv: torch.Tensor | None
-
-
-class Places(NamedTuple):
-    """A rank's tokens among the `num_tokens` of a plan in padded blocks: token i is number inner[i] (S_local,). `outer`
-    (num_tokens,) is the inverse, any token where nothing belongs: at `filled`."""
-
-    inner: torch.Tensor
-    outer: torch.Tensor
-    filled: torch.Tensor
-
-    def put(self, x: torch.Tensor) -> torch.Tensor:
-        """x (B, S_local, ...) to (B, num_tokens, ...), zeros elsewhere."""
-        return x.index_select(1, self.outer).index_fill_(1, self.filled, 0)
-
-    def take(self, wide: torch.Tensor) -> torch.Tensor:
-        return wide.index_select(1, self.inner)
 
 
 @dataclass(frozen=True, eq=False)

@@ -153,6 +153,22 @@ class SeveralGroups:
         return (x.size(0), x.size(1) * x.size(2) // self.unit, self.unit, *x.shape[3:])
 
 
+class Places(NamedTuple):
+    """A rank's tokens among the `num_tokens` of a plan in padded blocks: token i is number inner[i] (S_local,). `outer`
+    (num_tokens,) is the inverse, any token where nothing belongs: at `filled`."""
+
+    inner: torch.Tensor
+    outer: torch.Tensor
+    filled: torch.Tensor
+
+    def put(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, S_local, ...) to (B, num_tokens, ...), zeros elsewhere."""
+        return x.index_select(1, self.outer).index_fill_(1, self.filled, 0)
+
+    def take(self, wide: torch.Tensor) -> torch.Tensor:
+        return wide.index_select(1, self.inner)
+
+
 def rows_of(
     blocks: Sequence[Positions], heads: Sequence[Range], num_heads: int, device: torch.device
 ) -> OneGroup | SeveralGroups:
