@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.arguments import bench_parser, list_of, num_heads, num_tokens
-from benchmarks.harness.gpu_ranks import interleaved, maximum, run_ranks, timed_s
+from benchmarks.harness.gpu_ranks import host_s, interleaved, run_ranks, timed_s
 from benchmarks.harness.results import show, table
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layers import PatternedAttention
@@ -62,10 +61,7 @@ def time_rank(cp_rank: int, cp: int, options: argparse.Namespace) -> None:
         for text in interleaved(list(runs), options.repeats):
             times[text].append(timed_s(runs[text]))
         for text in interleaved(list(runs), options.repeats):
-            torch.cuda.synchronize()
-            begun_s = time.perf_counter()
-            runs[text]()
-            hosts[text].append(maximum(time.perf_counter() - begun_s))
+            hosts[text].append(host_s(runs[text]))
         for (text, found), num_bytes in zip(times.items(), received, strict=True):
             ms, host_ms = (1e3 * statistics.median(each) for each in (found, hosts[text]))
             rows.append([f"{tokens // 1024}K", text, f"{ms:.2f}", f"{host_ms:.2f}", f"{num_bytes / 1e6:.1f}"])

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from benchmarks.attention.content_on_gpu import inputs
 from benchmarks.harness.arguments import bench_parser, list_of, num_heads, num_tokens
-from benchmarks.harness.gpu_ranks import interleaved, maximum, run_ranks, timed_s
+from benchmarks.harness.gpu_ranks import host_s, interleaved, maximum, run_ranks, timed_s
 from benchmarks.harness.results import show, table
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import zigzag
@@ -78,10 +78,7 @@ def time_rank(cp_rank: int, cp: int, options: argparse.Namespace) -> None:
         for key in interleaved(list(runs), options.repeats):
             times[key].append(timed_s(runs[key]))
         for key in interleaved(list(runs), options.repeats):
-            torch.cuda.synchronize()
-            begun_s = time.perf_counter()
-            runs[key]()
-            hosts[key].append(maximum(time.perf_counter() - begun_s))
+            hosts[key].append(host_s(runs[key]))
         for case in cases(tokens):
             pairs = SparsePattern(parse_pattern(case.text).groups[0].rules, 128, case.starts).row_pairs(case.seq_len)
             for kernel in options.kernels:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -65,6 +66,14 @@ def timed_s(run: Callable[[], object], num_passes: int = 1) -> float:
     end.record()
     torch.cuda.synchronize()
     return maximum(begin.elapsed_time(end) / 1e3 / num_passes)
+
+
+def host_s(run: Callable[[], object]) -> float:
+    """Seconds that the host of the slowest rank works on one pass."""
+    torch.cuda.synchronize()
+    begun_s = time.perf_counter()
+    run()
+    return maximum(time.perf_counter() - begun_s)
 
 
 def interleaved(systems: Sequence[T], repeats: int) -> Iterator[T]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -99,7 +99,7 @@ def _patterns_of(pattern: PatternLike) -> LayerPatterns:
     elif isinstance(pattern, LayerPatterns):
         found = pattern
     else:
-        rules = (pattern,) if isinstance(pattern, Rule) else tuple(pattern)
+        rules = tuple(pattern) if isinstance(pattern, Iterable) else (pattern,)
         if not all(isinstance(rule, Rule) for rule in rules):
             raise ValueError(f"pattern={pattern!r}: give a short form such as sinks:64+window:512, or rules")
         found = LayerPatterns((LayerGroup(rules),))

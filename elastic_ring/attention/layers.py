@@ -21,7 +21,7 @@ from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopLedger, W
 from elastic_ring.attention.kernels.registry import sparse_form
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.lowering.chosen_blocks import ChosenPlans, PastBlocks, past_blocks
-from elastic_ring.attention.patterns.content import top_ks_of
+from elastic_ring.attention.patterns.content import chosen_without_host, top_ks_of
 from elastic_ring.attention.patterns.families import longnet_text
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import NEWER, Dense, Rule, Union
@@ -305,7 +305,7 @@ class PatternedAttention:
     def _fetches_all(self, rules: tuple[Rule, ...], q: torch.Tensor) -> bool:
         """Whether a layer's blocks are chosen without the host: all of its `TopK` say so, and kernels read tables."""
         in_blocks = q.is_cuda or self._sparse_kernel is not None
-        return in_blocks and all(top_k.fetch_all for rule in rules for top_k in top_ks_of(rule))
+        return in_blocks and chosen_without_host(rules)
 
     def _chosen(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor, number: int) -> ChosenPlans:
         key = (*self._place, self._sparse_kernel, "all", q.size(2), k.size(2))

@@ -46,7 +46,7 @@ class RingPlans:
     @cached_property
     def in_blocks(self) -> Schedule:
         """The schedule in whole blocks of 128 tokens, padded where something cuts them."""
-        why = cut_blocks(self.schedule.sparse, self.schedule.layout)
+        why = next(cut_blocks(self.schedule.sparse, self.schedule.layout), "")
         if not why:
             return self.schedule
         whole = padded(self.schedule)

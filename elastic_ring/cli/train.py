@@ -168,9 +168,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = parse(sys.argv[1:] if argv is None else argv)
         trainer = build(asked)
         if asked.plan:
+            from elastic_ring.train.startup.check_pattern import check_pattern
             from elastic_ring.train.startup.layouts import Layouts
 
-            Layouts(trainer.task).choice(asked.scaling.cp, asked.scaling.device)  # logs what "auto" chooses
+            layouts = Layouts(trainer.task)
+            layouts.choice(asked.scaling.cp, asked.scaling.device)  # logs what "auto" chooses
+            if asked.scaling.device == "cuda":
+                check_pattern(trainer.task, asked.scaling.cp, layouts)
             print("\n".join(plan(trainer, asked).lines()))
             return 0
         if asked.scaling.device == "cuda":

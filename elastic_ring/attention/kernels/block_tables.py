@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from elastic_ring.attention.layouts.layout import Range
 from elastic_ring.attention.patterns.blocks import any_partly, row_strips
 from elastic_ring.attention.patterns.content import Chosen, TopK
-from elastic_ring.attention.patterns.rules import FULL, NONE, PART, Kinds, Mask, Positions, Rule, Union
+from elastic_ring.attention.patterns.rules import FULL, NONE, PART, Kinds, Mask, Positions, Rule, Union, Window
 
 BLOCK_TOKENS = 128
 
@@ -271,9 +271,11 @@ def check_whole_blocks(rule: Rule, seq_len: int, causal: bool = True) -> None:
             check_whole_blocks(part, seq_len, causal)
         return
     if any_partly(rule, seq_len, BLOCK_TOKENS, causal):
+        windows = [part for part in (rule.rules if isinstance(rule, Union) else (rule,)) if isinstance(part, Window)]
+        num_blocks = max((window.num_blocks(BLOCK_TOKENS) for window in windows), default=8)
         raise ValueError(
             f"{rule}: keeps blocks of {BLOCK_TOKENS} tokens in part; choose a rule over whole blocks, such as"
-            " BigBird(window=8, globals=0, randoms=0), in short bigbird:8,0,0, for a window"
+            f" bigbird:{num_blocks},0,0, the last {num_blocks} blocks{', for its window' if windows else ''}"
         )
 
 

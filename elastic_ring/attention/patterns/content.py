@@ -8,7 +8,7 @@ is a rule over pairs of blocks like any other. numpy only: scoring and communica
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
@@ -162,6 +162,12 @@ def top_ks_of(rule: Rule) -> tuple[TopK, ...]:
     if isinstance(rule, Union):
         return tuple(dict.fromkeys(top_k for part in rule.rules for top_k in top_ks_of(part)))
     return ()
+
+
+def chosen_without_host(rules: Sequence[Rule]) -> bool:
+    """Whether content chooses for heads that follow `rules`, all of it on the device."""
+    top_ks = [top_k for rule in rules for top_k in top_ks_of(rule)]
+    return bool(top_ks) and all(top_k.fetch_all for top_k in top_ks)
 
 
 def resolved(rule: Rule, chosen: Mapping[TopK, Rule]) -> Rule:

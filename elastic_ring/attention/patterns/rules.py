@@ -219,6 +219,10 @@ class Window(Rule):
     def num_ahead(self) -> int:
         return self.ahead
 
+    def num_blocks(self, block: int) -> int:
+        """The fewest blocks of `block` tokens, the query's own among them, that hold its past wherever it stands."""
+        return 1 + -(-(self.tokens - 1) // block)
+
     def sees(self, q: Positions, k: Positions) -> Mask:
         return (q - k < self.tokens) & (k - q <= self.ahead)
 

@@ -8,7 +8,9 @@ any group. numpy only: `device_blocks` makes the tensors. Waiting and sending mu
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -138,10 +140,28 @@ class HostTables:
 
 def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
     """Raises: `ValueError` for patterns and layouts that cut blocks of 128 tokens, with a way out."""
-    check_documents(pattern.document_starts)
+    for check in _checks(pattern, layout):
+        check()
+
+
+def cut_blocks(pattern: SparsePattern, layout: Layout) -> Iterator[str]:
+    """Each thing that cuts blocks of 128 tokens, with a way out."""
+    for check in _checks(pattern, layout):
+        try:
+            check()
+        except ValueError as error:
+            yield str(error)
+
+
+def _checks(pattern: SparsePattern, layout: Layout) -> Iterator[Callable[[], None]]:
+    yield partial(check_documents, pattern.document_starts)
     for rule in dict.fromkeys(pattern.heads):
         for number, (start, stop) in enumerate(pattern.documents(layout.seq_len)):
-            check_whole_blocks(rule.of_document(number), stop - start, pattern.causal)
+            yield partial(check_whole_blocks, rule.of_document(number), stop - start, pattern.causal)
+    yield partial(_check_segments, layout)
+
+
+def _check_segments(layout: Layout) -> None:
     for own in layout.segments:
         for segment in own:
             if segment[0] % BLOCK_TOKENS or segment[1] % BLOCK_TOKENS:
@@ -150,15 +170,6 @@ def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
                     f" block of {BLOCK_TOKENS} tokens; take a length that is a multiple of {_whole_length(layout)}"
                     " tokens"
                 )
-
-
-def cut_blocks(pattern: SparsePattern, layout: Layout) -> str:
-    """What cuts blocks of 128 tokens, with a way out; empty if nothing does."""
-    try:
-        check_blocks(pattern, layout)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def group_hops(schedule: Schedule, limit_rows: int) -> tuple[tuple[int, ...], ...]:

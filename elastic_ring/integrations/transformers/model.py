@@ -119,7 +119,7 @@ class RingModel:
             return Dense()
         if self.windows == "exact":
             return Window(window)
-        return BigBird(window=1 + -(-(window - 1) // BLOCK_TOKENS), globals=0, randoms=0)
+        return BigBird(window=Window(window).num_blocks(BLOCK_TOKENS), globals=0, randoms=0)
 
 
 def ring_model(

@@ -11,9 +11,11 @@ import torch
 
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, check_documents
 from elastic_ring.attention.kernels.registry import covering, sparse_form
-from elastic_ring.attention.layouts.layout import Layout
-from elastic_ring.attention.patterns.content import top_ks_of
-from elastic_ring.data.source import open_source
+from elastic_ring.attention.patterns.content import chosen_without_host
+from elastic_ring.attention.patterns.rules import Dense
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.sparse_blocks import cut_blocks
+from elastic_ring.data.source import SourceConfig, open_source
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.startup.warm import attention_shapes
 from elastic_ring.train.task import TrainingTask
@@ -31,13 +33,25 @@ def check_pattern(task: TrainingTask, cp: int, layouts: Layouts | None = None) -
     what = f"pattern={str(task.pattern)!r} on device='cuda' with context_tokens={step.context_tokens}"
     if step.param_dtype != "bfloat16":
         raise ValueError(f"{what}: sparse kernels take bfloat16, not {step.param_dtype}; set param_dtype='bfloat16'")
-    cut = _what_cuts_blocks(task, (layouts or Layouts(task)).choice(cp, "cuda").layout)
-    if cut and _chooses_without_host(task):
-        raise ValueError(f"{what}: {cut}. Or leave fetch_all out: the host then chooses, and blocks may be cut")
-    if cut:
-        log.warning("blocks are padded and masked, which takes up to a third as long again: %s", cut)
+    layout = (layouts or Layouts(task)).choice(cp, "cuda").layout
+    of_data, causes = _cut_by_documents(task.data), dict[str, None]()
+    for group in task.pattern.groups:
+        if set(group.rules) == {Dense()}:
+            continue
+        cut = [*cut_blocks(SparsePattern(group.rules, task.pattern.block), layout), *of_data]
+        causes.update(dict.fromkeys(cut))
+        if cut and chosen_without_host(group.rules):
+            raise ValueError(
+                f"{what}: {group} chooses whole blocks of {BLOCK_TOKENS} tokens only, but {'; and '.join(cut)}. Or"
+                " leave fetch_all out: the host then chooses, and blocks may be cut"
+            )
+    if causes:
+        log.warning(
+            "blocks of %d tokens are cut: they are padded and masked, which takes attention longer; \"On GPUs\" in"
+            " docs/patterns.md says how long. %s", BLOCK_TOKENS, "; and ".join(causes),
+        )  # fmt: skip
     pinned = sparse_form(step.kernel)
-    able = [kernel for kernel in covering("masked_tables" if cut else "tables") if pinned in (None, kernel.name)]
+    able = [kernel for kernel in covering("masked_tables" if causes else "tables") if pinned in (None, kernel.name)]
     for _, _, head_dim in attention_shapes(task):
         reasons = [kernel.refusal("cuda", torch.bfloat16, head_dim, step.deterministic) for kernel in able]
         if all(reasons):
@@ -48,30 +62,20 @@ def check_pattern(task: TrainingTask, cp: int, layouts: Layouts | None = None) -
             )
 
 
-def _what_cuts_blocks(task: TrainingTask, layout: Layout) -> str:
-    """The first thing that does, with a way out; empty for none. Documents of a source without `align_tokens` are read
-    in some sequences only: a later one may still cut blocks."""
-    align_tokens = getattr(task.data, "align_tokens", None)
-    starts: list[tuple[int, ...]] = [(0,)]
-    if align_tokens is None:
-        source = open_source(task.data)
-        chosen = range(0, source.num_sequences, -(-source.num_sequences // NUM_SEQUENCES_LOOKED_AT))
-        starts += [source.read(sample_id).document_starts for sample_id in chosen]
+def _cut_by_documents(data: SourceConfig) -> list[str]:
+    """How documents cut blocks, with a way out. Of a source without `align_tokens` some sequences are read: a later one
+    may still cut blocks."""
+    align_tokens = getattr(data, "align_tokens", None)
+    if align_tokens is not None:
+        return [] if align_tokens % BLOCK_TOKENS == 0 else [
+            f"documents of the data begin inside blocks, align_tokens={align_tokens}; set align_tokens={BLOCK_TOKENS},"
+            " and each is filled up with tokens that are no targets"
+        ]  # fmt: skip
+    source = open_source(data)
+    looked_at = range(0, source.num_sequences, -(-source.num_sequences // NUM_SEQUENCES_LOOKED_AT))
+    starts = {start for sample_id in looked_at for start in source.read(sample_id).document_starts}
     try:
-        assert task.pattern is not None
-        task.pattern.check_blocks(layout)
-        for each in starts:
-            check_documents(each)
+        check_documents(tuple(sorted(starts)))
     except ValueError as error:
-        return str(error)
-    if align_tokens is not None and align_tokens % BLOCK_TOKENS:
-        return (
-            f"align_tokens={align_tokens} of the data: documents begin inside blocks of {BLOCK_TOKENS} tokens; set"
-            f" align_tokens={BLOCK_TOKENS}, and each is filled up with tokens that are no targets"
-        )
-    return ""
-
-
-def _chooses_without_host(task: TrainingTask) -> bool:
-    groups = () if task.pattern is None else task.pattern.groups
-    return any(top_k.fetch_all for group in groups for rule in group.rules for top_k in top_ks_of(rule))
+        return [str(error)]
+    return []

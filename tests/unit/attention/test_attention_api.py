@@ -110,6 +110,7 @@ def test_a_pattern_that_does_not_fit_the_call_is_refused_before_a_message() -> N
         ("topk:2", False, "topk:2 does not say"),
         ("window:4;dense@0", True, "names layers"),
         ([1], True, "give a short form"),
+        (5, True, "pattern=5: give a short form"),
         ([Dense(), Window(4), Dense()], True, "rules for 3 heads, the call has 4"),
     ):
         with pytest.raises(ValueError, match=said):

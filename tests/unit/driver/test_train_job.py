@@ -158,6 +158,16 @@ def test_a_plan_may_be_asked_for_in_such_a_copy(copy: Path, capsys: pytest.Captu
     assert list(copy.iterdir()) == []
 
 
+def test_a_plan_for_gpus_says_what_the_start_would_say_of_a_pattern(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = ["--plan", "--preset", "100m", "--scaling.device", "cuda", "--dp", "1", "--cp", "2", "--context", "8000"]
+    assert train.main([*asked, "--pattern", "window:1000;dense@1"]) == 0
+    assert "blocks of 128 tokens are cut" in caplog.text
+    assert train.main([*asked, "--pattern", "topk:4,fetch_all=1"]) == 2
+    assert "leave fetch_all out" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------ the versions of a run
 
 

@@ -298,7 +298,9 @@ def test_what_the_kernels_cannot_run_is_refused_by_name_with_a_way_out() -> None
     def planned(rule: Any, layout: Any, starts: tuple[int, ...] = (0,)) -> Any:
         return plan_blocks(plan_sparse(SparsePattern((rule,), 128, starts), layout, 2, 2), 0)
 
-    with pytest.raises(ValueError, match=r"window:200: keeps blocks of 128 tokens in part.*BigBird"):
+    with pytest.raises(
+        ValueError, match=r"window:200: keeps blocks of 128 tokens in part.*bigbird:3,0,0, .* for its window"
+    ):
         planned(Window(200), contiguous(512, 2))
     with pytest.raises(ValueError, match=r"begins at position 200, inside a block of 128 .*align_tokens=128"):
         planned(NEAR, contiguous(512, 2), (0, 128, 200))
@@ -308,6 +310,23 @@ def test_what_the_kernels_cannot_run_is_refused_by_name_with_a_way_out() -> None
     only_whole = replace(REFERENCE, covers=("tables",))
     with pytest.raises(ValueError, match="covers tables, not masked_tables"):
         run_sparse(case, [None], kernel=only_whole)
+
+
+def test_a_kernel_that_fails_with_masks_serves_whole_blocks_and_another_the_rest(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def forward(q: Any, k: Any, v: Any, tables: Any, scale: float) -> Any:
+        if tables.masks is not None:
+            raise ValueError("no unique leading dimension")
+        return REFERENCE.forward(q, k, v, tables, scale)
+
+    kernels = (replace(REFERENCE, name="first", forward=forward, only_by_name=False),
+               replace(REFERENCE, name="second", only_by_name=False))  # fmt: skip
+    what: dict[str, Any] = {"device": "cpu", "dtype": torch.float64, "head_dim": 16, "deterministic": True}
+    assert select(**what, cover="tables", kernels=kernels).name == "first"
+    assert not caplog.records
+    assert select(**what, cover="masked_tables", kernels=kernels).name == "second"
+    assert "first fails its self-test, passed over: ValueError: no unique leading dimension" in caplog.text
 
 
 def test_ways_to_keep_a_block_in_part_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,8 +252,9 @@ class RandomSource:
 
 
 REFUSED = {
-    "in part": ("topk:2,fetch_all=1+window:200", 512, {}, r"in part.*bigbird:8,0,0.*leave fetch_all out"),
+    "in part": ("topk:2,fetch_all=1+window:200", 512, {}, r"in part.*bigbird:3,0,0.*leave fetch_all out"),
     "documents": ("topk:2,fetch_all=1", 512, {"source": packed}, r"begins at position 257, inside a block"),
+    "source": ("topk:2,fetch_all=1", 512, {"source": unaligned}, r"align_tokens=1; set align_tokens=128"),
     "type": ("bigbird:2,0,0", 512, {"param_dtype": "float32"}, r"set param_dtype='bfloat16'"),
     "a pinned kernel": (
         "bigbird:2,0,0",
@@ -305,15 +306,21 @@ def test_a_pattern_of_whole_blocks_is_let_through_to_gpus(caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("text", "num_tokens", "source", "said"),
     [
-        ("window:200", 512, RandomSource, "window:200: keeps blocks of 128 tokens in part"),
-        ("bigbird:2,0,0", 384, RandomSource, "layout zigzag of 384 tokens over cp=2 cuts at"),
-        ("bigbird:2,0,0", 512, packed, "begins at position 257, inside a block"),
-        ("bigbird:2,0,0", 512, unaligned, "align_tokens=1 of the data: documents begin inside blocks"),
+        ("window:200", 512, RandomSource, ["window:200: keeps blocks of 128 tokens in part"]),
+        ("bigbird:2,0,0", 384, RandomSource, ["layout zigzag of 384 tokens over cp=2 cuts at"]),
+        ("bigbird:2,0,0", 512, packed, ["begins at position 257, inside a block"]),
+        (
+            "window:200;dense@1",
+            384,
+            unaligned,
+            ["keeps blocks of 128 tokens in part", "layout zigzag", "documents of the data begin inside blocks"],
+        ),
+        ("topk:2,fetch_all=1@0;window:200@1", 512, RandomSource, ["window:200: keeps"]),
     ],
-    ids=["rule", "layout", "documents", "source"],
+    ids=["rule", "layout", "documents", "all at once", "another layer than the one that insists"],
 )
 def test_what_cuts_blocks_is_told_and_not_refused(
-    text: str, num_tokens: int, source: Any, said: str, caplog: pytest.LogCaptureFixture
+    text: str, num_tokens: int, source: Any, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     step = StepConfig(steps=1, global_batch=2, context_tokens=num_tokens, param_dtype="bfloat16")
     model = partial(Transformer, replace(tiny_task.MODEL, head_dim=64))
@@ -321,8 +328,8 @@ def test_what_cuts_blocks_is_told_and_not_refused(
     check_pattern(
         ElasticRingTrainer(model, source(num_tokens), step_config=step, pattern=text, scaling_config=scaling).task, 2
     )
-    assert "blocks are padded and masked" in caplog.text
-    assert said in caplog.text
+    assert "blocks of 128 tokens are cut: they are padded and masked" in caplog.text
+    assert all(cause in caplog.text for cause in said)
 
 
 @pytest.mark.thinned(num=4)
