@@ -85,7 +85,15 @@ from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule, ch
 from elastic_ring.train.startup.check_pattern import check_pattern
 from elastic_ring.train.startup.compiling import check_compiles
 from elastic_ring.train.startup.layouts import AUTO, Layouts, check_layers, check_rows
-from elastic_ring.train.task import Initial, LossFunction, TrainingTask, check_parts, check_vocabulary, parts_of
+from elastic_ring.train.task import (
+    Initial,
+    LossFunction,
+    TrainingTask,
+    check_parts,
+    check_vocabulary,
+    description_of,
+    parts_of,
+)
 from elastic_ring.train.wrap import check_buildable, check_own_optimizer
 
 log = logging.getLogger(__name__)
@@ -427,19 +435,17 @@ class ElasticRingTrainer:
             "scaling": self.scaling_config,
             "step": self.task.step,
             "optim": self.task.optim,
-            "data": self.task.data,
             "run": self.run_config,
         }
         shown = {name: json.loads(json.dumps(vars(value), default=str)) for name, value in settings.items()}
         shown["run"]["env"] = sorted(self.run_config.env)  # values may be secrets
-        own = {"pattern": self.task.pattern, "cost_model": self.task.cost_model}
-        given = {name: str(value) for name, value in own.items() if value is not None}
-        shown["data"]["source"] = type(self.task.data).__qualname__
+        given = {} if self.task.cost_model is None else {"cost_model": str(self.task.cost_model)}
         found = versions(self.scaling_config.device)
         return {
             "digest": self._digest,
             "identity": self._identity,
             **shown,
+            **description_of(self.task),
             "code": self._code(),
             **given,
             **({"planned_gpu_bytes": self.planned_gpu_bytes} if self.planned_gpu_bytes is not None else {}),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -59,6 +60,15 @@ class ModelConfig:
                 "ModelConfig offload_activations=True moves what checkpointing keeps, and checkpoint_activations=False "
                 "keeps it all: set that to True"
             )
+
+
+def built_in(model: Any) -> ModelConfig | None:
+    """The shape of a factory `partial(Transformer, config)` of the built-in decoder; None for others."""
+    made = model.func if isinstance(model, partial) else None
+    if getattr(made, "__module__", "") != "elastic_ring.model.transformer":
+        return None
+    given = [*model.args, *model.keywords.values()]
+    return given[0] if len(given) == 1 and isinstance(given[0], ModelConfig) else None
 
 
 def num_parameters(config: ModelConfig) -> int:

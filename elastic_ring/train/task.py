@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.layers import AttentionFn, LayerPatterns
 from elastic_ring.config import StepConfig
 from elastic_ring.data.source import SourceConfig
+from elastic_ring.model.config import built_in
 from elastic_ring.model.flops import flops_of
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule
@@ -93,6 +95,16 @@ class TrainingTask:
     metrics: Mapping[str, LossFunction] = field(default_factory=dict)
     lr_schedule: Schedule | None = None
     flops: float | None = None
+
+
+def description_of(task: TrainingTask) -> dict[str, Any]:
+    """What config.json says of a task for those who load its weights: pattern, kind of data, the decoder's shape."""
+    shape = built_in(task.model)
+    return {
+        **({} if task.pattern is None else {"pattern": str(task.pattern)}),
+        **({} if shape is None else {"model": vars(shape)}),
+        "data": {**json.loads(json.dumps(vars(task.data), default=str)), "source": type(task.data).__qualname__},
+    }
 
 
 def check_parts(task: TrainingTask) -> None:

@@ -35,6 +35,7 @@ from elastic_ring.runtime.driver.session import cluster
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.train.startup.layouts import check_layers, check_rows
+from elastic_ring.train.task import description_of
 from elastic_ring.train.wrap import check_buildable, check_own_optimizer
 from elastic_ring.trainer import ElasticRingTrainer, check_portable, check_writable, described, training_order
 
@@ -173,12 +174,13 @@ class Zero3Trainer:
     def _config(self) -> dict[str, Any]:
         """The settings as config.json records them, under the names of the elastic ring's where it has them, too."""
         settings = {"step": self.task.step, "optim": self.task.optim, "zero": self.zero}
-        if self.dataset is None:
-            settings["data"] = self.task.data
         shown = {name: json.loads(json.dumps(vars(value), default=str)) for name, value in settings.items()}
         digest = identity_digest(self._identity())
         found = {**versions(self.device), "deepspeed": version("deepspeed")}
-        return {"run": {"name": self._run.name}, "digest": digest, "identity": self._identity(), **shown,
+        told = description_of(self.task)
+        if self.dataset is not None:
+            del told["data"]
+        return {"run": {"name": self._run.name}, "digest": digest, "identity": self._identity(), **shown, **told,
                 "cp": self.cp, "versions": found}  # fmt: skip
 
     def _finished(self) -> Result | None:

@@ -1,5 +1,6 @@
 """A run's final weights as transformers loads them: config, safetensors files with an index, tokenizer.
 
+Runs of `ring_model`, under the names that they have, and of the built-in decoder, which becomes a Llama.
 Weights are read tensor by tensor; at most those of one file that is written are in memory.
 """
 
@@ -9,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from elastic_ring.integrations.transformers.checks import config_of
+from elastic_ring.data.packing import BYTE_VOCAB_SIZE
+from elastic_ring.data.tokenizer import BYTES
+from elastic_ring.integrations.transformers.checks import check_tokenizer, config_of
 from elastic_ring.integrations.transformers.model import CONFIG_FILE
 from elastic_ring.integrations.transformers.module import build, class_of
+from elastic_ring.integrations.transformers.presets import (
+    byte_tokenizer,
+    llama_config,
+    llama_name,
+    shape_of_run,
+    tokens_of_run,
+)
 from elastic_ring.integrations.transformers.weights import INDEX
+from elastic_ring.integrations.transformers.windows import NOTE, with_pattern
 from elastic_ring.monitor.metrics import CONFIG_NAME
 from elastic_ring.runtime.run_storage import RunRecords
 from elastic_ring.state.checkpoints.stored_weights import StoredWeights
@@ -53,33 +64,72 @@ def export(
     dtype: str | None = None,
     tokenizer: str | Path | None = None,
     max_file_size: str = "5GB",
+    allow_dense: bool = False,
 ) -> Exported:
-    """Write the final weights of a run of `ring_model` as `save_pretrained` does.
+    """Write the final weights of a run of `ring_model`, or of a preset as a Llama, as `save_pretrained` does.
 
     `run`: its folder, or s3://bucket/prefix/NAME. `dtype`: float32, bfloat16 or float16; by default what the run
-    computed in. `tokenizer`: the folder whose tokenizer is copied, by default the one that the run began from.
+    computed in. `tokenizer`: "bytes", or the folder whose tokenizer is copied; by default that of the folder which the
+    run began from, or of a preset's data. `allow_dense`: export layers whose pattern no config of transformers says,
+    as layers that attend to all earlier tokens.
 
-    Raises ValueError for a run of another model, for one that has not completed, and for an `out` that is not empty;
-    StorageFailed for a store that does not answer.
+    Raises ValueError for a run of another model, for one that has not completed, for such a pattern, and for an `out`
+    that is not empty; StorageFailed for a store that does not answer.
     """
     where, out = os.path.expanduser(run), Path(out).expanduser()
     with RunRecords(where) as records:
-        run_folder = records.look()
-        record = _json(run_folder / CONFIG_FILE, "give the folder of a run of elastic_ring.integrations.transformers")
-        dtype = dtype or str(_json(run_folder / CONFIG_NAME, "give a run's folder")["step"]["param_dtype"])
+        trained = _Trained.read(records.look())
+    dtype, tokenizer = dtype or trained.dtype, str(tokenizer or trained.tokenizer)
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={str(out)!r} is not an empty folder: give a new one")
+    plain, lost = with_pattern(trained.config, trained.pattern, trained.context_tokens, allow_dense=allow_dense)
+    _check_tokenizer(tokenizer, plain["vocab_size"])
     weights = StoredWeights.open(where)
-    empty = _empty(record["config"], weights, getattr(torch, dtype))
+    names = {trained.exported_name(name): name for name in weights.places}
+    empty = _empty(plain, {name: weights.shapes[own] for name, own in names.items()}, getattr(torch, dtype))
     out.mkdir(parents=True, exist_ok=True)
-    num_bytes, num_files = _write_weights(weights, empty, out, max_file_size)
-    _copy_tokenizer(Path(tokenizer) if tokenizer else Path(record["folder"]), out, was_asked=tokenizer is not None)
-    config = config_of(record["config"])
+    num_bytes, num_files = _write_weights(weights, names, empty, out, max_file_size)
+    _write_tokenizer(tokenizer, out, trained, was_asked=tokenizer != trained.tokenizer)
+    config = config_of(plain)
     config.dtype, config.architectures = getattr(torch, dtype), [class_of(config).__name__]
     config.save_pretrained(out)  # last: a folder without a config does not load
+    if lost:
+        log.warning("%s; %s says so under %r", lost, out / "config.json", NOTE)
     return Exported(out, len(empty), num_bytes, num_files, dtype)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What a run's records say of its model."""
+
+    config: dict[str, Any]
+    pattern: str
+    context_tokens: int
+    dtype: str
+    tokenizer: str
+    exported_name: Callable[[str], str]
+
+    @classmethod
+    def read(cls, folder: Path) -> _Trained:
+        """Raises ValueError for a run whose model is neither the built-in decoder nor one of transformers."""
+        recorded = _json(folder / CONFIG_NAME, "give a run's folder")
+        step = recorded["step"]
+        # Earlier versions' ZeRO-3 runs have a pattern in their identity only, in words that nobody reads back.
+        pattern = str(recorded.get("pattern") or recorded.get("identity", {}).get("pattern", ""))
+        context, dtype = int(step["context_tokens"]), str(step["param_dtype"])
+        if (folder / CONFIG_FILE).exists():
+            own = _json(folder / CONFIG_FILE, "export needs it")
+            return cls(own["config"], pattern, context, dtype, own["folder"], str)
+        shape = shape_of_run(recorded, folder)
+        if shape is None:
+            raise ValueError(
+                f"{folder}: its model is neither one of transformers ({CONFIG_FILE}) nor a preset's, so nobody knows "
+                "its config: load the weights into your own module (elastic_ring.load_weights)"
+            )
+        tokenizer, end = tokens_of_run(recorded)
+        return cls(llama_config(shape, context, end), pattern, context, dtype, tokenizer, llama_name)
 
 
 def _json(path: Path, way_out: str) -> dict[str, Any]:
@@ -90,14 +140,14 @@ def _json(path: Path, way_out: str) -> dict[str, Any]:
     return found
 
 
-def _empty(plain: dict[str, Any], weights: StoredWeights, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The model's parameters on the meta device, in `dtype`. Raises ValueError where the run has others."""
+def _empty(plain: dict[str, Any], stored: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The model's parameters on the meta device, in `dtype`. Raises ValueError where others are `stored`."""
     with torch.device("meta"):
         model = build(config_of(plain))
     found = {name: param.detach().to(dtype) for name, param in model.named_parameters()}
     shapes = {name: tuple(param.shape) for name, param in found.items()}
-    if shapes != weights.shapes:
-        odd = sorted(set(shapes.items()) ^ set(weights.shapes.items()))
+    if shapes != stored:
+        odd = sorted(set(shapes.items()) ^ set(stored.items()))
         raise ValueError(
             f"the run's weights are not those of its model under this version of transformers: {odd[0][0]} "
             f"{odd[0][1]} is in one of them only; export with the version that it was trained with"
@@ -106,14 +156,14 @@ def _empty(plain: dict[str, Any], weights: StoredWeights, dtype: torch.dtype) ->
 
 
 def _write_weights(
-    weights: StoredWeights, empty: Mapping[str, Tensor], out: Path, max_file_size: str
+    weights: StoredWeights, own: Mapping[str, str], empty: Mapping[str, Tensor], out: Path, max_file_size: str
 ) -> tuple[int, int]:
-    """(bytes, files) of the weights."""
+    """(bytes, files) of the weights; `own` has the run's name of each."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
     plan = split_torch_state_dict_into_shards(dict(empty), max_shard_size=max_file_size)
     for file_name, names in plan.filename_to_tensors.items():
-        held = {name: weights.tensor(name).to(empty[name].dtype).contiguous() for name in names}
+        held = {name: weights.tensor(own[name]).to(empty[name].dtype).contiguous() for name in names}
         partial = out / f".{file_name}.{os.getpid()}"
         save_file(held, partial, metadata={"format": "pt"})
         partial.chmod(0o666 & ~_umask(out))
@@ -134,12 +184,30 @@ def _umask(folder: Path) -> int:
     return 0o666 ^ mode
 
 
-def _copy_tokenizer(folder: Path, out: Path, *, was_asked: bool) -> None:
-    found = [name for name in BESIDE_WEIGHTS if (folder / name).is_file()] if folder.parts else []
+def _check_tokenizer(where: str, vocab_size: int) -> None:
+    """Raises ValueError for a tokenizer with more tokens than the model."""
+    if where == BYTES:
+        if vocab_size < BYTE_VOCAB_SIZE:
+            raise ValueError(
+                f"tokenizer='bytes' has {BYTE_VOCAB_SIZE} tokens, and the model {vocab_size}: name its own"
+            )
+    elif where:
+        check_tokenizer(Path(where).expanduser(), vocab_size)
+
+
+def _write_tokenizer(where: str, out: Path, trained: _Trained, *, was_asked: bool) -> None:
+    if where == BYTES:
+        byte_tokenizer(trained.context_tokens).save_pretrained(out)
+        return
+    folder = Path(where).expanduser()
+    found = [name for name in BESIDE_WEIGHTS if (folder / name).is_file()] if where else []
     for name in found:
         shutil.copyfile(folder / name, out / name)
     if any(name.startswith(("tokenizer", "vocab")) for name in found):
         return
     if was_asked:
         raise ValueError(f"tokenizer={str(folder)!r} has none of {', '.join(BESIDE_WEIGHTS[:3])}: name another folder")
-    log.warning("no tokenizer is copied: %s has none; name its folder to have it in the export", folder)
+    log.warning(
+        "no tokenizer is copied: %s; name its folder, or bytes, to have it in the export",
+        f"{folder} has none" if where else "the run's records name none that can be read",
+    )

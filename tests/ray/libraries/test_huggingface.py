@@ -21,7 +21,8 @@ from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import ring_model
 from elastic_ring.runtime.driver.cluster import left_behind
-from tests.ray.conftest import Heard, check_records
+from tests.ray.conftest import Heard, check_records, tiny_trainer
+from tests.unit.integrations.test_export_patterns import check_same, load
 
 transformers = pytest.importorskip("transformers")
 
@@ -85,6 +86,22 @@ def test_a_saved_llama_trains_through_a_kill_and_comes_back_with_the_bits_of_the
         expected = trained(tokens, positions=positions, document_ids=positions, attention=ring)
         torch.testing.assert_close(loaded(tokens).logits, expected, rtol=0.02, atol=0.02)
         assert (before(tokens).logits - expected).abs().max() > 0.1, "it has learned something"
+
+
+@pytest.mark.slow
+def test_a_presets_run_comes_back_as_a_llama_with_the_same_logits_and_greedy_tokens(
+    local_ray: None, tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(tmp_path, "preset", dp=1, spares=0, steps=4)
+    result = trainer.fit()
+    assert command(["export", str(result.path), "--out", str(tmp_path / "out")]) == 0
+    trained = trainer.task.model()
+    load_weights(trained, result.weights)
+    loaded = load(tmp_path / "out")
+    check_same(loaded, trained.eval(), num_tokens=CONTEXT)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("def f(): ±")["input_ids"] == list("def f(): ±".encode())
+    assert (loaded.config.eos_token_id, tokenizer.eos_token_id) == (256, 256)
 
 
 @pytest.mark.soak

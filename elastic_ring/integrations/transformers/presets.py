@@ -1,0 +1,111 @@
+"""The built-in decoder as transformers' Llama, which it is but for the names: config, names, tokenizer."""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic_ring.data.manifest import read_manifest
+from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT
+from elastic_ring.data.tokenizer import BYTES, ByteTokenizer, folder_digest
+from elastic_ring.model.config import ModelConfig
+from elastic_ring.validation import from_plain
+
+log = logging.getLogger(__name__)
+
+END = "<|endoftext|>"
+_OUTER = {
+    "embedding.weight": "model.embed_tokens.weight", "final_norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}  # fmt: skip
+_IN_BLOCK = {
+    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj", "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}  # fmt: skip
+
+
+def shape_of_run(recorded: Mapping[str, Any], folder: Path) -> ModelConfig | None:
+    """The built-in decoder of a run with this config.json in `folder`; None for a run of another model."""
+    if recorded.get("model"):
+        return from_plain(ModelConfig, recorded["model"])
+    settings = folder / "config.toml"  # what runs of earlier versions have, if the command line started them
+    found = tomllib.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
+    return from_plain(ModelConfig, found["model"]) if "model" in found and "model_folder" not in found else None
+
+
+def llama_config(shape: ModelConfig, context_tokens: int, end_of_document: int | None) -> dict[str, Any]:
+    """As the config.json of a Llama says it."""
+    return {
+        "model_type": "llama", "vocab_size": shape.vocab_size, "hidden_size": shape.width,
+        "intermediate_size": shape.ffn_width, "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_dim,
+        "hidden_act": "silu", "rms_norm_eps": shape.norm_eps, "tie_word_embeddings": shape.tie_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta}, "attention_bias": False,
+        "mlp_bias": False, "max_position_embeddings": context_tokens, "bos_token_id": None,
+        "eos_token_id": end_of_document, "pad_token_id": None,
+    }  # fmt: skip
+
+
+def llama_name(name: str) -> str:
+    """A parameter's name in transformers' Llama. Raises ValueError for one that the built-in decoder does not have."""
+    if name in _OUTER:
+        return _OUTER[name]
+    blocks, _, rest = name.partition(".")
+    number, _, inside = rest.partition(".")
+    part, _, kind = inside.rpartition(".")
+    if blocks != "blocks" or kind != "weight" or part not in _IN_BLOCK:
+        raise ValueError(f"the run's weights are not those of the built-in decoder: it has no {name}")
+    return f"model.layers.{number}.{_IN_BLOCK[part]}.weight"
+
+
+def tokens_of_run(recorded: Mapping[str, Any]) -> tuple[str, int | None]:
+    """(tokenizer, end of a document) of the data in a run's config.json: `bytes`, a folder, or "" where none is known.
+
+    A prepared corpus names its tokenizer in its manifest, as long as that can be read.
+    """
+    data = recorded.get("data", {})
+    source, end = data.get("source"), data.get("end_of_document")
+    if source in ("StdlibText", "TextFiles"):
+        return BYTES, END_OF_DOCUMENT
+    if source == "TokenShards":
+        return BYTES if (data["vocab_size"], end) == (BYTE_VOCAB_SIZE, END_OF_DOCUMENT) else "", end
+    if source != "PreparedTokens":
+        return "", None
+    try:
+        manifest = read_manifest(data["uri"])
+    except ValueError as error:
+        log.warning("the corpus does not say which tokenizer it has: %s", error)
+        return "", None
+    end = manifest.end_of_document
+    if manifest.tokenizer_sha256 == ByteTokenizer().sha256:
+        return BYTES, end
+    folder = Path(str(manifest.about.get("tokenizer", "")))
+    is_same = folder.is_dir() and folder_digest(folder, end) == manifest.tokenizer_sha256
+    return str(folder) if is_same else "", end
+
+
+def byte_tokenizer(context_tokens: int) -> Any:
+    """One token a byte, and one for the end of a document, as a `PreTrainedTokenizerFast`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE({sign: byte for byte, sign in enumerate(_signs())}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([END])
+    assert made.token_to_id(END) == END_OF_DOCUMENT
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token=END, clean_up_tokenization_spaces=False, model_max_length=context_tokens
+    )
+
+
+def _signs() -> list[str]:
+    """The character that stands for each byte in byte-level tokenizers: itself where it can be seen (GPT-2's table)."""
+    seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in seen]
+    return [chr(byte) if byte in seen else chr(256 + others.index(byte)) for byte in range(256)]
