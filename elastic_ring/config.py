@@ -219,7 +219,7 @@ class StepConfig:
     activations of so many sequences in memory. A ring's last pass has what is left of its share."""
     context_tokens: PositiveInt = 2048
     """Tokens of a sequence."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64), Must("a whole number of at least 0 and below 2**64")] = 0
     """Seed of the initial values, of random numbers in the model and of the order of samples."""
     layout: Literal["contiguous", "zigzag", "auto"] = "zigzag"
     """How a ring splits a sequence. "auto" chooses by the bytes that the pattern's layers send and by their balance of

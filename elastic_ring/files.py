@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def sync_directory(folder: str | os.PathLike[str]) -> None:
@@ -12,3 +13,8 @@ def sync_directory(folder: str | os.PathLike[str]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def absolute(uri: str) -> str:
+    """The same place for every process: other ones have other working directories. URIs stay as they are."""
+    return uri if not uri or "://" in uri else str(Path(uri).expanduser().absolute())

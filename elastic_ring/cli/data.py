@@ -28,7 +28,13 @@ def parser() -> argparse.ArgumentParser:
     says = "read documents, tokenise them, write token shards and a manifest"
     prepare = verbs.add_parser("prepare", help=says, description=says)
     add = prepare.add_argument
-    add("--source", required=True, metavar="URI[,URI...]", help="files, folders, patterns or saved datasets; commas")
+    add(
+        "--source",
+        required=True,
+        action="append",
+        metavar="URI[,URI...]",
+        help="files, folders, patterns or saved datasets, separated by commas or each with a --source of its own",
+    )
     add("--out", required=True, metavar="URI", help="a new folder for shards and manifest, local or s3://bucket/prefix")
     add("--tokenizer", default="bytes", metavar="bytes|FOLDER", help="a byte a token, or a saved tokenizer (bytes)")
     add("--text-column", default="text", metavar="C", help="column or key that holds the text (text)")
@@ -46,6 +52,8 @@ def parser() -> argparse.ArgumentParser:
     add("--piece-bytes", type=int, metavar="N", help="about how much input becomes a shard (16 MiB)")
     add("--row-group-tokens", type=int, metavar="N", help="tokens that training reads at once (65,536)")
     add("--on-bad-input", default="fail", metavar="fail|skip", help="files and lines that cannot be read (fail)")
+    add("--max-bad-share", type=float, metavar="X", help="how much of the input may be skipped (0.01)")
+    add("--allow-left-out", action="store_true", help="go on where a folder has more that is no text than text")
     add("--workers", type=int, metavar="N", help="processes; 0 for this one alone (every CPU of the cluster)")
     return made
 
@@ -96,11 +104,19 @@ def config_of(options: argparse.Namespace) -> PrepareConfig:
         weights = [float(weight) for weight in options.weights.split(",") if weight]
     except ValueError as error:
         raise ValueError(f"--weights {options.weights}: write numbers, separated by commas") from error
-    return from_plain(PrepareConfig, {**given, "sources": options.source.split(","), "weights": weights})
+    return from_plain(PrepareConfig, {**given, "sources": sources_of(options.source), "weights": weights})
+
+
+def sources_of(given: Sequence[str]) -> list[str]:
+    """The sources that were given. A name that has a comma stays whole where there is such a file or folder."""
+    from elastic_ring.data.listing import exists
+
+    return [uri for text in given for uri in ([text] if "," in text and exists(text) else text.split(","))]
 
 
 def report(manifest: Manifest, out: str) -> list[str]:
     """What was prepared, what was left out, where the manifest is; its digest last."""
+    from elastic_ring.data.listing import Group, summary
     from elastic_ring.data.manifest import MANIFEST
 
     dropped = manifest.dropped
@@ -108,8 +124,10 @@ def report(manifest: Manifest, out: str) -> list[str]:
         f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens in {manifest.num_shards} shards; "
         f"vocabulary {manifest.vocab_size:,}, the longest document has {manifest.longest_document_tokens:,} tokens",
         f"left out: {dropped.num_duplicates:,} duplicates, {dropped.num_empty_documents:,} empty documents, "
-        f"{dropped.num_empty_files} empty files, {len(dropped.bad) - dropped.num_empty_files} bad inputs",
+        f"{dropped.num_empty_files} empty files, {dropped.num_bad - dropped.num_empty_files:,} bad inputs",
     ]
+    for what, groups in manifest.about.get("files", {}).items():
+        lines += summary(what.replace("_", " "), [Group(**group) for group in groups])
     if len(manifest.sources) > 1:
         total = sum(source.weight or 0.0 for source in manifest.sources)
         lines += [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from elastic_ring.files import absolute
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.validation import NonNegativeInt, PositiveInt, settings
 
@@ -21,7 +21,7 @@ class DataConfig:
     """stdlib: Python's own library; text: files as bytes (paths); shards: Parquet or Arrow files of tokens (uri);
     prepared: what elastic-ring data prepare wrote (uri of its manifest, which has the settings below)."""
     paths: tuple[str, ...] = ()
-    """Text files, directories or glob patterns, local or as URIs."""
+    """Files of text or records, directories or glob patterns, local or as URIs."""
     uri: str = ""
     """A token shard, a directory of them, or a manifest."""
     digest: str = ""
@@ -36,6 +36,13 @@ class DataConfig:
     """The rows of the shards end in end_of_document already."""
     align_tokens: PositiveInt = 1
     """Fill documents up to multiples of this; 128 for patterns on GPUs."""
+    allow_left_out: bool = False
+    """Go on where a folder or pattern has more bytes that are no text than it has text."""
+
+    def __post_init__(self) -> None:
+        # Other processes, and later submissions, have other working directories.
+        object.__setattr__(self, "paths", tuple(map(absolute, self.paths)))
+        object.__setattr__(self, "uri", absolute(self.uri))
 
 
 OF_MANIFEST: Mapping[str, Any] = {
@@ -52,7 +59,7 @@ def data_flag(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
         return {"source": "shards", "uri": text.removeprefix("shards:")}
     if not is_manifest(text):
         return {"source": "text", "paths": [text]}
-    other = given["source"] == "prepared" and given["uri"] != text
+    other = given["source"] == "prepared" and absolute(given["uri"]) != absolute(text)
     return {"source": "prepared", "uri": text, **(dict(OF_MANIFEST) if other else {})}
 
 
@@ -79,6 +86,4 @@ def prepared_data(
             raise ValueError(f"data.{name}={getattr(data, name)!r}: {data.uri} has {value!r}{way_out}")
     if not vocabulary_is_chosen:
         model = dataclasses.replace(model, vocab_size=manifest.vocab_size)
-    # Other processes have other working directories.
-    uri = data.uri if "://" in data.uri else str(Path(data.uri).expanduser().absolute())
-    return dataclasses.replace(data, uri=uri, digest=manifest.digest, **says), model
+    return dataclasses.replace(data, digest=manifest.digest, **says), model

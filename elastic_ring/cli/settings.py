@@ -125,8 +125,8 @@ class ShortFlags:
     faults: str | None = None
     """A schedule of planned faults: kill@step=21,phase=backward,rank=3; or none."""
     data: str | None = None
-    """A manifest of elastic-ring data prepare, text files (path, directory or glob), or shards:URI; Python's own
-    library if left out."""
+    """A manifest of elastic-ring data prepare, files of text or records (path, directory or glob), or shards:URI;
+    Python's own library if left out."""
     align_tokens: int | None = None
     """Fill documents up to multiples of this; 128 makes --pattern faster on GPUs."""
     layout: Literal["zigzag", "contiguous", "auto"] | None = None
@@ -294,7 +294,7 @@ def _has_flag(argv: Sequence[str], setting: str) -> bool:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a file of settings. Raises ValueError for a file that cannot be read and for unknown keys."""
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--config {path}: cannot be read as TOML ({error})") from error
     top = ["preset", *TOP, *SECTIONS]

@@ -101,7 +101,7 @@ def data_source(data: DataConfig, model: ModelConfig, context_tokens: int) -> So
     if data.source == "stdlib":
         return StdlibText(context_tokens, data.align_tokens)
     if data.source == "text":
-        return TextFiles(context_tokens, data.paths, data.align_tokens)
+        return TextFiles(context_tokens, data.paths, data.align_tokens, data.allow_left_out)
     if data.source == "prepared":
         return _prepared(data, model, context_tokens)
     vocab_size = data.vocab_size or model.vocab_size

@@ -19,7 +19,9 @@ from elastic_ring.validation import NonNegativeInt, PositiveInt, from_plain, set
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"^manifest(-\d+)?\.json$")
-_NOT_IN_DIGEST = frozenset({"digest", "about", "num_bytes", "sha256"})
+_NOT_IN_DIGEST = frozenset(
+    {"digest", "about", "num_bytes", "sha256", "num_records", "num_bad_records", "num_bad", "bad_bytes"}
+)
 
 
 @settings
@@ -53,12 +55,19 @@ class PreparedSource:
 
 @settings
 class Dropped:
-    """What the input had and the shards have not. `bad` names each unreadable input and says why."""
+    """What the input had and the shards have not. `bad` names the first of `num_bad` unreadable inputs and says why.
+
+    `num_records` were read with the bad ones; `bad_bytes` are of files that are bad as a whole.
+    """
 
     num_duplicates: NonNegativeInt = 0
     num_empty_documents: NonNegativeInt = 0
     num_empty_files: NonNegativeInt = 0
     bad: tuple[str, ...] = ()
+    num_records: NonNegativeInt = 0
+    num_bad_records: NonNegativeInt = 0
+    num_bad: NonNegativeInt = 0
+    bad_bytes: NonNegativeInt = 0
 
 
 @settings

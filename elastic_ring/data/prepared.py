@@ -20,6 +20,7 @@ from elastic_ring.data.manifest import Manifest, PreparedSource, read_manifest
 from elastic_ring.data.packing import MAX_VOCAB_SIZE, PackedSource, Sample, check_context
 from elastic_ring.data.row_groups import RowGroups
 from elastic_ring.data.sampling.mixed_order import MixedOrder, Numbering, Version
+from elastic_ring.files import absolute
 from elastic_ring.validation import PositiveInt, settings
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class PreparedTokens:
 
     def __post_init__(self) -> None:
         check_context(self.context_tokens, self.align_tokens)
+        object.__setattr__(self, "uri", absolute(self.uri))
         firsts = [later.first_step for later in self.later]
         if firsts != sorted(set(firsts)):
             raise ValueError(f"PreparedTokens later={self.later}: the first steps must rise")

@@ -30,6 +30,7 @@ from elastic_ring.data.packing import (
     aligned,
     check_context,
 )
+from elastic_ring.files import absolute
 from elastic_ring.validation import settings
 
 _PARQUET = (".parquet", ".pq")
@@ -60,6 +61,7 @@ class TokenShards:
 
     def __post_init__(self) -> None:
         check_context(self.context_tokens, self.align_tokens)
+        object.__setattr__(self, "uri", absolute(self.uri))
         if not self.uri:
             raise ValueError("TokenShards uri='': give --data shards:URI, a token shard or a directory of them")
         if not 1 <= self.vocab_size <= MAX_VOCAB_SIZE:

@@ -1,31 +1,38 @@
 """Plain-text sources, one token per byte: the running Python's standard library, or the user's files.
 
-Paths may be local or anything that fsspec opens (s3://, gs://, hf:// ...). Nothing is decoded, so encodings do not
-matter. Empty files are skipped.
+Paths may be local, s3:// or anything that fsspec opens (gs://, hf:// ...). Text is read in pieces of its bytes; records
+and compressed files as `elastic-ring data prepare` reads them. Empty files are skipped.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import fsspec
 import numpy as np
+from pyarrow import fs
 
-from elastic_ring.data.chunks import Starts, Tokens
-from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, PackedSource, check_context
+from elastic_ring.data.chunks import Chunk, Starts, Tokens
+from elastic_ring.data.listing import File, Listing, left_out_groups, list_source, size, summary, used_groups
+from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, PackedSource, aligned, check_context
+from elastic_ring.data.preparation.documents import Tally, read_documents
+from elastic_ring.data.preparation.inputs import Piece, cut
+from elastic_ring.files import absolute
 from elastic_ring.validation import Must, settings
+
+log = logging.getLogger(__name__)
 
 # Larger files are read in pieces of this size, to bound memory.
 PIECE_BYTES = 16 * 2**20
-
-# Binary tables, and JSON lines, whose keys and quotes are not part of the documents.
-_NOT_TEXT = (".parquet", ".pq", ".arrow", ".feather", ".ipc", ".jsonl", ".ndjson")
+MAX_RECORD_BYTES = 64 * 2**20
+"""Records are counted by reading them all, in every process: more of them are prepared once instead."""
+TEXT_COLUMN = "text"
 
 # Not every distribution installs the standard library's own tests, so the corpus leaves them out.
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
@@ -62,18 +69,20 @@ class StdlibText:
                 "(in an archive?): use TextFiles with a directory of your own"
             )
         ordered = sorted(found, key=lambda path: path.relative_to(root).as_posix())
-        return _open(
-            fsspec.filesystem("file"), [str(path) for path in ordered], self.context_tokens, self.align_tokens,
-            "StdlibText",
-        )  # fmt: skip
+        files = tuple(File(str(path), path.name, "text", path.stat().st_size) for path in ordered)
+        listing = Listing(str(root), fs.LocalFileSystem(), files)
+        return _open([listing], self.context_tokens, self.align_tokens, "StdlibText")
 
 
 @settings
 class TextFiles:
     """Files as documents of bytes: `paths` are files, directories (searched recursively) or glob patterns.
 
-    In the given order, and in path order within each entry; a file named twice counts once. The fingerprint covers
-    every byte, so computing it reads the corpus once. `align_tokens` as for `StdlibText`.
+    In the given order, and in path order within each entry; a file named twice counts once. A text file is a document;
+    JSON, JSON lines, Parquet and Arrow have one in each record's `text`. Files that are no text are left out of a
+    directory or pattern, which the log tells; it is an error where they have more bytes than the others, unless
+    `allow_left_out`. The fingerprint covers every byte, so computing it reads the corpus once. `align_tokens` as for
+    `StdlibText`.
     """
 
     _prefix: ClassVar[str] = "TextFiles "
@@ -81,6 +90,7 @@ class TextFiles:
     context_tokens: int
     paths: Annotated[tuple[str, ...], Must("a tuple of at least one path or pattern")]
     align_tokens: int = 1
+    allow_left_out: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         check_context(self.context_tokens, self.align_tokens)
@@ -89,22 +99,24 @@ class TextFiles:
                 f"TextFiles paths={self.paths!r}: give a tuple of at least one path or pattern, none of them empty "
                 "(--data PATH)"
             )
+        object.__setattr__(self, "paths", tuple(map(absolute, self.paths)))
 
     @property
     def vocab_size(self) -> int:
         return BYTE_VOCAB_SIZE
 
     def open(self) -> PackedSource:
-        """List the files without reading them. Raises ValueError with the path that has no readable file."""
-        ordered: dict[str, None] = {}
-        filesystem: Any = None
-        for entry in self.paths:
-            opened, path = _url_to_filesystem(entry)
-            if filesystem is not None and type(opened) is not type(filesystem):
-                raise ValueError(f"TextFiles paths={self.paths!r}: all must be of one file system")
-            filesystem = opened
-            ordered.update(dict.fromkeys(_expand(opened, path, entry)))
-        return _open(filesystem, list(ordered), self.context_tokens, self.align_tokens, f"TextFiles{self.paths!r}")
+        """List the files, and count the documents of records. Raises ValueError with the path that has no readable
+        file, or more that is no text than text."""
+        listings = [
+            list_source(entry, allow_left_out=self.allow_left_out, flag="--data", allow="--data.allow-left-out")
+            for entry in self.paths
+        ]
+        for listing in listings:
+            if any(file.kind != "text" for file in listing.files) or listing.left_out:
+                told = [*summary("used", used_groups([listing])), *summary("left out", left_out_groups([listing]))]
+                log.info("%s: %s", listing.uri, "\n".join(told))
+        return _open(listings, self.context_tokens, self.align_tokens, f"TextFiles{self.paths!r}")
 
 
 @dataclass(frozen=True)
@@ -112,93 +124,104 @@ class _Piece:
     """Bytes [start, stop) of a file; a file's last piece also holds `num_ends` end-of-document tokens."""
 
     filesystem: Any
-    path: str
+    file: File
     start: int
     stop: int
-    file_bytes: int
     num_ends: int
 
     @property
     def name(self) -> str:
-        return self.path
+        return self.file.path
 
     @property
     def num_tokens(self) -> int:
-        return self.stop - self.start + (self.num_ends if self.stop == self.file_bytes else 0)
+        return self.stop - self.start + (self.num_ends if self.stop == self.file.num_bytes else 0)
 
     def load(self) -> tuple[Tokens, Starts]:
-        ends = self.stop == self.file_bytes
+        ends = self.stop == self.file.num_bytes
         # The last piece reads to the file's current end, so that a file that grew is detected.
-        data = _read(self.filesystem, self.path, self.start, None if ends else self.stop)
+        data = _read(self.filesystem, self.file.path, self.start, None if ends else self.stop)
         tokens = np.full(len(data) + (self.num_ends if ends else 0), END_OF_DOCUMENT, dtype=np.int32)
         tokens[: len(data)] = np.frombuffer(data, dtype=np.uint8)
-        return tokens, np.array([0] if self.start == 0 else [], dtype=np.int64)
+        return tokens, np.array([0] if self.start == self.file.begins_at else [], dtype=np.int64)
 
 
-def _open(filesystem: Any, paths: Sequence[str], context_tokens: int, align_tokens: int, describe: str) -> PackedSource:
-    pieces: list[_Piece] = []
-    for path in paths:
-        size_bytes = _size_bytes(filesystem, path)
-        num_ends = 1 + -(size_bytes + 1) % align_tokens
-        for start in range(0, size_bytes, PIECE_BYTES):
-            stop = min(start + PIECE_BYTES, size_bytes)
-            pieces.append(_Piece(filesystem, path, start, stop, size_bytes, num_ends))
+@dataclass(frozen=True)
+class _Records:
+    """The documents of a part of a file of records, or of a compressed file."""
+
+    piece: Piece
+    align_tokens: int
+    num_tokens: int
+
+    @property
+    def name(self) -> str:
+        span = self.piece.spans[0]
+        return f"{span.file.path} (from {span.start} on)" if span.start else span.file.path
+
+    def load(self) -> tuple[Tokens, Starts]:
+        documents = list(read_documents(self.piece, TEXT_COLUMN, Tally("fail")))
+        in_stream = aligned(np.array([len(one) + 1 for one in documents], dtype=np.int64), self.align_tokens)
+        starts = np.cumsum(in_stream) - in_stream
+        tokens = np.full(int(in_stream.sum()), END_OF_DOCUMENT, dtype=np.int32)
+        for start, document in zip(starts, documents, strict=True):
+            tokens[start : start + len(document)] = np.frombuffer(document, dtype=np.uint8)
+        return tokens, starts
+
+
+def _open(listings: Sequence[Listing], context_tokens: int, align_tokens: int, describe: str) -> PackedSource:
+    chunks: list[Chunk] = []
+    for listing, file in _once(listings):
+        if file.problem:
+            raise ValueError(f"{file.path}: {file.problem}")
+        if file.kind != "text" or file.compression:
+            chunks += _records(listing, file, align_tokens)
+            continue
+        num_ends = 1 + -(file.num_bytes - file.begins_at + 1) % align_tokens
+        for start in range(file.begins_at, file.num_bytes, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, file.num_bytes)
+            chunks.append(_Piece(listing.filesystem, file, start, stop, num_ends))
 
     def digest() -> str:
         how = f"text {context_tokens} {BYTE_VOCAB_SIZE} {END_OF_DOCUMENT}"
         total = hashlib.sha256((how if align_tokens == 1 else f"{how} {align_tokens}").encode())
-        for piece in pieces:
-            if piece.start == 0:
-                total.update(piece.file_bytes.to_bytes(8, "little"))
-            total.update(piece.load()[0].astype("<i4", copy=False).tobytes())
+        for chunk in chunks:
+            if isinstance(chunk, _Piece) and chunk.start == chunk.file.begins_at:
+                total.update((chunk.file.num_bytes - chunk.start).to_bytes(8, "little"))
+            total.update(chunk.load()[0].astype("<i4", copy=False).tobytes())
         return total.hexdigest()
 
     return PackedSource(
-        pieces, context_tokens=context_tokens, vocab_size=BYTE_VOCAB_SIZE, describe=describe, digest=digest,
+        chunks, context_tokens=context_tokens, vocab_size=BYTE_VOCAB_SIZE, describe=describe, digest=digest,
         padding=END_OF_DOCUMENT if align_tokens > 1 else None,
     )  # fmt: skip
 
 
-def _url_to_filesystem(entry: str) -> tuple[Any, str]:
-    try:
-        filesystem, path = fsspec.core.url_to_fs(entry)
-    except Exception as error:  # as in `_expand`
-        raise ValueError(f"TextFiles path {entry!r}: cannot be opened: {error}") from error
-    return filesystem, path
-
-
-def _expand(filesystem: Any, path: str, entry: str) -> list[str]:
-    """The files of one entry of `paths`, in path order."""
-    try:
-        if fsspec.core.has_magic(path) and not filesystem.exists(path):
-            found = sorted(match for match in filesystem.glob(path) if filesystem.isfile(match))
-        else:
-            found = sorted(filesystem.find(path))
-    except Exception as error:  # object stores raise their own classes: no credentials, no such bucket
-        raise ValueError(f"TextFiles path {entry!r}: cannot be listed: {error}") from error
-    tables = [name for name in found if name.lower().endswith(_NOT_TEXT)]
-    if tables:
+def _once(listings: Sequence[Listing]) -> list[tuple[Listing, File]]:
+    """The files that are not empty, each with its listing, the first time that it is named."""
+    found = {file.path: (listing, file) for listing in reversed(listings) for file in reversed(listing.files)}
+    ordered = [found.pop(file.path) for listing in listings for file in listing.files if file.path in found]
+    record_bytes = sum(file.num_bytes for _, file in ordered if file.kind != "text" or file.compression)
+    if record_bytes > MAX_RECORD_BYTES:
         raise ValueError(
-            f"TextFiles path {tables[0]!r}: is no plain text, and its bytes are not what a model should learn: for "
-            "Parquet or Arrow with a column of tokens give TokenShards (--data shards:URI); write JSON lines out as "
-            "text files or token shards first"
+            f"--data {listings[0].uri}: {size(record_bytes)} of records and compressed text, which every process would "
+            f"read whole: prepare them once, elastic-ring data prepare --source {listings[0].uri} --out prepared, and "
+            "train with --data prepared/manifest.json"
         )
-    if not found:
-        raise ValueError(f"TextFiles path {entry!r}: no such file, no file below it, or none that matches")
-    return found
+    return [(listing, file) for listing, file in ordered if file.num_bytes]
 
 
-def _size_bytes(filesystem: Any, path: str) -> int:
-    try:
-        # Open it: an unreadable file has a size too.
-        with filesystem.open(path, "rb") as file:
-            return int(file.seek(0, os.SEEK_END))
-    except Exception as error:  # as in `_expand`
-        raise ValueError(f"{path}: cannot be read: {error}") from error
+def _records(listing: Listing, file: File, align_tokens: int) -> list[Chunk]:
+    """The parts of a file of records, each with its tokens counted."""
+    pieces = cut(Listing(listing.uri, listing.filesystem, (file,)), 0, PIECE_BYTES)
+    counted = [_Records(piece, align_tokens, len(_Records(piece, align_tokens, 0).load()[0])) for piece in pieces]
+    return [chunk for chunk in counted if chunk.num_tokens]
 
 
 def _read(filesystem: Any, path: str, start: int, stop: int | None) -> bytes:
     try:
-        return bytes(filesystem.cat_file(path, start=start, end=stop))
-    except Exception as error:  # as in `_expand`
+        with filesystem.open_input_file(path) as file:
+            file.seek(start)
+            return bytes(file.read(None if stop is None else stop - start))
+    except Exception as error:  # object stores raise their own classes: no credentials, no such bucket
         raise ValueError(f"{path}: cannot be read: {error}") from error

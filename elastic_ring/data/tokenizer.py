@@ -163,7 +163,10 @@ def _own_end(folder: Path) -> str | None:
     """The folder's end-of-sequence token."""
     for name in (CONFIG, "special_tokens_map.json"):
         if (folder / name).exists():
-            token = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
+            try:
+                token = json.loads((folder / name).read_text(encoding="utf-8-sig")).get("eos_token")
+            except (OSError, ValueError, AttributeError) as error:  # no JSON, no UTF-8, no object
+                raise ValueError(f"tokenizer={str(folder)!r}: {name} cannot be read: {error}") from error
             token = token.get("content") if isinstance(token, dict) else token
             if token is not None:
                 return str(token)

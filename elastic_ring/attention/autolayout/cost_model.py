@@ -59,7 +59,7 @@ class CostModel:
     def read(cls, path: str | Path) -> CostModel:
         """Read a file that `write` made. Raises `ValueError` that names the file, the error in it and what to do."""
         try:
-            loaded: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+            loaded: Any = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"machine file {path}: cannot be read: {error}; {AGAIN}") from error
         except ValueError as error:

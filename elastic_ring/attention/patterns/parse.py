@@ -53,7 +53,7 @@ def read_pattern(text_or_path: str) -> LayerPatterns:
     path = Path(text_or_path)
     if text_or_path.endswith(".json") or _is_path(path.is_file):
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"pattern {text_or_path!r}: the file cannot be read: {error}; name one that can, or give a short form "

@@ -1,6 +1,7 @@
-"""The documents of a piece, one after the other: JSON lines, Parquet, Arrow, or one document a text file.
+"""The documents of a piece, one after the other: JSON lines and lists, Parquet, Arrow, or one document a text file.
 
 A document is its UTF-8 bytes. What cannot be read is named and left out, or ends the preparation, as the caller asks.
+Whatever one record raises is that record's fault.
 """
 
 from __future__ import annotations
@@ -8,46 +9,73 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_ring.data.filesystem import located
+from elastic_ring.data.kinds import BOM, NO_TEXT, no_text
+from elastic_ring.data.listing import File
 from elastic_ring.data.preparation.inputs import WHOLE, Piece, Span, open_arrow
 
 log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 1 << 20
 NUM_ROWS = 256  # of Parquet that are decoded at once
+MAX_NAMED = 20
+"""How many bad inputs of a piece are named; all are counted."""
+MAX_WORDS = 500  # characters about one bad input
 OnBadInput = Literal["fail", "skip"]
 
 
 @dataclass
 class Tally:
-    """What was left out of a piece so far."""
+    """What was read of a piece so far, and what was left out. `num_bad` counts what `bad` names the first of."""
 
     on_bad_input: OnBadInput
     num_empty_documents: int = 0
     num_empty_files: int = 0
+    num_records: int = 0
+    num_bad_records: int = 0
+    num_bad: int = 0
+    bad_bytes: int = 0
     bad: list[str] = field(default_factory=list)
 
-    def leave_out(self, what: str) -> None:
-        """Note an unreadable input. Raises ValueError where that is to end the preparation."""
+    def leave_out_record(self, what: str) -> None:
+        """Note a bad record. Raises ValueError where that is to end the preparation."""
+        self.num_bad_records += 1
+        self.leave_out(what)
+
+    def leave_out(self, what: str, num_bytes: int = 0) -> None:
+        """Note a bad file of so many bytes. Raises ValueError where that is to end the preparation."""
+        what = what if len(what) <= MAX_WORDS else f"{what[:MAX_WORDS]}..."
         if self.on_bad_input == "fail":
-            raise ValueError(f"{what}; mend or remove it and prepare again, or go on without it: --on-bad-input skip")
-        log.warning("left out: %s", what)
-        self.bad.append(what)
+            raise ValueError(
+                f"{what}; mend or remove it and prepare again, or go on without it: elastic-ring data prepare "
+                "--on-bad-input skip"
+            )
+        self.num_bad += 1
+        self.bad_bytes += num_bytes
+        if self.num_bad <= MAX_NAMED:
+            log.warning("left out: %s", what)
+            self.bad.append(what)
+        elif self.num_bad == MAX_NAMED + 1:
+            log.warning("left out: more, which are counted and not named")
 
 
 def read_documents(piece: Piece, text_column: str, tally: Tally) -> Iterator[bytes]:
     """The documents of a piece in order, without empty ones. Raises ValueError for a file that has changed since it was
     listed, and for bad input where `tally` says so."""
     filesystem, _ = located(piece.uri)
-    readers = {"jsonl": _json_lines, "parquet": _parquet, "arrow": _arrow, "text": _text}
+    readers = {"jsonl": _json_lines, "json": _json, "parquet": _parquet, "arrow": _arrow, "text": _text}
     for span in piece.spans:
+        if span.file.problem:
+            tally.leave_out(f"{span.name}: {span.file.problem}", span.num_bytes)
+            continue
         size = filesystem.get_file_info(span.file.path).size
         if size != span.file.num_bytes:
             raise ValueError(
@@ -60,12 +88,13 @@ def read_documents(piece: Piece, text_column: str, tally: Tally) -> Iterator[byt
             continue
         try:
             for document in readers[span.file.kind](filesystem, span, text_column, tally):
+                tally.num_records += 1
                 if document:
                     yield document
                 else:
                     tally.num_empty_documents += 1
         except (OSError, EOFError, pa.ArrowException) as error:
-            tally.leave_out(f"{span.name}: cannot be read{_from(span)}: {error}")
+            tally.leave_out(f"{span.name}: cannot be read{_from(span)}: {error}", span.num_bytes)
 
 
 def _from(span: Span) -> str:
@@ -73,25 +102,51 @@ def _from(span: Span) -> str:
 
 
 def _json_lines(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[bytes]:
-    for at, line in _lines(filesystem, span):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-            document = b"" if (text := value[column]) is None else text.encode()
-        except KeyError:
-            has = f"it has {', '.join(map(str, value))}; --text-column names the one to take"
-            tally.leave_out(f"{span.name}: the line at byte {at} has no {column!r}: {has}")
-        except (ValueError, TypeError, AttributeError) as error:  # no JSON or no UTF-8; no object; no text
-            tally.leave_out(f"{span.name}: the line at byte {at} is no JSON object with text in {column!r}: {error}")
-        else:
-            yield document
+    for number, (at, line) in enumerate(_lines(filesystem, span), 1):
+        if line.strip():
+            where = f"line {number} at byte {at}" if not span.start else f"the line at byte {at}"
+            yield from _record(partial(json.loads, line), f"{span.name}: {where}", column, tally)
+
+
+def _json(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[bytes]:
+    """One list of records, or one record, over all lines of a file."""
+    with _stream(filesystem, span.file) as file:
+        data = file.read()
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        tally.leave_out(f"{span.name}: is no JSON: {type(error).__name__}: {error}", span.num_bytes)
+        return
+    for number, value in enumerate(found if isinstance(found, list) else [found], 1):
+        yield from _record(partial(_same, value), f"{span.name}: record {number}", column, tally)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _record(load: Callable[[], Any], where: str, column: str, tally: Tally) -> Iterator[bytes]:
+    """The document of a record, or none of a bad one."""
+    try:
+        value = load()
+        document = b"" if (text := value[column]) is None else text.encode()
+    except KeyError:
+        has = f"it has {', '.join(map(str, value))}; --text-column names the one to take"
+        tally.num_records += 1
+        tally.leave_out_record(f"{where} has no {column!r}: {has}")
+    except (
+        Exception
+    ) as error:  # no JSON or no UTF-8; no object; no text; nested too deep: whatever it is, it is one record
+        tally.num_records += 1
+        tally.leave_out_record(f"{where} is no JSON object with text in {column!r}: {type(error).__name__}: {error}")
+    else:
+        yield document
 
 
 def _lines(filesystem: Any, span: Span) -> Iterator[tuple[int, bytes]]:
     """(offset, line) of the lines that begin in the span."""
     whole = span.stop == WHOLE
-    opened = _stream(filesystem, span.file.path) if whole else filesystem.open_input_file(span.file.path)
+    opened = _stream(filesystem, span.file) if whole else filesystem.open_input_file(span.file.path)
     with opened as file, io.BufferedReader(file, BUFFER_BYTES) as reader:
         at = 0
         if span.start:
@@ -129,13 +184,14 @@ def _arrow(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[b
 
 def _is_text(schema: Any, column: str, span: Span, tally: Tally) -> bool:
     if column not in schema.names:
-        has = f"it has {', '.join(schema.names)}; --text-column names the one to take"
-        tally.leave_out(f"{span.name}: has no column {column!r}: {has}")
+        has = f"it has {', '.join(schema.names)}; --text-column names the one to take, and tokens are trained on with "
+        has += "--data shards:URI"
+        tally.leave_out(f"{span.name}: has no column {column!r}: {has}", span.num_bytes)
         return False
     kind = schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)):
-        tally.leave_out(f"{span.name}: column {column!r} is of type {kind} and not text")
+        tally.leave_out(f"{span.name}: column {column!r} is of type {kind} and not text", span.num_bytes)
         return False
     return True
 
@@ -146,10 +202,19 @@ def _rows(column: Any) -> Iterator[bytes]:
 
 
 def _text(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[bytes]:
-    with _stream(filesystem, span.file.path) as file:
-        yield file.read()
+    with _stream(filesystem, span.file) as file:
+        document: bytes = file.read().removeprefix(BOM)
+    try:
+        document.decode()
+        why = ""
+    except UnicodeDecodeError:
+        why = no_text(document)
+    if why:
+        tally.leave_out(f"{span.name}: looks like {NO_TEXT}{why}", span.num_bytes)
+    else:
+        yield document
 
 
-def _stream(filesystem: Any, path: str) -> Any:
-    """The bytes of a file, decompressed where its name ends so."""
-    return filesystem.open_input_stream(path, compression="detect", buffer_size=BUFFER_BYTES)
+def _stream(filesystem: Any, file: File) -> Any:
+    """The bytes of a file, decompressed where they are compressed."""
+    return filesystem.open_input_stream(file.path, compression=file.compression, buffer_size=BUFFER_BYTES)

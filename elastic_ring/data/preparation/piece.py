@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from elastic_ring.data.chunks import Tokens
 from elastic_ring.data.manifest import Dropped, Shard
 from elastic_ring.data.preparation.documents import OnBadInput, Tally, read_documents
 from elastic_ring.data.preparation.inputs import Piece
@@ -91,12 +92,29 @@ class PieceWorker:
         )  # fmt: skip
         repeated = self._repeated(piece)
         for batch in batches(self._kept(piece, tally, repeated)):
-            for tokens in tokenizer.encode(batch):
+            for tokens in self._encoded(batch, piece, tally):
                 writer.add(tokens)
-        dropped = Dropped(len(repeated), tally.num_empty_documents, tally.num_empty_files, tuple(tally.bad))
+        dropped = Dropped(
+            len(repeated), tally.num_empty_documents, tally.num_empty_files, tuple(tally.bad), tally.num_records,
+            tally.num_bad_records, tally.num_bad, tally.bad_bytes,
+        )  # fmt: skip
         record = PieceRecord(piece.name, writer.close(), writer.longest_tokens, dropped)
         self.storage.replace(record_name(piece.name), record.to_json())
         return record
+
+    def _encoded(self, batch: list[bytes], piece: Piece, tally: Tally) -> list[Tokens]:
+        """The tokens of each document; one that the tokenizer refuses is a bad record."""
+        try:
+            return self.tokenizer.encode(batch)
+        except Exception as error:
+            if len(batch) > 1:
+                return [tokens for document in batch for tokens in self._encoded([document], piece, tally)]
+            begins = batch[0][:40].decode(errors="replace")
+            tally.leave_out_record(
+                f"{piece.spans[0].name}: the document {begins!r}... at or after its beginning cannot be tokenised: "
+                f"{type(error).__name__}: {error}"
+            )
+            return []
 
     def _tally(self) -> Tally:
         return Tally(self.job.on_bad_input)
@@ -115,7 +133,7 @@ class PieceWorker:
             if number in left_out:
                 continue
             if self.tokenizer.needs_text and not _is_utf8(document):
-                tally.leave_out(f"{piece.spans[0].name}: document {number} from its beginning on is no UTF-8")
+                tally.leave_out_record(f"{piece.spans[0].name}: document {number} from its beginning on is no UTF-8")
                 continue
             yield document
 

@@ -18,13 +18,14 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-import pyarrow as pa
 from pydantic import Field
 from tqdm import tqdm
 
-from elastic_ring.data.manifest import MANIFEST, Dropped, Manifest, PreparedSource, Shard, read_manifest
+from elastic_ring.data.listing import Group, Listing, check_apart, left_out_groups, list_source, used_groups
+from elastic_ring.data.manifest import MANIFEST, Manifest, read_manifest
+from elastic_ring.data.preparation.assemble import assemble
 from elastic_ring.data.preparation.documents import OnBadInput
-from elastic_ring.data.preparation.inputs import Listing, Piece, cut, list_source
+from elastic_ring.data.preparation.inputs import Piece, cut
 from elastic_ring.data.preparation.piece import (
     DUPLICATES,
     PIECES,
@@ -36,8 +37,8 @@ from elastic_ring.data.preparation.piece import (
     record_name,
     repeated_name,
 )
-from elastic_ring.data.preparation.shard_writer import COLUMN
 from elastic_ring.data.tokenizer import BYTES, Tokenizer, open_tokenizer
+from elastic_ring.files import absolute
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, settings
 
@@ -58,7 +59,7 @@ Spread = Callable[[Job, Task, Sequence[Piece]], Iterator[tuple[Piece, PieceRecor
 
 @settings
 class PrepareConfig:
-    """What to prepare, and how. `workers` and `on_bad_input` do not change what comes out."""
+    """What to prepare, and how. `workers` and what is allowed do not change what comes out."""
 
     _prefix: ClassVar[str] = ""
 
@@ -80,6 +81,10 @@ class PrepareConfig:
     """Fill documents up to multiples of this; 128 for patterns on GPUs."""
     on_bad_input: OnBadInput = "fail"
     """Files and lines that cannot be read: fail, or skip and count them."""
+    max_bad_share: Annotated[float, Field(ge=0, le=1), Must("a share between 0 and 1")] = 0.01
+    """How much may be skipped, of records and of bytes."""
+    allow_left_out: bool = False
+    """Go on where a source has more bytes that are no text than it has text."""
     workers: NonNegativeInt | None = None
     """Processes of a Ray cluster; all its CPUs if left out, 0 for this process alone."""
     piece_bytes: PositiveInt = PIECE_BYTES
@@ -88,6 +93,10 @@ class PrepareConfig:
     """Tokens that are read at once in training."""
 
     def __post_init__(self) -> None:
+        # The workers have working directories of their own.
+        for name in ("out", "tokenizer") if self.tokenizer != BYTES else ("out",):
+            object.__setattr__(self, name, absolute(getattr(self, name)))
+        object.__setattr__(self, "sources", tuple(map(absolute, self.sources)))
         if not all(self.sources):
             raise ValueError(f"sources={self.sources!r}: none may be empty (--source URI[,URI...])")
         if self.weights and len(self.weights) != len(self.sources):
@@ -105,6 +114,8 @@ class Plan:
     settings: Mapping[str, Any]
     input: str
     pieces: tuple[Piece, ...]
+    groups: Mapping[str, Sequence[Group]]
+    """What was used and what was left out, for the summary."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -134,7 +145,7 @@ def prepare(config: PrepareConfig) -> Manifest:
     )  # fmt: skip
     if config.drop_duplicates:
         _find_duplicates(storage, job, plan, spread)
-    manifest = _run(storage, job, plan, spread, partial(_assemble, config, tokenizer, plan))
+    manifest = _run(storage, job, plan, spread, partial(assemble, config, tokenizer, plan))
     storage.replace(MANIFEST, manifest.to_json())
     storage.remove_folder(DUPLICATES)
     return manifest
@@ -142,13 +153,19 @@ def prepare(config: PrepareConfig) -> Manifest:
 
 def plan_of(config: PrepareConfig, tokenizer: Tokenizer) -> Plan:
     """What is to be done. Raises ValueError for sources without files."""
-    listings = [list_source(uri) for uri in config.sources]
+    for uri in config.sources:
+        check_apart(uri, config.out)
+    listings = [
+        list_source(uri, column=config.text_column, allow_left_out=config.allow_left_out) for uri in config.sources
+    ]
     pieces = [cut(listing, index, config.piece_bytes) for index, listing in enumerate(listings)]
     decides = dataclasses.asdict(config)
-    for name in ("sources", "out", "tokenizer", "end_of_document", "workers", "on_bad_input"):
+    for name in ("sources", "out", "tokenizer", "end_of_document", "workers", "on_bad_input", "max_bad_share",
+                 "allow_left_out"):  # fmt: skip
         del decides[name]
     decides |= {"tokenizer_sha256": tokenizer.sha256, "weights": list(config.weights)}
-    return Plan(decides, _input_digest(listings), tuple(_by_turns(pieces, config.weights)))
+    groups = {"used": used_groups(listings), "left_out": left_out_groups(listings)}
+    return Plan(decides, _input_digest(listings), tuple(_by_turns(pieces, config.weights)), groups)
 
 
 def _input_digest(listings: Sequence[Listing]) -> str:
@@ -267,45 +284,3 @@ def _bar(what: str, pieces: Sequence[Piece], missing: Sequence[Piece]) -> tqdm:
     total = sum(piece.num_bytes for piece in pieces)
     initial = total - sum(piece.num_bytes for piece in missing)
     return tqdm(desc=what, total=total, initial=initial, unit="B", unit_scale=True, unit_divisor=1024, disable=None)
-
-
-# ------------------------------------------------------------ the manifest
-
-
-def _assemble(
-    config: PrepareConfig, tokenizer: Tokenizer, plan: Plan, records: Sequence[PieceRecord], *, is_complete: bool = True
-) -> Manifest:
-    """The manifest of these pieces. Raises ValueError where a source of the whole has no document."""
-    by_name = sorted(records, key=lambda record: record.name)
-    if config.weights:
-        sources = tuple(
-            PreparedSource(name, weight, _shards(by_name, f"{index:03d}-"))
-            for index, (name, weight) in enumerate(zip(_names(config.sources), config.weights, strict=True))
-        )
-    else:
-        sources = (PreparedSource("all", None, _shards(by_name)),)
-    empty = [source.name for source in sources if not source.shards]
-    if empty and is_complete:
-        raise ValueError(f"sources={config.sources!r}: {empty[0]} has no document; give text, or leave the source out")
-    dropped = [record.dropped for record in by_name]
-    return Manifest(
-        vocab_size=tokenizer.vocab_size, end_of_document=tokenizer.end_of_document, column=COLUMN,
-        row_group_tokens=config.row_group_tokens, align_tokens=config.align_tokens,
-        tokenizer_sha256=tokenizer.sha256, sources=sources, is_complete=is_complete,
-        longest_document_tokens=max((record.longest_document_tokens for record in by_name), default=0),
-        dropped=Dropped(
-            sum(part.num_duplicates for part in dropped), sum(part.num_empty_documents for part in dropped),
-            sum(part.num_empty_files for part in dropped), tuple(line for part in dropped for line in part.bad),
-        ),
-        about={"sources": list(config.sources), "tokenizer": config.tokenizer, "pyarrow": pa.__version__},
-    ).sealed()  # fmt: skip
-
-
-def _shards(records: Sequence[PieceRecord], prefix: str = "") -> tuple[Shard, ...]:
-    return tuple(shard for record in records if record.name.startswith(prefix) for shard in record.shards)
-
-
-def _names(uris: Sequence[str]) -> list[str]:
-    """A name for each source: the last part of its URI, numbered where two are alike."""
-    names = [uri.rstrip("/").rpartition("/")[2] for uri in uris]
-    return [name if names.count(name) == 1 else f"{name}-{index}" for index, name in enumerate(names)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from pathlib import Path
 
@@ -143,9 +144,8 @@ def test_holding_out_everything_is_refused(folder: Path, fraction: float, num_se
 
 def test_a_path_with_nothing_readable_is_named(folder: Path) -> None:
     for path in (str(folder / "absent.txt"), str(folder / "*.md"), "no-such-protocol://x"):
-        with pytest.raises(ValueError, match="TextFiles path") as caught:
+        with pytest.raises(ValueError, match=re.escape(path)):
             TextFiles(4, (path,)).open()
-        assert repr(path) in str(caught.value)
     with pytest.raises(ValueError, match="tuple of at least one"):
         TextFiles(4, ())
     with pytest.raises(ValueError, match="tuple of at least one"):
@@ -204,10 +204,10 @@ def test_alignment_is_part_of_what_a_corpus_is_and_must_fit_the_context(folder: 
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "lines.jsonl", "batch.ARROW"])
-def test_tables_given_as_text_are_refused_with_what_to_use(tmp_path: Path, name: str) -> None:
+def test_files_that_are_not_what_their_names_say_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"x" * 64)
     for path in (tmp_path / name, tmp_path):
-        with pytest.raises(ValueError, match=r"is no plain text.*--data shards:URI"):
+        with pytest.raises(ValueError, match=rf"{name}: (cannot be read|line 1 at byte 0 is no JSON)"):
             TextFiles(4, (str(path),)).open()
 
 

@@ -166,15 +166,18 @@ def test_a_preparation_that_was_killed_goes_on_without_repeating_or_losing_a_doc
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "broken.jsonl": (b'{"text": "fine"}\n{"text": \n{"text": "fine too"}\n', "line at byte 17 is no JSON object"),
-    "column.jsonl": (b'{"other": "x"}\n{"text": "fine"}\n', "line at byte 0 has no 'text': it has other"),
-    "number.jsonl": (b'{"text": 3}\n{"text": "fine"}\n', "line at byte 0 is no JSON object with text in 'text'"),
-    "list.jsonl": (b'["text"]\n{"text": "fine"}\n', "line at byte 0 is no JSON object with text in 'text'"),
-    "half.jsonl": (b'{"text": "\\ud800"}\n{"text": "fine"}\n', "line at byte 0 is no JSON object with text in 'text'"),
+    "broken.jsonl": (b'{"text": "fine"}\n{"text": \n{"text": "fine too"}\n', "line 2 at byte 17 is no JSON object"),
+    "column.jsonl": (b'{"other": "x"}\n{"text": "fine"}\n', "line 1 at byte 0 has no 'text': it has other"),
+    "number.jsonl": (b'{"text": 3}\n{"text": "fine"}\n', "line 1 at byte 0 is no JSON object with text in 'text'"),
+    "list.jsonl": (b'["text"]\n{"text": "fine"}\n', "line 1 at byte 0 is no JSON object with text in 'text'"),
+    "half.jsonl": (
+        b'{"text": "\\ud800"}\n{"text": "fine"}\n',
+        "line 1 at byte 0 is no JSON object with text in 'text'",
+    ),
     "empty.jsonl": (b"", "empty.jsonl: is empty"),
     "junk.parquet": (b"PAR1 this is not", "junk.parquet: cannot be read"),
     "junk.arrow": (b"ARROW1 this is not", "junk.arrow: cannot be read"),
-    "junk.jsonl.gz": (b"this is not", "junk.jsonl.gz: cannot be read"),
+    "junk.jsonl.gz": (b"\x1f\x8bthis is not", "junk.jsonl.gz: cannot be read"),
 }
 
 
@@ -189,7 +192,8 @@ def test_bad_input_is_named_and_ends_the_preparation_or_is_left_out(
         prepared(tmp_path / "out", tmp_path / "in")
     assert told in str(refused.value)
     assert name in str(refused.value)
-    manifest = prepared(tmp_path / "out", tmp_path / "in", on_bad_input="skip")  # goes on where the first one stopped
+    # Goes on where the first one stopped.
+    manifest = prepared(tmp_path / "out", tmp_path / "in", on_bad_input="skip", max_bad_share=1.0)
     assert [told in line for line in manifest.dropped.bad] == [True]
     assert told in caplog.text
     expected = ["fine"] * content.count(b'"fine"') + ["fine too"] * content.count(b"fine too")
@@ -229,8 +233,8 @@ def test_a_source_without_a_document_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no such file"):
         prepared(tmp_path / "out2", tmp_path / "absent")
     (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "a.png").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"none below it that ends in \.jsonl"):
+    (tmp_path / "pictures" / "a.png").write_bytes(b"\x89PNG\r\n")
+    with pytest.raises(ValueError, match=r"none below it that can be read as text\. Left out: looks like a picture"):
         prepared(tmp_path / "out2", tmp_path / "pictures")
 
 
@@ -358,5 +362,7 @@ def test_the_command_sets_every_setting_and_leaves_out_what_is_not_given() -> No
     options = command.parser().parse_args(given)
     assert set(PrepareConfig.__pydantic_fields__) - {"sources"} - set(vars(options)) == set()
     asked = command.config_of(options)
-    assert (asked.sources, asked.piece_bytes, asked.row_group_tokens, asked.workers) == (("a", "b"), 77, 256, None)
+    places = tuple(str(Path(name).absolute()) for name in ("a", "b"))  # workers have other working directories
+    assert (asked.sources, asked.piece_bytes, asked.row_group_tokens, asked.workers) == (places, 77, 256, None)
+    assert asked.out == str(Path("o").absolute())
     assert command.config_of(command.parser().parse_args(given[:5])) == PrepareConfig(("a", "b"), "o")

@@ -1,0 +1,326 @@
+"""The files under a source: each is used, or left out with a reason. Nothing is counted twice, and nothing vanishes.
+
+`walk` finds files, `kinds` decides what each is. Here: what becomes of what was found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+from fsspec.utils import glob_translate
+from pyarrow import fs
+
+from elastic_ring.data.filesystem import located, read_file
+from elastic_ring.data.kinds import hint_of, kind_of
+from elastic_ring.data.walk import HIDING, Found, walk
+
+OPENED_AT_ONCE = 16
+NAMES = 5
+"""How many names of each kind a summary has."""
+HIDDEN = "a name that begins with . or _"
+
+
+@dataclass(frozen=True)
+class File:
+    """An input file: its path in the file system, its name under the source, how it is read.
+
+    `problem`: why it cannot be read as its name promises. `begins_at`: where its text begins, after a byte order mark.
+    """
+
+    path: str
+    name: str
+    kind: str
+    num_bytes: int
+    compression: str | None = None
+    begins_at: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A file that is not read. `num_bytes` is what is lost by that: none where its content is read elsewhere."""
+
+    name: str
+    num_bytes: int
+    why: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of one source in order, and what lies beside them."""
+
+    uri: str
+    filesystem: Any
+    files: tuple[File, ...]
+    left_out: tuple[LeftOut, ...] = ()
+
+    @property
+    def facts(self) -> list[list[object]]:
+        """What identifies the input: names and sizes."""
+        return [[file.name, file.kind, file.num_bytes] for file in self.files]
+
+
+def list_source(
+    uri: str,
+    *,
+    column: str = "text",
+    allow_left_out: bool = False,
+    flag: str = "--source",
+    allow: str = "--allow-left-out",
+) -> Listing:
+    """The files of a source: one file, a folder (searched through), a pattern, or a saved Hugging Face dataset.
+
+    Raises ValueError for one that has no file to read, for a named file that is no text, and where more is left out
+    than is read, unless `allow_left_out`.
+    """
+    filesystem, path = located(uri)
+    told = f"{flag} {shown(uri)}"
+    try:
+        path.encode()
+        info = filesystem.get_file_info(path)
+        if info.type == fs.FileType.File:
+            return Listing(uri, filesystem, (_named(filesystem, path, int(info.size), told, column),))
+        if info.type == fs.FileType.Unknown:
+            raise ValueError(f"{told}: is a pipe, a socket or a device, which cannot be read twice: give a file")
+        if info.type == fs.FileType.Directory and (saved := _saved_dataset(filesystem, path, uri, told)):
+            return saved
+        if info.type == fs.FileType.Directory:
+            base, found = path, list(walk(filesystem, path))
+        else:
+            base, found = _matching(filesystem, path)
+        listing = _sorted_out(uri, filesystem, base, found, column, hides=info.type == fs.FileType.Directory)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{told}: its name is not UTF-8: rename it") from error
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{told}: cannot be listed: {error}") from error
+    if not allow_left_out or not listing.files:
+        _check(listing, told, allow)
+    return listing
+
+
+def shown(name: str) -> str:
+    """A name that can be printed: bytes that are not UTF-8 become \\xNN."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def _named(filesystem: Any, path: str, num_bytes: int, told: str, column: str) -> File:
+    """The file that the user named. Raises ValueError where it is no text."""
+    made = _file(filesystem, path, path.rpartition("/")[2], num_bytes, column)
+    if isinstance(made, LeftOut) or made.problem:
+        raise ValueError(f"{told}: {made.detail if isinstance(made, LeftOut) else made.problem}")
+    return made
+
+
+def _file(filesystem: Any, path: str, name: str, num_bytes: int, column: str) -> File | LeftOut:
+    """What becomes of a file: left out where it cannot be read and its name does not promise that."""
+    if not num_bytes:
+        return File(path, name, hint_of(name) or "text", 0)
+    try:
+        found = kind_of(name, lambda codec: filesystem.open_input_stream(path, compression=codec), column)
+    except (OSError, pa.ArrowException) as error:
+        return File(path, name, hint_of(name) or "text", num_bytes, problem=f"cannot be read: {error}")
+    if found.reader is None:
+        return LeftOut(name, num_bytes, f"looks like {found.looks_like}: {found.way_out}", found.problem)
+    return File(path, name, found.reader, num_bytes, found.compression, found.begins_at, found.problem)
+
+
+def _sorted_out(uri: str, filesystem: Any, base: str, found: Sequence[Found], column: str, *, hides: bool) -> Listing:
+    """Each file that was found, used or left out, in the order of paths."""
+    left_out: list[LeftOut] = []
+    candidates: list[tuple[str, str, int]] = []
+    for entry in sorted(found, key=lambda entry: entry.path):
+        name = entry.path.removeprefix(base).lstrip("/")
+        why = entry.why
+        if not why and hides and any(part.startswith(HIDING) for part in name.split("/")):
+            why = HIDDEN  # what Spark, git and editors leave
+        if not why and shown(entry.path) != entry.path:
+            why = "a name that is not UTF-8: rename it"
+        if not why and not entry.num_bytes and hint_of(name) is None:
+            why = "empty"
+        if why:
+            left_out.append(LeftOut(shown(name), entry.num_bytes, why))
+        else:
+            candidates.append((entry.path, name, entry.num_bytes))
+    with ThreadPoolExecutor(OPENED_AT_ONCE, thread_name_prefix="elastic-ring-inputs") as threads:
+        made = list(threads.map(lambda one: _file(filesystem, one[0], one[1], one[2], column), candidates))
+    files = tuple(one for one in made if isinstance(one, File))
+    return Listing(uri, filesystem, files, (*left_out, *(one for one in made if isinstance(one, LeftOut))))
+
+
+def _check(listing: Listing, told: str, allow: str) -> None:
+    """Raises ValueError where nothing is left to read, or less than what is left out."""
+    lost = "; ".join(lines(left_out_groups([listing])))
+    if not listing.files:
+        beside = f". Left out: {lost}" if lost else ""
+        raise ValueError(f"{told}: there is no such file, or none below it that can be read as text{beside}")
+    used_bytes = sum(file.num_bytes for file in listing.files)
+    lost_bytes = sum(one.num_bytes for one in listing.left_out)
+    if lost_bytes > used_bytes:
+        raise ValueError(
+            f"{told}: more is left out ({size(lost_bytes)}) than is used ({size(used_bytes)} in "
+            f"{len(listing.files):,} files). Left out: {lost}. Give the files that are meant, as in 'folder/*.jsonl', "
+            f"or go on as it is: {allow}"
+        )
+
+
+def exists(uri: str) -> bool:
+    """Whether there is such a file or folder."""
+    filesystem, path = located(uri)
+    try:
+        found = filesystem.get_file_info(path).type != fs.FileType.NotFound
+    except (OSError, UnicodeEncodeError, pa.ArrowException):
+        return False
+    return bool(found)
+
+
+def check_apart(uri: str, out: str) -> None:
+    """Raises ValueError where a folder to write to is among what is read: a second preparation would read the first."""
+    filesystem, source = located(uri)
+    beside, folder = located(out)
+    if type(filesystem) is not type(beside):
+        return
+    at = _first_magic(source)
+    if isinstance(filesystem, fs.LocalFileSystem):
+        folder = os.path.realpath(folder)
+        if at >= 0 and not os.path.exists(source):
+            base = source[:at].rpartition("/")[0]
+            source, at = f"{os.path.realpath(base)}{source[len(base) :]}", 0
+        else:
+            source, at = os.path.realpath(source), -1
+    if at >= 0:
+        matches = re.compile(glob_translate(source))
+        inside = any(
+            matches.match(f"{folder}/{name}") for name in ("manifest.json", "shards/0.parquet", "pieces/0.json")
+        )
+    else:
+        inside = f"{folder}/".startswith(f"{source}/")
+    if inside:
+        raise ValueError(
+            f"--out {shown(out)}: lies inside --source {shown(uri)}, and a second preparation would read what the "
+            "first wrote: give a folder beside it"
+        )
+
+
+# ------------------------------------------------------------ the summary
+
+
+@dataclass
+class Group:
+    """Files of one kind, or left out for one reason."""
+
+    what: str
+    num_files: int = 0
+    num_bytes: int = 0
+    names: list[str] = field(default_factory=list)
+
+    def add(self, name: str, num_bytes: int) -> None:
+        self.num_files += 1
+        self.num_bytes += num_bytes
+        if len(self.names) < NAMES:
+            self.names.append(name)
+
+
+def used_groups(listings: Iterable[Listing]) -> list[Group]:
+    return _groups((file.kind if not file.problem else f"bad {file.kind}", file.name, file.num_bytes)
+                   for listing in listings for file in listing.files)  # fmt: skip
+
+
+def left_out_groups(listings: Iterable[Listing]) -> list[Group]:
+    return _groups((one.why, one.name, one.num_bytes) for listing in listings for one in listing.left_out)
+
+
+def _groups(entries: Iterable[tuple[str, str, int]]) -> list[Group]:
+    found: dict[str, Group] = {}
+    for what, name, num_bytes in entries:
+        found.setdefault(what, Group(what)).add(name, num_bytes)
+    return sorted(found.values(), key=lambda group: -group.num_bytes)
+
+
+def lines(groups: Iterable[Group]) -> list[str]:
+    """A line a group: how many files, how much, the first names."""
+    return [
+        f"{group.what}: {group.num_files:,} {'file' if group.num_files == 1 else 'files'}, {size(group.num_bytes)} "
+        f"({', '.join(group.names)}{', ...' if group.num_files > len(group.names) else ''})"
+        for group in groups
+    ]
+
+
+def summary(what: str, groups: Sequence[Group]) -> list[str]:
+    """How many files were used, or left out, and a line for each kind of them; nothing where there are none."""
+    if not groups:
+        return []
+    num_files, num_bytes = sum(group.num_files for group in groups), sum(group.num_bytes for group in groups)
+    return [f"{what}: {num_files:,} files, {size(num_bytes)}", *(f"  {line}" for line in lines(groups))]
+
+
+def size(num_bytes: int) -> str:
+    amount, unit = float(num_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.0f} {unit}" if unit == "bytes" else f"{amount:.1f} {unit}"
+
+
+# ------------------------------------------------------------ patterns and saved datasets
+
+
+def _matching(filesystem: Any, pattern: str) -> tuple[str, list[Found]]:
+    """(the folder above, the files) of a pattern in which `*` stays within a folder and `**` does not."""
+    magic = _first_magic(pattern)
+    if magic < 0:
+        return pattern, []
+    base = pattern[:magic].rpartition("/")[0]
+    matches = re.compile(glob_translate(pattern))
+    return base, [entry for entry in walk(filesystem, base) if matches.match(entry.path)]
+
+
+def _first_magic(pattern: str) -> int:
+    """Where the first sign of a pattern stands; -1 in a plain path."""
+    return min((at for sign in "*?[" if (at := pattern.find(sign)) >= 0), default=-1)
+
+
+def _saved_dataset(filesystem: Any, path: str, uri: str, told: str) -> Listing | None:
+    """The files of a folder that `datasets.Dataset.save_to_disk` wrote, in its order; none for other folders."""
+    if _is_file(filesystem, f"{path}/dataset_dict.json"):
+        splits = _json(filesystem, f"{path}/dataset_dict.json", told).get("splits") or ["?"]
+        if len(splits) != 1:
+            raise ValueError(f"{told}: holds the splits {', '.join(splits)}: name one, {uri}/{splits[0]}")
+        path = f"{path}/{splits[0]}"
+    if not _is_file(filesystem, f"{path}/state.json"):
+        return None
+    listed = [part["filename"] for part in _json(filesystem, f"{path}/state.json", told).get("_data_files") or ()]
+    infos = filesystem.get_file_info([f"{path}/{name}" for name in listed])
+    files = [
+        File(info.path, name, "arrow", max(int(info.size or 0), 0)) for name, info in zip(listed, infos, strict=True)
+    ]
+    others = {found.path: found.num_bytes for found in walk(filesystem, path)}.items() - {
+        (file.path, file.num_bytes) for file in files
+    }
+    beside = [LeftOut(shown(name.removeprefix(path).lstrip("/")), size, "beside a saved dataset")
+              for name, size in sorted(others)]  # fmt: skip
+    return Listing(uri, filesystem, tuple(files), tuple(beside))
+
+
+def _is_file(filesystem: Any, path: str) -> bool:
+    found: bool = filesystem.get_file_info(path).is_file
+    return found
+
+
+def _json(filesystem: Any, path: str, told: str) -> dict[str, Any]:
+    """Raises ValueError that names the file."""
+    try:
+        found = json.loads(read_file(filesystem, path, told))
+    except ValueError as error:
+        raise ValueError(f"{told}: {path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{told}: {path} is damaged: it holds no object")
+    return found
