@@ -227,7 +227,8 @@ def poisoned(folder: Path, calm: Callable[[], str], num_steps: int = 20_000) -> 
     while step < num_steps:
         for bad in range(step, min(num_steps, step + int(length))):
             for sample in order.sample_ids(bad):
-                pieces[sample] = noise.randbytes(POISON_CONTEXT)
+                # Characters of two bytes: noise to the model, and yet text to the reader of files.
+                pieces[sample] = "".join(chr(noise.randrange(0x80, 0x800)) for _ in range(POISON_CONTEXT // 2)).encode()
         step, length = step + int(4 * length), 1.5 * length
     path = folder / "poisoned.txt"
     path.write_bytes(b"".join(pieces))
