@@ -457,10 +457,10 @@ class RunConfig:
         # Resolved where the user wrote it: other processes have other working directories.
         for setting in ("storage_path", "run_dir"):
             given = getattr(self, setting)
-            if given is None:
+            if given is None or re.match("s3://[^/]", given):
                 continue
-            if given.startswith("s3://"):
-                continue
+            if not given or given.startswith("s3://"):
+                raise ValueError(f"{setting}={given!r}: give a folder, or s3://bucket/prefix with the bucket's name")
             if _URI.match(given):
                 raise ValueError(
                     f"{setting}={given!r}: give s3://bucket/prefix, or a path on a shared file system, "

@@ -75,7 +75,21 @@ def from_plain(cls: type[T], plain: Mapping[str, Any], prefix: str = "") -> T:
     try:
         return TypeAdapter(cls).validate_json(json.dumps(plain))
     except ValidationError as error:
-        raise ValueError(explain(cls, error, plain, prefix)) from None
+        raise ValueError(_undecoded(plain, prefix.rstrip(".")) or explain(cls, error, plain, prefix)) from None
+
+
+def _undecoded(value: Any, named: str) -> str:
+    """An error's text for the first text in `value` with bytes that Python could not decode; empty without one."""
+    if isinstance(value, str):
+        shown = value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        whole = not any("\ud800" <= sign <= "\udfff" for sign in value)
+        return "" if whole else f"{named}='{shown}': is not UTF-8, or not to this locale: LC_ALL=C.UTF-8 reads UTF-8"
+    parts: Any = ()
+    if isinstance(value, Mapping):
+        parts = ((f"{named}.{key}".lstrip("."), part) for key, part in value.items())
+    elif isinstance(value, (list, tuple)):
+        parts = ((named, part) for part in value)
+    return next((told for name, part in parts if (told := _undecoded(part, name))), "")
 
 
 def explain(cls: Any, error: ValidationError, given: Mapping[str, Any], prefix: str = "") -> str:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +27,7 @@ from elastic_ring.runtime.head import RECONNECT, RECONNECT_S
 log = logging.getLogger(__name__)
 
 ASK_S = 2.0
+LONGEST_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 OUTLAST_S = 10.0  # Ray ends a process without a word, so the driver must give up first
 
 
@@ -41,7 +44,7 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
     """Attach to an existing cluster (RAY_ADDRESS, or one that `ray start` began here), else run a local one within,
     which counts `num_cpus` CPUs. The head of an existing one may be away for `lease_s`.
 
-    Raises: ValueError when RAY_ADDRESS does not answer.
+    Raises: ValueError when RAY_ADDRESS does not answer, and where no local one could start.
     """
     if ray.is_initialized():
         yield
@@ -54,6 +57,7 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
         except ConnectionError as error:
             raise ValueError(f"RAY_ADDRESS={address!r}: no Ray cluster answers there ({error})") from error
     else:
+        check_host(environment())
         # Its monitor takes the coordinator first: it is the last resort behind the guard of the node's agent.
         environment().setdefault(RAY_THRESHOLD_VARIABLE, "0.98")
         ray.init(
@@ -64,6 +68,22 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def check_host(variables: Mapping[str, str], shared_memory: str = "/dev/shm") -> None:
+    """Raises ValueError where Ray could not start a cluster here: it would say so by a traceback."""
+    name = "RAY_TMPDIR" if "RAY_TMPDIR" in variables else "TMPDIR"
+    folder = variables.get(name, "/tmp")
+    if len(os.fsencode(folder)) > LONGEST_FOLDER_BYTES:
+        raise ValueError(
+            f"{name}={folder!r}: is longer than the {LONGEST_FOLDER_BYTES} bytes that leave room for names of Ray's "
+            "sockets: set RAY_TMPDIR=/tmp, or another short folder"
+        )
+    if sys.platform == "linux" and not os.access(shared_memory, os.R_OK | os.W_OK):
+        raise ValueError(
+            f"{shared_memory}: is not there or cannot be written, and Ray keeps objects in it: mount it (Docker: "
+            "--shm-size=2g; Kubernetes: an emptyDir of medium Memory), or set RAY_ADDRESS to a cluster elsewhere"
+        )
 
 
 def outlast_head(lease_s: float) -> None:

@@ -141,3 +141,10 @@ def test_saved_hugging_face_datasets_are_read_in_their_order(tmp_path: Path) -> 
         prepared(tmp_path / "out2", tmp_path / "split")
     manifest = prepared(tmp_path / "out2", tmp_path / "split" / "train")
     assert texts_of(tmp_path / "out2", manifest.sources[0]) == texts(300)[9:3:-1]
+
+
+@pytest.mark.parametrize("content", [b'{"eos_token": ', b"[]", b"\xff\xfe{}"])
+def test_a_damaged_tokenizer_config_is_named(folder: Path, content: bytes) -> None:
+    (folder / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"tokenizer='.*': tokenizer_config\.json cannot be read: "):
+        open_tokenizer(str(folder))

@@ -15,7 +15,8 @@ import pytest
 from elastic_ring import cli
 from elastic_ring.cli import settings, train
 from elastic_ring.cli.settings import NESTED, SECTIONS, parse
-from elastic_ring.data.source import TokenShards
+from elastic_ring.data.preparation.prepare import PrepareConfig
+from elastic_ring.data.source import TextFiles, TokenShards
 from elastic_ring.monitor.plot import draw_run
 from elastic_ring.train.wrap import num_parameters
 
@@ -232,3 +233,48 @@ def test_a_model_folder_is_planned_and_built_with_its_own_sizes(
     ).save_pretrained(tmp_path / "small")
     assert train.main(["--model-folder", str(tmp_path / "small")]) == 2
     assert "data.vocab_size=257 is more than the model's 200" in capsys.readouterr().err
+
+
+def test_places_are_those_of_the_command_for_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers, and later submissions from `config.toml`, have other working directories."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for given, place in (("a.txt", tmp_path / "a.txt"), ("~/a.txt", tmp_path / "home" / "a.txt")):
+        asked = parse(["--data", given])
+        assert train.data_source(asked.data, asked.model, 8).paths == (str(place),)
+        assert str(place) in asked.toml()
+        shards = parse(["--data", f"shards:{given}"])
+        assert train.data_source(shards.data, shards.model, 8).uri == str(place)
+        assert TokenShards(8, given).uri == str(place)
+        assert TextFiles(8, (given, "s3://bucket/a.txt")).paths == (str(place), "s3://bucket/a.txt")
+        config = PrepareConfig((given,), given, tokenizer=given)
+        assert (config.sources, config.out, config.tokenizer) == ((str(place),), str(place), str(place))
+
+
+def test_bytes_that_are_not_utf8_in_a_setting_are_named_and_no_other_setting_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for flags, told in {
+        ("--run-name", "caf\udce9"): r"run.name='caf\xe9': is not UTF-8",
+        ("--data", "caf\udce9"): r"data.paths='caf\xe9': is not UTF-8",
+        ("--run.checkpoint-config.keep-last", "1", "--run.notices", "\udce9"): r"run.notices='\xe9': is not UTF-8",
+    }.items():
+        assert train.main(["--plan", *flags]) == 2
+        said = capsys.readouterr().err
+        assert told in said
+        assert len(said) < 200
+
+
+def test_a_file_of_settings_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[step]\nsteps = 7\n")
+    assert parse(["--config", str(tmp_path / "a.toml")]).step.steps == 7
+
+
+def test_a_host_on_which_ray_cannot_start_is_told_in_one_line(tmp_path: Path) -> None:
+    from elastic_ring.runtime.driver.session import check_host
+
+    with pytest.raises(ValueError, match=r"^TMPDIR='/x+': is longer than .* set RAY_TMPDIR=/tmp, or another short"):
+        check_host({"TMPDIR": "/" + "x" * 60})
+    with pytest.raises(ValueError, match=r"nowhere: is not there or cannot be written.* --shm-size=2g"):
+        check_host({}, str(tmp_path / "nowhere"))
+    check_host({"TMPDIR": "/" + "x" * 60, "RAY_TMPDIR": "/tmp"}, str(tmp_path))
