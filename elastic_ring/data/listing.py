@@ -19,6 +19,7 @@ from pyarrow import fs
 
 from elastic_ring.data.filesystem import located, read_file
 from elastic_ring.data.kinds import hint_of, kind_of
+from elastic_ring.data.manifest import MANIFEST, PREPARATION
 from elastic_ring.data.walk import HIDING, Found, walk
 
 OPENED_AT_ONCE = 16
@@ -90,6 +91,10 @@ def list_source(
             return Listing(uri, filesystem, (_named(filesystem, path, int(info.size), told, column),))
         if info.type == fs.FileType.Unknown:
             raise ValueError(f"{told}: is a pipe, a socket or a device, which cannot be read twice: give a file")
+        if info.type == fs.FileType.Directory and _is_file(filesystem, f"{path}/{PREPARATION}"):
+            raise ValueError(
+                f"{told}: is a prepared corpus: train on it with --data {shown(uri).rstrip('/')}/{MANIFEST}"
+            )
         if info.type == fs.FileType.Directory and (saved := _saved_dataset(filesystem, path, uri, told)):
             return saved
         if info.type == fs.FileType.Directory:

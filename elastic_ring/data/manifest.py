@@ -17,7 +17,8 @@ from typing import Any, Literal
 from elastic_ring.data.filesystem import located, read_file
 from elastic_ring.validation import NonNegativeInt, PositiveInt, from_plain, settings
 
-MANIFEST = "manifest.json"
+MANIFEST, PREPARATION = "manifest.json", "preparation.json"
+"""What a preparation writes last, and first."""
 _NAME = re.compile(r"^manifest(-\d+)?\.json$")
 _NOT_IN_DIGEST = frozenset(
     {"digest", "about", "num_bytes", "sha256", "num_records", "num_bad_records", "num_bad", "bad_bytes"}

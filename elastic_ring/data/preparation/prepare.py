@@ -22,7 +22,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from elastic_ring.data.listing import Group, Listing, check_apart, left_out_groups, list_source, used_groups
-from elastic_ring.data.manifest import MANIFEST, Manifest, read_manifest
+from elastic_ring.data.manifest import MANIFEST, PREPARATION, Manifest, read_manifest
 from elastic_ring.data.preparation.assemble import assemble
 from elastic_ring.data.preparation.documents import OnBadInput
 from elastic_ring.data.preparation.inputs import Piece, cut
@@ -44,7 +44,6 @@ from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, settings
 
 log = logging.getLogger(__name__)
 
-PREPARATION = "preparation.json"
 PIECE_BYTES = 16 << 20
 ROW_GROUP_TOKENS = 1 << 16
 READ_AT_ONCE = 16

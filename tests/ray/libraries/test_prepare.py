@@ -61,7 +61,7 @@ def test_any_number_of_workers_gives_the_same_digest(
 
 def test_a_users_mistake_in_a_worker_has_its_own_words(corpus: Path, tmp_path: Path, local_ray: None) -> None:
     (corpus / "c.jsonl").write_text("no JSON\n")
-    with pytest.raises(ValueError, match=r"c\.jsonl: the line at byte 0 is no JSON object"):
+    with pytest.raises(ValueError, match=r"c\.jsonl: line 1 at byte 0 is no JSON object"):
         prepared(tmp_path / "out", corpus, workers=2)
 
 

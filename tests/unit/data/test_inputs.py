@@ -213,6 +213,12 @@ def test_records_are_read_in_pieces_and_aligned(tmp_path: Path, monkeypatch: pyt
         assert all(start % 4 == 0 for start in parts.read(index).document_starts)
 
 
+def test_a_prepared_folder_given_as_text_is_refused_with_its_manifest(tmp_path: Path) -> None:
+    prepared(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts(3)))
+    with pytest.raises(ValueError, match=r"is a prepared corpus: train on it with --data .*/out/manifest\.json"):
+        documents(tmp_path / "out")
+
+
 def test_names_are_printed_whatever_their_bytes() -> None:
     assert shown("a\udce9") == "a\\xe9"
     assert json.dumps(shown("a\udce9"))
