@@ -224,17 +224,7 @@ class ElasticRingTrainer:
         training_order(self.task)
         check_writable(self.run_config.driver_folder)
         self._resume()
-        check_buildable(self.task)
-        check_own_optimizer(self.task)
-        check_layers(self.task)
-        layouts = Layouts(self.task)
-        layouts.choice(self.scaling_config.cp, self.scaling_config.device)
-        if self.scaling_config.device == "cpu":  # the driver of a GPU run may have neither a GPU nor a compiler for one
-            check_compiles(self.task, "cpu")
-        if self.scaling_config.device == "cuda":
-            check_pattern(self.task, self.scaling_config.cp, layouts)
-        check_rows(self.task)
-        check_portable(self.task)
+        check_task(self.task, self.scaling_config.cp, self.scaling_config.device)
         if self.scaling_config.device == "cuda":
             log.warning("device='cuda': runs on one host of several GPUs only, so far; see Limits in the README")
         if self.scaling_config.dp == 1 and self.run_config.copies == "0":
@@ -572,6 +562,22 @@ def described(part: Any) -> str:
     if repr(part) == object.__repr__(part):
         return f"{type(part).__module__}.{type(part).__qualname__}"
     return repr(part)
+
+
+def check_task(task: TrainingTask, cp: int, device: str) -> None:
+    """What every door asks of the model, its pattern and its data before workers start. Raises ValueError."""
+    check_vocabulary(parts_of(task.model, task.step), task.data)  # which may have been made of a dataset since
+    check_buildable(task)
+    check_own_optimizer(task)
+    check_layers(task)
+    layouts = Layouts(task)
+    layouts.choice(cp, device)
+    if device == "cpu":  # the driver of a GPU run may have neither a GPU nor a compiler for one
+        check_compiles(task, device)
+    if device == "cuda":
+        check_pattern(task, cp, layouts)
+    check_rows(task)
+    check_portable(task)
 
 
 def check_portable(task: TrainingTask) -> None:

@@ -252,7 +252,7 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     if flags.data is not None:
         given["data"] |= data_flag(flags.data, given["data"])
     optim = given["optim"]
-    asked = {*file.get("optim", {}), *(setting for setting in optim if _has_flag(argv, f"optim.{setting}"))}
+    asked = {*file.get("optim", {}), *(setting for setting in optim if has_flag(argv, f"optim.{setting}"))}
     # The schedule is as long as the run, unless its length was asked for.
     if "total_steps" not in asked:
         optim["total_steps"] = given["step"]["steps"]
@@ -262,7 +262,7 @@ def parse(argv: Sequence[str]) -> TrainSettings:
         section: from_plain(cls, _with_none(cls, given[section]), f"{section}.") for section, cls in SECTIONS.items()
     }
     if made["data"].source == "prepared":
-        chosen = "vocab_size" in file.get("model", {}) or _has_flag(argv, "model.vocab_size")
+        chosen = "vocab_size" in file.get("model", {}) or has_flag(argv, "model.vocab_size")
         made["data"], made["model"] = prepared_data(made["data"], made["model"], vocabulary_is_chosen=chosen)
     top: dict[str, Any] = {key: getattr(flags, key) or file.get(key) for key in TOP}
     _check_folder(top, argv, flags, file)
@@ -281,12 +281,12 @@ def _check_folder(top: Mapping[str, Any], argv: Sequence[str], flags: Any, file:
                          "no such setting; leave it out")  # fmt: skip
     decided = [setting for setting in ModelConfig.__pydantic_fields__ if setting not in FREE_OF_FOLDER]  # type: ignore[attr-defined]
     asked = [setting for setting in decided
-             if setting in file.get("model", {}) or _has_flag(argv, f"model.{setting}")]  # fmt: skip
+             if setting in file.get("model", {}) or has_flag(argv, f"model.{setting}")]  # fmt: skip
     if asked:
         raise ValueError(f"model.{asked[0]}: the folder of --model-folder decides it; leave it out")
 
 
-def _has_flag(argv: Sequence[str], setting: str) -> bool:
+def has_flag(argv: Sequence[str], setting: str) -> bool:
     """Whether the arguments have the setting's dotted flag, with - or _ as tyro reads it."""
     return any(word.partition("=")[0].replace("_", "-") == f"--{setting.replace('_', '-')}" for word in argv)
 

@@ -13,7 +13,6 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
@@ -81,11 +80,6 @@ def _model(asked: TrainSettings) -> tuple[Callable[[], nn.Module], ModelConfig, 
             asked.model_folder, checkpoint_activations=asked.model.checkpoint_activations,
             loss_chunk_tokens=asked.model.loss_chunk_tokens, windows=asked.windows or "exact",  # type: ignore[arg-type]
         )  # fmt: skip
-        if asked.data.source == "prepared":
-            from elastic_ring.data.manifest import read_manifest
-            from elastic_ring.integrations.transformers.checks import check_same_tokenizer
-
-            check_same_tokenizer(Path(made.folder), asked.data.uri, read_manifest(asked.data.uri))
         logging.info("%s: %s", asked.model_folder, made.description())
         return made, made.sizes(), None
     from elastic_ring.model.init import Initialiser

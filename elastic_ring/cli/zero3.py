@@ -17,20 +17,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic_ring.cli.settings import TrainSettings, parse
+from elastic_ring.cli.settings import PRESETS, SECTIONS, SHORT, TrainSettings, has_flag, parse
+from elastic_ring.config import RunConfig, StepConfig
 from elastic_ring.errors import ElasticRingError
+from elastic_ring.train.guard_table import ZERO3, reason
 
 if TYPE_CHECKING:
     from elastic_ring.integrations.ray_train import Zero3Trainer
 
 PLACES = ("none", "cpu", "nvme")
-# Flags of the elastic ring that mean nothing here, and what to use.
-ELSEWHERE = {
-    "dp": "it follows from --workers and --cp", "spares": "Ray Train starts lost workers again",
-    "cpu-offload": "give --offload-optimizer and --offload-param",
-    "min-dp": "give --workers MIN:MAX", "max-dp": "give --workers MIN:MAX",
-    "faults": "kill a process; this door plans no faults", "resume": "Ray Train resumes by the run's name",
-    "run-dir": "Ray Train's folder is --storage-path/--run-name", "val-every": "this door does not validate",
+# Settings of the elastic ring that mean nothing here, and what to use; of guards `guard_table` has the reasons.
+INSTEAD = {
+    "scaling.dp": "it follows from --workers and --cp", "scaling.spares": "Ray Train starts lost workers again",
+    "scaling.cp": "give --cp", "scaling.cpu_offload": "give --offload-optimizer and --offload-param",
+    "scaling.min_dp": "give --workers MIN:MAX", "scaling.max_dp": "give --workers MIN:MAX",
+    "run.faults": "kill a process; this door plans no faults", "run.resume": "Ray Train resumes by the run's name",
+    "run.run_dir": "Ray Train's folder is --storage-path/--run-name",
+    "run.checkpoint_config": "give --checkpoint-every-steps; the newest two are kept",
+    "run.copies": "a worker group starts anew from a checkpoint",
+    "run.rollback_limit": "loss spikes lead to no going back", "run.skip_batches": "no batch is left out",
+    "step.val_every_steps": "this door does not validate",
+}  # fmt: skip
+NONE_HERE = "this door has nothing of the kind; leave it out"
+OBEYED = {
+    "scaling": {"device", "resources_per_worker"}, "run": {"name", "storage_path", "loss_spike", "loss_spike_actions"},
 }  # fmt: skip
 
 
@@ -52,10 +62,35 @@ def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]
     own.add_argument("--checkpoint-every-steps", type=int, default=10, help="0 for one at the end only (10)")
     own.add_argument("--max-failures", type=int, default=3, help="restarts by Ray Train (3)")
     found, rest = own.parse_known_args(argv)
-    for flag, instead in ELSEWHERE.items():
-        if any(word.partition("=")[0] == f"--{flag}" for word in rest):
-            raise ValueError(f"--{flag}: is the elastic ring's; here {instead}")
-    return found, parse(rest)
+    for setting in _ignored():
+        for flag in (setting, *(short for short, long in SHORT.items() if f"{long}.".startswith(f"{setting}."))):
+            if has_flag(rest, flag) or any(word.replace("_", "-").startswith(f"--{flag}.".replace("_", "-"))
+                                           for word in rest):  # fmt: skip
+                raise ValueError(f"--{flag.replace('_', '-')}: is the elastic ring's; here {_instead(setting)}")
+    asked = parse(rest)
+    refuse_ignored(asked)
+    return found, asked
+
+
+def _ignored() -> list[str]:
+    """The settings of the elastic ring that this door does not obey."""
+    return ["step.val_every_steps", *(f"{section}.{name}" for section, obeyed in OBEYED.items()
+            for name in SECTIONS[section].__pydantic_fields__ if name not in obeyed)]  # fmt: skip
+
+
+def _instead(setting: str) -> str:
+    why = reason(ZERO3, setting.partition(".")[2])
+    return INSTEAD.get(setting) or (f"this door has no such guard: {why}" if why else NONE_HERE)
+
+
+def refuse_ignored(asked: TrainSettings) -> None:
+    """Raises ValueError for a setting of a file that this door would not obey."""
+    usual = {"run": RunConfig(), "step": StepConfig(), "scaling": PRESETS[asked.preset]()["scaling"]}
+    for setting in _ignored():
+        section, name = setting.split(".")
+        value = getattr(getattr(asked, section), name)
+        if value != getattr(usual[section], name):
+            raise ValueError(f"{setting}={value!r}: is the elastic ring's; here {_instead(setting)}")
 
 
 def workers_of(text: str) -> tuple[int, int]:
@@ -77,7 +112,8 @@ def build(own: argparse.Namespace, asked: TrainSettings) -> Zero3Trainer:
     use_gpu = asked.scaling.device == "cuda"
     zero = Zero3Config(
         offload_optimizer=own.offload_optimizer, offload_param=own.offload_param, nvme_path=own.nvme_path,
-        checkpoint_every_steps=own.checkpoint_every_steps,
+        checkpoint_every_steps=own.checkpoint_every_steps, loss_spike=asked.run.loss_spike,
+        loss_spike_actions=asked.run.loss_spike_actions,  # type: ignore[arg-type]
         deepspeed={} if own.deepspeed_config is None else read_deepspeed(own.deepspeed_config),
     )  # fmt: skip
     trainer = Zero3Trainer(

@@ -52,7 +52,8 @@ class ModelParts:
     """What a model's factory brings along for the trainer, which takes its own arguments first.
 
     A factory with a method `ring_parts(step_config)` returns it. `vocab_size` bounds the tokens of the data; `files`,
-    name -> text, are written into the run's folder. `flops` of one sequence, forward and backward, with dense causal
+    name -> text, are written into the run's folder. `check_data` raises ValueError for data whose tokens mean something
+    else to the model. `flops` of one sequence, forward and backward, with dense causal
     attention: from it comes the metric of utilisation (MFU).
     """
 
@@ -62,6 +63,7 @@ class ModelParts:
     vocab_size: int | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     flops: float | None = None
+    check_data: Callable[[SourceConfig], None] | None = None
 
 
 def parts_of(model: Any, step: StepConfig) -> ModelParts:
@@ -140,8 +142,10 @@ def check_parts(task: TrainingTask) -> None:
 
 
 def check_vocabulary(parts: ModelParts, data: SourceConfig) -> None:
-    """Raises ValueError where the data has tokens that the model has no row for."""
+    """Raises ValueError where the data has tokens that the model has no row for, or that are another tokenizer's."""
     refuse_tokens(getattr(data, "vocab_size", None), parts.vocab_size)
+    if parts.check_data is not None:
+        parts.check_data(data)
 
 
 def refuse_tokens(tokens: int | None, rows: int | None) -> None:

@@ -28,17 +28,17 @@ from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.ring_plans import PlanCache
 from elastic_ring.config import CpuOffload
 from elastic_ring.control.decisions.corruption import Digests, Suspicion, is_checked
-from elastic_ring.control.decisions.loss_spikes import WINDOW, SpikeBallot, SpikeWatch
+from elastic_ring.control.decisions.loss_spikes import SpikeBallot, SpikeWatch
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import ArrivedCopies, Loader, Slice, consumed_digest, joined
 from elastic_ring.data.sampling.order import SampleOrder, passes, share
-from elastic_ring.errors import LossSpike, TooManySkipped
 from elastic_ring.mesh import Coordinate, Mesh
 from elastic_ring.state.checkpoints.checkpoint import Reader
 from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Counters, Shard, digest_of
 from elastic_ring.train.abortable_collectives import ExchangeWaits, make_abortable
 from elastic_ring.train.attention_context import attention_of, batch_of
+from elastic_ring.train.guards import raise_for_skips
 from elastic_ring.train.memory_gauge import MemoryGauge
 from elastic_ring.train.memory_relief import MemoryRelief
 from elastic_ring.train.optim import learning_rate, make_optimizer, make_own_optimizer
@@ -487,31 +487,15 @@ class Transaction:
 
     def _raise_for_skips(self, outcome: Outcome) -> None:
         assert self.shard is not None
-        step, optim, self._back = outcome.vote.step, self.task.optim, None
-        if outcome.spike == "stop":
-            shown = ", ".join(map(str, self.sample_ids(step)))
-            raise LossSpike(
-                f"step {step}: the loss is {outcome.loss:.4g}, and more than {outcome.spike_limit:.4g} is far above "
-                f"the last {WINDOW} steps; loss_spike_actions has come to stop. The step was not applied. "
-                f"Look at its sequences ({shown}), lower the learning rate, or go on with loss_spike='log'",
-                step=step,
-            )
-        if outcome.spike == "back":
-            told = f"the loss of step {step} is {outcome.loss:.4g}, above {outcome.spike_limit:.4g}"
-            self._back = MustGoBack(told, first_step=step, step=step)
-            raise self._back
-        in_a_row = self.shard.counters.skipped_in_a_row
-        if in_a_row > optim.max_skipped and self.spikes is not None and self.spikes.goes_back:
-            told = f"{in_a_row} steps in a row up to step {step} were skipped (max_skipped={optim.max_skipped})"
-            self._back = MustGoBack(told, first_step=step + 1 - in_a_row, step=step)
-            raise self._back
-        if in_a_row > optim.max_skipped:
-            raise TooManySkipped(
-                f"step {step}: {in_a_row} steps in a row were skipped, for a non-finite gradient or loss or a loss "
-                f"spike (max_skipped={optim.max_skipped}); lower the learning rate, look at the data of these steps, "
-                "or raise max_skipped",
-                step=step,
-            )
+        self._back = None
+        try:
+            raise_for_skips(
+                outcome, self.shard.counters.skipped_in_a_row, self.task.optim.max_skipped, self.sample_ids,
+                goes_back=self.spikes is not None and self.spikes.goes_back,
+            )  # fmt: skip
+        except MustGoBack as back:
+            self._back = back
+            raise
 
     def roll_forward(self, vote: Vote) -> None:
         """Apply a result that this rank missed and a survivor had. Idempotent."""

@@ -137,6 +137,11 @@ class Outcome:
         return self._get("spike_limit")
 
     @property
+    def clips_harder(self) -> bool:
+        """Whether the gradient is clipped at `CLIP_SHARE` of the usual bound, for this step's spike or a recent one."""
+        return self.spike == "clip" or self._get("spike_clips_harder") > 0
+
+    @property
     def boundary(self) -> bool:
         return self._get("boundary") > 0
 
@@ -168,7 +173,7 @@ class Outcome:
     def scale(self, clip_norm: float | None) -> float:
         """The factor for the summed gradient: mean over tokens, times clipping."""
         mean = 1.0 / max(1.0, self.num_tokens)
-        if clip_norm is not None and (self.spike == "clip" or self._get("spike_clips_harder") > 0):
+        if clip_norm is not None and self.clips_harder:
             clip_norm *= CLIP_SHARE
         if clip_norm is None or self.grad_norm <= clip_norm:
             return mean

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import secrets
 import shutil
 import tempfile
@@ -55,6 +56,9 @@ class Zero3Engine:
         if not own:
             own = {"optimizer": _optimizer(task, model)}
         self._engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False, **own)
+        self._skips = False
+        self._clip_norm = self._engine.optimizer.clip_grad
+        self._engine.optimizer._overflow_check_and_loss_scale_update = self._is_skipped
         if fill and task.initial is not None and task.step.param_dtype != "float32":
             self._fill_masters(task.initial)
 
@@ -66,17 +70,43 @@ class Zero3Engine:
         """Add the gradient of `loss`; DeepSpeed averages over the ranks."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def step(self, rate: float) -> None:
-        """After each `backward`; updates after the last of a batch, with this learning rate."""
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = rate
+    def step(self, rate: float, *, skip: bool = False, clip_share: float = 1.0) -> None:
+        """After each `backward`; updates after the last of a batch, with this learning rate. `skip`: the last of a
+        batch changes nothing, as after an overflow in fp16. `clip_share`: of the usual bound on the gradient's norm."""
+        zero = self._engine.optimizer
+        for group in zero.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
+        self._skips, zero.clip_grad = skip, self._clip_norm * clip_share
         self._engine.step()
 
-    @property
-    def grad_norm(self) -> float:
-        """Of the last update, before clipping."""
-        found = self._engine.get_global_grad_norm()
-        return float("nan") if found is None else float(found)
+    def _is_skipped(self, update_scale: bool = True) -> bool:
+        """In place of DeepSpeed's check, which looks for overflow in fp16 only. Of bf16 and fp32 it skips a step whose
+        norm is not finite later on, by itself, and trains on where only the loss is not: the doors decide alike."""
+        zero = self._engine.optimizer
+        zero.overflow = self._skips
+        if self._skips and update_scale:
+            zero._overflow_clean_up(zero.loss_scale)
+        return self._skips
+
+    def gradient_norm(self) -> float:
+        """Of the whole batch's gradient, before clipping; not a number where it is not finite. Before the last `step`
+        of a batch. Collective."""
+        norms = [float(norm) for norm in self._engine.optimizer._get_norm_groups()]
+        # DeepSpeed says -1 for a norm that is not finite.
+        return math.hypot(*norms) if all(norm >= 0 for norm in norms) else math.nan
+
+    def gradients_of(self, loss: Tensor) -> list[Tensor]:
+        """This rank's shards of the gradient of `loss` alone, averaged over the ranks; nothing is left of it.
+        Collective."""
+        from deepspeed.utils import safe_get_local_grad
+
+        self._engine.set_gradient_accumulation_boundary(is_boundary=True)
+        self.backward(loss)
+        found = [safe_get_local_grad(param).detach().reshape(-1).double()
+                 for _, param in self._named() if param.requires_grad]  # fmt: skip
+        self._engine.optimizer._overflow_clean_up(self._engine.optimizer.loss_scale)
+        self._engine.set_gradient_accumulation_boundary(is_boundary=None)
+        return found
 
     def _fill_masters(self, initial: Any) -> None:
         """Give the masters the first values themselves: DeepSpeed has made them from parameters that were rounded."""

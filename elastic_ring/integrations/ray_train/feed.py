@@ -6,7 +6,7 @@ failure. The second is whatever a Ray Data pipeline yields, in its order; a new 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -26,9 +26,14 @@ PREFETCH_BATCHES = 2
 
 
 class Feed(Protocol):
-    """The slices of this rank in one step: equally many on every rank."""
+    """The slices of this rank in one step: equally many on every rank. `source` has one for the start-up check."""
+
+    @property
+    def source(self) -> Any: ...
 
     def slices(self, step: int) -> list[Slice]: ...
+
+    def sample_ids(self, step: int) -> Sequence[int]: ...
 
     def close(self) -> None: ...
 
@@ -39,6 +44,10 @@ class OrderedFeed:
     def __init__(self, source: Any, order: SampleOrder, layout: Layout, mesh: Mesh, at: Coordinate) -> None:
         self._loader, self._order = Loader(source), order
         self._layout, self._mesh, self._at = layout, mesh, at
+
+    @property
+    def source(self) -> Any:
+        return self._loader.source
 
     def slices(self, step: int) -> list[Slice]:
         mine = self._share(step)
@@ -54,6 +63,10 @@ class OrderedFeed:
     def close(self) -> None:
         self._loader.close()
 
+    def sample_ids(self, step: int) -> Sequence[int]:
+        """The sequences of a step, on all rings."""
+        return self._order.sample_ids(step)
+
     def _share(self, step: int) -> tuple[tuple[int, int], ...]:
         return share(self._order.sample_ids(step), self._at.dp_rank, self._mesh.dp)
 
@@ -67,6 +80,17 @@ class DatasetRows:
 
     def open(self) -> NoReturn:
         raise ValueError("a Ray dataset has no sequences by number: its workers read rows of their shards")
+
+
+@dataclass(frozen=True)
+class CountedUp:
+    """A sequence for the start-up check where reading a row would use it up."""
+
+    context_tokens: int
+    vocab_size: int
+
+    def read(self, sample_id: int) -> Sample:
+        return Sample((np.arange(self.context_tokens + 1, dtype=np.int64) + sample_id) % self.vocab_size, (0,), False)
 
 
 class DatasetFeed:
@@ -86,6 +110,7 @@ class DatasetFeed:
         self._each, self._layout, self._mesh, self._at, self._ring = global_batch // mesh.size, layout, mesh, at, ring
         self._samples = packed(_documents(shard, vocab_size), layout.seq_len, end_of_document)
         self._starts_room = layout.seq_len + 2
+        self.source = CountedUp(layout.seq_len, vocab_size)
 
     def slices(self, step: int) -> list[Slice]:
         found, cp = [], self._mesh.cp
@@ -97,6 +122,10 @@ class DatasetFeed:
                                  + index, index_in_batch=index)
                 )  # fmt: skip
         return found
+
+    def sample_ids(self, step: int) -> Sequence[int]:
+        """None: rows of a Ray dataset have no numbers."""
+        return ()
 
     def close(self) -> None:
         """Nothing is held: Ray Data ends with the worker group."""

@@ -6,7 +6,9 @@ What ElasticRingTrainer's workers rebuild in a recovery is made once here: a wor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,10 +19,12 @@ from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.ring_plans import PlanCache
 from elastic_ring.config import Timeouts
 from elastic_ring.data.loader import Slice
+from elastic_ring.integrations.ray_train.engine import Zero3Engine
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu.device import KERNEL_CACHE
 from elastic_ring.runtime.gpu.leases import shared_folder
 from elastic_ring.train.attention_context import attention_of, batch_of
+from elastic_ring.train.startup.check import check_model
 from elastic_ring.train.startup.kernels import KernelAgreement
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.startup.warm import attention_shapes
@@ -61,6 +65,28 @@ class Rings:
         summed = values.to(self.device)
         dist.all_reduce(summed)
         return summed
+
+    def check(self, engine: Zero3Engine, source: Any) -> None:
+        """Whether the model attends to all of the sequence, by the first of `source`. Collective.
+
+        Raises ModelRefused.
+        """
+        groups = SimpleNamespace(
+            mesh=self.mesh, global_rank=dist.get_rank(), ring=self.ring, check=lambda: None, launching=nullcontext,
+            shard=SimpleNamespace(allreduce=self._add_over_a_ring),
+        )  # fmt: skip
+        state = SimpleNamespace(
+            model=engine.module, loader=SimpleNamespace(source=source), device=self.device,
+            kernel_cache=self._kernel_cache,
+        )  # fmt: skip
+        check_model(self.task, groups, state, engine.gradients_of)
+
+    def _add_over_a_ring(self, tensors: Sequence[Tensor]) -> Any:
+        """Sums that all rings have alike; the shards of one parameter lie on all ranks."""
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+            tensor /= self.mesh.dp
+        return SimpleNamespace(wait=lambda: None)
 
 
 def _group(ranks: Sequence[int], device: torch.device) -> Any:

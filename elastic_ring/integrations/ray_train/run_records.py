@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic_ring.errors import ElasticRingError
 from elastic_ring.monitor.goodput import Goodput
 from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, build_summary, read_metrics, write_summary
@@ -37,6 +38,7 @@ class Records:
         self._last_s: float | None = None  # of the last step that was told
         self._noticed: tuple[float, str] | None = None
         self._recovery: dict[str, Any] | None = None
+        self._error: ElasticRingError | None = None
         self._begun = False  # a worker group of this submission
 
     def begin(self, attempt: Mapping[str, Any]) -> int:
@@ -62,9 +64,12 @@ class Records:
         self._noticed, self._begun = None, True
         return generation
 
-    def step(self, line: StepMetrics) -> None:
-        """A step that every rank has applied."""
+    def step(self, line: StepMetrics, told: str = "") -> None:
+        """A step that every rank has applied or skipped. `told`: what is to be said of it besides."""
         now = time.monotonic()
+        if told:
+            log.warning("%s", told)
+            self._note({"note": "skipped" if line.skipped else "spike", "step": line.step, "told": told})
         self._metrics.record(line)
         self._goodput.committed(line.step, line.step_s)
         self._last_s = now
@@ -79,6 +84,15 @@ class Records:
         if self._noticed is None:
             self._noticed = (time.monotonic(), cause)
             self._note({"note": "failed", "cause": cause})
+
+    def gave_up(self, error: ElasticRingError) -> None:
+        """The worker group has ended the run, which no other could carry on either."""
+        self._error = error
+        self._note({"note": "gave up", "error": type(error).__name__, "told": error.message})
+
+    def error(self) -> ElasticRingError | None:
+        """Why the run was given up, if it was."""
+        return self._error
 
     def checkpoint(self, step: int, path: str) -> None:
         """A checkpoint is in the storage."""

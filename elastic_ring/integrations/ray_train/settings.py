@@ -11,7 +11,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from elastic_ring.config import OptimConfig, StepConfig
 from elastic_ring.mesh import Mesh
@@ -27,6 +27,7 @@ DECIDED = {
     "train_batch_size": "step_config.global_batch (--global-batch)",
     "train_micro_batch_size_per_gpu": "a rank computes one sequence at a time",
     "gradient_accumulation_steps": "it follows from global_batch and the mesh",
+    "managed_gradient_accumulation": "a step is the last sequence of its batch",
     "gradient_clipping": "optim_config.clip_norm (--optim.clip-norm)",
     "scheduler": "optim_config.schedule (--optim.schedule)",
     "bf16": "step_config.param_dtype (--step.param-dtype)",
@@ -47,6 +48,10 @@ GROUPS = {"zero_hpz_partition_size": 1, "mics_shard_size": -1}
 OFFLOADS = {"offload_optimizer": "--offload-optimizer", "offload_param": "--offload-param"}
 
 
+def _list_as_tuple(given: object) -> object:
+    return tuple(given) if isinstance(given, list) else given
+
+
 def _as_text(given: object) -> object:
     return str(given) if isinstance(given, Path) else given
 
@@ -65,6 +70,13 @@ class Zero3Config:
     """For "nvme": a folder of each node; elastic_ring/nvme in the system's temporary folder if left out."""
     checkpoint_every_steps: NonNegativeInt = 10
     """Steps between checkpoints; 0 for one at the end only."""
+    loss_spike: Literal["off", "log", "act"] = "log"
+    """What follows a loss far above those before: nothing, a line in the log, or loss_spike_actions."""
+    loss_spike_actions: Annotated[
+        tuple[Literal["clip", "skip", "stop"], ...], BeforeValidator(_list_as_tuple), Field(min_length=1),
+        Must("one or more of clip, skip, stop; back needs the elastic ring, which keeps its workers when it goes back"),
+    ] = ("clip", "skip", "skip", "stop")  # fmt: skip
+    """What the first, second, ... spike within 64 steps leads to, the last for all later ones, as in RunConfig."""
     deepspeed: Annotated[Mapping[str, Any], Must("a mapping, DeepSpeed's configuration")] = field(default_factory=dict)
     """More of DeepSpeed's own configuration; what is set here or by other settings must not be in it."""
 
@@ -186,7 +198,8 @@ def deepspeed_config(
         # Gradients are summed in fp32, as in the elastic ring; with bf16 parameters DeepSpeed's own choice is bf16.
         "steps_per_print": NEVER, "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}, **made,
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": step.global_batch // mesh.dp,
-        "gradient_clipping": optim.clip_norm or 0.0, "bf16": {"enabled": step.param_dtype == "bfloat16"},
+        "managed_gradient_accumulation": "a step is the last sequence of its batch",
+    "gradient_clipping": optim.clip_norm or 0.0, "bf16": {"enabled": step.param_dtype == "bfloat16"},
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
         "checkpoint": {"load_universal": universal}, "zero_optimization": zero,
     }  # fmt: skip

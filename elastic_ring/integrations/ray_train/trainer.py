@@ -34,10 +34,9 @@ from elastic_ring.runtime.coordinator.run_spec import identity_digest
 from elastic_ring.runtime.driver.session import cluster
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.worker.env_fingerprint import versions
-from elastic_ring.train.startup.layouts import check_layers, check_rows
+from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.task import description_of
-from elastic_ring.train.wrap import check_buildable, check_own_optimizer
-from elastic_ring.trainer import ElasticRingTrainer, check_portable, check_writable, described, training_order
+from elastic_ring.trainer import ElasticRingTrainer, check_task, check_writable, described, training_order
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +94,11 @@ class Zero3Trainer:
         if step.val_every_steps:
             raise ValueError(f"val_every_steps={step.val_every_steps}: ZeRO-3 in Ray Train does not validate; set it "
                              "to 0, or validate the weights afterwards")  # fmt: skip
+        if settings.get("callbacks"):
+            raise ValueError("callbacks: ZeRO-3 in Ray Train tells none; give ray.train.RunConfig(callbacks=[...])")
+        if isinstance(run_config, RunConfig):
+            raise ValueError("run_config is the elastic ring's: give a ray.train.RunConfig; loss_spike and "
+                             "loss_spike_actions are settings of Zero3Config")  # fmt: skip
         self._check_dataset(data)
         self.device: Literal["cpu", "cuda"] = "cuda" if self.scaling_config.use_gpu else "cpu"
         base = ElasticRingTrainer(
@@ -131,11 +135,7 @@ class Zero3Trainer:
         if not (folder / CONFIG_NAME).exists():
             check_writable(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        check_buildable(self.task)
-        check_own_optimizer(self.task)
-        check_layers(self.task)
-        check_rows(self.task)
-        check_portable(self.task)
+        check_task(self.task, self.cp, self.device)
         if self.dataset is None:
             log.info("data %s", open_source(self.task.data).fingerprint[:16])
             training_order(self.task)
@@ -227,6 +227,9 @@ class Zero3Trainer:
             found = trainer.fit()
         except ray.train.TrainingFailedError as error:
             raise RunFailed(f"Ray Train gave up: {_last_line(error)}") from error
+        ended = ray.get(records.error.remote(), timeout=self._run.timeouts.report_s)
+        if ended is not None:
+            raise RunFailed(ended.message, **ended.facts) if isinstance(ended, ModelRefused) else ended
         log.info("Ray Train's folder is %s", found.path)
         summary = self._run.driver_folder / SUMMARY_NAME
         return self._result(json.loads(summary.read_text(encoding="utf-8")))

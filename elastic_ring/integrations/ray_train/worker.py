@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,14 +23,18 @@ import ray
 import ray.train
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from elastic_ring.control.decisions.loss_spikes import CLIP_SHARE, SpikeBallot
+from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import consumed_digest
 from elastic_ring.data.source import hold_out, open_source, order_of
-from elastic_ring.errors import RunFailed
+from elastic_ring.errors import LossSpike, RunFailed, TooManySkipped
 from elastic_ring.integrations.ray_train import ops
 from elastic_ring.integrations.ray_train.engine import Zero3Engine, largest_parameter
 from elastic_ring.integrations.ray_train.feed import DatasetFeed, Feed, OrderedFeed
 from elastic_ring.integrations.ray_train.rings import Rings
+from elastic_ring.integrations.ray_train.run_records import TERM
 from elastic_ring.integrations.ray_train.settings import Zero3Config, deepspeed_config, mesh_of
 from elastic_ring.integrations.ray_train.weights import write_weights
 from elastic_ring.mesh import Mesh
@@ -38,9 +42,12 @@ from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.runtime.coordinator.recorder import samples_text
 from elastic_ring.runtime.gpu.device import be_deterministic
 from elastic_ring.state.storage.folder import Storage
+from elastic_ring.train.guards import raise_for_skips, told_of, watch_of
 from elastic_ring.train.optim import learning_rate
+from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.transaction import sequence_seed
+from elastic_ring.train.vote import Ballot, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +74,15 @@ class Job:
 
 def train_worker(config: Mapping[str, Any]) -> None:
     """The function that Ray Train runs in each worker."""
-    worker = Zero3Worker(config["job"])
-    (worker.job.loop or train)(worker)
-    worker.finish()
+    job: Job = config["job"]
+    try:
+        worker = Zero3Worker(job)
+        (job.loop or train)(worker)
+        worker.finish()
+    except (TooManySkipped, LossSpike, ModelRefused) as error:
+        # All ranks come to this alike, and a new worker group would again: they return, and the driver raises it.
+        if ray.train.get_context().get_world_rank() == 0:
+            ray.get(job.records.gave_up.remote(error))
 
 
 def train(worker: Zero3Worker) -> None:
@@ -101,8 +114,12 @@ class Zero3Worker:
         self.task = self.rings.task
         checkpoint = ray.train.get_checkpoint()
         self.step, self._reason, self._resumed_from = 0, "first", ""
+        self.skipped_in_a_row = 0
+        self._spikes = watch_of(job.zero.loss_spike, job.zero.loss_spike_actions)
         if checkpoint is None:
             self.engine = self._make_engine(universal=False, fill=True)
+            if self.task.step.check_model:
+                self.rings.check(self.engine, self.feed.source)
         else:
             with checkpoint.as_directory() as folder:
                 self._resume(Path(folder), checkpoint.path)
@@ -129,19 +146,33 @@ class Zero3Worker:
         num_tokens, *samples = self.rings.total(targets, *consumed_digest(step, slices))
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         rate = learning_rate(step, self.task.optim, self.task.lr_schedule)
-        for piece in slices:
+        for number, piece in enumerate(slices, start=1):
             torch.manual_seed(sequence_seed(self.task.step.seed, step, piece.sample_id, self.rings.coordinate.cp_rank))
             loss, _ = self.task.loss(self.engine.module, self.rings.batch(piece))
             loss_sum += loss.detach()
             # DeepSpeed averages over the ranks: the mean over all tokens is this sum's share of them, times the ranks.
             self.engine.backward(loss * (self.size / max(1.0, num_tokens)))
-            self.engine.step(rate)
-        mean = float(self.rings.add(loss_sum)) / max(1.0, num_tokens)
-        if not math.isfinite(mean):
-            raise RunFailed(f"step {step}: the loss is {mean}: lower the learning rate, or look at the data", step=step)
-        self.step = step + 1
-        self._tell(step, mean, rate, num_tokens, samples, time.monotonic() - begun_s)
-        return mean
+            if number < len(slices):
+                self.engine.step(rate)
+        outcome = self._outcome(step, loss_sum, num_tokens, samples)
+        self.engine.step(rate, skip=outcome.skip, clip_share=CLIP_SHARE if outcome.clips_harder else 1.0)
+        self.step, self.skipped_in_a_row = step + 1, self.skipped_in_a_row + 1 if outcome.skip else 0
+        if self._spikes is not None:
+            self._spikes.saw(step, outcome.loss, outcome.spike)
+        self._tell(outcome, rate, time.monotonic() - begun_s)
+        raise_for_skips(
+            outcome, self.skipped_in_a_row, self.task.optim.max_skipped, self.feed.sample_ids, goes_back=False
+        )
+        return outcome.loss
+
+    def _outcome(self, step: int, loss_sum: Tensor, num_tokens: float, samples: Sequence[float]) -> Outcome:
+        """What the step came to, the same on every rank, and judged as in the elastic ring. Collective."""
+        norm = self.engine.gradient_norm() * max(1.0, num_tokens)  # of the summed loss, as the elastic ring has it
+        ballot = Ballot(
+            norm * norm, int(not math.isfinite(norm)), float(self.rings.add(loss_sum)), int(num_tokens), False,
+            tuple(samples), spike=self._spikes.ballot(step) if self._spikes is not None else SpikeBallot(),
+        )  # fmt: skip
+        return Outcome(Vote(step, tuple(ballot.row().tolist()), (TERM, self._generation or 0)))
 
     def save(self) -> None:
         """Report a checkpoint of the state after `self.step` steps to Ray Train. Collective; takes about 2 s."""
@@ -150,7 +181,9 @@ class Zero3Worker:
         with tempfile.TemporaryDirectory(prefix="elastic-ring-zero3-") as folder:
             self.engine.save(Path(folder))
             if self.rank == 0:
-                state = {"step": self.step, "num_workers": self.size}
+                state = {
+                    "step": self.step, "num_workers": self.size, "skipped_in_a_row": self.skipped_in_a_row
+                }  # fmt: skip
                 Path(folder, STATE).write_text(json.dumps(state), encoding="utf-8")
             name = f"checkpoint-{self.step:09d}-{self._generation}"
             ray.train.report(
@@ -222,6 +255,7 @@ class Zero3Worker:
         self.engine = self._make_engine(universal=num_saved != self.size, fill=False)
         self.engine.load(folder, num_saved)
         self.step, self._resumed_from = int(state["step"]), path
+        self.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))  # older versions did not count them
         self._reason = f"from the checkpoint of {self.step} steps on {num_saved} workers"
         log.info("rank %d: step %d, %s, restored in %.1f s", self.rank, self.step, path, time.monotonic() - begun_s)
 
@@ -238,17 +272,17 @@ class Zero3Worker:
         dist.broadcast_object_list(generation)
         return generation[0]
 
-    def _tell(
-        self, step: int, loss: float, rate: float, num_tokens: float, samples: list[float], step_s: float
-    ) -> None:
+    def _tell(self, outcome: Outcome, rate: float, step_s: float) -> None:
         if self.rank != 0:
             return
         assert self._generation is not None
+        step, ids = outcome.vote.step, self.feed.sample_ids(outcome.vote.step)
         self.job.records.step.remote(
             StepMetrics(
-                step=step, loss=loss, grad_norm=self.engine.grad_norm, lr=rate, num_tokens=int(num_tokens),
-                tokens_per_s=num_tokens / max(step_s, 1e-9), step_s=step_s, skipped=False,
-                generation=self._generation, mesh=self.mesh, num_members=self.size, samples=samples_text(samples),
-                committed_monotonic_s=time.monotonic(),
-            )
+                step=step, loss=outcome.loss, grad_norm=outcome.grad_norm, lr=rate, num_tokens=int(outcome.num_tokens),
+                tokens_per_s=outcome.num_tokens / max(step_s, 1e-9), step_s=step_s, skipped=outcome.skip,
+                generation=self._generation, mesh=self.mesh, num_members=self.size,
+                samples=samples_text(outcome.samples), committed_monotonic_s=time.monotonic(),
+            ),
+            told_of(step, outcome.loss, outcome.skip, outcome.spike, outcome.spike_limit, ids),
         )  # fmt: skip

@@ -18,7 +18,16 @@ from elastic_ring.attention.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.rules import Dense, Rule, Window
 from elastic_ring.config import StepConfig
-from elastic_ring.integrations.transformers.checks import check_config, check_tokenizer, config_of, read_config, trace
+from elastic_ring.data.manifest import read_manifest
+from elastic_ring.data.source import PreparedTokens
+from elastic_ring.integrations.transformers.checks import (
+    check_config,
+    check_same_tokenizer,
+    check_tokenizer,
+    config_of,
+    read_config,
+    trace,
+)
 from elastic_ring.integrations.transformers.first_values import FirstValues
 from elastic_ring.integrations.transformers.module import PLAIN_HEAD, WHOLE_SLICE, build, checkpoint_layers
 from elastic_ring.integrations.transformers.weights import FolderWeights
@@ -70,7 +79,13 @@ class RingModel:
             vocab_size=self.vocab_size,
             files={CONFIG_FILE: record},
             flops=model_flops(self.sizes(), step.context_tokens),
+            check_data=self.check_data,
         )
+
+    def check_data(self, data: Any) -> None:
+        """Raises ValueError for a corpus that was prepared with another tokenizer than the one beside the model."""
+        if self.folder and isinstance(data, PreparedTokens):
+            check_same_tokenizer(Path(self.folder), data.uri, read_manifest(data.uri))
 
     @property
     def config(self) -> Any:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from elastic_ring.control.decisions.loss_spikes import SpikeWatch
 from elastic_ring.control.messages import BatchSkip, Build, CorpusVersion, Finalized, Heal, Report, Resumed
 from elastic_ring.data.growth import grown
 from elastic_ring.data.loader import Loader
@@ -48,6 +47,7 @@ from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks
 from elastic_ring.runtime.worker.step_records import StepRecords, record_of
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
 from elastic_ring.state.storage.folder import Storage
+from elastic_ring.train.guards import watch_of
 from elastic_ring.train.memory_gauge import MemoryGauge
 from elastic_ring.train.memory_relief import MemoryRelief, free_caches
 from elastic_ring.train.optim import learning_rate
@@ -129,8 +129,7 @@ class Member:
         self._transaction = Transaction(task, self._loader(training), order, self._watch, cache)
         self._transaction.before_apply = self._before_apply
         run = self._spec.run
-        if run.loss_spike != "off":
-            self._transaction.spikes = SpikeWatch(run.loss_spike_actions if run.loss_spike == "act" else ())
+        self._transaction.spikes = watch_of(run.loss_spike, run.loss_spike_actions)
         if run.memory_pressure != "off":
             self._transaction.gauge = MemoryGauge()
         self._transaction.corruption, self._transaction.check_every_steps = run.corruption, run.corruption_every_steps

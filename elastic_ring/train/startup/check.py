@@ -7,7 +7,8 @@ the sums of their losses and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,16 +34,20 @@ class ModelRefused(ElasticRingError):
     """The model or loss cannot be trained on a ring as it is; the message says what to change."""
 
 
-def check_model(task: TrainingTask, groups: Any, state: Any) -> None:
+GradientsOf = Callable[[Tensor], list[Tensor]]
+"""loss -> this rank's shards of its gradient; nothing of it stays in the model."""
+
+
+def check_model(task: TrainingTask, groups: Any, state: Any, gradients_of: GradientsOf | None = None) -> None:
     """Compare loss and gradient of one short sequence at cp = 1 and on the ring. Raises ModelRefused.
 
-    The model runs uncompiled, since these lengths do not occur again.
+    The model runs uncompiled, since these lengths do not occur again. `gradients_of`: FSDP2's if left out.
     """
     with as_written(state.model):
-        _check_model(task, groups, state)
+        _check_model(task, groups, state, gradients_of or partial(_gradients_of, state.model, state.device))
 
 
-def _check_model(task: TrainingTask, groups: Any, state: Any) -> None:
+def _check_model(task: TrainingTask, groups: Any, state: Any, gradients_of: GradientsOf) -> None:
     model: nn.Module = state.model
     sample = _short_sample(task, state.loader, groups.mesh.cp)
     _refuse_changing_buffers(task, state, sample, groups)
@@ -50,10 +55,10 @@ def _check_model(task: TrainingTask, groups: Any, state: Any) -> None:
     cp = groups.mesh.cp
     together = [(sample,)] if task.step.sequences_per_pass == 1 else [(sample,), (sample, _reversed(sample))]
     for samples in together:
-        alone, alone_gradient = _added([_pass(task, state, [each], groups, cp=1) for each in samples])
+        alone, alone_gradient = _added([_pass(task, state, [each], groups, gradients_of, cp=1) for each in samples])
         if cp == len(samples) == 1:
             continue
-        ring, ring_gradient = _pass(task, state, samples, groups, cp=cp)
+        ring, ring_gradient = _pass(task, state, samples, groups, gradients_of, cp=cp)
         _sum(groups, ring)
         # At cp = 1 every rank of the ring computed the whole sequence, and FSDP2 summed their gradients.
         parts = torch.stack([
@@ -108,22 +113,27 @@ def _added(found: Sequence[_Found]) -> _Found:
     return torch.stack(results).sum(0), [torch.stack(each).sum(0) for each in zip(*gradients, strict=True)]
 
 
-def _pass(task: TrainingTask, state: Any, samples: Sequence[Sample], groups: Any, *, cp: int) -> _Found:
+def _pass(
+    task: TrainingTask, state: Any, samples: Sequence[Sample], groups: Any, gradients_of: GradientsOf, *, cp: int
+) -> _Found:
     """One forward and backward of these samples side by side."""
-    model: nn.Module = state.model
+    batch = _batch(task, state, samples, groups, cp)
+    loss, num_targets = _checked(task.loss(state.model, batch))
+    result = torch.tensor([float(loss.detach()), float(num_targets)], dtype=torch.float64, device=loss.device)
+    return result, gradients_of(loss)
+
+
+def _gradients_of(model: nn.Module, device: torch.device, loss: Tensor) -> list[Tensor]:
     for param in model.parameters():
         param.grad = None
-    batch = _batch(task, state, samples, groups, cp)
-    loss, num_targets = _checked(task.loss(model, batch))
     loss.backward()
     gradients = [
-        (p.grad if p.grad is not None else torch.zeros_like(p))._local_tensor.reshape(-1).to(state.device).double()  # type: ignore[attr-defined]
+        (p.grad if p.grad is not None else torch.zeros_like(p))._local_tensor.reshape(-1).to(device).double()  # type: ignore[attr-defined]
         for p in model.parameters()
     ]
     for param in model.parameters():
         param.grad = None
-    result = torch.tensor([float(loss.detach()), float(num_targets)], dtype=torch.float64, device=loss.device)
-    return result, gradients
+    return gradients
 
 
 def _checked(result: Any) -> tuple[Tensor, int]:

@@ -11,25 +11,38 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-MASTERS = """
+PRELUDE = """
+import math
 import sys
+from functools import partial
 from pathlib import Path
 import torch
 import torch.distributed as dist
 from elastic_ring.cli.settings import parse
 from elastic_ring.cli.train import build
+from elastic_ring.data.source import open_source
 from elastic_ring.integrations.ray_train import Zero3Config, ops
 from elastic_ring.integrations.ray_train.engine import Zero3Engine, largest_parameter
+from elastic_ring.integrations.ray_train.feed import CountedUp
+from elastic_ring.integrations.ray_train.rings import Rings
 from elastic_ring.integrations.ray_train.settings import deepspeed_config
 from elastic_ring.mesh import Mesh
+from elastic_ring.train.startup.check import ModelRefused
+from tests.unit.train.test_check import blind_loss
 
 dist.init_process_group("gloo")
 ops.without_shared_memory()
-task = build(parse(["--model.num-layers=2", "--model.width=36", "--model.num-heads=2", "--model.num-kv-heads=2",
-                    "--model.head-dim=18", "--model.ffn-width=63", "--context=64", "--step.param-dtype=bfloat16"])).task
-config = deepspeed_config(Zero3Config(), task.step, task.optim, Mesh(1, 2), swap_folder=Path("unused"), universal=False,
-                          largest_elements=largest_parameter(task), pin_memory=False)
-engine = Zero3Engine(task, config, fill=True)
+SIZES = ["--model.num-layers=2", "--model.width=36", "--model.num-heads=2", "--model.num-kv-heads=2",
+         "--model.head-dim=18", "--model.ffn-width=63", "--context=64", "--global-batch=2", "--optim.clip-norm=1e9"]
+
+def made(task, mesh, zero=Zero3Config()):
+    config = deepspeed_config(zero, task.step, task.optim, mesh, swap_folder=Path("unused"), universal=False,
+                              largest_elements=largest_parameter(task), pin_memory=False)
+    return Zero3Engine(task, config, fill=True)
+"""
+MASTERS = """
+task = build(parse([*SIZES, "--step.param-dtype=bfloat16"])).task
+engine = made(task, Mesh(1, 2))
 num_rounded = 0
 for name, value in engine.whole_weights():
     expected = task.initial.tensor(name, tuple(value.shape))
@@ -37,18 +50,72 @@ for name, value in engine.whole_weights():
     num_rounded += not torch.equal(expected, expected.bfloat16().float())
 assert num_rounded > 10, "values that bfloat16 holds would prove nothing"
 assert all(param.dtype == torch.bfloat16 for param in engine.module.parameters())
-print("equal", dist.get_rank())
+"""
+SKIPS = """
+def step(engine, rings, factor=1.0, **asked):
+    for number in (1, 2):
+        sample = CountedUp(64, 257).read(number)
+        piece = slice_sample(sample, rings.layout, rings.coordinate.cp_rank, sample_id=number, index_in_batch=number)
+        loss, _ = task.loss(engine.module, rings.batch(piece))
+        engine.backward(loss * factor)
+        if number == 1:
+            engine.step(1e-2)
+    norm = engine.gradient_norm()
+    engine.step(1e-2, **asked)
+    return norm
+
+def weights(engine):
+    return dict(engine.whole_weights())
+
+def same(first, second):
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+from elastic_ring.data.loader import slice_sample
+task = build(parse(SIZES)).task
+rings = Rings(task, Mesh(1, 2), torch.device("cpu"))
+for offload in ("none", "cpu"):
+    zero = Zero3Config(offload_optimizer=offload)
+    engine, other = made(task, rings.mesh, zero), made(task, rings.mesh, zero)
+    first, before = step(engine, rings), weights(engine)
+    assert 0 < first < math.inf
+    for factor in (math.nan, math.inf, 1.0):  # a step that is finite is skipped for a spike, or for its loss
+        assert math.isfinite(step(engine, rings, factor, skip=True)) == (factor == 1.0)
+        assert same(before, weights(engine)), (offload, factor)
+    second = step(engine, rings)
+    step(other, rings)
+    assert step(other, rings) == second and same(weights(engine), weights(other)), "a skipped step has left something"
+    clipped = step(engine, rings, clip_share=1e-9)
+    assert not same(weights(engine), weights(other))
+"""
+CHECKS = """
+from dataclasses import replace
+for loss, is_right in ((task.loss, True), (blind_loss, False)):
+    rings = Rings(replace(task, loss=loss), Mesh(1, 2), torch.device("cpu"))
+    engine = made(task, rings.mesh)
+    before = weights(engine)
+    try:
+        rings.check(engine, open_source(task.data))
+        assert is_right
+    except ModelRefused as error:
+        assert not is_right and "it must attend through batch.attention" in str(error), error
+    assert same(before, weights(engine))
+    if is_right:
+        other = made(task, rings.mesh)
+        assert step(engine, rings) == step(other, rings) and same(weights(engine), weights(other))
+print("passed", dist.get_rank())
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-def test_masters_of_bfloat16_parameters_begin_with_the_values_that_the_elastic_rings_have(tmp_path: Path) -> None:
-    (tmp_path / "masters.py").write_text(MASTERS)
+def test_an_engine_begins_skips_and_checks_as_the_elastic_ring_does(tmp_path: Path) -> None:
+    """Masters of bfloat16 parameters have the elastic ring's values; a skipped step leaves nothing, in memory and
+    offloaded; a model that attends to its own slice only is refused, and the check of a right one leaves nothing."""
+    (tmp_path / "engines.py").write_text(PRELUDE + MASTERS + SKIPS + CHECKS)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "masters.py"],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "engines.py"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("equal") == 2
+    assert done.stdout.count("passed") == 2

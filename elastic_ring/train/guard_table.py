@@ -1,0 +1,93 @@
+"""Which door has which guard, and why one has not: the table of `docs/zero3.md`, and the reasons that refusals give.
+
+A door that lacks a guard refuses the settings of it by name, with the reason from here. Pure: no torch, no Ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RING, ZERO3, HUGGING_FACE, OWN_MODEL, RESUME, TUNER = DOORS = (
+    "elastic ring", "ZeRO-3 in Ray Train", "Hugging Face model", "own model", "resume", "tuner",
+)  # fmt: skip
+NON_FINITE, MAX_SKIPPED, SPIKES, STRAGGLERS, CORRUPTION, SAMPLES, TOKENS, ATTENDS, MEMORY = GUARDS = (
+    "a step that is not finite is skipped and told", "`max_skipped` ends the run", "loss spikes", "stragglers",
+    "wrong results (`corruption`)", "digest of the samples", "tokenizer and vocabulary",
+    "the model attends to the whole sequence", "reliefs when memory runs out",
+)  # fmt: skip
+
+SETTINGS = {
+    STRAGGLERS: ("straggler", "straggler_factor", "straggler_window_s"),
+    CORRUPTION: ("corruption", "corruption_every_steps"),
+    MEMORY: ("memory_limit", "memory_pressure", "memory_pressure_share", "memory_relax_steps"),
+}
+"""Of RunConfig, the settings of guards that some door has not."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a door does for a guard; `why_not` if it has none, as the end of "this door has no such guard: "."""
+
+    does: str = "yes"
+    why_not: str = ""
+
+
+_IN_MEMORY = (
+    "its small model trains on one process, from text in memory and a seed; the run with the pattern is guarded"
+)
+
+_OTHERS = {
+    (ZERO3, SPIKES): Cell("yes, without `back`"),
+    (ZERO3, STRAGGLERS): Cell(
+        why_not="in each layer all workers wait for each other, so no worker's own time shows, and Ray Train has no "
+        "spare to take a place"
+    ),
+    (ZERO3, CORRUPTION): Cell(
+        why_not="one copy of each shard is kept over all workers, so nobody has a second result to compare"
+    ),
+    (ZERO3, MEMORY): Cell(
+        why_not="a worker group starts anew with the same settings; give --offload-optimizer, --offload-param or a "
+        "larger cp"
+    ),
+    (ZERO3, ATTENDS): Cell("yes, at each start of workers"),
+    (HUGGING_FACE, TOKENS): Cell("yes, and its tokenizer"),
+    (HUGGING_FACE, ATTENDS): Cell("yes, and each layer's calls"),
+    (RESUME, MAX_SKIPPED): Cell("yes, the count goes on"),
+    (RESUME, SPIKES): Cell("yes, after 32 new losses"),
+    (TUNER, NON_FINITE): Cell("the pattern is rejected as diverged"),
+    (TUNER, MAX_SKIPPED): Cell(why_not="the first step that is not finite rejects the pattern"),
+    (TUNER, SPIKES): Cell(why_not=_IN_MEMORY),
+    (TUNER, STRAGGLERS): Cell(why_not=_IN_MEMORY),
+    (TUNER, CORRUPTION): Cell(why_not=_IN_MEMORY),
+    (TUNER, SAMPLES): Cell(why_not=_IN_MEMORY),
+    (TUNER, TOKENS): Cell(why_not="it trains on bytes, for which its model has the rows"),
+    (TUNER, ATTENDS): Cell(why_not="its model is its own and attends through masks of the whole sequence"),
+    (TUNER, MEMORY): Cell(why_not=_IN_MEMORY),
+}
+
+
+def cell(door: str, guard: str) -> Cell:
+    return _OTHERS.get((door, guard), Cell())
+
+
+def reason(door: str, setting: str) -> str:
+    """Why a door has not the guard of this setting of RunConfig; empty where the setting is of none."""
+    for guard, names in SETTINGS.items():
+        if setting in names:
+            return cell(door, guard).why_not
+    return ""
+
+
+def table() -> str:
+    """As Markdown, with the reasons below."""
+    notes: list[str] = []
+    lines = [f"| | {' | '.join(DOORS)} |", f"|---|{'---|' * len(DOORS)}"]
+    for guard in GUARDS:
+        shown = []
+        for door in DOORS:
+            found = cell(door, guard)
+            if found.why_not and found.why_not not in notes:
+                notes.append(found.why_not)
+            shown.append(f"no ({notes.index(found.why_not) + 1})" if found.why_not else found.does)
+        lines.append(f"| {guard} | {' | '.join(shown)} |")
+    return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, start=1))])
