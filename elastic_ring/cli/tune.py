@@ -18,6 +18,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from elastic_ring.train.guard_table import TUNER, reason
 from elastic_ring.tuning.climb import NUM_LAYERS, Climb
 
 
@@ -39,7 +40,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pattern-len", type=int, default=8192, help="tokens that the JSON patterns are for (8192)")
     parser.add_argument("--pattern-layers", type=int, default=NUM_LAYERS, help=f"and layers ({NUM_LAYERS})")
     parser.add_argument("--for-gpus", action="store_true", help="propose whole blocks of 128 tokens only")
-    options = parser.parse_args(arguments)
+    options, others = parser.parse_known_args(arguments)
+    for word in others:  # argparse names them all at once, and no reason
+        setting = word.partition("=")[0].rpartition(".")[2].removeprefix("--").replace("-", "_")
+        if why := reason(TUNER, setting):
+            parser.error(f"{word}: a search has no such guard: {why}")
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     options.out = options.out.absolute()  # trials run in their own folders
     return options
 

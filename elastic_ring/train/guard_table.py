@@ -17,16 +17,21 @@ NON_FINITE, MAX_SKIPPED, SPIKES, STRAGGLERS, CORRUPTION, SAMPLES, TOKENS, ATTEND
 )  # fmt: skip
 
 SETTINGS = {
+    MAX_SKIPPED: ("max_skipped",),
+    SPIKES: ("loss_spike", "loss_spike_actions"),
     STRAGGLERS: ("straggler", "straggler_factor", "straggler_window_s"),
     CORRUPTION: ("corruption", "corruption_every_steps"),
+    SAMPLES: ("samples_sha256",),
+    TOKENS: ("tokenizer",),
+    ATTENDS: ("check_model",),
     MEMORY: ("memory_limit", "memory_pressure", "memory_pressure_share", "memory_relax_steps"),
 }
-"""Of RunConfig, the settings of guards that some door has not."""
+"""By which names a guard is asked for."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a door does for a guard; `why_not` if it has none, as the end of "this door has no such guard: "."""
+    """What a door does for a guard; `why_not` if it has none, as the end of an error."""
 
     does: str = "yes"
     why_not: str = ""
@@ -54,7 +59,7 @@ _OTHERS = {
     (HUGGING_FACE, ATTENDS): Cell("yes, and each layer's calls"),
     (RESUME, MAX_SKIPPED): Cell("yes, the count goes on"),
     (RESUME, SPIKES): Cell("yes, after 32 new losses"),
-    (TUNER, NON_FINITE): Cell("the pattern is rejected as diverged"),
+    (TUNER, NON_FINITE): Cell("rejects the pattern"),
     (TUNER, MAX_SKIPPED): Cell(why_not="the first step that is not finite rejects the pattern"),
     (TUNER, SPIKES): Cell(why_not=_IN_MEMORY),
     (TUNER, STRAGGLERS): Cell(why_not=_IN_MEMORY),
@@ -71,7 +76,7 @@ def cell(door: str, guard: str) -> Cell:
 
 
 def reason(door: str, setting: str) -> str:
-    """Why a door has not the guard of this setting of RunConfig; empty where the setting is of none."""
+    """Why a door has not the guard of this setting; empty where it has, and where the setting is of none."""
     for guard, names in SETTINGS.items():
         if setting in names:
             return cell(door, guard).why_not

@@ -20,7 +20,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 
-from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig, check_lasting
+from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig, check_lasting, check_loss_spikes
 from elastic_ring.data.source import SourceConfig, open_source
 from elastic_ring.errors import RunFailed
 from elastic_ring.integrations.ray_train import checks, ops
@@ -107,6 +107,9 @@ class Zero3Trainer:
             **settings,
         )  # fmt: skip
         self.task = base.task
+        check_loss_spikes(
+            RunConfig(loss_spike=self.zero.loss_spike, loss_spike_actions=self.zero.loss_spike_actions), self.task.optim
+        )
         self.config_files = base.config_files
         # The name and folder have the elastic ring's rules.
         self._run = RunConfig(name=self.run_config.name, storage_path=self.run_config.storage_path)

@@ -119,6 +119,14 @@ def test_a_ring_of_two_trains_what_one_process_and_the_elastic_ring_train(tmp_pa
     assert summary["samples_sha256"] == elastic["samples_sha256"]
     assert set(summary) == set(elastic)
 
+    poisoned = command(tmp_path / "poisoned", "--steps=9", "--cp=2", "--optim.peak-lr=1e30", "--optim.max-skipped=2")
+    done = subprocess.run(poisoned, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 1
+    assert "TooManySkipped: step 3: 3 steps in a row were skipped" in done.stderr
+    folder = tmp_path / "poisoned" / "zero3"
+    assert [json.loads(line)["skipped"] for line in lines_of(folder / "metrics.jsonl")] == [False, True, True, True]
+    assert [line["note"] for line in notes(folder)] == ["attempt", *["skipped"] * 3, "gave up"], "nobody tried again"
+
 
 def test_a_killed_worker_comes_back_and_another_number_of_workers_goes_on(tmp_path: Path) -> None:
     own = ["--cp=2", "--checkpoint-every-steps=2", "--steps=8"]

@@ -16,7 +16,7 @@ from elastic_ring.cli.settings import parse
 from elastic_ring.cli.train import build as build_elastic
 from elastic_ring.cli.zero3 import build as build_zero3
 from elastic_ring.cli.zero3 import parse_zero3, workers_of
-from elastic_ring.config import OptimConfig, StepConfig
+from elastic_ring.config import OptimConfig, RunConfig, StepConfig
 from elastic_ring.data.source import TextFiles, open_source
 from elastic_ring.integrations.ray_train import checks, ops
 from elastic_ring.integrations.ray_train.feed import packed
@@ -31,6 +31,7 @@ from elastic_ring.integrations.ray_train.trainer import Zero3Trainer
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.transformer import Transformer
+from elastic_ring.monitor.callbacks import Callback
 from elastic_ring.monitor.metrics import write_json
 from elastic_ring.train.startup.layouts import check_rows
 from elastic_ring.train.task import ModelParts
@@ -151,10 +152,48 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
             read_deepspeed(tmp_path / f"{name}.json")
 
 
-@pytest.mark.parametrize("flag", ["--dp", "--spares", "--faults", "--max-dp", "--resume"])
+@pytest.mark.parametrize(
+    "flag",
+    ["--dp", "--spares", "--faults", "--max-dp", "--resume", "--checkpoint-keep-last", "--scaling.cp", "--run.copies",
+     "--run.timeouts.build-s", "--run.checkpoint_config.every_s", "--run.straggler_factor", "--run.no-progress"],
+)  # fmt: skip
 def test_flags_of_the_elastic_ring_name_what_to_use_here(flag: str) -> None:
-    with pytest.raises(ValueError, match=rf"{flag}: is the elastic ring's; here "):
-        parse_zero3([f"{flag}=1"])
+    with pytest.raises(ValueError, match=r": is the elastic ring's; here "):
+        parse_zero3([flag if "no-" in flag else f"{flag}=1"])
+
+
+def test_a_file_of_settings_is_asked_as_flags_are_and_one_of_a_usual_run_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(parse(["--steps=7", "--run-name=same"]).toml())
+    _, asked = parse_zero3([f"--config={file}"])
+    assert (asked.step.steps, asked.run.name) == (7, "same")
+    for section, line, said in (
+        ("scaling", "num_threads = 4", r"scaling.num_threads=4: .* nothing of the kind"),
+        ("run", "corruption = 'act'", r"run.corruption='act': .* one copy of each shard"),
+        ("step", "val_every_steps = 5", r"step.val_every_steps=5: .* does not validate"),
+    ):
+        file.write_text(f"[{section}]\n{line}\n")
+        with pytest.raises(ValueError, match=said):
+            parse_zero3([f"--config={file}"])
+
+
+def test_a_response_to_loss_spikes_that_needs_the_elastic_ring_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"loss_spike_actions=.*back.*: must be one or more of clip, skip, stop"):
+        build_zero3(*parse_zero3(["--run.loss-spike=act", "--run.loss-spike-actions", "skip", "back"]))
+    trainer = build_zero3(*parse_zero3(["--run.loss-spike=act", "--run.loss-spike-actions", "skip", "stop"]))
+    assert (trainer.zero.loss_spike, trainer.zero.loss_spike_actions) == ("act", ("skip", "stop"))
+
+
+def test_what_the_trainer_would_not_tell_or_obey_is_refused() -> None:
+    def trainer(**given: Any) -> Zero3Trainer:
+        return Zero3Trainer(Rows(60), dataset=object(), vocab_size=60, end_of_document=0, step_config=STEP, **given)
+
+    with pytest.raises(ValueError, match="callbacks: ZeRO-3 in Ray Train tells none"):
+        trainer(callbacks=[Callback()])
+    with pytest.raises(ValueError, match=r"run_config is the elastic ring's: give a ray\.train\.RunConfig"):
+        trainer(run_config=RunConfig(straggler="act"))
+    with pytest.raises(ValueError, match="clip lowers clip_norm, and clip_norm=None"):
+        trainer(zero=Zero3Config(loss_spike="act"), optim_config=OptimConfig(clip_norm=None))
 
 
 def test_the_doors_flags_stand_beside_those_of_train() -> None:
