@@ -504,7 +504,8 @@ class ElasticRingTrainer:
             log.error("left behind: %s", name)
         if end["error"]:
             kind = getattr(errors, end["error"], errors.RunFailed)
-            if kind is errors.CrashLoop and int(end["facts"]["step"]) < self.task.step.steps:
+            of_a_step = kind in (errors.CrashLoop, errors.UserCodeFailed)
+            if of_a_step and int(end["facts"]["step"]) < self.task.step.steps:
                 self._name_batch(end)
             raise kind(end["message"], **end["facts"])
         if "summary" not in end:
@@ -512,7 +513,7 @@ class ElasticRingTrainer:
         return self._good(end["summary"])
 
     def _name_batch(self, end: dict[str, Any]) -> None:
-        """Add to the end of a crash loop which sequences its step has, by the manifest that holds there."""
+        """Add to the end of a crash loop, or of the user's code, which sequences the step has, by its manifest."""
         step, versions = int(end["facts"]["step"]), take_fact(end["facts"])
         skips = rollback.take_fact(end["facts"])
         try:

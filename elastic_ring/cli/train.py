@@ -185,10 +185,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     summary = result.summary
     first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))
+    kept = "bit-exact" if summary["exact"] else "sample-exact"
+    changed = " (the mesh changed)" if summary.get("mesh_changed") and not summary["exact"] else ""
     print(
         f"{summary['steps']} steps, loss {first:.3f} -> {last:.3f}, {len(summary['recoveries'])} "
         f"{'recovery' if len(summary['recoveries']) == 1 else 'recoveries'}, "
-        f"goodput {summary['goodput']:.0%}, {'bit-exact' if summary['exact'] else 'sample-exact'}\n"
+        f"goodput {summary['goodput']:.0%}, {kept}{changed}\n"
         f"weights {summary['weights_sha256'][:16]}, samples {summary['samples_sha256'][:16]}; all of it in "
         f"{asked.run.storage_uri}"
     )

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.monitor.callbacks import Callback, RunInfo
-from elastic_ring.monitor.metrics import SUMMARY_NAME, StepMetrics
+from elastic_ring.monitor.callbacks import FAILED, FINISHED, STOPPED, Callback, RunInfo
+from elastic_ring.monitor.metrics import StepMetrics
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ LONGEST_PARAMETER = 500
 
 class Tracker(Callback):
     """What the trackers share: the values of each event, and leaving out events that the store has."""
+
+    tries_again = True
 
     def on_start(self, run: RunInfo) -> None:
         self._stored: dict[str, dict[int, list[float]]] = {name: {} for name in MARKS}
@@ -164,11 +166,12 @@ class WandB(Tracker):
         self._run.log({f"{kind}/at_step": step, **values})
 
     def on_end(self) -> None:
-        self._run.finish()
+        self._run.finish(exit_code=1 if self.end == FAILED else 0)  # else it takes that of a process that is stopped
 
 
 class MLflow(Tracker):
-    """One run of MLflow with the run's name and settings; it ends as FINISHED once the training has.
+    """One run of MLflow with the run's name and settings; it ends as the training does: FINISHED, FAILED, or KILLED if
+    somebody stopped it.
 
     `tracking_uri` and `experiment` as in MLflow; by default what its environment says, and "elastic_ring".
     """
@@ -180,7 +183,7 @@ class MLflow(Tracker):
 
     def open(self, run: RunInfo) -> Points:
         library = _library("mlflow")
-        self._entities, self._folder = importlib.import_module("mlflow.entities"), run.folder
+        self._entities = importlib.import_module("mlflow.entities")
         self._client = library.MlflowClient(tracking_uri=self._uri)
         known = self._client.get_experiment_by_name(self._experiment)
         experiment = known.experiment_id if known else self._client.create_experiment(self._experiment)
@@ -203,8 +206,8 @@ class MLflow(Tracker):
         self._client.log_batch(self._id, metrics=points)
 
     def on_end(self) -> None:
-        if (self._folder / SUMMARY_NAME).exists():
-            self._client.set_terminated(self._id, "FINISHED")
+        if self.end:
+            self._client.set_terminated(self._id, {FINISHED: "FINISHED", FAILED: "FAILED", STOPPED: "KILLED"}[self.end])
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

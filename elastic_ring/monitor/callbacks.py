@@ -13,20 +13,30 @@ import math
 import os
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, StepMetrics, write_json
+from elastic_ring.monitor.metrics import (
+    JOURNAL_NAME,
+    METRICS_NAME,
+    SUMMARY_NAME,
+    StepMetrics,
+    read_status,
+    write_json,
+)
 
 log = logging.getLogger(__name__)
 
 CALLBACKS_NAME, LOCK_NAME = "callbacks.json", "callbacks.lock"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
-"""Before a callback that raised is called again; the pause doubles."""
+"""Before a callback that raised and tries again is called again; the pause doubles."""
+FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
+STOPPED_BY_USER = "stopped by the user"
+"""The message of a run's end that somebody wanted."""
 STEP, VALIDATION, RECOVERY, CHECKPOINT = KINDS = ("step", "validation", "recovery", "checkpoint")
 
 
@@ -49,10 +59,16 @@ class Callback:
 
     Every committed step, validation, recovery and checkpoint is told once, in its order within its kind, whatever fails
     in the cluster and however often drivers attach. One case is left: a driver that is killed inside a method leaves
-    the next driver to tell that one event again. A method that raises is called again with the same event, after a
-    pause that grows; training goes on, and other callbacks do not wait. What is untold when the driver leaves is told
-    when the run is submitted again.
+    the next driver to tell that one event again. A method that raises is logged, with its traceback the first time, and
+    the next event is told; training goes on. `on_start` is called again after a pause that grows. What is untold when
+    the driver leaves is told when the run is submitted again.
     """
+
+    tries_again: bool = False
+    """Whether a method that raised is called again with the same event, after the same pause, before later ones are
+    told: for what writes to a store that may be away."""
+    end: str = ""
+    """Before `on_end`: "finished", "failed", or "stopped" if somebody wanted that; empty if the run goes on."""
 
     @property
     def name(self) -> str:
@@ -168,34 +184,55 @@ class _Listener:
 
     def __post_init__(self) -> None:
         self._events, self._waiting = RunEvents(self.run.folder), deque[Event]()
+        self._raised = Counter[tuple[str, type[Exception]]]()
 
     def tell(self, now: float) -> None:
         """Tell all that is new, unless it is too early to try again."""
-        if now < self.retry_at:
+        if now < self.retry_at or not self._has_started(now):
             return
-        doing = "on_start"
+        while (event := self._next()) is not None:
+            try:
+                event.tell(self.callback)
+            except Exception as error:  # the run is worth more than its log
+                if self.callback.tries_again:
+                    self._try_later(now, f"on_{event.kind}", error)
+                    return
+                self._say(f"on_{event.kind}", error, "the next event is told", once=True)
+            self.place[event.kind] = event.index
+            self._waiting.popleft()
+            self.save()
+        self.pause_s = 0.0
+
+    def _has_started(self, now: float) -> bool:
         try:
             if not self.has_started:
                 self.callback.on_start(self.run)
-                self.has_started = True
-            while (event := self._next()) is not None:
-                doing = f"on_{event.kind}"
-                event.tell(self.callback)
-                self.place[event.kind] = event.index
-                self._waiting.popleft()
-                self.save()
-        except Exception:  # the run is worth more than its log
-            self.pause_s = min(max(2 * self.pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
-            self.retry_at = now + self.pause_s
-            log.exception(
-                "callback %s: %s raised; it is called again in %.0f s", self.callback.name, doing, self.pause_s
-            )
-        else:
-            self.pause_s = 0.0
+        except Exception as error:
+            self._try_later(now, "on_start", error)
+            return False
+        self.has_started = True
+        return True
 
-    def close(self) -> None:
+    def _try_later(self, now: float, doing: str, error: Exception) -> None:
+        self.pause_s = min(max(2 * self.pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+        self.retry_at = now + self.pause_s
+        self._say(doing, error, f"it is called again in {self.pause_s:.0f} s")
+
+    def _say(self, doing: str, error: Exception, then: str, *, once: bool = False) -> None:
+        """With the traceback the first time, later in one line or, told `once`, in the count at the end."""
+        self._raised[doing, type(error)] += 1
+        if self._raised[doing, type(error)] == 1:
+            log.error("callback %s: %s raised; %s", self.callback.name, doing, then, exc_info=error)
+        elif not once:
+            log.error("callback %s: %s raised %s: %s; %s", self.callback.name, doing, type(error).__name__, error, then)
+
+    def close(self, end: str) -> None:
+        for (doing, kind), times in self._raised.items():
+            if times > 1 and not self.callback.tries_again:
+                log.error("callback %s: %s raised %s %d times", self.callback.name, doing, kind.__name__, times)
         if not self.has_started:
             return
+        self.callback.end = end
         try:
             self.callback.on_end()
         except Exception:
@@ -241,7 +278,7 @@ class Telling:
                 self._put()
                 if listener.is_behind:
                     log.error("callback %s has not been told everything: submit the run again", listener.callback.name)
-            listener.close()
+            listener.close(STOPPED if kind is KeyboardInterrupt else end_of(self._run.folder))
         os.close(self._lock)
         self._lock = None
 
@@ -286,6 +323,17 @@ class Telling:
     def _save(self) -> None:
         write_json(self._run.folder / CALLBACKS_NAME, self._record)
         self._is_kept = False
+
+
+def end_of(folder: Path) -> str:
+    """How the run in a folder ended, as `Callback.end`."""
+    status = read_status(folder) or {}
+    if not status.get("ended"):
+        return FINISHED if (folder / SUMMARY_NAME).exists() else ""
+    end = status.get("end") or {}
+    if not end.get("error"):
+        return FINISHED
+    return STOPPED if end.get("message") == STOPPED_BY_USER else FAILED
 
 
 def kept_places(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,9 +36,9 @@ WENT_BACK, AGAIN, BEGINS = "went back", "again", "begins"
 this step are missing."""
 
 SUMMARY_KEYS = (
-    "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact", "generations", "recoveries",
-    "compilations_after_step_0", "skipped_steps", "lost_workers", "resumed_from", "checkpoints",
-    "memory", "peak_gpu_bytes",
+    "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact", "mesh_changed",
+    "generations", "recoveries", "compilations_after_step_0", "skipped_steps", "lost_workers", "resumed_from",
+    "checkpoints", "memory", "peak_gpu_bytes",
 )  # fmt: skip
 MEMORY_KEYS = ("step", "generation", "shortages", "reliefs", "why")
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
@@ -322,16 +322,19 @@ def build_summary(
 ) -> dict[str, Any]:
     """The content of summary.json, with exactly the documented keys in the documented order.
 
+    `exact`: whether equal bits are promised. Where they are not, the summary says null: they may be equal all the same.
     Raises: KeyError when a generation or recovery lacks a key. Additional keys of these are dropped.
     """
+    made = [{key: one[key] for key in GENERATION_KEYS} for one in generations]
     return {
         "steps": len(losses_hex),
         "losses": list(losses_hex),
         "weights_sha256": weights_sha256,
         "samples_sha256": samples_sha256,
         "goodput": goodput,
-        "exact": exact,
-        "generations": [{key: one[key] for key in GENERATION_KEYS} for one in generations],
+        "exact": True if exact else None,
+        "mesh_changed": any(one["mesh"] != made[0]["mesh"] for one in made),
+        "generations": made,
         "recoveries": [{key: one[key] for key in RECOVERY_KEYS} for one in recoveries],
         "compilations_after_step_0": compilations_after_step_0,
         "skipped_steps": skipped_steps,

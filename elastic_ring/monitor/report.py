@@ -230,7 +230,8 @@ def _recovery_lines(recoveries: Sequence[Mapping[str, Any]]) -> Iterable[str]:
 
 def _summary_lines(summary: Mapping[str, Any]) -> Iterable[str]:
     if summary:
-        exact = "yes" if summary["exact"] else "no"
+        changed = " (the mesh changed)" if summary.get("mesh_changed") else ""
+        exact = "yes" if summary["exact"] else f"not promised{changed}"
         yield _row("goodput", f"{100 * summary['goodput']:.1f} %   exact: {exact}")
         yield _row("weights", f"sha256 {summary['weights_sha256']}")
 

@@ -50,6 +50,7 @@ from elastic_ring.monitor.metrics import (
 from elastic_ring.monitor.plot import draw_run
 from elastic_ring.runtime.coordinator.recovery_log import Note, RecoveryLog
 from elastic_ring.state.checkpoints.checkpoint import located
+from elastic_ring.train.guards import told_of
 
 log = logging.getLogger(__name__)
 
@@ -205,8 +206,7 @@ class RunRecorder:
                     committed_monotonic_s=record["committed_monotonic_s"], data_wait_s=record["data_wait_s"],
                 )
             )  # fmt: skip
-            if record.get("spike"):
-                self._spiked(record)
+            self._tell_of(record)
             self._look_at_work(record, mesh)
             self._look_at_pressure(record)
             if record.get("gpu_memory"):
@@ -219,14 +219,16 @@ class RunRecorder:
             self.recoveries.committed(record["step"], now)
         return new
 
-    def _spiked(self, record: Mapping[str, Any]) -> None:
-        """A loss far above those before."""
-        did = {"clip": "gradients are clipped harder", "skip": "the step changes nothing"}.get(record["spike"])
-        shown = ", ".join(map(str, record.get("sample_ids", ())))
-        told = (f"loss spike in step {record['step']}: {record['loss']:.4g}, above {record['spike_limit']:.4g}; "
-                f"{did or 'nothing is done (loss_spike=log)'}; its sequences are {shown}")  # fmt: skip
-        self.num_spikes += 1
-        self._note({"note": "spike", "step": record["step"], "verdict": record["spike"], "told": told})
+    def _tell_of(self, record: Mapping[str, Any]) -> None:
+        """A loss far above those before, or a step that was skipped."""
+        spike, step = record.get("spike", ""), record["step"]
+        told = told_of(step, record["loss"], record["skipped"], spike, record.get("spike_limit", 0.0),
+                       record.get("sample_ids", ()))  # fmt: skip
+        if not told:
+            return
+        self.num_spikes += bool(spike)
+        self._note({"note": "spike", "step": step, "verdict": spike, "told": told} if spike else
+                   {"note": "skipped", "step": step, "told": told})  # fmt: skip
         self.recoveries.say(told)
 
     def goes_back(self, step: int, why: str, membership_id: tuple[int, int]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import ray
 
 from elastic_ring.config import RunConfig, ScalingConfig, environment
+from elastic_ring.monitor.callbacks import STOPPED_BY_USER
 from elastic_ring.runtime.agent.memory_guard import RAY_THRESHOLD_VARIABLE
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.cluster import NAMESPACE
@@ -132,7 +133,7 @@ def interruptible(run: RunConfig, attempt: str) -> Iterator[list[Any]]:
         coordinator = attach.find(run)
         if coordinator is None or not (followed or attach.attempt_of(coordinator, run) == attempt):
             raise
-        coordinator.abandon.remote("stopped by the user")
+        coordinator.abandon.remote(STOPPED_BY_USER)
         raise KeyboardInterrupt(_await_clear(coordinator, run)) from None
     finally:
         if in_main_thread:

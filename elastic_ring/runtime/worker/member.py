@@ -589,7 +589,7 @@ class Member:
         assert self._command is not None
         lr = learning_rate(outcome.vote.step, self._spec.task.optim, self._spec.task.lr_schedule)
         record = record_of(outcome, local, self._groups.mesh, self._command.generation, lr, step_s)
-        if outcome.spike:
+        if outcome.spike or outcome.skip:
             record["sample_ids"] = [int(sample_id) for sample_id in self._transaction.sample_ids(outcome.vote.step)]
         self.records.add(record)
 

@@ -181,6 +181,7 @@ def test_an_exception_of_the_users_stops_the_run_the_second_time_with_their_trac
         trainer(tmp_path, "mistake", loss=FailingLoss(4), scaling_config=ScalingConfig(dp=2, cp=1, spares=0)).fit()
     assert str(caught.value).startswith("Traceback")
     assert "__call__" in str(caught.value)
+    assert "The batch of that step is sequences " in str(caught.value)
     assert left_behind("mistake") == []
 
 

@@ -69,7 +69,19 @@ def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_
     recorder.begun(0, (1, 1))
     odd = {"step": 0, "not_repeatable": "put_ does not have a deterministic implementation"}
     assert [r["step"] for r in recorder.publish([odd, record(0, (1, 1))])] == [0]
-    assert recorder.write_summary("", exact=True)["exact"] is False
+    assert recorder.write_summary("", exact=True)["exact"] is None
+
+
+@pytest.mark.parametrize(("loss", "what"), [(2.5, "its gradient is not finite"), (float("nan"), "its loss is nan")])
+def test_a_step_that_is_not_finite_is_told_on_console_and_journal(tmp_path: Path, loss: float, what: str) -> None:
+    notes: list[dict[str, Any]] = []
+    made = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), notes.append, lambda: 100.0)
+    made.open(0.0)
+    made.begun(0, (1, 1))
+    made.publish([record(0, (1, 1), loss) | {"skipped": True, "sample_ids": [7, 9]}])
+    told = f"step 0 is skipped and changes nothing: {what}; its sequences are 7, 9"
+    assert notes == [{"note": "skipped", "step": 0, "told": told}]
+    assert made.take_lines(0) == [told]
 
 
 def test_compilations_after_step_0_are_counted_in_the_summary_also_by_a_new_coordinator(tmp_path: Path) -> None:

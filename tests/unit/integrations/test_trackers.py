@@ -22,9 +22,9 @@ from google.protobuf.message import DecodeError
 
 from elastic_ring.integrations.trackers import MLflow, TensorBoard, Tracker, WandB, _points_of
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.callbacks import RunInfo, Telling
+from elastic_ring.monitor.callbacks import STOPPED_BY_USER, RunInfo, Telling
 from elastic_ring.monitor.journal import Journal
-from elastic_ring.monitor.metrics import JOURNAL_NAME, SUMMARY_NAME, MetricsLog, StepMetrics
+from elastic_ring.monitor.metrics import JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, MetricsLog, StepMetrics
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {"optim": {"peak_lr": 0.25, "betas": [0.9, 0.95]}, "data": {"source": "StdlibText"}, "digest": "ab"}
@@ -243,6 +243,29 @@ def test_mlflows_server_has_each_event_once_and_the_settings(tmp_path: Path, mon
     assert points["train/loss"].pop() == (6, -1.0)
     assert points["train/lr"].pop()[0] == points["mesh/members"].pop()[0] == 6
     assert_each_once(points)
+
+
+def test_a_run_that_was_stopped_is_no_failed_one_and_each_end_has_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri, found = (tmp_path / "store").as_uri(), []
+    for name, end in (("finished", ""), ("failed", "LossSpike"), ("stopped", "RunFailed"), ("goes-on", None)):
+        run = tmp_path / name
+        run.mkdir()
+        Records(run).steps(0)
+        if end is not None:
+            message = STOPPED_BY_USER if name == "stopped" else "step 3"
+            status = {"ended": True, "end": {"error": end, "message": message}}
+            (run / STATUS_NAME).write_text(json.dumps(status))
+        tell(run, MLflow(uri))
+        client = mlflow.MlflowClient(tracking_uri=uri)
+        tag = json.loads((run / "callbacks.json").read_text())["id"]
+        experiment = client.get_experiment_by_name("elastic_ring").experiment_id
+        (tracked,) = client.search_runs([experiment], filter_string=f"tags.`{MLflow.TAG}` = '{tag}'")
+        found.append(tracked.info.status)
+    assert found == ["FINISHED", "FAILED", "KILLED", "RUNNING"]
 
 
 def test_a_library_that_is_missing_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

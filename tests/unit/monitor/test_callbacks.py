@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import CALLBACKS_NAME, Callback, RunInfo, Telling, check_callbacks
 from elastic_ring.monitor.journal import Journal
-from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, MetricsLog, StepMetrics
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, MetricsLog, StepMetrics
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import set_aside
 from tests.object_store.store import ObjectStore
@@ -31,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[3]
 class Hears(Callback):
     """Notes what it is told; raises or ends its process where it is asked to."""
 
-    def __init__(self, name: str = "hears", raises_at: int = -1) -> None:
-        self._name, self.raises_at = name, raises_at
+    def __init__(self, name: str = "hears", raises_at: int = -1, tries_again: bool = False) -> None:
+        self._name, self.raises_at, self.tries_again = name, raises_at, tries_again
         self.heard: list[Any] = []
 
     @property
@@ -148,10 +149,55 @@ def test_a_line_that_its_writer_has_not_finished_is_told_once_it_has(tmp_path: P
         assert callback.heard == [("start", "first"), 0]
 
 
-def test_a_callback_that_raises_is_called_again_later_and_disturbs_no_other(
+def test_a_callback_that_raises_is_told_the_next_event_and_its_error_once(
     tmp_path: Path, records: Records, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken, whole, now = Hears("broken", raises_at=1), Hears("whole"), [0.0]
+    class Breaks(Hears):
+        def on_step(self, metrics: StepMetrics) -> None:
+            if metrics.step in (1, 2):
+                raise ZeroDivisionError("a mistake")
+            super().on_step(metrics)
+
+    callback = Breaks()
+    records.steps(0, 1, 2, 3)
+    with telling(tmp_path, callback) as driver:
+        driver.tell()
+        records.steps(4)
+        driver.tell()
+        assert callback.heard == [("start", "first"), 0, 3, 4]
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert said == ["callback hears: on_step raised; the next event is told",
+                    "callback hears: on_step raised ZeroDivisionError 2 times"]  # fmt: skip
+    after = Hears()
+    with telling(tmp_path, after) as driver:
+        driver.tell()
+    assert after.heard == [("start", "first"), "end"], "what raised counts as told"
+
+
+@pytest.mark.parametrize(
+    ("status", "raised", "end"),
+    [(None, None, ""), ({"ended": False}, None, ""), ({"ended": False}, KeyboardInterrupt, "stopped"),
+     ({"ended": True, "end": {"error": "", "message": ""}}, None, "finished"),
+     ({"ended": True, "end": {"error": "RunFailed", "message": "stopped by the user"}}, None, "stopped"),
+     ({"ended": True, "end": {"error": "LossSpike", "message": "step 3"}}, None, "failed")],
+)  # fmt: skip
+def test_a_callback_knows_how_the_run_ended(
+    tmp_path: Path, records: Records, status: dict[str, Any] | None, raised: type[BaseException] | None, end: str
+) -> None:
+    callback = Hears()
+    if status is not None:
+        (tmp_path / STATUS_NAME).write_text(json.dumps(status))
+    with pytest.raises(raised) if raised else nullcontext(), telling(tmp_path, callback) as driver:
+        driver.tell()
+        if raised:
+            raise raised
+    assert (callback.heard[-1], callback.end) == ("end", end)
+
+
+def test_a_callback_that_tries_again_is_called_again_later_and_disturbs_no_other(
+    tmp_path: Path, records: Records, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, whole, now = Hears("broken", raises_at=1, tries_again=True), Hears("whole"), [0.0]
     records.steps(0, 1, 2)
     with Telling([broken, whole], RunInfo("first", tmp_path), clock=lambda: now[0]) as driver:
         pauses = []
@@ -169,14 +215,17 @@ def test_a_callback_that_raises_is_called_again_later_and_disturbs_no_other(
     said = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(said) == 9
     assert "callback broken: on_step raised; it is called again in 5 s" in said[0].getMessage()
-    assert said[0].exc_info is not None
+    assert [record.exc_info is not None for record in said] == [True, *[False] * 8], "one traceback"
+    assert said[1].getMessage() == (
+        "callback broken: on_step raised OSError: the disk is full; it is called again in 10 s"
+    )
 
 
 def test_what_a_broken_callback_was_not_told_is_told_by_the_next_driver(
     tmp_path: Path, records: Records, caplog: pytest.LogCaptureFixture
 ) -> None:
     records.steps(0, 1, 2)
-    with telling(tmp_path, Hears("broken", raises_at=1)) as driver:
+    with telling(tmp_path, Hears("broken", raises_at=1, tries_again=True)) as driver:
         driver.tell()
     assert "callback broken has not been told everything: submit the run again" in caplog.text
     mended = Hears("broken")

@@ -170,7 +170,7 @@ def test_the_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     assert list(content) == list(SUMMARY_KEYS) == [
         "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact",
-        "generations", "recoveries", "compilations_after_step_0", "skipped_steps", "lost_workers",
+        "mesh_changed", "generations", "recoveries", "compilations_after_step_0", "skipped_steps", "lost_workers",
         "resumed_from", "checkpoints", "memory", "peak_gpu_bytes",
     ]  # fmt: skip
     assert content["steps"] == 2
@@ -179,6 +179,14 @@ def test_the_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
     assert list(GENERATION_KEYS) == ["term", "generation", "mesh", "reason"]
     assert content["recoveries"] == [RECOVERY]
     assert list(content["recoveries"][0]) == list(RECOVERY_KEYS)
+
+
+def test_a_run_whose_mesh_changed_says_so_and_promises_nothing_of_its_bits() -> None:
+    ring = {"term": 1, "generation": 2, "mesh": {"dp": 1, "cp": 2}, "reason": "fewer rings"}
+    undisturbed = summary()
+    assert (undisturbed["exact"], undisturbed["mesh_changed"]) == (True, False)
+    shrank = summary(exact=False, generations=[*undisturbed["generations"], ring])
+    assert (shrank["exact"], shrank["mesh_changed"]) == (None, True), "its bits may be equal all the same"
 
 
 def test_a_summary_that_lacks_a_promised_key_is_not_written(tmp_path: Path) -> None:
