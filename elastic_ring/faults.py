@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KINDS = (
-    "kill", "freeze", "gil", "raise", "exit", "drain", "kill-node", "kill-coordinator", "freeze-coordinator",
-    "slow", "flip", "wrong",
+    "kill", "freeze", "gil", "raise", "exit", "drain", "kill-node", "freeze-node", "kill-coordinator",
+    "freeze-coordinator", "slow", "flip", "wrong",
 )  # fmt: skip
 PHASES = ("forward", "backward", "reduce", "vote", "apply", "idle", "heal", "upload", "commit")
 """`upload`: in the middle of a rank's file of the checkpoint of `step` steps. `commit`: in the coordinator, between the

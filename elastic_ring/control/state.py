@@ -350,6 +350,7 @@ class State:
     step, the last of these. `suspects`: who may have computed the last step wrongly.
     `warm_up_s`: from the order to start the worker that became ready last until it was. `write_s`: what the last
     checkpoint took to write.
+    `pool_changed_at`, `nodes_changed_at`: when a worker or a node, or a node's room, last changed.
     `story`: the last (event, reason) pairs that changed the state.
     """
 
@@ -369,6 +370,7 @@ class State:
     fruitless_builds: int = 0
     finalize_failures: int = 0
     pool_changed_at: float = 0.0
+    nodes_changed_at: float = 0.0
     last_change: Change | None = None
     promise: str = "bit-exact"
     gives_up: bool = False

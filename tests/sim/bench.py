@@ -6,6 +6,7 @@ import json
 from typing import Any, TypeVar
 
 from elastic_ring.control import coordination, invariants, replay
+from elastic_ring.control.capacity.worker_pool import STANDBY_AFTER_S
 from elastic_ring.control.messages import (
     Build,
     Command,
@@ -39,6 +40,8 @@ class Bench:
         self.handle(CoordinatorStarted("c", 1))
         for node, slots in nodes.items():
             self.handle(NodeJoined("n", node, slots, (members or {}).get(node)))
+        if members:
+            self.wait(STANDBY_AFTER_S)
 
     def handle(self, event: Event, after_s: float = 0.01) -> tuple[Command, ...]:
         self.now += after_s

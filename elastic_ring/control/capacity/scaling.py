@@ -36,7 +36,10 @@ def settle(ctx: Transition) -> None:
         ctx.send(DrainNode(ctx.cause, node, ctx.state.term))
         ctx.explain(f"the run leaves node {node}")
     left = worker_pool.num_surplus(ctx.state)
-    released = list(reversed(spares(ctx.state)))[: max(0, left)]
+    crowded = worker_pool.crowded_nodes(ctx.state)
+    # The newest first, of those standbys: a spare with a GPU of its own covers more.
+    order = sorted(reversed(spares(ctx.state)), key=lambda name: ctx.state.workers[name].node not in crowded)
+    released = order[: max(0, left)]
     if released:
         ctx.release(released)
         ctx.explain(f"spares not wanted any more: {', '.join(released)}")

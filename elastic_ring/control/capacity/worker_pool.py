@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from elastic_ring.control.messages import (
     KillWorker,
@@ -30,7 +31,7 @@ def node_joined(ctx: Transition, event: NodeJoined) -> None:
     if known == new and event.node in ctx.state.nodes:
         ctx.explain("room as known")
         return
-    ctx.set(nodes={**ctx.state.nodes, event.node: new}, pool_changed_at=ctx.now)
+    ctx.set(nodes={**ctx.state.nodes, event.node: new}, pool_changed_at=ctx.now, nodes_changed_at=ctx.now)
     limit = "" if event.num_gpus is None else f" and GPUs for {event.num_gpus} member(s)"
     ctx.explain(f"node {event.node} has room for {event.num_slots}{limit}")
 
@@ -71,6 +72,7 @@ def drain(ctx: Transition, names: Sequence[str]) -> None:
 
 
 MIN_PROGRESS_CPU_S = 0.1
+STANDBY_AFTER_S = 5.0
 
 
 def worker_starting(ctx: Transition, event: WorkerStarting) -> None:
@@ -211,74 +213,113 @@ def refuse_if_nobody_starts(ctx: Transition) -> None:
 
 
 def fill_slots(ctx: Transition) -> None:
-    """Start the missing workers as far as nodes have room: rings packed, replicas spread.
+    """Start the missing workers as far as nodes have room: rings packed, replicas spread, avoided nodes last.
 
-    First on nodes with free GPUs, so that a lost member's GPU is used again on its own node; then standby processes
-    without a GPU, on the node that has fewest. On avoided nodes last.
+    First on free GPUs, members and spares alike: a spare with a GPU of its own can replace a member of any node. Only
+    for spares that no GPU is left for, standbys are started beside members, on the node that has fewest.
     """
-    state = ctx.state
-    wants = _Wants(state)
-    if wants.num_missing <= 0:
-        return
-    usable = [n for n in state.nodes.values() if n.backoff_until <= ctx.now and wants.may_start_on(n)]
-    if not usable:
-        return
-    gpus = {node.node: left for node in usable if (left := wants.gpus_left(node)) > 0}
-    workers, num_started = dict(state.workers), state.num_started
-    for _ in range(wants.num_missing):
-        if gpus:
-            node = min(
-                gpus,
-                key=lambda name: (
-                    state.nodes[name].avoided,
-                    _start_rank(wants.staying[name], gpus[name], state.options.cp),
-                ),
-            )
-            gpus[node] -= 1
-            if gpus[node] == 0:
-                del gpus[node]
-        elif shelf := [node for node in usable if wants.may_start_on(node)]:
-            node = min(shelf, key=lambda each: (each.avoided, wants.num_beyond(each))).node
-            wants.num_standbys -= 1
-        else:
+    wants = _Wants(ctx.state)
+    names = [*_start_on_gpus(ctx, wants), *_start_standbys(ctx, wants)]
+    if names:
+        ctx.explain(f"{len(names)} worker(s) start")
+
+
+def _start_on_gpus(ctx: Transition, wants: _Wants) -> list[str]:
+    nodes, cp = ctx.state.nodes, ctx.options.cp
+    gpus = {node.node: left for node in wants.usable(ctx.now) if (left := wants.gpus_left(node)) > 0}
+    names = []
+    while gpus and wants.num_missing_on_gpus > 0:
+        rank = wants.spread if wants.num_able >= wants.num_members else partial(_start_rank, wants.staying, gpus, cp)
+        node = min(gpus, key=lambda name: (nodes[name].avoided, rank(name)))
+        gpus[node] -= 1
+        if gpus[node] == 0:
+            del gpus[node]
+        wants.num_able += 1
+        names.append(_start(ctx, wants, node))
+    return names
+
+
+def _start_standbys(ctx: Transition, wants: _Wants) -> list[str]:
+    if ctx.now < standbys_from(ctx.state):
+        return []
+    names = []
+    while wants.num_missing > 0:
+        shelf = [node for node in wants.usable(ctx.now) if wants.has_room_for_standby(node)]
+        if not shelf:
             break
-        name = f"w{num_started}.t{state.term}"
-        num_started += 1
-        wants.staying[node] += 1
-        wants.used[node] += 1
-        workers[name] = Worker(
-            name,
-            node,
-            "starting",
-            ctx.now + state.options.start_s,
-            start_deadline=ctx.now + state.options.start_max_s,
-            hired_at=ctx.now,
-        )
-        ctx.send(StartWorker(ctx.cause, name, node, state.term))
-    ctx.explain(f"{num_started - state.num_started} worker(s) start")
-    ctx.set(workers=workers, num_started=num_started)
+        node = min(shelf, key=lambda each: (each.avoided, wants.num_beyond(each)))
+        wants.num_standing_by += 1
+        names.append(_start(ctx, wants, node.node))
+    return names
+
+
+def _start(ctx: Transition, wants: _Wants, node: str) -> str:
+    state = ctx.state
+    name = f"w{state.num_started}.t{state.term}"
+    wants.staying[node] += 1
+    wants.used[node] += 1
+    started = Worker(
+        name, node, "starting", ctx.now + state.options.start_s,
+        start_deadline=ctx.now + state.options.start_max_s, hired_at=ctx.now,
+    )  # fmt: skip
+    ctx.send(StartWorker(ctx.cause, name, node, state.term))
+    ctx.set(workers={**state.workers, name: started}, num_started=state.num_started + 1)
+    return name
+
+
+def standbys_from(state: State) -> float:
+    """From when on standbys may be started: news of nodes comes one by one, and the next may have a free GPU, which is
+    better."""
+    return state.nodes_changed_at + min(STANDBY_AFTER_S, state.options.start_s / 20)
 
 
 class _Wants:
     """How many workers are missing, and on which nodes one more is useful.
 
-    A worker beyond its node's GPUs (a standby) can replace only members of that node. Standbys count up to
-    `options.spares` in all, and up to its share on each node. So the first node does not get all standbys, and
-    standbys do not count as members of a mesh that lacks GPUs.
+    `num_members` are wanted for the mesh, `options.spares` beside them. A worker within its node's GPUs is able: it can
+    be a member now. One beyond them is a standby, which can replace only members of its own node; standbys make good
+    for spares that find no free GPU, up to their share on each node. They never count as members of a mesh that lacks
+    GPUs.
     """
 
     def __init__(self, state: State) -> None:
-        self._options = state.options
-        present = [worker for worker in state.workers.values() if worker.status != "stopping" and not worker.draining]
+        self._options, self._nodes = state.options, state.nodes
+        self.present = [w for w in state.workers.values() if w.status != "stopping" and not w.draining]
         self.used = Counter(worker.node for worker in state.workers.values())
-        self.staying = Counter(worker.node for worker in present)
+        self.staying = Counter(worker.node for worker in self.present)
         # A draining member uses its GPU until it hands over, and it hands over only to a ready replacement.
         self.leaving = Counter(w.node for w in state.workers.values() if w.draining and w.status == "ready")
         limited = [node for node in state.nodes.values() if node.num_gpus is not None]
-        num_able = len(present) - sum(self.num_beyond(node) for node in limited)
-        num_standing_by = sum(min(self.num_beyond(node), self._share(node)) for node in limited)
-        self.num_standbys = max(0, state.options.spares - num_standing_by)
-        self.num_missing = state.options.dp_limit * state.options.cp - num_able + self.num_standbys
+        self.num_members = state.options.dp_limit * state.options.cp
+        self.num_able = len(self.present) - sum(self.num_beyond(node) for node in limited)
+        self.num_standing_by = sum(min(self.num_beyond(node), self._share(node)) for node in limited)
+
+    @property
+    def num_missing_on_gpus(self) -> int:
+        """How many more workers would use a free GPU."""
+        return max(0, self.num_members + self._options.spares - self.num_able)
+
+    @property
+    def num_missing(self) -> int:
+        """How many spares have neither a GPU of their own nor a standby in their stead."""
+        num_spares = max(0, self.num_able - self.num_members)
+        return max(0, self._options.spares - num_spares - self.num_standing_by)
+
+    @property
+    def num_surplus(self) -> int:
+        """How many more workers there are than members and spares."""
+        return max(0, self.num_able + self.num_standing_by - self.num_members - self._options.spares)
+
+    def usable(self, now: float) -> list[Node]:
+        """Nodes that stay, have a free slot and are not in backoff."""
+        return [node for node in self._nodes.values() if node.backoff_until <= now and self._has_slot(node)]
+
+    def is_wanted(self, node: Node) -> bool:
+        """Whether one more worker on this node would use a free GPU."""
+        return self.num_missing_on_gpus > 0 and self._has_slot(node) and self.gpus_left(node) > 0
+
+    def is_wanted_for_standby(self, node: Node) -> bool:
+        return self.num_missing > 0 and self.has_room_for_standby(node)
 
     def num_beyond(self, node: Node) -> int:
         """Standbys of this node: staying workers beyond its free GPUs."""
@@ -295,51 +336,70 @@ class _Wants:
             return room
         return min(room, self._num_free_gpus(node.node, node.num_gpus) - self.staying[node.node])
 
+    def has_room_for_standby(self, node: Node) -> bool:
+        """Whether the node has less than its share of standbys, and no free GPU, for which its own would be enough."""
+        return self.gpus_left(node) <= 0 and self.num_beyond(node) < self._share(node) and self._has_slot(node)
+
+    def spread(self, node: str) -> tuple[int, ...]:
+        """Sort key of a spare's node: where least stands that would fail with it, by failure domain, the widest first,
+        then by node."""
+        names = self._nodes[node].domains
+        domains = [names[: level + 1] for level in range(len(names))]
+        num_in = [
+            sum(self.staying[each.node] for each in self._nodes.values() if each.domains[: len(domain)] == domain)
+            for domain in domains
+        ]
+        return *num_in, self.staying[node]
+
     def _num_free_gpus(self, node: str, num_gpus: int) -> int:
         return max(0, num_gpus - self.leaving[node])
 
-    def may_start_on(self, node: Node) -> bool:
-        """Whether one more worker fits on the node and is useful."""
-        if node.draining or node.num_slots <= self.used[node.node]:
-            return False
-        standby = self.num_standbys > 0 and self.num_beyond(node) < self._share(node)
-        return standby or self.gpus_left(node) > 0
+    def _has_slot(self, node: Node) -> bool:
+        return not node.draining and node.num_slots > self.used[node.node]
 
     def _share(self, node: Node) -> int:
         """The node's maximum number of standbys, by its share of the mesh's GPUs; all if it can hold the mesh alone."""
         return -(-self._options.spares * (node.num_gpus or 0) // (self._options.dp * self._options.cp))
 
 
-def _start_rank(num_there: int, room: int, cp: int) -> tuple[bool, bool, int]:
+def _start_rank(staying: Counter[str], gpus: dict[str, int], cp: int, node: str) -> tuple[bool, bool, int]:
     """Sort key: nodes that complete an incomplete ring, then nodes with room for a ring, fewest workers first."""
+    num_there, room = staying[node], gpus[node]
     begun = num_there % cp
     completes = begun > 0 and room >= cp - begun
     return not completes, room < cp, num_there
 
 
 def start_deadlines(state: State) -> list[float]:
-    """When nodes in backoff that are needed may be tried again."""
-    if not any(node.backoff_until for node in state.nodes.values()):
-        return []
+    """When nodes in backoff that are needed may be tried again, and from when on standbys may start."""
     wants = _Wants(state)
-    if wants.num_missing <= 0:
-        return []
-    return [node.backoff_until for node in state.nodes.values() if node.backoff_until and wants.may_start_on(node)]
+    due = []
+    for node in state.nodes.values():
+        if wants.is_wanted(node):
+            due.append(node.backoff_until)
+        elif wants.is_wanted_for_standby(node):
+            due.append(max(node.backoff_until, standbys_from(state)))
+    return [at for at in due if at > 0.0]
 
 
 def num_surplus(state: State) -> int:
     """How many more workers there are than wanted."""
-    return max(0, -_Wants(state).num_missing)
+    return _Wants(state).num_surplus
+
+
+def crowded_nodes(state: State) -> frozenset[str]:
+    """The nodes that have more workers than GPUs."""
+    wants = _Wants(state)
+    return frozenset(node.node for node in state.nodes.values() if wants.num_beyond(node) > 0)
 
 
 def vacant_nodes(state: State) -> frozenset[str]:
     """Nodes on which the run has no process and wants none: they may go. None while it changes its mesh."""
     if not isinstance(state.phase, Running):
         return frozenset()
-    occupied = {worker.node for worker in state.workers.values()}
     wants = _Wants(state)
     return frozenset(
         node.node
         for node in state.nodes.values()
-        if node.node not in occupied and (node.draining or wants.num_missing <= 0)
+        if not wants.used[node.node] and not wants.is_wanted(node) and not wants.is_wanted_for_standby(node)
     )

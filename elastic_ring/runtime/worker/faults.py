@@ -72,7 +72,9 @@ class Injector:
             case "exit":
                 os._exit(3)
             case "kill-node":
-                kill_node()
+                signal_node(signal.SIGKILL)
+            case "freeze-node":
+                signal_node(signal.SIGSTOP)
             case "flip" | "wrong":
                 self.flip(fault.phase, fault.kind == "wrong")
             case "slow" if fault.phase == "upload":
@@ -95,10 +97,13 @@ def inject_into_coordinator(kind: str) -> None:
         threading.Timer(0.02, os.kill, args=(os.getpid(), signals[kind])).start()
 
 
-def kill_node() -> None:
-    """SIGKILL this worker's raylet and everything it started, this process last."""
+def signal_node(number: signal.Signals) -> None:
+    """Send a signal to this worker's raylet and everything that it started, this process last.
+
+    SIGSTOP is a host that vanishes: its sockets stay open and nothing answers.
+    """
     raylet = psutil.Process(os.getppid())
     others = [p for p in raylet.children(recursive=True) if p.pid != os.getpid()]
     for process in (raylet, *others):
-        process.kill()
-    os.kill(os.getpid(), signal.SIGKILL)
+        process.send_signal(number)
+    os.kill(os.getpid(), number)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_ring.control.capacity.worker_pool import STANDBY_AFTER_S
 from elastic_ring.control.messages import (
     BuildFailed,
     DrainRequested,
@@ -243,7 +244,7 @@ def test_without_a_standby_there_the_mesh_shrinks_until_a_replacement_has_starte
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_uneven_nodes_hold_as_many_members_as_they_have_gpus(order: str) -> None:
     run = Bench(dict.fromkeys(order, 12), {"a": 8, "b": 2}, **MESH, spares=3).form()
-    assert _all_nodes(run) == {"ab": {"a": 11}, "ba": {"a": 8, "b": 3}}[order]
+    assert _all_nodes(run) == {"ab": {"a": 9, "b": 2}, "ba": {"a": 8, "b": 3}}[order]
     for step in range(1, 9):
         assert _nodes(run, *members(run.state))["b"] <= 2
         _recover(run, step % 8, step)
@@ -272,7 +273,7 @@ def test_a_node_with_room_for_many_and_few_gpus_does_not_take_up_what_others_nee
     assert "3 of 8 ready" in told
     assert "GPUs for 2 of them only" in told
     run.handle(NodeJoined("n", "b", 30, 8))
-    assert _all_nodes(run) == {"a": 3, "b": 7}
+    assert _all_nodes(run) == {"a": 3, "b": 8}, "the spares have GPUs of their own"
     run.form()
     assert _nodes(run, *members(run.state))["a"] <= 2
 
@@ -290,6 +291,8 @@ def test_what_a_lost_node_held_starts_on_the_node_that_comes_for_it() -> None:
     assert mesh_of(run.state) == Mesh(1, 4)
     assert _all_nodes(run) == {"a": 5}, "no more of them could sit, and one standby is its share"
     run.handle(NodeJoined("n", "c", 6, 4))
+    assert _all_nodes(run) == {"a": 5, "c": 4}
+    run.wait(STANDBY_AFTER_S)
     assert _all_nodes(run) == {"a": 5, "c": 5}
     run.all_ready()
     run.wait(run.options.grow_delay_s)
