@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,22 +47,33 @@ class LocalCluster:
         for node in self._nodes:
             node.wait()
 
-    def add_node(self, cpus: int) -> None:
-        """One more node; the first is the head."""
+    def add_node(self, cpus: int, more: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> int:
+        """One more node; the first is the head. `more`: further arguments of `ray start`; `variables`: of the node's
+        processes. Returns its index."""
         port, metrics = free_ports(2)
         joins = [f"--address={self.address}"]
         if not self._nodes:
             self.address = f"{HOST}:{port}"
             joins = ["--head", f"--port={port}", f"--temp-dir={self._folder}", "--include-dashboard=false"]
         self.metrics.append(f"{HOST}:{metrics}")
-        self._start([*joins, f"--num-cpus={cpus}", f"--metrics-export-port={metrics}"])
+        self._start([*joins, f"--num-cpus={cpus}", f"--metrics-export-port={metrics}", *more], variables or {})
+        return len(self._nodes) - 1
 
-    def _start(self, arguments: Sequence[str]) -> None:
+    def is_whole(self, index: int) -> bool:
+        """Whether the node's Ray runs and is not stopped."""
+        if self._nodes[index].poll() is not None:
+            return False
+        children = psutil.Process(self._nodes[index].pid).children()
+        return any("raylet" in child.name() for child in children) and all(
+            child.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) for child in children
+        )
+
+    def _start(self, arguments: Sequence[str], more: Mapping[str, str]) -> None:
         index = len(self._nodes)
         log = self._folder.parent / f"node-{index}.log"
         variables = {
             **environment(), **OPEN, MARK: self._token, "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_memory_usage_threshold": "0.98",
+            "RAY_memory_usage_threshold": "0.98", **more,
         }  # fmt: skip
         variables.pop("RAY_ADDRESS", None)
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={HOST}"]

@@ -29,9 +29,9 @@ ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # Where NCCL itself sees a peer's connection end, as it does between hosts, that watchdog still prints stacks from its
-    # flight recorder (5 s) and waits a minute for a dump that nobody writes, and the group's abort waits for it
-    # (benchmarks/results/hosts/2026-11-26-first-look-4xH100.md).
+    # Between hosts NCCL itself sees a peer's connection end. That watchdog then prints stacks from its flight recorder
+    # (5 s) and waits a minute for a dump that nobody writes, and the group's abort waits for it
+    # (benchmarks/results/hosts/2026-11-26-4xH100.md).
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "TORCH_FR_BUFFER_SIZE": "0",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",

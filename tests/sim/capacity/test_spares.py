@@ -1,4 +1,4 @@
-"""Where spares stand, over fleets of hosts x GPUs x failure domains: whatever host is lost, a free GPU is used at once."""
+"""Where spares stand, over fleets of hosts x GPUs x failure domains, and what that covers when a host is lost."""
 
 from __future__ import annotations
 

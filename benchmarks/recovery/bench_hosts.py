@@ -1,0 +1,202 @@
+"""What a lost host costs: one machine as several hosts, each of which is killed, frozen or drained while a run trains.
+
+    python benchmarks/recovery/bench_hosts.py --hosts 4 --save              one GPU a host
+    python benchmarks/recovery/bench_hosts.py --hosts 4 --device cpu        the same on CPUs, one slot a host
+
+Each host is a raylet of its own; on GPUs NCCL is told that the hosts differ, so everything goes over sockets. A head
+without GPUs holds the coordinator. For each mesh a run without faults comes first; the others must end with its
+weights, or, where the mesh shrinks, with its samples. Seconds are those of the run's own record, from the moment when
+the fault is let loose to the next committed step. Exits 1 where a run fails, differs, leaves a process or misses a bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run as a script
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import psutil
+
+from benchmarks.harness import results
+from benchmarks.harness.arguments import bench_parser, list_of
+from elastic_ring.cli.drills.local_cluster import OPEN, LocalCluster
+from elastic_ring.cli.drills.processes import marked, start_training
+from elastic_ring.config import Timeouts
+from elastic_ring.monitor.metrics import SUMMARY_NAME
+
+TOKEN = "bench-hosts"
+STEPS, FAULT_STEP = 24, 12
+RUN_S, LEFT_S, HOST_UP_S = 240.0, 10.0, 4.0
+SPARE_BAR_S, SHRINK_BAR_S = 3.0, 2.5
+FROZEN_BAR_S = Timeouts().node_silent_s + 3.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. `fault` fires on the last rank; `bar_s`: from the fault to the next committed step."""
+
+    name: str
+    dp: int
+    cp: int
+    spares: int = 0
+    copies: int = 0
+    fault: str = ""
+    phase: str = "backward"
+    bar_s: float = 0.0
+    shrinks: bool = False
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        return self.dp, self.cp
+
+    def faults(self) -> str:
+        return (
+            f"{self.fault}@step={FAULT_STEP},phase={self.phase},rank={self.dp * self.cp - 1}" if self.fault else "none"
+        )
+
+
+CASES = (
+    Case("dp2", 2, 1),
+    Case("dp2-kill-process", 2, 1, spares=1, fault="kill"),
+    Case("dp2-kill-host", 2, 1, spares=1, fault="kill-node", bar_s=SPARE_BAR_S),
+    Case("dp2-freeze-host", 2, 1, spares=1, fault="freeze-node", bar_s=FROZEN_BAR_S),
+    Case("dp2-kill-host-shrink", 2, 1, fault="kill-node", bar_s=SHRINK_BAR_S, shrinks=True),
+    Case("dp2-freeze-host-shrink", 2, 1, fault="freeze-node", bar_s=FROZEN_BAR_S, shrinks=True),
+    Case("cp2", 1, 2),
+    Case("cp2-kill-host", 1, 2, spares=1, copies=1, fault="kill-node", bar_s=SPARE_BAR_S),
+    Case("cp2-freeze-host", 1, 2, spares=1, copies=1, fault="freeze-node", bar_s=FROZEN_BAR_S),
+    Case("2x2", 2, 2),
+    Case("2x2-kill-host-shrink", 2, 2, fault="kill-node", bar_s=SHRINK_BAR_S, shrinks=True),
+    Case("2x2-drain-host", 2, 2, fault="drain", phase="idle"),
+)
+
+
+class Hosts:
+    """`num_hosts` hosts; those that a fault took are replaced before the next run."""
+
+    def __init__(self, folder: Path, num_hosts: int, on_gpus: bool) -> None:
+        self.cluster = LocalCluster(folder, [0], TOKEN)
+        self._num_hosts, self._on_gpus = num_hosts, on_gpus
+        self._at: dict[int, int] = {}
+
+    def mend(self) -> None:
+        """Start every host that is not whole."""
+        gone = [host for host in range(self._num_hosts) if host not in self._at or not self._is_whole(host)]
+        for host in gone:
+            variables = {"NCCL_HOSTID": f"host{host}", "NCCL_IB_DISABLE": "1"}
+            if self._on_gpus:
+                variables["CUDA_VISIBLE_DEVICES"] = str(host)
+            more = ["--num-gpus=1", "--object-store-memory=500000000"] if self._on_gpus else []
+            self._at[host] = self.cluster.add_node(8 if self._on_gpus else 1, more, variables)
+        if gone:
+            time.sleep(HOST_UP_S)
+
+    def _is_whole(self, host: int) -> bool:
+        if self.cluster.is_whole(self._at[host]):
+            return True
+        self.cluster.kill_node(self._at[host])
+        return False
+
+
+def run(case: Case, folder: Path, options: argparse.Namespace, address: str) -> dict[str, Any]:
+    """Train once; the figures of its recovery, or `failed` with the last lines."""
+    where, log = folder / case.name, folder / f"{case.name}.log"
+    arguments = [
+        "--run-dir", str(where), "--preset", options.preset, "--dp", str(case.dp), "--cp", str(case.cp),
+        "--spares", str(case.spares), "--context", str(options.context), "--steps", str(STEPS),
+        "--faults", case.faults(),
+    ]  # fmt: skip
+    if case.copies:
+        arguments += ["--copies", str(case.copies), "--copy-every-steps", "2"]
+    if options.device == "cpu":
+        arguments += ["--device", "cpu", "--global-batch", "4"]
+    begun = time.monotonic()
+    process = start_training(arguments, log, TOKEN, {"RAY_ADDRESS": address, **OPEN})
+    try:
+        code = process.wait(RUN_S)
+    except Exception:
+        process.kill()
+        process.wait()
+        code = -1
+    row: dict[str, Any] = {"case": case.name, "code": code, "run_s": time.monotonic() - begun}
+    if code != 0:
+        return row | {"failed": log.read_text(errors="replace")[-1500:]}
+    summary = json.loads((where / SUMMARY_NAME).read_text())
+    row |= {name: summary[name] for name in ("weights_sha256", "samples_sha256")}
+    if case.fault:
+        (first, *_) = summary["recoveries"]
+        names = ("action", "source", "detect_s", "close_s", "heal_s", "rerun_s", "total_s", "steps_undone", "phases")
+        row |= {name: first[name] for name in names}
+    return row | {"left": left_behind()}
+
+
+def left_behind() -> int:
+    """Actors of the run that are still there `LEFT_S` after its end; those of a frozen host do not count."""
+    deadline = time.monotonic() + LEFT_S
+    while True:
+        names = [p.name() + " ".join(p.cmdline()) for p in marked(TOKEN) if p.status() != psutil.STATUS_STOPPED]
+        number = sum("ray::Worker" in name or "ray::Coordinator" in name for name in names)
+        if not number or time.monotonic() > deadline:
+            return number
+        time.sleep(0.2)
+
+
+def missed(case: Case, row: dict[str, Any], calm: dict[str, Any]) -> list[str]:
+    if "failed" in row:
+        return [f"{case.name}: exit {row['code']}: {row['failed']}"]
+    told = []
+    same = "samples_sha256" if case.shrinks else "weights_sha256"
+    if row[same] != calm[same]:
+        told.append(f"{case.name}: {same} differs from the undisturbed run's")
+    if case.bar_s and row["total_s"] > case.bar_s:
+        told.append(f"{case.name}: {row['total_s']:.2f} s, bar {case.bar_s:.1f}")
+    if case.fault and case.shrinks != (row["action"] == "mesh shrank"):
+        told.append(f"{case.name}: {row['action']}")
+    if row["left"]:
+        told.append(f"{case.name}: {row['left']} process(es) left behind")
+    return told
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = bench_parser(__doc__)
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--preset", default="100m")
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--cases", type=list_of(str), default=None, help=f"some of {','.join(c.name for c in CASES)}")
+    parser.add_argument("--logs", type=Path, default=None, help="keep runs' folders and logs here")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args(arguments)
+    folder = options.logs or Path(tempfile.mkdtemp(prefix="hosts-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = [c for c in CASES if (options.cases is None or c.name in options.cases) and c.dp * c.cp <= options.hosts]
+    hosts = Hosts(Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp")), options.hosts, options.device == "cuda")
+    rows, calm, told = [], {}, []
+    with hosts.cluster as cluster:
+        for case in wanted:
+            hosts.mend()
+            row = run(case, folder, options, cluster.address)
+            rows.append(row)
+            if not case.fault:
+                calm[case.mesh] = row
+            told += missed(case, row, calm.get(case.mesh, row))
+            results.show(json.dumps({key: value for key, value in row.items() if key != "phases"}))
+    names = ("case", "action", "source", "detect_s", "close_s", "heal_s", "rerun_s", "total_s", "steps_undone", "run_s")
+    text = results.table(names, [[row.get(name) for name in names] for row in rows])
+    results.show(f"{text}\n{results.verdict(told)}")
+    if options.save:
+        results.save("hosts", "bench_hosts", text, {"rows": rows, "missed": told})
+    return int(bool(told))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
