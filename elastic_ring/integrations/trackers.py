@@ -166,7 +166,7 @@ class WandB(Tracker):
         self._run.log({f"{kind}/at_step": step, **values})
 
     def on_end(self) -> None:
-        self._run.finish(exit_code=1 if self.end == FAILED else 0)  # else it takes that of a process that is stopped
+        self._run.finish(exit_code=int(self.end == FAILED))
 
 
 class MLflow(Tracker):

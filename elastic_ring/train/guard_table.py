@@ -54,11 +54,11 @@ _OTHERS = {
         why_not="a worker group starts anew with the same settings; give --offload-optimizer, --offload-param or a "
         "larger cp"
     ),
-    (ZERO3, ATTENDS): Cell("yes, at each start of workers"),
     (HUGGING_FACE, TOKENS): Cell("yes, and its tokenizer"),
     (HUGGING_FACE, ATTENDS): Cell("yes, and each layer's calls"),
     (RESUME, MAX_SKIPPED): Cell("yes, the count goes on"),
     (RESUME, SPIKES): Cell("yes, after 32 new losses"),
+    (RESUME, ATTENDS): Cell("at step 0; another model is another run"),
     (TUNER, NON_FINITE): Cell("rejects the pattern"),
     (TUNER, MAX_SKIPPED): Cell(why_not="the first step that is not finite rejects the pattern"),
     (TUNER, SPIKES): Cell(why_not=_IN_MEMORY),

@@ -118,11 +118,11 @@ class Zero3Worker:
         self._spikes = watch_of(job.zero.loss_spike, job.zero.loss_spike_actions)
         if checkpoint is None:
             self.engine = self._make_engine(universal=False, fill=True)
+            if self.task.step.check_model:
+                self.rings.check(self.engine, self.feed.source)
         else:
             with checkpoint.as_directory() as folder:
                 self._resume(Path(folder), checkpoint.path)
-        if self.task.step.check_model:
-            self.rings.check(self.engine, self.feed.source)
         self._generation: int | None = None
         self._rate, self._saved_step = 0.0, self.step if checkpoint is not None else -1
 

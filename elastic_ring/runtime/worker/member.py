@@ -302,8 +302,7 @@ class Member:
         healed = time.monotonic()
         empty_cache(self._device_lease.device)
         assert not self.in_mesh or (state.valid and state.applied == command.step), (state.applied, command.step)
-        # Once an attempt, also where it resumes: a run's identity does not notice that a model's code has changed.
-        starts = command.fresh and (command.restore is None or command.generation == 1)
+        starts = command.fresh and command.restore is None
         if self._groups is not None and starts and self._spec.task.step.check_model:
             with translated(connector):
                 check_model(state.task, self._groups, state)

@@ -15,7 +15,7 @@ from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control.messages import CorpusVersion
 from elastic_ring.data.prepared import Later, PreparedTokens
 from elastic_ring.data.source import order_of
-from elastic_ring.errors import CrashLoop
+from elastic_ring.errors import CrashLoop, UserCodeFailed
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.metrics import STATUS_NAME, SUMMARY_NAME, write_json
@@ -49,7 +49,7 @@ def grown_run(folder: Path) -> tuple[ElasticRingTrainer, CorpusVersion]:
     return trainer, CorpusVersion(5, str(folder / "out" / "manifest.json"), manifest.digest)
 
 
-def test_a_crash_loop_names_the_batch_by_the_manifest_of_its_step(tmp_path: Path) -> None:
+def test_a_crash_loop_and_a_mistake_of_the_users_name_the_batch_by_the_manifest_of_its_step(tmp_path: Path) -> None:
     trainer, version = grown_run(tmp_path)
     data: Any = trainer.task.data
     order = order_of(replace(data, later=(Later(*asdict(version).values()),)).open(), 0, 6)
@@ -63,6 +63,9 @@ def test_a_crash_loop_names_the_batch_by_the_manifest_of_its_step(tmp_path: Path
         assert caught.value.facts == {"step": str(step), "samples": ids}
         assert caught.value.message == f"3 times\nThe batch of that step is sequences {named} of {of}"
     assert max(ids) >= data.open().num_sequences, "else the first manifest would name them as well"
+    mistake = {"error": "UserCodeFailed", "message": "Traceback", "facts": {"step": "6", "corpus": corpus}}
+    with pytest.raises(UserCodeFailed, match=f"^Traceback\nThe batch of that step is sequences {named} of "):
+        trainer._result(mistake)
     Path(version.uri).unlink()
     with pytest.raises(CrashLoop, match=r"The batch of that step cannot be named: .*manifest\.json: cannot be read"):
         trainer._result({"error": "CrashLoop", "message": "3 times", "facts": {"step": "6", "corpus": corpus}})

@@ -59,6 +59,7 @@ SHOWN = {
     "test_a_corpus_that_was_prepared_with_another_tokenizer_is_refused",
     (HUGGING_FACE, ATTENDS): "unit/integrations/test_transformers.py::test_what_a_ring_cannot_do_is_refused_by_name",
     (RESUME, MAX_SKIPPED): GOES_ON,
+    (RESUME, ATTENDS): "ray/operate/test_refused.py::test_a_finished_name_says_so_and_another_config_is_refused",
     (TUNER, NON_FINITE): "unit/tuning/test_tune_search.py::test_a_training_that_diverged_is_a_rejection",
 }  # fmt: skip
 
