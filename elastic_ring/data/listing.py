@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -20,11 +20,10 @@ from pyarrow import fs
 from elastic_ring.data.filesystem import located, read_file
 from elastic_ring.data.kinds import hint_of, kind_of
 from elastic_ring.data.manifest import MANIFEST, PREPARATION
+from elastic_ring.data.summary import Group, count, grouped, lines, size
 from elastic_ring.data.walk import HIDING, Found, walk
 
 OPENED_AT_ONCE = 16
-NAMES = 5
-"""How many names of each kind a summary has."""
 HIDDEN = "a name that begins with . or _"
 
 
@@ -171,7 +170,7 @@ def _check(listing: Listing, told: str, allow: str) -> None:
     if lost_bytes > used_bytes:
         raise ValueError(
             f"{told}: more is left out ({size(lost_bytes)}) than is used ({size(used_bytes)} in "
-            f"{len(listing.files):,} files). Left out: {lost}. Give the files that are meant, as in 'folder/*.jsonl', "
+            f"{count(len(listing.files))}). Left out: {lost}. Give the files that are meant, as in 'folder/*.jsonl', "
             f"or go on as it is: {allow}"
         )
 
@@ -217,62 +216,21 @@ def check_apart(uri: str, out: str) -> None:
 # ------------------------------------------------------------ the summary
 
 
-@dataclass
-class Group:
-    """Files of one kind, or left out for one reason."""
-
-    what: str
-    num_files: int = 0
-    num_bytes: int = 0
-    names: list[str] = field(default_factory=list)
-
-    def add(self, name: str, num_bytes: int) -> None:
-        self.num_files += 1
-        self.num_bytes += num_bytes
-        if len(self.names) < NAMES:
-            self.names.append(name)
-
-
 def used_groups(listings: Iterable[Listing]) -> list[Group]:
-    return _groups((file.kind if not file.problem else f"bad {file.kind}", file.name, file.num_bytes)
-                   for listing in listings for file in listing.files)  # fmt: skip
+    return grouped((file.kind, file.name, file.num_bytes) for file in _files(listings) if not file.problem)
+
+
+def bad_groups(listings: Iterable[Listing]) -> list[Group]:
+    """Files that are not what their names promise; what else is bad shows when it is read."""
+    return grouped((file.problem, file.name, file.num_bytes) for file in _files(listings) if file.problem)
+
+
+def _files(listings: Iterable[Listing]) -> Iterator[File]:
+    return (file for listing in listings for file in listing.files)
 
 
 def left_out_groups(listings: Iterable[Listing]) -> list[Group]:
-    return _groups((one.why, one.name, one.num_bytes) for listing in listings for one in listing.left_out)
-
-
-def _groups(entries: Iterable[tuple[str, str, int]]) -> list[Group]:
-    found: dict[str, Group] = {}
-    for what, name, num_bytes in entries:
-        found.setdefault(what, Group(what)).add(name, num_bytes)
-    return sorted(found.values(), key=lambda group: -group.num_bytes)
-
-
-def lines(groups: Iterable[Group]) -> list[str]:
-    """A line a group: how many files, how much, the first names."""
-    return [
-        f"{group.what}: {group.num_files:,} {'file' if group.num_files == 1 else 'files'}, {size(group.num_bytes)} "
-        f"({', '.join(group.names)}{', ...' if group.num_files > len(group.names) else ''})"
-        for group in groups
-    ]
-
-
-def summary(what: str, groups: Sequence[Group]) -> list[str]:
-    """How many files were used, or left out, and a line for each kind of them; nothing where there are none."""
-    if not groups:
-        return []
-    num_files, num_bytes = sum(group.num_files for group in groups), sum(group.num_bytes for group in groups)
-    return [f"{what}: {num_files:,} files, {size(num_bytes)}", *(f"  {line}" for line in lines(groups))]
-
-
-def size(num_bytes: int) -> str:
-    amount, unit = float(num_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024:
-            break
-        amount, unit = amount / 1024, larger
-    return f"{amount:.0f} {unit}" if unit == "bytes" else f"{amount:.1f} {unit}"
+    return grouped((one.why, one.name, one.num_bytes) for listing in listings for one in listing.left_out)
 
 
 # ------------------------------------------------------------ patterns and saved datasets

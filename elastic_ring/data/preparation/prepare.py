@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import Field
 from tqdm import tqdm
 
-from elastic_ring.data.listing import Group, Listing, check_apart, left_out_groups, list_source, used_groups
+from elastic_ring.data.listing import Listing, bad_groups, check_apart, left_out_groups, list_source, used_groups
 from elastic_ring.data.manifest import MANIFEST, PREPARATION, Manifest, read_manifest
 from elastic_ring.data.preparation.assemble import assemble
 from elastic_ring.data.preparation.documents import OnBadInput
@@ -37,6 +37,7 @@ from elastic_ring.data.preparation.piece import (
     record_name,
     repeated_name,
 )
+from elastic_ring.data.summary import Group
 from elastic_ring.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from elastic_ring.files import absolute
 from elastic_ring.state.storage.folder import Storage
@@ -163,7 +164,7 @@ def plan_of(config: PrepareConfig, tokenizer: Tokenizer) -> Plan:
                  "allow_left_out"):  # fmt: skip
         del decides[name]
     decides |= {"tokenizer_sha256": tokenizer.sha256, "weights": list(config.weights)}
-    groups = {"used": used_groups(listings), "left_out": left_out_groups(listings)}
+    groups = {"used": used_groups(listings), "bad": bad_groups(listings), "left_out": left_out_groups(listings)}
     return Plan(decides, _input_digest(listings), tuple(_by_turns(pieces, config.weights)), groups)
 
 

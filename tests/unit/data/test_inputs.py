@@ -65,7 +65,8 @@ def test_every_file_of_an_odd_folder_is_used_or_counted(
     named_bad = {line.partition(":")[0] for line in manifest.dropped.bad}
     assert named_bad == {*BAD, "empty.txt"}
     assert manifest.dropped.num_bad == len(named_bad)
-    assert any(line.startswith("left out: ") and "files" in line for line in lines)
+    heads = [line for line in lines if line.startswith(("used: ", "bad: ", "left out: ")) and "files" in line]
+    assert [head.partition(":")[0] for head in heads] == ["left out", "used", "bad", "left out"]
 
 
 @pytest.mark.parametrize("name", [*GOOD, "batches.arrow", "stream.ipc"])
@@ -112,7 +113,7 @@ def test_a_folder_with_more_that_is_left_out_than_is_used_is_refused_at_both_doo
     (tmp_path / "in" / "README.md").write_text("about the corpus")
     for number in range(7):
         (tmp_path / "in" / f"{number}.bin").write_bytes(bytes(99))
-    told = r"more is left out \(693 bytes\) than is used \(16 bytes in 1 files\).*7 files, 693 bytes \(0\.bin, 1\.bin, "
+    told = r"more is left out \(693 bytes\) than is used \(16 bytes in 1 file\).*7 files, 693 bytes \(0\.bin, 1\.bin, "
     with pytest.raises(ValueError, match=rf"{told}2\.bin, 3\.bin, 4\.bin, \.\.\.\).*: --allow-left-out"):
         prepared(tmp_path / "out", tmp_path / "in")
     with pytest.raises(ValueError, match=rf"{told}.*--data\.allow-left-out"):
