@@ -371,11 +371,13 @@ class RunConfig:
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Durable checkpoints."""
     copies: Annotated[
-        str, BeforeValidator(_number_as_text), Field(pattern=r"^([012]|parity:([2-9]|[1-9][0-9]+))$"),
-        Must("0, 1, 2 or parity:G, with G of at least 2"),
-    ] = "0"  # fmt: skip
+        str, BeforeValidator(_number_as_text), Field(pattern=r"^(auto|[012]|parity:([2-9]|[1-9][0-9]+))$"),
+        Must("auto, 0, 1, 2 or parity:G, with G of at least 2"),
+    ] = "auto"  # fmt: skip
     """Copies of each rank's state in the host memory of other ranks, on other nodes where there are some: 0, 1 or 2
-    whole ones, or parity:G, one XOR for each G ranks, which covers the loss of one of them."""
+    whole ones, or parity:G, one XOR for each G ranks, which covers the loss of one of them. auto: one while the mesh is
+    a single ring, so that nobody else holds a shard, if the nodes have the memory (48 bytes x parameters / cp a rank);
+    else none."""
     copy_every_steps: PositiveInt = 10
     """Steps between copies: at most so many run again after a loss that a copy covers."""
     resume: Annotated[
@@ -537,7 +539,7 @@ def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault
 
 def check_loss_spikes(run: RunConfig, optim: OptimConfig) -> None:
     """Refuse an action that other settings leave nothing to do. Raises ValueError before anything starts."""
-    has_sources = run.checkpoint_config.is_on or run.copies != "0"
+    has_sources = run.checkpoint_config.is_on or run.copies not in ("auto", "0")
     if run.loss_spike == "act" and "back" in run.loss_spike_actions and not has_sources:
         raise ValueError(
             f"loss_spike_actions={run.loss_spike_actions}: there is nothing to go back to: set copies, or "
@@ -552,6 +554,8 @@ def check_loss_spikes(run: RunConfig, optim: OptimConfig) -> None:
 
 def check_copies(mesh: Mesh, copies: str) -> None:
     """Refuse copies for which the mesh has too few ranks. Raises ValueError before anything starts."""
+    if copies == "auto":
+        return
     kind, _, size = copies.partition(":")
     needed = 1 + int(size if kind == "parity" else kind)
     if copies == "0" or mesh.size >= needed:

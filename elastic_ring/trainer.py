@@ -76,6 +76,7 @@ from elastic_ring.runtime.driver.cluster import (
     room,
     worker_environment,
 )
+from elastic_ring.runtime.driver.loss_cost import with_settled_copies
 from elastic_ring.runtime.driver.session import interruptible, lease, ray_session
 from elastic_ring.runtime.head import reconnect_s, warn_if_shorter
 from elastic_ring.runtime.worker.env_fingerprint import versions
@@ -94,7 +95,7 @@ from elastic_ring.train.task import (
     description_of,
     parts_of,
 )
-from elastic_ring.train.wrap import check_buildable, check_own_optimizer
+from elastic_ring.train.wrap import check_buildable, check_own_optimizer, num_parameters
 
 log = logging.getLogger(__name__)
 
@@ -227,12 +228,6 @@ class ElasticRingTrainer:
         check_task(self.task, self.scaling_config.cp, self.scaling_config.device)
         if self.scaling_config.device == "cuda":
             log.warning("device='cuda': runs on one host of several GPUs only, so far; see Limits in the README")
-        if self.scaling_config.dp == 1 and self.run_config.copies == "0":
-            then = "goes back to the last checkpoint" if self.run_config.checkpoint_config.is_on else "ends the run"
-            log.warning(
-                "dp=1 and copies=0: nobody else holds a worker's state, so the next loss %s; copies=1 (--copies 1) "
-                "keeps it in another worker's memory, dp=2 in a second ring", then,
-            )  # fmt: skip
         if self.run_config.notices:
             notices.find(self.run_config.notices)
         with ray_session(self.scaling_config, self.run_config.timeouts.lease_s):
@@ -370,13 +365,11 @@ class ElasticRingTrainer:
             return None, False
         attach.refuse_if_written_to(self.run_config)
         start_dp = room(self.scaling_config, self.run_config.name)
-        check_copies(Mesh(start_dp or self.scaling_config.dp, self.scaling_config.cp), self.run_config.copies)
-        if self.run_config.copies != "0" and len(live_nodes(self.scaling_config)) == 1:
-            log.warning(
-                "copies=%s on one node: they go to other processes of this node, so they cover the loss of processes "
-                "and not that of the node", self.run_config.copies,
-            )  # fmt: skip
-        run = self._run_with_environment()
+        mesh = Mesh(start_dp or self.scaling_config.dp, self.scaling_config.cp)
+        check_copies(mesh, self.run_config.copies)
+        run = with_settled_copies(
+            self._run_with_environment(), mesh, num_parameters(self.task), live_nodes(self.scaling_config)
+        )
         resume = self._resume()
         if resume.checkpoints:
             log.info("run %s resumes at step %d from %s", run.name, resume.step, resume.resumed_from[-1]["path"])

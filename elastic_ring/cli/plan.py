@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from elastic_ring.cli import train
 from elastic_ring.config import ScalingConfig, StepConfig
+from elastic_ring.control.placement.copies import AUTO, parse_copies
 from elastic_ring.model.config import ModelConfig, num_parameters
 from elastic_ring.model.flops import model_flops
 from elastic_ring.model.memory import (
@@ -126,7 +127,7 @@ def size(num_bytes: int) -> str:
 
 
 def plan_of(
-    config: ModelConfig, scaling: ScalingConfig, step: StepConfig, copies: str = "0", *, saves: bool = True,
+    config: ModelConfig, scaling: ScalingConfig, step: StepConfig, copies: str = "auto", *, saves: bool = True,
     fused_norms: bool = True,
 ) -> ModelPlan:  # fmt: skip
     """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms` as in `StepMemory`.
@@ -150,6 +151,8 @@ def plan_of(
         scaling.cpu_offload, scaling.device == "cuda", fused_norms,
     )  # fmt: skip
     in_host = IN_HOST_BYTES[scaling.cpu_offload]
+    if copies == AUTO:
+        copies = str(min(parse_copies(AUTO, scaling.dp).num_copies, scaling.mesh.size - 1))
     return ModelPlan(
         built, scaling.mesh.size, memory.tokens, (STATE_BYTES - in_host) * memory.shard,
         memory.block * memory.element_bytes, model_flops(config, step.context_tokens), memory,

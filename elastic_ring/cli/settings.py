@@ -166,7 +166,7 @@ class ShortFlags:
     checkpoint_keep_last: int | None = None
     """How many of the newest checkpoints are kept."""
     copies: str | None = None
-    """Copies of each rank's state in the host memory of other ranks: 0, 1, 2, or parity:G."""
+    """Copies of each rank's state in the host memory of other ranks: auto (for a single ring), 0, 1, 2, or parity:G."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic_ring.control.placement.copies import CopyMode, parse_copies
+from elastic_ring.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,9 @@ class ControlOptions:
             raise ValueError(f"max_dp={self.max_dp} with dp={self.dp}: raise max_dp or leave it out")
         parse_copies(self.copies)
 
-    @property
-    def copy_mode(self) -> CopyMode:
-        return parse_copies(self.copies)
+    def copy_mode(self, mesh: Mesh) -> CopyMode:
+        """What members of `mesh` hold of each other."""
+        return parse_copies(self.copies, mesh.dp)
 
     @property
     def dp_limit(self) -> int:

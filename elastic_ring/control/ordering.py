@@ -51,7 +51,7 @@ def order_build(
     membership = Membership(state.term, state.generation, plan.mesh, plan.members, step, plan.leaving, donors)
     holders = copies.CopyPlacement()
     nodes = tuple(situation.node_of[worker] for worker in plan.members)
-    if mode := ctx.options.copy_mode:
+    if mode := ctx.options.copy_mode(plan.mesh):
         holders = copies.place(plan.mesh, copies.failure_places(nodes, situation.domains_of, mode), mode)
 
     reliefs = ctx.options.memory_reliefs[: state.memory.num_reliefs]

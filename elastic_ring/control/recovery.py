@@ -225,8 +225,9 @@ def _nobody_holds(
     ctx.end(
         "ShardLost",
         f"cp_rank {ranks} has no verified holder left after step {ctx.state.committed - 1} was committed, "
-        f"{_no_copy(ctx)} and {_no_checkpoint(ctx)}. Lost: {lost or 'nobody'}. Run it again with more rings (dp) on "
-        "more nodes, so that no single loss takes every holder of a shard, with copies, or with more checkpoints.",
+        f"{_no_copy(ctx, membership.mesh)} and {_no_checkpoint(ctx)}. Lost: {lost or 'nobody'}. Run it again with more "
+        "rings (dp) on more nodes, so that no single loss takes every holder of a shard, with copies, or with more "
+        "checkpoints.",
         cp_ranks=ranks,
         step=step,
     )
@@ -278,8 +279,8 @@ def _step_back(
         order_build(ctx, planned, incident, Beginning(at.step, step_back=at, keep=keep), situation)
 
 
-def _no_copy(ctx: Transition) -> str:
-    return "no copies hold it" if ctx.options.copy_mode else "copies are off"
+def _no_copy(ctx: Transition, mesh: Mesh) -> str:
+    return "no copies hold it" if ctx.options.copy_mode(mesh) else "copies are off"
 
 
 def _no_checkpoint(ctx: Transition) -> str:

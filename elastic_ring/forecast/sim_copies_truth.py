@@ -85,9 +85,9 @@ def _newest_held(world: World, before: State, after: State) -> SnapshotId | None
 def _promised(world: World, before: State, after: State) -> tuple[Group, int] | None:
     """The newest mesh of the members that last ran whose copies had all arrived, and of which step; None if more died
     than they cover. Nothing is promised about memory that was damaged or lost since, or of steps undone on purpose."""
-    mode = world.options.copy_mode
     assert isinstance(before.phase, Closing)
     base = before.phase.incident.base
+    mode = world.options.copy_mode(before.phase.membership.mesh if base is None else base.mesh)
     attempt = world.groups.get(before.phase.membership.id)
     if base is None or not mode or (attempt is not None and attempt.order.fresh):
         return None  # whoever goes back to a checkpoint drops the copies, also if it then does not verify

@@ -137,7 +137,9 @@ def test_the_core_refuses_a_mode_that_it_does_not_know_and_lets_a_mesh_shrink_be
     with pytest.raises(ValueError, match="copies='3'"):
         ControlOptions("r", dp=1, cp=4, total_steps=1, copies="3")
     asked = ControlOptions("r", dp=3, cp=1, total_steps=1, copies="2")
-    assert replace(asked, dp=1, max_dp=1).copy_mode == CopyMode(2), "as `elastic-ring scale` does while the run trains"
+    assert replace(asked, dp=1, max_dp=1).copy_mode(Mesh(1, 2)) == CopyMode(2), (
+        "as `elastic-ring scale` does while the run trains"
+    )
 
 
 @pytest.mark.parametrize("mode", [CopyMode(2), CopyMode(group_size=4)])

@@ -153,7 +153,9 @@ def gone_back(copies: str, spikes: set[int], to: int) -> Run:
         run.until(0, 4, "compute")
         run.world.poisoned_batches |= spikes
         (group,) = run.world.groups.values()
-        if run.until_back().step == to and 6 in complete_steps(group, run.world.options.copy_mode.num_copies):
+        if run.until_back().step == to and 6 in complete_steps(
+            group, run.world.options.copy_mode(group.order.mesh).num_copies
+        ):
             return run
     raise AssertionError("the copies of step 6 never arrived in time")
 

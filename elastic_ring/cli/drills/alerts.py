@@ -86,7 +86,8 @@ DRILLS: Mapping[str, AlertDrill] = {
     ),
     "ElasticRingStepsUndone": AlertDrill(
         "the only holder of a shard is killed, nine steps after a checkpoint",
-        ("--cp", "2", "--spares", "1", "--checkpoint-every-steps", "20", "--faults", "kill@step=49,rank=0"),
+        ("--cp", "2", "--spares", "1", "--copies", "0", "--checkpoint-every-steps", "20", "--faults",
+         "kill@step=49,rank=0"),
     ),
     "ElasticRingCheckpointsFail": AlertDrill(
         "a file lies where the checkpoints' folder was",

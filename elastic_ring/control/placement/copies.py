@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from elastic_ring.mesh import Mesh
 
 MAX_COPIES = 2
+AUTO = "auto"
+"""One copy of each shard wherever it has one holder, a mesh of one ring; none on all others."""
 _MAX_TRIES = 64
 """How many shifts, swaps or holders are tried: placing 2,000 ranks must not delay a recovery."""
 _SAME_SHARD, _SAME_NODE, _NODE_OF_REPLICA = 100, 10, 1
@@ -80,12 +82,15 @@ class CopyPlacement:
     parity_groups: tuple[ParityGroup, ...] = ()
 
 
-def parse_copies(text: str) -> CopyMode:
-    """The mode of the setting `copies`: "0", "1", "2" or "parity:G" with G of at least 2.
+def parse_copies(text: str, dp: int = 1) -> CopyMode:
+    """The mode of the setting `copies` on a mesh of `dp` rings: "0", "1", "2", "parity:G" with G of at least 2, or
+    "auto".
 
     Raises: ValueError naming the setting, its value and what is allowed.
     """
-    allowed = f"must be 0 to {MAX_COPIES}, or parity:G with a group of G >= 2 ranks"
+    if text == AUTO:
+        return CopyMode(num_copies=int(dp == 1))
+    allowed = f"must be auto, 0 to {MAX_COPIES}, or parity:G with a group of G >= 2 ranks"
     kind, _, size = text.partition(":")
     if kind == "parity" and size.isdecimal() and int(size) >= 2:
         return CopyMode(group_size=int(size))

@@ -541,6 +541,7 @@ class Coordinator:
         return {
             "attempt": self.run_spec.attempt, "lineage": self.run_spec.resume.lineage,
             "mean_time_between_failures_s": (seen_s + PRIOR_FAILURE_S) / (1 + num_losses),
+            "wants_first": not (self.recorder.checkpoints or self.run_spec.resume.checkpoints),
         }  # fmt: skip
 
     # ------------------------------------------------------------ the end

@@ -47,7 +47,8 @@ class NodeInfo:
 
     `num_slots`: how many workers fit its resources. `num_gpus`: how many of them may be members at once, one for each
     GPU; None for no limit. `leaves_at`: when a draining node is gone, in Unix seconds; 0 if nobody says.
-    `domains` and `is_reserved`: as in `control.messages.NodeJoined`, from Ray's labels.
+    `domains` and `is_reserved`: as in `control.messages.NodeJoined`, from Ray's labels. `memory_bytes`: its host memory
+    as Ray counts it, 0 if Ray does not.
     """
 
     node: str
@@ -58,6 +59,7 @@ class NodeInfo:
     leaves_at: float = 0.0
     domains: tuple[str, ...] = ()
     is_reserved: bool = False
+    memory_bytes: float = 0.0
 
     @property
     def num_members(self) -> int:
@@ -82,6 +84,7 @@ def live_nodes(scaling: ScalingConfig) -> list[NodeInfo]:
             draining.get(node["NodeID"], 0) / 1000,
             domains(node.get("Labels") or {}, scaling.domain_labels),
             (node.get("Labels") or {}).get(MARKET_LABEL, SPOT) != SPOT,
+            node["Resources"].get("memory", 0.0),
         )
         for node in sorted(ray.nodes(), key=lambda node: node["NodeID"])
         if node["Alive"]

@@ -314,7 +314,7 @@ class Member:
         if self._groups is not None and self._told.get("checkpoint"):
             told = self._told["checkpoint"]
             self._place = Place.of(command, self._groups.global_rank, told)
-            self._saver.schedule.mean_time_between_failures_s = float(told["mean_time_between_failures_s"])
+            self._saver.begin(told, pins=self.device.type == "cuda")
         timings = {
             "connect_s": opened - begun + joined - entered, "roll_s": entered - opened + rolled - joined,
             "heal_s": healed - rolled,

@@ -69,6 +69,9 @@ class SaveSchedule:
         self._told_s = 0.0
         self._is_asked = False
         self._missed_s = -math.inf
+        self.wants_first = False
+        """Whether no checkpoint of the run counts yet. A run that chooses its intervals itself takes one at once, since
+        a loss before it may cost everything; not before there is memory for it."""
 
     def ask(self) -> None:
         """The next one is due at once: a node that leaves takes the state with it. Called by the control thread."""
@@ -83,7 +86,12 @@ class SaveSchedule:
             return True
         if config.every_steps:
             return applied % config.every_steps == 0
-        return applied < total_steps and time.monotonic() - self._last_s >= self.interval_s
+        return applied < total_steps and (self.is_first or time.monotonic() - self._last_s >= self.interval_s)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the next one is due at once, since there is none."""
+        return self.wants_first and self._config.every_steps is None and self._config.every_s is None
 
     @property
     def interval_s(self) -> float:
@@ -106,7 +114,8 @@ class SaveSchedule:
 
     def saved(self, blocked_s: float) -> None:
         """One was taken, for which training waited `blocked_s`."""
-        self._last_s, self._cost_s, self._is_asked = time.monotonic(), blocked_s, False
+        self._last_s, self._cost_s = time.monotonic(), blocked_s
+        self._is_asked = self.wants_first = False
 
     def waited(self, blocked_s: float) -> None:
         """Training also waited for the end of the last one's copy."""
@@ -162,6 +171,13 @@ class Saver:
         self._stream: Any = None  # on which copies from a GPU run beside the next step
         self._preparing: threading.Thread | None = None
         self._thread: threading.Thread | None = None
+        self._awaits_memory = False  # `prepare` has not begun to pin it
+
+    def begin(self, told: Told, *, pins: bool) -> None:
+        """A generation begins, of which the coordinator has `told`; `pins`: `prepare` will pin memory for it."""
+        self.schedule.mean_time_between_failures_s = float(told["mean_time_between_failures_s"])
+        self.schedule.wants_first = bool(told["wants_first"])
+        self._awaits_memory = pins
 
     @property
     def is_busy(self) -> bool:
@@ -169,6 +185,7 @@ class Saver:
 
     def prepare(self, shard: Shard, shapes: Mapping[str, tuple[int, ...]], place: Place) -> None:
         """Pin host memory for this rank's part, in a thread: the first checkpoint need not wait for it."""
+        self._awaits_memory = False
         device = next(iter(shard.params.values())).device
         if device.type != "cuda" or not self._run.checkpoint_config.is_on:
             return
@@ -222,9 +239,10 @@ class Saver:
 
     def ballot(self, applied: int, total_steps: int, global_rank: int) -> float:
         """What this rank says in the vote of the step that makes `applied`."""
-        if self.is_busy:
-            return BUSY + (DUE if global_rank == 0 and self.schedule.is_due(applied, total_steps) else 0.0)
-        return DUE if global_rank == 0 and self.schedule.is_due(applied, total_steps) else 0.0
+        due = DUE if global_rank == 0 and self.schedule.is_due(applied, total_steps) else 0.0
+        if self.schedule.is_first and (self._awaits_memory or self.is_preparing):
+            return BUSY  # training need not wait for what is pinned beside it
+        return BUSY + due if self.is_busy else due
 
     def save(self, shard: Shard, shapes: Mapping[str, tuple[int, ...]], place: Place) -> None:
         """Begin to copy this rank's part and to write it.
@@ -261,7 +279,7 @@ class Saver:
 
     def missed(self, place: Place, step: int) -> None:
         """A checkpoint was due, and some rank still writes the last: global rank 0 tells the coordinator."""
-        if place.global_rank == 0 and self.schedule.is_new_miss():
+        if place.global_rank == 0 and not self.schedule.is_first and self.schedule.is_new_miss():
             log.warning("the checkpoint of step %d is left out: the last one is still being written", step)
             self._send({"step": step, "term": place.term, "generation": place.generation, "lineage": place.lineage,
                         "missed": "the last one is still being written"})  # fmt: skip

@@ -556,6 +556,27 @@ def test_the_interval_follows_cost_and_failures_within_bounds_where_nobody_sets_
     assert not SaveSchedule(CheckpointConfig(every_steps=0)).is_due(100, 100)
 
 
+def test_the_first_checkpoint_comes_after_step_1_where_nobody_sets_the_interval(tmp_path: Path) -> None:
+    told = {"mean_time_between_failures_s": 86_400.0, "wants_first": True}
+    parts: list[dict[str, Any]] = []
+    saver = Saver(RunConfig("first", run_dir=str(tmp_path)), parts.append)
+    saver.begin(told, pins=False)
+    assert (saver.ballot(1, 20, 0), saver.ballot(1, 20, 1)) == (DUE, 0.0)
+    saver.schedule.saved(0.01)
+    assert saver.ballot(2, 20, 0) == 0.0, "the next one in its time"
+    saver.begin({**told, "wants_first": False}, pins=False)
+    assert saver.ballot(3, 20, 0) == 0.0, "a later generation: there is one"
+    saver.begin(told, pins=True)
+    assert (saver.ballot(1, 20, 0), saver.ballot(1, 20, 1)) == (BUSY, BUSY), "training does not wait for memory"
+    place = Place(1, 1, Mesh(1, 1), 0, "attempt", 0)
+    saver.missed(place, 1)
+    assert parts == [], "nothing is late"
+    for config in (CheckpointConfig(every_steps=5), CheckpointConfig(every_s=9.0), CheckpointConfig(every_steps=0)):
+        asked = Saver(RunConfig("asked", run_dir=str(tmp_path), checkpoint_config=config), parts.append)
+        asked.begin(told, pins=True)
+        assert asked.ballot(1, 20, 0) == 0.0, config
+
+
 # ---------------------------------------------------------------- metrics of steps that run again
 
 

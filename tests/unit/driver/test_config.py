@@ -77,10 +77,10 @@ REFUSED = [
     (RunConfig, "run_dir", "", "give a folder"),
     (StepConfig, "seed", 2**64, "at least 0 and below 2"),
     (RunConfig, "faults", 7, "a schedule as text"),
-    (RunConfig, "copies", "3", "0, 1, 2 or parity:G"),
+    (RunConfig, "copies", "3", "auto, 0, 1, 2 or parity:G"),
     (RunConfig, "copies", "parity:1", "G of at least 2"),
     (RunConfig, "copies", "parity", "parity:G"),
-    (RunConfig, "copies", True, "0, 1, 2 or parity:G"),
+    (RunConfig, "copies", True, "auto, 0, 1, 2 or parity:G"),
     (RunConfig, "copy_every_steps", 0, "at least 1"),
     (RunConfig, "env", [("A", "B")], "a mapping of text to text"),
     (RunConfig, "env", {"A": 1}, "a mapping of text to text"),
@@ -146,7 +146,9 @@ def test_copies_for_which_the_mesh_has_too_few_ranks_are_refused(dp: int, cp: in
         check_copies(Mesh(dp, cp), copies)
 
 
-@pytest.mark.parametrize(("dp", "cp", "copies"), [(1, 2, 1), (1, 3, "2"), (1, 4, "parity:3"), (1, 1, "0")])
+@pytest.mark.parametrize(
+    ("dp", "cp", "copies"), [(1, 2, 1), (1, 3, "2"), (1, 4, "parity:3"), (1, 1, "0"), (1, 1, "auto")]
+)
 def test_copies_that_fit_are_taken_as_numbers_too(dp: int, cp: int, copies: Any) -> None:
     run = RunConfig(copies=copies)
     check_copies(Mesh(dp, cp), run.copies)

@@ -52,7 +52,7 @@ def test_the_plan_of_a_run_on_cpus_has_no_word_of_gpus() -> None:
     ("copies", "held"),
     [("1", "keeps 2 snapshots in host memory, 11.1 GiB, and 11.1 GiB of its peers'"),
      ("2", "keeps 2 snapshots in host memory, 11.1 GiB, and 22.3 GiB of its peers'"),
-     ("parity:4", "holds the parity of a group of 4 ranks as much again"), ("0", "")],
+     ("parity:4", "holds the parity of a group of 4 ranks as much again"), ("0", ""), ("auto", "")],
 )  # fmt: skip
 def test_the_plan_says_what_host_memory_copies_take(copies: str, held: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--preset", "1b", "--dp", "4", "--global-batch", "4", "--copies", copies, "--plan"]) == 0

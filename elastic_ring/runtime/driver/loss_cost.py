@@ -1,0 +1,89 @@
+"""What a loss costs a run: whether its ranks hold copies of each other by default, and one line that says so.
+
+Asked by the driver, once the cluster is there. What follows a loss is decided by `control`, not here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elastic_ring.config import CheckpointConfig, RunConfig
+from elastic_ring.control.placement.copies import AUTO
+from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.driver.cluster import NodeInfo
+
+log = logging.getLogger(__name__)
+
+COPY_BYTES = 48
+"""A parameter: two snapshots of its value and Adam's two moments, of the rank itself and of a peer."""
+HOST_SHARE = 0.5
+"""The most of a node's memory that copies take which nobody has asked for."""
+
+
+def with_settled_copies(run: RunConfig, mesh: Mesh, num_parameters: int, nodes: Sequence[NodeInfo]) -> RunConfig:
+    """`run` without copies by default where the nodes lack the memory for them. Says what a loss costs on a mesh whose
+    shards have one holder each."""
+    where = "they go to other processes of this node, so they cover the loss of processes and not that of the node"
+    on_one = f" on one node: {where}" * (len(nodes) == 1)
+    if run.copies not in (AUTO, "0"):
+        if on_one:
+            log.warning("copies=%s%s", run.copies, on_one)
+        return run
+    why = ""
+    if run.copies == AUTO and (why := lacking(mesh, num_parameters, nodes)):
+        run = replace(run, copies="0")
+    if mesh.dp > 1:
+        return run
+    if mesh.size == 1:
+        log.warning("one rank: nobody else holds its state, so its loss %s", cost_of_loss(run.checkpoint_config))
+    elif run.copies == "0":
+        log.warning(
+            "dp=1 and copies=0%s: nobody else holds a worker's state, so the next loss %s; copies=1 (--copies 1) "
+            "keeps it in another worker's memory, dp=2 in a second ring", f" ({why})" * bool(why),
+            cost_of_loss(run.checkpoint_config),
+        )  # fmt: skip
+    else:
+        log.info(
+            "dp=1: another worker's memory keeps a copy of each worker's state (--copies 0 for none), so a loss costs "
+            "the steps since the last copies, one each %d step(s); %s of host memory a rank%s", run.copy_every_steps,
+            _size(need_bytes(mesh, num_parameters)), f"; copies{on_one}" * bool(on_one),
+        )  # fmt: skip
+    return run
+
+
+def need_bytes(mesh: Mesh, num_parameters: int) -> int:
+    """What copies take of the host memory of a rank."""
+    return COPY_BYTES * -(-num_parameters // mesh.cp)
+
+
+def lacking(mesh: Mesh, num_parameters: int, nodes: Sequence[NodeInfo]) -> str:
+    """Why some node has too little memory for the copies of all ranks that it may hold, or does not say what it has;
+    empty if none."""
+    need = need_bytes(mesh, num_parameters)
+    for node in nodes:
+        num_ranks = min(mesh.size, node.num_members)
+        if num_ranks * need > HOST_SHARE * node.memory_bytes:
+            return (
+                f"on by default, they would take {_size(num_ranks * need)} of the {_size(node.memory_bytes)} that Ray "
+                f"counts on {node.address}, more than {HOST_SHARE:.0%}"
+            )
+    return ""
+
+
+def cost_of_loss(config: CheckpointConfig) -> str:
+    """What the loss of a state that nobody else holds leads to."""
+    if not config.is_on:
+        return "ends the run"
+    if config.every_steps is not None:
+        often = f"one each {config.every_steps} step(s)"
+    elif config.every_s is not None:
+        often = f"one each {config.every_s:g} s"
+    else:
+        often = "the first after step 1, the others as the run finds worth their cost, 30 s to an hour apart"
+    return f"goes back to the last checkpoint ({often})"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
