@@ -77,7 +77,7 @@ from elastic_ring.runtime.driver.cluster import (
     worker_environment,
 )
 from elastic_ring.runtime.driver.loss_cost import with_settled_copies
-from elastic_ring.runtime.driver.session import interruptible, lease, ray_session
+from elastic_ring.runtime.driver.session import interruptible, lease, leaving, ray_session
 from elastic_ring.runtime.head import reconnect_s, warn_if_shorter
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoints.checkpoint import located
@@ -241,8 +241,9 @@ class ElasticRingTrainer:
                     warn_if_shorter("this driver", reconnect_s(environment()), self.run_config.timeouts.lease_s)
                 with lease(coordinator, self.run_config.timeouts.lease_s / 6):
                     end = self._follow(coordinator)
-            if not attach.remove(coordinator, self.run_config):
-                log.error("left behind: the coordinator of run %s, which was killed", self.run_config.name)
+            with leaving():
+                if not attach.remove(coordinator, self.run_config):
+                    log.error("left behind: the coordinator of run %s, which was killed", self.run_config.name)
         return self._result(end)
 
     # ------------------------------------------------------------ attaching

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.model.config import ModelConfig, num_parameters
-from elastic_ring.monitor.report import forecast_line
+from elastic_ring.monitor.report import forecast_line, goodput_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,9 +40,10 @@ def build(asked: TrainSettings) -> ElasticRingTrainer:
     step, scaling = asked.step, asked.scaling
     factory, model, initial = _model(asked)
     about = "about " if asked.model_folder else ""  # its norms and biases are counted as our decoder's
-    logging.info(
-        "%s%s parameters, mesh %s, %d spare(s)", about, f"{num_parameters(model):,}", scaling.mesh, scaling.spares
-    )
+    if not asked.plan:  # which prints them itself
+        logging.info(
+            "%s%s parameters, mesh %s, %d spare(s)", about, f"{num_parameters(model):,}", scaling.mesh, scaling.spares
+        )
     trainer = ElasticRingTrainer(
         factory, data_source(asked.data, model, step.context_tokens), scaling_config=scaling, run_config=asked.run,
         step_config=step, optim_config=asked.optim, initial=initial, pattern=_pattern(asked.pattern, model, step),
@@ -190,7 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{summary['steps']} steps, loss {first:.3f} -> {last:.3f}, {len(summary['recoveries'])} "
         f"{'recovery' if len(summary['recoveries']) == 1 else 'recoveries'}, "
-        f"goodput {summary['goodput']:.0%}, {kept}{changed}\n"
+        f"{kept}{changed}\n"
+        f"{goodput_line(summary)}\n"
         f"weights {summary['weights_sha256'][:16]}, samples {summary['samples_sha256'][:16]}; all of it in "
         f"{asked.run.storage_uri}"
     )

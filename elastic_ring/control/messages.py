@@ -107,11 +107,15 @@ class NodeDraining:
 
 @dataclass(frozen=True)
 class WorkerStarting:
-    """A worker's process runs and warms up. `cpu_s`: CPU time used so far, in seconds."""
+    """A worker's process runs and warms up. `cpu_s`: CPU seconds that it and its compilers have used so far. `doing`:
+    its present work, in words. `compiles`: a compiler runs, here or in another process for which this one waits.
+    """
 
     cause: str
     worker: str
     cpu_s: float
+    doing: str = ""
+    compiles: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,11 @@ from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.control.placement.gpu_capacity import placeable
 from elastic_ring.mesh import Mesh
 
+PROCESS_START = "start of the process, imports"
+"""What a worker does that has not reported yet."""
+NUM_NAMED = 4
+"""So many workers are named that do the same."""
+
 
 @dataclass(frozen=True)
 class Worker:
@@ -32,8 +37,8 @@ class Worker:
 
     `deadline`: when a starting worker counts as failed or a stopping one is killed (again). `start_deadline`: upper
     bound of `deadline`, however much progress a start shows. `start_cpu_s`: CPU seconds that the start has reported;
-    None: no report. `hired_at`: when its start was ordered. `written_off`: stopping, and no recovery waits for it; it
-    still uses its slot.
+    None: no report. `doing`: the work that it reported last. `hired_at`: when its start was ordered. `written_off`:
+    stopping, and no recovery waits for it; it still uses its slot.
     """
 
     worker: str
@@ -45,6 +50,7 @@ class Worker:
     start_deadline: float = 0.0
     start_cpu_s: float | None = None
     hired_at: float = 0.0
+    doing: str = ""
 
 
 @dataclass(frozen=True)
@@ -504,6 +510,20 @@ def describe(state: State) -> dict[str, Any]:
     }
 
 
+def _starting_work(state: State) -> str:
+    """What the workers that start do, by their reports; empty if none starts."""
+    by_work: dict[str, list[str]] = {}
+    for worker in state.workers.values():
+        if worker.status == "starting":
+            work = PROCESS_START if worker.start_cpu_s is None else worker.doing or "first calls"
+            by_work.setdefault(work, []).append(worker.worker)
+    told = []
+    for work, names in by_work.items():
+        more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+        told.append(f"{work}: {', '.join(names[:NUM_NAMED])}{more}")
+    return "; " + "; ".join(told) if told else ""
+
+
 def waiting_for(state: State, now: float) -> str:
     """What a run that does not train waits for, as text for its driver; empty if nothing."""
     phase = state.phase
@@ -516,5 +536,6 @@ def waiting_for(state: State, now: float) -> str:
     last = f"; last failed start on {failures[-1]}" if failures else ""
     if starting := len(visibly_starting(state)):
         last = f", {starting} starting{last}"
+    last += _starting_work(state)
     crowded = f", but GPUs for {able} of them only" if able < min(ready, wanted) else ""
     return f"waiting for workers: {ready} of {wanted} ready on {len(state.nodes)} node(s) with an agent{crowded}{last}"

@@ -43,9 +43,10 @@ class Goodput:
         return min(1.0, self.kept_s / total_s) if total_s > 0 else 0.0
 
 
-LOSS_CAUSES = ("startup", "waiting", "stalled", "validation", "undone", "resize")
-"""What a `LossLedger` knows: before the first step; waiting for workers, without and with state; computing the
-held-out sequences; committed steps that were given up; planned changes of the mesh, but for drains."""
+LOSS_CAUSES = ("startup", "waiting", "stalled", "frozen", "validation", "undone", "resize")
+"""What a `LossLedger` knows: before the first step; waiting for workers, without and with state; the host of rank 0 did
+not run; computing the held-out sequences; committed steps that were given up; planned changes of the mesh, but for
+drains."""
 
 
 class LossLedger:
@@ -85,7 +86,7 @@ def time_by_part(
     found = {
         "steps": kept_s,
         "startup": lost_s["startup"],
-        "waiting": lost_s["waiting"] + lost_s["stalled"],
+        "waiting": lost_s["waiting"] + lost_s["stalled"] + lost_s["frozen"],
         "validation": lost_s["validation"],
         "checkpoint": blocked_s,
         "recovery": max(0.0, without_steps(others) - lost_s["stalled"]),

@@ -38,7 +38,7 @@ this step are missing."""
 SUMMARY_KEYS = (
     "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact", "mesh_changed",
     "generations", "recoveries", "compilations_after_step_0", "skipped_steps", "lost_workers", "resumed_from",
-    "checkpoints", "memory", "peak_gpu_bytes",
+    "checkpoints", "memory", "peak_gpu_bytes", "time_s",
 )  # fmt: skip
 MEMORY_KEYS = ("step", "generation", "shortages", "reliefs", "why")
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
@@ -319,6 +319,7 @@ def build_summary(
     checkpoints: Iterable[Mapping[str, Any]] = (),
     memory: Iterable[Mapping[str, Any]] = (),
     peak_gpu_bytes: int = 0,
+    time_s: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The content of summary.json, with exactly the documented keys in the documented order.
 
@@ -343,6 +344,7 @@ def build_summary(
         "checkpoints": [dict(one) for one in checkpoints],
         "memory": [dict(one) for one in memory],
         "peak_gpu_bytes": peak_gpu_bytes,
+        "time_s": {part: round(seconds, 3) for part, seconds in (time_s or {}).items()},
     }
 
 

@@ -38,6 +38,27 @@ def recovery_line(recovery: Mapping[str, Any]) -> str:
     return "; ".join([cause, done, _lost(int(recovery["steps_undone"]))])
 
 
+TIME_NAMES = {
+    "startup": "start", "waiting": "waiting", "validation": "validation", "checkpoint": "checkpoints",
+    "recovery": "recoveries", "rerun": "steps broken off", "undone": "steps undone", "resize": "changes of the mesh",
+    "other": "compiling, writing the weights and other",
+}  # fmt: skip
+_LEAST_S, _LEAST_SHARE = 0.5, 0.01
+
+
+def goodput_line(summary: Mapping[str, Any]) -> str:
+    """For example `goodput 43% of 72 s; the rest: start 31 s, checkpoints 2 s`. A summary of an earlier version does
+    not say where the rest went."""
+    parts: Mapping[str, float] = summary.get("time_s") or {}
+    total_s, line = math.fsum(parts.values()), f"goodput {summary['goodput']:.0%}"
+    if not total_s:
+        return line
+    shown = [(s, TIME_NAMES[part]) for part, s in parts.items() if part in TIME_NAMES]
+    shown = sorted(one for one in shown if one[0] >= max(_LEAST_S, _LEAST_SHARE * total_s))[::-1]
+    rest = ", ".join(f"{name} {seconds(s)} s" for s, name in shown)
+    return f"{line} of {seconds(total_s)} s" + (f"; the rest: {rest}" if rest else "")
+
+
 def seconds(value_s: float | None) -> str:
     """A duration in seconds with about two digits: 0.003, 0.02, 0.4, 1.2, 34."""
     if value_s is None:

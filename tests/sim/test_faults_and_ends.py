@@ -493,6 +493,24 @@ def test_workers_that_are_slow_but_visibly_start_are_waited_for_and_the_run_form
     assert (order.mesh, set(order.members)) == (Mesh(2, 2), set(slow))
 
 
+def test_a_worker_that_compiles_without_using_cpu_is_waited_for_and_named_with_its_work() -> None:
+    """It waits for a lock on the kernel that another process compiles."""
+    run = Bench({"a": 2}, dp=1, cp=2, spares=0, start_s=10.0, start_max_s=60.0)
+    first, slow = starting(run)
+    killed: list[KillWorker] = []
+    for _ in range(50):
+        killed += only(KillWorker, run.wait(1.0))
+        run.handle(WorkerStarting("w", slow, 1.0, "compiles FlexAttention", compiles=True), 0.0)
+        if run.state.workers.get(first) is not None and run.state.workers[first].status == "starting":
+            run.handle(WorkerReady("w", first, "a", 1))
+    assert killed == []
+    assert f"1 of 2 ready on 1 node(s) with an agent, 1 starting; compiles FlexAttention: {slow}" in waiting_for(
+        run.state, run.now
+    )
+    killed += only(KillWorker, pass_time(run, 12, {}))
+    assert {kill.worker for kill in killed} == {slow}, "no longer than start_max_s"
+
+
 @pytest.mark.parametrize(("cpu_s", "limit_s"), [(None, 10.0), (0.0, 10.0), (0.5, 40.0)])
 def test_a_worker_that_shows_no_progress_or_starts_for_ever_is_given_up(cpu_s: float | None, limit_s: float) -> None:
     run = Bench({"a": 4}, dp=2, cp=1, spares=0, start_s=10.0, start_max_s=40.0)

@@ -76,16 +76,19 @@ STANDBY_AFTER_S = 5.0
 
 
 def worker_starting(ctx: Transition, event: WorkerStarting) -> None:
-    """Extend the start deadline if CPU time shows progress, up to `start_max_s`: a loaded machine starts slowly."""
+    """Extend the start deadline if CPU time shows progress, or a compiler runs, up to `start_max_s`: a loaded machine
+    starts slowly, and one worker may wait for what another one compiles."""
     worker = ctx.state.workers.get(event.worker)
     if worker is None or worker.status != "starting":
         ctx.explain(f"{event.worker} does not count as starting")
         return
-    if event.cpu_s < (worker.start_cpu_s or 0.0) + MIN_PROGRESS_CPU_S:
+    if event.cpu_s < (worker.start_cpu_s or 0.0) + MIN_PROGRESS_CPU_S and not event.compiles:
+        if worker.doing != event.doing:
+            ctx.put(replace(worker, doing=event.doing))
         ctx.explain(f"{event.worker} shows no progress in starting")
         return
     deadline = max(worker.deadline, min(ctx.now + ctx.options.start_s, worker.start_deadline))
-    ctx.put(replace(worker, deadline=deadline, start_cpu_s=event.cpu_s))
+    ctx.put(replace(worker, deadline=deadline, start_cpu_s=event.cpu_s, doing=event.doing))
     ctx.explain(f"{event.worker} is starting, {event.cpu_s:.1f} s of CPU used")
 
 

@@ -73,7 +73,7 @@ from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, W
 from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor
 from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
 from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, checkpoint_facts, control_options, identity_digest
-from elastic_ring.runtime.coordinator.shutdown import aside, conclude
+from elastic_ring.runtime.coordinator.shutdown import EndReport, aside, conclude, unfinished
 from elastic_ring.runtime.coordinator.startup import open_run
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
 from elastic_ring.runtime.head import is_kept, warn_if_shorter
@@ -226,6 +226,7 @@ class Coordinator:
             self._note(begin)
         self.mirror.open()  # not before: where this journal comes, that of an earlier submission leaves the store
         self.recorder.open(begin["now"], run_spec.resume.step)
+        self._end_report = EndReport(self.recorder.recoveries.say)
         self.recorder.resumed_from = run_spec.resume.resumed_from
         for line in opened.lines:
             self.recorder.recall(line)
@@ -293,6 +294,9 @@ class Coordinator:
         if told and told != self._told_waiting:
             self.recorder.recoveries.say(told)
         self._told_waiting = told
+        num_committed, where = self.recorder.metrics.last_step + 1, self.run_spec.run.storage_uri
+        self._end_report.doing(unfinished(self.state, num_committed, where, self.recorder.progress))
+        self._end_report.look()
         if self.driver_feed.silent_s > self.run_spec.run.timeouts.lease_s:
             self._handle("abandon", f"no driver for {self.run_spec.run.timeouts.lease_s:.0f} s", {})
         self._end_if_checkpoints_fail()
@@ -561,19 +565,31 @@ class Coordinator:
             log.warning("the storage did not answer whether a newer coordinator exists: %s", error)
         self._refuse_if_replaced()
         weights_sha256 = self.dispatch.weights_sha256
-        end = aside(
-            lambda: self._conclude(end, weights_sha256), self._queue, self.node_monitor.echo, self.recorder.checkpoint
-        )
+        concluded = aside(
+            lambda: self._conclude(end, weights_sha256), self._queue, self.node_monitor.echo, self.recorder.checkpoint,
+            self._end_report.look,
+        )  # fmt: skip
+        if concluded is None:
+            told = "stopped while its last records were being written: submit it again to have them"
+            concluded = {**end, "error": end["error"] or "RunFailed", "message": end["message"] or told}
+        end = concluded
+        self._end_report.doing("")
         self.metrics_exporter.close(self.state, self.driver_feed.silent_s, self.clock(), failed=bool(end["error"]))
+        begun = time.monotonic()
         end["left_behind"] = self._cleared()
+        log.info("the end of the run: processes and placement groups removed, %.1f s", time.monotonic() - begun)
         self._ended = end
         log.info("ended: %s", end)
         self._vanish_later()
 
     def _conclude(self, end: dict[str, Any], weights_sha256: str) -> dict[str, Any]:
+        doing, where = self._end_report.doing, self.run_spec.run.storage_uri
+        doing(f"the last checkpoint's manifest, and clearing up, in {where}")
         if not self.checkpoints.close(self.run_spec.run.timeouts.clear_s):
             log.warning("the storage of the checkpoints does not answer at the end of the run")
+        doing("summary and plot")
         end = conclude(end, self.recorder, self.state, weights_sha256)
+        doing(f"the last records go to {where}")
         self.mirror.close(self.run_spec.run.timeouts.clear_s)
         return end
 

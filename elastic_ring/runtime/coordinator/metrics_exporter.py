@@ -19,7 +19,6 @@ from ray.util.metrics import Gauge, Histogram
 from elastic_ring.config import RunConfig
 from elastic_ring.control.state import State, members, mesh_of, phase_name, spares
 from elastic_ring.model.flops import peak_tflops
-from elastic_ring.monitor.goodput import time_by_part
 from elastic_ring.monitor.metrics_table import (
     BUCKETS_S,
     CAUSES,
@@ -281,10 +280,6 @@ def parts_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _of_time(recorder: RunRecorder, now: float) -> Iterator[Sample]:
     goodput = recorder.goodput
-    blocked_s = math.fsum(checkpoint["blocked_s"] for checkpoint in recorder.checkpoints)
-    parts = time_by_part(
-        goodput.kept_s, goodput.total_s(now), recorder.lost.lost_s, blocked_s, recorder.recoveries.records
-    )
     yield "elastic_ring_goodput_ratio", "", goodput.ratio(now)
-    yield from (("elastic_ring_time_seconds", part, seconds) for part, seconds in parts.items())
+    yield from (("elastic_ring_time_seconds", part, seconds) for part, seconds in recorder.time_s(now).items())
     yield "elastic_ring_late_compilations", "", recorder.num_compiled_late

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +33,7 @@ from elastic_ring.control.state import (
     spares,
 )
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.goodput import Goodput, LossLedger
+from elastic_ring.monitor.goodput import Goodput, LossLedger, time_by_part
 from elastic_ring.monitor.metrics import (
     MEMORY_KEYS,
     STATUS_NAME,
@@ -214,6 +215,10 @@ class RunRecorder:
                 self.peak_gpu_bytes = max(self.peak_gpu_bytes, self.gpu_memory["peak"])
             if record.get("wrong"):
                 self.found_wrong(record["wrong"])
+            if record.get("frozen_s"):
+                self.lost.add("frozen", record["frozen_s"])
+                self.recoveries.say(f"step {record['step']}: for {record['frozen_s']:.0f} s nothing ran on the host of "
+                                    "rank 0 (paused, suspended or stopped); that is no time of the step")  # fmt: skip
             self.goodput.committed(record["step"], record["step_s"])
             self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["membership_id"]))
             self.recoveries.committed(record["step"], now)
@@ -382,6 +387,12 @@ class RunRecorder:
         """Record a coordinator restart that training did not notice."""
         self.recoveries.coordinator_back(now, self.metrics.last_step + 1, self._alive_at_s)
 
+    def time_s(self, now: float) -> dict[str, float]:
+        """The time of this attempt by part."""
+        blocked_s = math.fsum(checkpoint["blocked_s"] for checkpoint in self.checkpoints)
+        kept_s, total_s = self.goodput.kept_s, self.goodput.total_s(now)
+        return time_by_part(kept_s, total_s, self.lost.lost_s, blocked_s, self.recoveries.records)
+
     # ------------------------------------------------------------ files
 
     def write_status(self, state: State, *, force: bool = False, end: Mapping[str, Any] | None = None) -> None:
@@ -443,6 +454,7 @@ class RunRecorder:
             checkpoints=self.checkpoints,
             memory=self.memory,
             peak_gpu_bytes=self.peak_gpu_bytes,
+            time_s=self.time_s(self._clock()),
         )
         write_summary(self.folder, summary)
         draw_run(self.folder, self.recoveries.records)

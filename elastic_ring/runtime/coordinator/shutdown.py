@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from elastic_ring.control.state import State
+from elastic_ring.control.state import Finishing, Running, State, members
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.05
+LONG_S = 2.0
+NAMES = {"save": "still write the last checkpoint", "validate": "compute the held-out sequences"}
+"""By the phase of a worker's stamps."""
 
 End = dict[str, Any]
 """How a run ended: `error` (a class name of `elastic_ring.errors`, or empty), `message`, `facts`, the `attempt`
@@ -56,12 +61,15 @@ EventQueue = queue.Queue[tuple[str, Any, dict[str, Any]]]
 
 def aside(
     work: Callable[[], End], events: EventQueue, echo: Callable[[str], None],
-    checkpoint: Callable[[Mapping[str, Any]], None],
-) -> End:  # fmt: skip
-    """Do long work beside the deciding thread, whose silence would otherwise look like a hang to the agents."""
-    with ThreadPoolExecutor(1, thread_name_prefix="conclude") as executor:
+    checkpoint: Callable[[Mapping[str, Any]], None], look: Callable[[], None] = lambda: None,
+) -> End | None:  # fmt: skip
+    """Do long work beside the deciding thread, whose silence would otherwise look like a hang to the agents. `look` is
+    called again and again. None when the user stops the run meanwhile: then nothing waits for the rest."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="conclude")
+    try:
         done = executor.submit(work)
         while not done.done():
+            look()
             with suppress(queue.Empty):
                 kind, body, extra = events.get(timeout=LOOK_S)
                 if kind == "beat":
@@ -70,4 +78,42 @@ def aside(
                     checkpoint(body)
                 elif kind == "fault":
                     extra["answer"].put(False)
+                elif kind == "abandon":
+                    return None
         return done.result()
+    finally:
+        executor.shutdown(wait=False)
+
+
+class EndReport:
+    """What the end of a run is busy with, told once it takes longer than LONG_S. `say` tells the drivers."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._doing, self._since, self._told = "", 0.0, ""
+
+    def doing(self, what: str) -> None:
+        """From now on the end is busy with `what`; empty: with nothing."""
+        now = self._clock()
+        if self._doing:
+            log.info("the end of the run: %s, %.1f s", self._doing, now - self._since)
+        if what != self._doing:
+            self._doing, self._since = what, now
+
+    def look(self) -> None:
+        if self._doing and self._doing != self._told and self._clock() - self._since >= LONG_S:
+            self._told = self._doing
+            self._say(f"ending: {self._doing}")
+
+
+def unfinished(state: State, num_committed: int, where: str, progress: Callable[[str], Mapping[str, Any]]) -> str:
+    """What a run still does whose steps are all committed; empty for others. `progress`: what a worker does right now;
+    `where`: the run's storage."""
+    if num_committed < state.options.total_steps:
+        return ""
+    if isinstance(state.phase, Finishing):
+        return f"ring 0 writes the weights to {where}"
+    if not isinstance(state.phase, Running):
+        return ""
+    doing = Counter(NAMES[phase] for worker in members(state) if (phase := progress(worker).get("phase")) in NAMES)
+    return ", ".join(f"{number} rank(s) {what}" for what, number in doing.items())

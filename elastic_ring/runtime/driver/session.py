@@ -22,6 +22,7 @@ from elastic_ring.config import RunConfig, ScalingConfig, environment
 from elastic_ring.monitor.callbacks import STOPPED_BY_USER
 from elastic_ring.runtime.agent.memory_guard import RAY_THRESHOLD_VARIABLE
 from elastic_ring.runtime.driver import attach
+from elastic_ring.runtime.driver.absence import is_listening
 from elastic_ring.runtime.driver.cluster import NAMESPACE
 from elastic_ring.runtime.head import RECONNECT, RECONNECT_S
 
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 ASK_S = 2.0
 LONGEST_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 OUTLAST_S = 10.0  # Ray ends a process without a word, so the driver must give up first
+GOES_ON = (
+    "the coordinator goes on clearing the run by itself, and what runs in a Ray that this command started ends with it"
+)
 
 
 @contextmanager
@@ -68,7 +72,8 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        with leaving():
+            ray.shutdown()
 
 
 def check_host(variables: Mapping[str, str], shared_memory: str = "/dev/shm") -> None:
@@ -93,6 +98,28 @@ def outlast_head(lease_s: float) -> None:
     Ray reads the variable once, when this process connects.
     """
     environment().setdefault(RECONNECT, str(math.ceil(max(RECONNECT_S, lease_s) + OUTLAST_S)))
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """A signal ends this process at once: the run has ended or is cleared, and only Ray is still being shut down. The
+    processes of a Ray that this process started end with it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        log.warning(
+            "signal %d: this command ends while it leaves Ray; the run is over or left to its coordinator", number
+        )
+        os._exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -130,14 +157,36 @@ def interruptible(run: RunConfig, attempt: str) -> Iterator[list[Any]]:
     try:
         yield followed
     except KeyboardInterrupt:
-        coordinator = attach.find(run)
-        if coordinator is None or not (followed or attach.attempt_of(coordinator, run) == attempt):
-            raise
-        coordinator.abandon.remote(STOPPED_BY_USER)
-        raise KeyboardInterrupt(_await_clear(coordinator, run)) from None
+        try:
+            told = _stopped(run, attempt, followed)
+        except KeyboardInterrupt:  # once more: this process waits for nothing any longer
+            told = f"stopped at once; {GOES_ON}"
+        raise KeyboardInterrupt(told) from None
     finally:
         if in_main_thread:
             signal.signal(signal.SIGTERM, before)
+
+
+def head_is_gone() -> bool:
+    """Whether nothing listens any more where the head of this process's cluster was: a signal to a whole process group
+    ends a Ray that this process started, too, and each call to it would wait for a minute."""
+    return ray.is_initialized() and not is_listening(ray.get_runtime_context().gcs_address)
+
+
+def _stopped(run: RunConfig, attempt: str, followed: list[Any]) -> str:
+    """Have the run cleared, if it is this process's to clear; what came of it, in words."""
+    if head_is_gone():
+        return "stopped; the head of the Ray cluster is gone, and nobody can be told to clear the run"
+    coordinator = attach.find(run)
+    if coordinator is None:
+        return "stopped; the run has no coordinator, so nothing is left to clear"
+    if not (followed or attach.attempt_of(coordinator, run) == attempt):
+        return f"stopped; the run {run.name} is another submission's, and goes on"
+    coordinator.abandon.remote(STOPPED_BY_USER)
+    log.info(
+        "stopping: the run is cleared, for up to %.0f s; once more ends this command at once", run.timeouts.clear_s
+    )
+    return _await_clear(coordinator, run)
 
 
 def _await_clear(coordinator: Any, run: RunConfig) -> str:
@@ -153,7 +202,10 @@ def _await_clear(coordinator: Any, run: RunConfig) -> str:
         except ray.exceptions.ActorDiedError:
             return "stopped, but the coordinator died while it cleared the run: see `ray list actors` for what is left"
         except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError) as error:
-            log.warning("the coordinator does not answer while it clears the run, asked again: %s", error)
+            # Of Ray's text only the kind: it speaks of memory and crashes, which a run that is stopped has nothing of.
+            log.warning(
+                "the coordinator does not answer while it clears the run, asked again: %s", type(error).__name__
+            )
         time.sleep(0.05)
     if ended is None:
         return f"stopped, but the coordinator has not cleared the run within {clear_s:.0f} s; it goes on by itself"

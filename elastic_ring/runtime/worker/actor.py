@@ -42,7 +42,7 @@ from elastic_ring.runtime.worker.env_fingerprint import environment_fingerprint
 from elastic_ring.runtime.worker.error_classifier import error_kind, error_text
 from elastic_ring.runtime.worker.member import Member
 from elastic_ring.runtime.worker.stall_watchdog import StallDetected, StallWatchdog, look_at_device
-from elastic_ring.runtime.worker.start_reports import start_reports
+from elastic_ring.runtime.worker.start_reports import StartWork, start_reports
 from elastic_ring.runtime.worker.training_thread import TrainingThread
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
 from elastic_ring.train.memory import drop_frames
@@ -82,13 +82,14 @@ class Worker:
                 faulthandler.dump_traceback_later(STACKS_SHARE * self.spec.run.timeouts.start_s)
                 try:
                     self._client.coordinator = coordinator
-                    with start_reports(self._client, self.spec.worker, self.spec.run.timeouts.start_s):
-                        self._warm_up(coordinator)
+                    work, start_s = StartWork(), self.spec.run.timeouts.start_s
+                    with start_reports(self._client, self.spec.worker, start_s, work):
+                        self._warm_up(coordinator, work)
                 finally:
                     faulthandler.cancel_dump_traceback_later()
         return self.describe()
 
-    def _warm_up(self, coordinator: Any) -> None:
+    def _warm_up(self, coordinator: Any, work: StartWork) -> None:
         torch.set_num_threads(self.spec.scaling.num_threads)
         # FSDP2 warns of views once per wrapped module, which would fill the log tail of every death.
         warnings.filterwarnings("ignore", message=".*returned a view.*", category=UserWarning)
@@ -98,6 +99,7 @@ class Worker:
         self._held = hold(self._stamps.path.parent, self.spec.run.timeouts.clear_s)
         self._stamps.open()
         member = Member(self.spec, self._stamps, self._client.injector(), self._client.publish, self._client.saved)
+        member.start_work = work
         member.warm_up()
         self._member = member
         self._training.start()
@@ -356,9 +358,11 @@ class Worker:
 
     def _beat(self) -> None:
         """Heartbeat: shows that this process runs and that its GIL is free."""
+        assert self._member is not None
         self._stamps.bind_thread()
         while True:
             self._stamps.touch()
+            self._member.pauses.beat()
             told = self._stall_watchdog.look(time.monotonic())
             if told is not None:
                 self._tell_control(told)

@@ -42,8 +42,10 @@ from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.copy_heal import heal_from_copies, takes_part
 from elastic_ring.runtime.worker.env_fingerprint import NondeterminismLog, gpu_environment
 from elastic_ring.runtime.worker.faults import Injector
+from elastic_ring.runtime.worker.pauses import PauseWatch
 from elastic_ring.runtime.worker.saver import Place, Saver, open_checkpoint
 from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks
+from elastic_ring.runtime.worker.start_reports import StartWork
 from elastic_ring.runtime.worker.step_records import StepRecords, record_of
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
 from elastic_ring.state.storage.folder import Storage
@@ -86,6 +88,8 @@ class Member:
         self._publish = publish
         self.boundary_requested = False
         self.marks = DeviceMarks()
+        self.pauses = PauseWatch()
+        self.start_work = StartWork()
         self._num_data_waits = 0
         self.device_failed = False  # said so itself: a probe may still pass
         self._saver = Saver(
@@ -119,6 +123,7 @@ class Member:
         """Open the data, and run a tiny model once: first calls are slow."""
         EVENTS.listener = self._announce_compilation
         task, step = self._spec.task, self._spec.task.step
+        self.start_work.what = "opens the data"
         source = open_source(task.data)
         self.fingerprint = source.fingerprint
         training, validation = hold_out(source, num_sequences=self._num_held_out)
@@ -135,18 +140,21 @@ class Member:
         self._transaction.corruption, self._transaction.check_every_steps = run.corruption, run.corruption_every_steps
         self._transaction.offload(self._spec.scaling.cpu_offload)
         self._injector.flip = self._transaction.plan_flip
+        self.start_work.what = "runs a small model once"
         self._transaction.warm_up(self._spec.scaling.cp, self._spec.scaling.device)
         warm_up(task)
         self._num_parameters = num_parameters(task)
         if self._spec.scaling.device == "cuda":
             be_deterministic(task)
             seen = visible_gpus()
+            self.start_work.what = f"{len(seen)} device(s): contexts, kernels' tests, first runs"
             warmed = warm_devices(task, seen, self._spec.scaling.cp)
             self.gpus, self._device_lease.avoided = [gpu.name for gpu in seen], warmed.failed
             self.environment = gpu_environment(warmed.kernels)
             self._nondeterminism.listen()
             self._kernels.look(attention_shapes(task))
         else:
+            self.start_work.what = "runs the model once"
             warm_up_model(task, torch.device("cpu"), self._spec.scaling.cp)
         self.environment.update(compiled_by(task, self._spec.scaling.device))
         # Freeze long-lived objects, so that the collection in `forget_groups` takes milliseconds.
@@ -462,7 +470,7 @@ class Member:
                 self._stamps.waited_for_data(local.data_wait_s)
                 self._prepare_host_memory()
                 self._copies.after_step(state.shard, outcome)
-                self._record(outcome, local, time.monotonic() - begun)
+                self._record(outcome, local, time.monotonic() - begun, self.pauses.within_s(begun))
                 self._save(outcome)
                 self._publish_nondeterminism(step)
                 self._report_compiled(step)
@@ -564,6 +572,7 @@ class Member:
 
     def _announce_compilation(self, name: str) -> None:
         """Stamp that this process is about to compile `name`, or with "" that it has."""
+        self.start_work.compiling = name
         if name:
             self._stamps.compile_begins()
             log.info("compiling %s", name)
@@ -583,11 +592,14 @@ class Member:
             self._publish([{"step": step, "worker": self._spec.worker, "compiled": later, "before": num_before}])
         self._trained = True
 
-    def _record(self, outcome: Outcome, local: Local, step_s: float) -> None:
+    def _record(self, outcome: Outcome, local: Local, took_s: float, frozen_s: float) -> None:
         assert self._groups is not None
         assert self._command is not None
         lr = learning_rate(outcome.vote.step, self._spec.task.optim, self._spec.task.lr_schedule)
+        step_s = max(0.0, took_s - frozen_s)
         record = record_of(outcome, local, self._groups.mesh, self._command.generation, lr, step_s)
+        if frozen_s:
+            record["frozen_s"] = frozen_s
         if outcome.spike or outcome.skip:
             record["sample_ids"] = [int(sample_id) for sample_id in self._transaction.sample_ids(outcome.vote.step)]
         self.records.add(record)

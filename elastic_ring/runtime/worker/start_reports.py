@@ -1,27 +1,52 @@
-"""Tells the coordinator, while a worker warms up, how much CPU its process has used: progress earns it time."""
+"""Tells the coordinator, while a worker warms up, what it does and how much CPU it has used: progress earns it time."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+import psutil
 
 from elastic_ring.control.messages import WorkerStarting
 from elastic_ring.runtime.worker.coordinator_client import CoordinatorClient
 
 REPORTS_A_LIMIT = 10
+CHANGES_S = 2.0
+"""At most so often what a worker does is told beside these reports."""
+
+
+class StartWork:
+    """What a worker that warms up does right now: written by the thread that warms up, read by that of the reports."""
+
+    def __init__(self) -> None:
+        self.what = "first calls"
+        self.compiling = ""
+
+    @property
+    def told(self) -> str:
+        return f"compiles {self.compiling}" if self.compiling else self.what
 
 
 @contextmanager
-def start_reports(client: CoordinatorClient, worker: str, start_s: float) -> Iterator[None]:
-    """Report from a thread of its own, several times within `start_s`, for as long as this lasts."""
+def start_reports(client: CoordinatorClient, worker: str, start_s: float, work: StartWork) -> Iterator[None]:
+    """Report from a thread of its own, several times within `start_s` and when the work changes, for as long as this
+    lasts."""
     over = threading.Event()
 
     def report() -> None:
         while True:
-            client.answer(WorkerStarting(client.cause(), worker, time.process_time()))
-            if over.wait(start_s / REPORTS_A_LIMIT):
+            begun, told, compiles = time.monotonic(), work.told, bool(work.compiling)
+            client.answer(WorkerStarting(client.cause(), worker, cpu_used_s(), told, compiles))
+            period_s = start_s / REPORTS_A_LIMIT
+            while (left_s := begun + period_s - time.monotonic()) > 0 and (
+                work.told == told or time.monotonic() < begun + CHANGES_S
+            ):
+                if over.wait(min(CHANGES_S, left_s)):
+                    return
+            if over.is_set():
                 return
 
     thread = threading.Thread(target=report, name="start-reports", daemon=True)
@@ -31,3 +56,14 @@ def start_reports(client: CoordinatorClient, worker: str, start_s: float) -> Ite
     finally:
         over.set()
         thread.join()
+
+
+def cpu_used_s() -> float:
+    """CPU seconds of this process and of those that it has started: compilers are processes of their own."""
+    ended = os.times()
+    total_s = time.process_time() + ended.children_user + ended.children_system
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            times = child.cpu_times()
+            total_s += times.user + times.system
+    return total_s

@@ -29,6 +29,8 @@ class CompileEvents:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.listener: Listener | None = None
+        self.subject = ""
+        """What is being compiled for, where that is known: torch.compile names only a number."""
         self._attached: set[str] = set()
         self._depth = 0  # compilations under way: torch.compile's code may compile kernels of Triton's
 
@@ -50,7 +52,7 @@ class CompileEvents:
         """`name` is about to be compiled."""
         self._depth += 1
         if self.listener is not None:
-            self.listener(name)
+            self.listener(f"{self.subject} ({name})" if self.subject else name)
 
     def end(self, name: str = "") -> None:
         """The compilation has ended; `name` is added to the list unless its compiler counts by itself.

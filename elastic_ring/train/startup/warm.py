@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Shard, digest_of
 from elastic_ring.train.attention_context import attention_of
 from elastic_ring.train.memory import is_out_of_memory
+from elastic_ring.train.startup.compile_events import EVENTS
 from elastic_ring.train.startup.compiling import compiles, warm_up_model
 from elastic_ring.train.startup.kernels import chosen_kernels
 from elastic_ring.train.startup.layouts import Layouts, attention_calls
@@ -85,21 +87,25 @@ def warm_up_device(
         finally:
             dist.destroy_process_group()
         for name, proof in proofs.items():
-            failure = proof()
+            with compiling_for(name):
+                failure = proof()
             log.info("%s: %s, %s", device, name, failure or "warm")
             if failure is not None:
                 return f"{name}: {failure}"
         for shape, kernel in dense.items():
             begun, group, dtype = time.monotonic(), shape[0] // shape[1], getattr(torch, task.step.param_dtype)
-            num_tiles = warm_up_variants(kernel, str(device), dtype, shape[2], group)
+            with compiling_for(f"attention kernel {kernel.name}"):
+                num_tiles = warm_up_variants(kernel, str(device), dtype, shape[2], group)
             warm_up_sums(device, dtype, shape)
             torch.cuda.synchronize(device)
             log.info("%s: %s ran %d tiles of all length classes in %.1f s", device, kernel.name, num_tiles,
                      time.monotonic() - begun)  # fmt: skip
         if cp:
             for shape in by_length:
-                warm_up_attention(task, device, shape, cp, cache_dir)
-            warm_up_model(task, device, cp)
+                with compiling_for(f"attention over {task.step.context_tokens} tokens"):
+                    warm_up_attention(task, device, shape, cp, cache_dir)
+            with compiling_for("the model"):
+                warm_up_model(task, device, cp)
         elif by_length or compiles(task):
             log.info(
                 "%s is shared with other workers: no long sequence in the warm-up; compiled kernels come from disk",
@@ -109,6 +115,17 @@ def warm_up_device(
         torch._C._cuda_clearCublasWorkspaces()  # else every GPU keeps one, whichever is taken
         torch.cuda.empty_cache()
     return ""
+
+
+@contextmanager
+def compiling_for(subject: str) -> Iterator[None]:
+    """What is compiled meanwhile is announced as being for `subject`."""
+    EVENTS.attach()
+    EVENTS.subject = subject
+    try:
+        yield
+    finally:
+        EVENTS.subject = ""
 
 
 def _choose(

@@ -273,7 +273,7 @@ def test_time_that_no_step_got_is_counted_by_its_cause(tmp_path: Path) -> None:
     ):
         recorder.look(state)
     assert recorder.lost.lost_s == {
-        "startup": 3.0, "waiting": 4.0, "stalled": 3.0, "validation": 0.0, "undone": 0.0, "resize": 0.5
+        "startup": 3.0, "waiting": 4.0, "stalled": 3.0, "frozen": 0.0, "validation": 0.0, "undone": 0.0, "resize": 0.5
     }  # fmt: skip
     recorder.begun(0, (1, 1))
     recorder.publish([record(0), record(1)])

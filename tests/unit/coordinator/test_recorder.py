@@ -57,6 +57,16 @@ def test_a_step_that_was_rolled_forward_keeps_the_record_of_those_that_voted(rec
     assert [r["step"] for r in recorder.publish([record(1, (1, 1)), record(2, (1, 3))])] == [1, 2]
 
 
+def test_time_in_which_the_host_stood_still_is_no_training(recorder: RunRecorder) -> None:
+    recorder.begun(0, (1, 1))
+    recorder.publish([{**record(0, (1, 1)), "frozen_s": 60.0}, record(1, (1, 1))])
+    assert recorder.lost.lost_s["frozen"] == 60.0
+    assert recorder.take_lines(0) == ["step 0: for 60 s nothing ran on the host of rank 0 (paused, suspended or "
+                                      "stopped); that is no time of the step"]  # fmt: skip
+    parts = recorder.time_s(100.0)
+    assert (parts["waiting"], round(parts["steps"], 3), round(parts["other"], 3)) == (60.0, 0.2, 39.8)
+
+
 def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path: Path) -> None:
     again = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), lambda note: None, lambda: 100.0)
     again.open(0.0)

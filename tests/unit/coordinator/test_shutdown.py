@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -16,7 +17,7 @@ import pytest
 from elastic_ring.config import RunConfig
 from elastic_ring.control.cause_ids import CauseIds
 from elastic_ring.control.options import ControlOptions
-from elastic_ring.control.state import Membership, Running, State, Worker
+from elastic_ring.control.state import Finishing, Membership, Running, State, Worker
 from elastic_ring.errors import JournalDamaged, RunFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal
@@ -29,7 +30,7 @@ from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
 from elastic_ring.runtime.coordinator.resume import Resume
-from elastic_ring.runtime.coordinator.shutdown import aside, conclude
+from elastic_ring.runtime.coordinator.shutdown import LONG_S, EndReport, aside, conclude, unfinished
 from elastic_ring.runtime.run_storage import Mirror
 
 
@@ -56,6 +57,36 @@ def test_beats_are_echoed_and_faults_refused_while_the_end_is_being_written() ->
     assert nodes == ["node"]
     assert saved == [{"step": 3}]
     assert answer.get(timeout=30.0) is False
+
+
+def test_a_user_who_stops_the_end_waits_for_none_of_it() -> None:
+    events: queue.Queue[tuple[str, Any, dict[str, Any]]] = queue.Queue()
+    events.put(("abandon", "stopped by the user", {}))
+    hangs = threading.Event()
+    assert aside(lambda: {"error": str(hangs.wait(60.0))}, events, lambda node: None, lambda saved: None) is None
+    hangs.set()
+
+
+def test_the_end_says_what_it_is_busy_with_once_that_takes_long() -> None:
+    told: list[str] = []
+    now = [0.0]
+    report = EndReport(told.append, lambda: now[0])
+    for at_s, doing in ((0.0, ""), (1.0, "a"), (1.5 + LONG_S, "a"), (2.0 + LONG_S, "a"), (9.0, "b"), (9.5, "")):
+        now[0] = at_s
+        report.doing(doing)
+        report.look()
+    assert told == ["ending: a"]
+
+
+def test_what_a_run_whose_steps_are_done_still_writes_is_named_by_rank_and_place() -> None:
+    membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
+    workers = {name: Worker(name, "node", "ready", 0.0) for name in membership.members}
+    running = State(ControlOptions("over", 2, 1, 4), Running(membership), 1, 1, workers)
+    phases = {"w-0": {"phase": "save"}, "w-1": {}}
+    assert unfinished(running, 3, "/runs/over", phases.__getitem__) == ""
+    assert unfinished(running, 4, "/runs/over", phases.__getitem__) == "1 rank(s) still write the last checkpoint"
+    finishing = dataclasses.replace(running, phase=Finishing(membership, 0.0))
+    assert unfinished(finishing, 4, "/runs/over", phases.__getitem__) == "ring 0 writes the weights to /runs/over"
 
 
 class Nobody:
@@ -88,6 +119,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.journal = Journal(run.folder / "journal.jsonl", durable=True).open()
     made.recorder = RunRecorder(run, made._note, made.clock)
     made.recorder.open(0.0)
+    made._end_report = EndReport(made.recorder.recoveries.say)
     made.node_monitor, made.dispatch, made.demand, made.corpus = Nobody(), Nobody(), Nobody(), Nobody()
     made.checkpoints = CheckpointKeeper(run, Resume(), 1, {}, made._put)
     made.mirror = Mirror(run, 1)

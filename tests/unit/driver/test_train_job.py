@@ -179,6 +179,7 @@ class Found:
         actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.make))
         looks = iter(coordinators)
         monkeypatch.setattr(trainer, "room", lambda scaling, run: scaling.dp)
+        monkeypatch.setattr(trainer, "live_nodes", lambda scaling: [])
         monkeypatch.setattr(trainer.ray, "remote", lambda cls: actor)
         monkeypatch.setattr(trainer.attach, "running_coordinator", lambda run, digest: next(looks))
         monkeypatch.setattr(trainer.attach, "attempt_of", lambda made, run, starts: attempt)

@@ -23,6 +23,7 @@ from elastic_ring.runtime.worker import member
 from elastic_ring.runtime.worker.actor import Worker
 from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.member import Member
+from elastic_ring.runtime.worker.pauses import PauseWatch
 from elastic_ring.state.pinned import loaded_runtime
 
 OWN = torch.device("cuda", 1)
@@ -237,7 +238,8 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
         setattr(training, name, lambda *given, **named: None)
     training._validate_if_due = lambda step: 0.0
     training._stamps = SimpleNamespace(waited_for_data=lambda waited_s: None)
-    training._record = lambda outcome, local, seconds: order.append("recorded")
+    training.pauses = PauseWatch()
+    training._record = lambda outcome, local, took_s, frozen_s: order.append("recorded")
     training._context_releaser = SimpleNamespace(committed=lambda *given: order.append(f"told {given}"))
     assert training.train() == "boundary"
     assert order == [

@@ -171,7 +171,7 @@ def test_the_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
     assert list(content) == list(SUMMARY_KEYS) == [
         "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact",
         "mesh_changed", "generations", "recoveries", "compilations_after_step_0", "skipped_steps", "lost_workers",
-        "resumed_from", "checkpoints", "memory", "peak_gpu_bytes",
+        "resumed_from", "checkpoints", "memory", "peak_gpu_bytes", "time_s",
     ]  # fmt: skip
     assert content["steps"] == 2
     assert [float.fromhex(loss) for loss in content["losses"]] == [2.0, 1.5]

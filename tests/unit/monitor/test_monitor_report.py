@@ -24,9 +24,10 @@ from elastic_ring.config import RunConfig
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, build_summary, write_json, write_summary
+from elastic_ring.monitor.metrics_table import TIME_PARTS
 from elastic_ring.monitor.plot import draw_run, short_cause
 from elastic_ring.monitor.progress import ProgressLine
-from elastic_ring.monitor.report import human_rate, recovery_line, render_status, seconds
+from elastic_ring.monitor.report import TIME_NAMES, goodput_line, human_rate, recovery_line, render_status, seconds
 from elastic_ring.runtime import run_storage
 from tests.object_store.store import ObjectStore
 from tests.signals import heed_interrupts
@@ -255,6 +256,16 @@ def test_only_the_last_recoveries_are_shown_with_their_number(run: Path) -> None
     assert "recoveries 12, the last 5:" in text
     assert [f"of step {step};" in text for step in range(12)] == [False] * 7 + [True] * 5
     assert "spares     none: the next loss makes the mesh smaller" in text
+
+
+def test_goodput_says_where_the_rest_of_the_time_went() -> None:
+    parts = {"steps": 31.0, "startup": 30.9, "waiting": 0.0, "checkpoint": 2.04, "other": 8.0, "recovery": 0.2}
+    assert goodput_line({"goodput": 0.43, "time_s": parts}) == (
+        "goodput 43% of 72 s; the rest: start 31 s, compiling, writing the weights and other 8 s, checkpoints 2 s"
+    )
+    assert goodput_line({"goodput": 1.0, "time_s": {"steps": 7200.0, "startup": 30.9}}) == "goodput 100% of 7231 s"
+    assert goodput_line({"goodput": 0.5}) == "goodput 50%", "of an earlier version"
+    assert set(TIME_NAMES) == set(TIME_PARTS) - {"steps"}
 
 
 def test_an_ended_run_is_shown_from_its_summary_alone(run: Path) -> None:

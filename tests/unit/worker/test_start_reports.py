@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import queue
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from elastic_ring.control.messages import WorkerStarting, from_json
+from elastic_ring.runtime.worker import start_reports as reports
 from elastic_ring.runtime.worker.coordinator_client import CoordinatorClient
-from elastic_ring.runtime.worker.start_reports import start_reports
+from elastic_ring.runtime.worker.start_reports import StartWork, cpu_used_s, start_reports
 
 
 def test_a_worker_that_warms_up_reports_its_growing_cpu_time_until_it_is_warm() -> None:
@@ -17,7 +22,7 @@ def test_a_worker_that_warms_up_reports_its_growing_cpu_time_until_it_is_warm() 
     spec: Any = SimpleNamespace(worker="w0.t1")
     client = CoordinatorClient(spec, lambda: 1)
     client.coordinator = SimpleNamespace(notify=SimpleNamespace(remote=lambda event, extra: received.put(event)))
-    with start_reports(client, "w0.t1", start_s=0.1):
+    with start_reports(client, "w0.t1", start_s=0.1, work=StartWork()):
         first = from_json(received.get(timeout=10.0))
         began = time.process_time()
         while time.process_time() < began + 0.1:
@@ -31,3 +36,31 @@ def test_a_worker_that_warms_up_reports_its_growing_cpu_time_until_it_is_warm() 
         received.get()
     time.sleep(0.05)
     assert received.empty()
+
+
+def test_a_change_of_work_is_told_before_the_next_report_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "CHANGES_S", 0.02)
+    received: queue.Queue[dict[str, Any]] = queue.Queue()
+    spec: Any = SimpleNamespace(worker="w0.t1")
+    client = CoordinatorClient(spec, lambda: 1)
+    client.coordinator = SimpleNamespace(notify=SimpleNamespace(remote=lambda event, extra: received.put(event)))
+    work, told = StartWork(), []
+    with start_reports(client, "w0.t1", 3600.0, work):
+        for what, compiling in (("opens the data", ""), ("opens the data", "FlexAttention"), ("first runs", "")):
+            work.what, work.compiling = what, compiling
+            while not told or told[-1] != work.told:
+                report = received.get(timeout=10.0)
+                told.append(report["doing"])
+                assert report["compiles"] == report["doing"].startswith("compiles ")
+    assert told[-3:] == ["opens the data", "compiles FlexAttention", "first runs"]
+
+
+def test_the_cpu_time_of_a_compiler_in_a_process_of_its_own_counts() -> None:
+    before_s = cpu_used_s()
+    code = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert cpu_used_s() > before_s + 0.3, "while it runs"
+        child.communicate(b"\n")
+    assert cpu_used_s() > before_s + 0.3, "once it has ended"

@@ -207,7 +207,7 @@ class Ready:
 actor.Member = Ready
 actor.Worker._beat = actor.Worker._control = lambda self: None
 started = actor.Worker(WorkerSpec("w", "n", "127.0.0.1", f"{sys.argv[1]}/w", None, ScalingConfig(), RunConfig()))
-started._warm_up(None)
+started._warm_up(None, actor.StartWork())
 print("warm", flush=True)
 time.sleep(600)
 """

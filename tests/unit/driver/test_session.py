@@ -1,0 +1,59 @@
+"""Signals: the first clears the run, the next ends this command at once, and each says what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_ring.config import RunConfig
+from elastic_ring.runtime.driver import session
+from elastic_ring.runtime.driver.session import interruptible
+
+LEAVES = """
+import sys, threading
+from elastic_ring.runtime.driver.session import leaving
+with leaving():
+    print("leaves", flush=True)
+    threading.Event().wait(60.0)
+"""
+
+
+def interrupted(run: RunConfig) -> str:
+    try:
+        with interruptible(run, "attempt"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+    except KeyboardInterrupt as stopped:
+        return str(stopped)
+    raise AssertionError("the signal was swallowed")
+
+
+def test_a_second_interrupt_ends_at_once_and_says_that_the_run_is_still_being_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def again(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "_stopped", again)
+    told = interrupted(RunConfig("twice", run_dir=str(tmp_path)))
+    assert told.startswith("stopped at once; the coordinator goes on clearing the run by itself")
+
+
+def test_where_the_head_is_gone_nothing_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "head_is_gone", lambda: True)
+    assert "the head of the Ray cluster is gone" in interrupted(RunConfig("gone", run_dir=str(tmp_path)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_while_ray_is_being_left_a_signal_ends_the_process_at_once(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", LEAVES], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"leaves\n"
+        process.send_signal(number)
+        assert process.wait(timeout=30.0) == 128 + number
