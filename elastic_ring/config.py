@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from elastic_ring.faults import Fault, parse_faults
+from elastic_ring.faults import GPU_KINDS, Fault, parse_faults
 from elastic_ring.mesh import Mesh
 from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, PositiveSeconds, Seconds, settings
 
@@ -520,6 +520,8 @@ def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault
             "one token; raise context_tokens or lower cp"
         )
     for fault in faults:
+        if fault.kind in GPU_KINDS and scaling.device != "cuda":
+            raise ValueError(f"fault {fault}: only a GPU has such a fault, and device={scaling.device!r}: leave it out")
         if fault.step is not None and fault.step >= step.steps:
             raise ValueError(
                 f"fault {fault}: step={fault.step} never comes in a run of steps={step.steps}; "

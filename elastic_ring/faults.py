@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 KINDS = (
     "kill", "freeze", "gil", "raise", "exit", "drain", "kill-node", "freeze-node", "kill-coordinator",
-    "freeze-coordinator", "slow", "flip", "wrong",
+    "freeze-coordinator", "slow", "flip", "wrong", "poison",
 )  # fmt: skip
 PHASES = ("forward", "backward", "reduce", "vote", "apply", "idle", "heal", "upload", "commit")
 """`upload`: in the middle of a rank's file of the checkpoint of `step` steps. `commit`: in the coordinator, between the
 last of these files and the manifest."""
+GPU_KINDS = ("poison",)
 FLIP_KINDS = ("flip", "wrong")
 FLIPPED = ("backward", "reduce", "apply")
 """After which a bit of the local gradient, the reduced one or the state is wrong."""

@@ -21,6 +21,7 @@ from elastic_ring.cli.drills.planted import Scene
 from elastic_ring.cli.drills.processes import start_training
 from elastic_ring.cli.drills.prometheus import Prometheus, faster, rule_of
 from elastic_ring.config import RunConfig
+from elastic_ring.runtime.agent.gpu_health import Nvml
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,10 @@ def alert(options: argparse.Namespace) -> int:
 def every_alert(options: argparse.Namespace) -> int:
     """Every drill, one after the other; prints after how many seconds each alert fired; returns 1 if one did not."""
     took: dict[str, float | None] = {}
-    for name in DRILLS:
+    for name, drill in DRILLS.items():
+        if drill.gpus > num_gpus():
+            log.info("%s is left out: it needs %d GPU(s)", name, drill.gpus)
+            continue
         try:
             took[name] = fires(name, options)
         except SystemExit as error:  # the others can still be tried
@@ -54,6 +58,12 @@ def every_alert(options: argparse.Namespace) -> int:
     return 0 if None not in took.values() else 1
 
 
+def num_gpus() -> int:
+    """Of this machine, as NVML tells."""
+    nvml = Nvml()
+    return len(nvml.read()) if nvml.open() else 0
+
+
 def fires(name: str, options: argparse.Namespace) -> float | None:
     """Seconds from the planted fault, or else from the run's start, until the alert fires; None if it does not."""
     if name not in DRILLS:
@@ -64,6 +74,8 @@ def fires(name: str, options: argparse.Namespace) -> float | None:
     if shutil.which("prometheus") is None:
         raise ValueError("the program prometheus is not installed (Debian: apt install prometheus)")
     drill = DRILLS[name]
+    if drill.gpus > num_gpus():
+        raise ValueError(f"the drill of {name} needs {drill.gpus} GPU(s), and this machine has {num_gpus()}")
     rule = faster(rule_of(rules.read_text(), name), drill.speed, drill.constants)
     log.info("%s: %s; the rule's times are divided by %g", name, drill.plants, drill.speed)
     with tempfile.TemporaryDirectory(prefix="er-", ignore_cleanup_errors=True) as folder, ExitStack() as stack:

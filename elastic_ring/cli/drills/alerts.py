@@ -39,6 +39,8 @@ class AlertDrill:
     constants: Constants = ()
     prepare: Callable[[Path], tuple[str, ...]] | None = None
     measured: Callable[[], Constants] | None = None
+    gpus: int = 0
+    """How many the run needs; `all` leaves the drill out where there are fewer."""
 
 
 def raising(first: int, last: int, every: int) -> str:
@@ -46,6 +48,7 @@ def raising(first: int, last: int, every: int) -> str:
     return "; ".join(f"raise@step={step},phase=forward" for step in range(first, last, every))
 
 
+ON_GPUS = ("--scaling.device", "cuda", "--step.param-dtype", "bfloat16")
 POISONED = "ever longer stretches of steps get noise in place of text"
 STEADY_RATE = ("--optim.peak-lr", "0.001", "--optim.min-lr", "0.001")
 
@@ -138,5 +141,19 @@ DRILLS: Mapping[str, AlertDrill] = {
         "one of a ring's two members is stopped for four fifths of the time",
         (*PATIENT, "--cp", "2"), plant=planted.slow_last_rank, after_steps=50,
     ),
+    "ElasticRingHopLatency": AlertDrill(
+        "one of a ring's two members is stopped for four fifths of the time, after more than a minute at its pace",
+        (*PATIENT, *ON_GPUS, "--cp", "2"), plant=planted.slow_after_a_while, gpus=2,
+    ),
+    "ElasticRingDeviceFails": AlertDrill(
+        "a kernel's failed assertion leaves a member no use of its GPU; a spare takes its place and its GPU",
+        (*ON_GPUS, "--spares", "1", "--checkpoint-every-steps", "20", "--faults", "poison@step=1000,phase=forward"),
+        plant=planted.nothing_more, gpus=1,
+    ),
+    "ElasticRingDeviceHot": AlertDrill(
+        "a process computes at full load, and the rule's limit is 3 degrees above what the hottest GPU has now",
+        plant=planted.heat_gpu, measured=planted.heat_limit, gpus=1,
+    ),
 }  # fmt: skip
-"""By the alert's name. The others need a GPU; rules_test.yml has their cases."""
+"""By the alert's name. The others, of a GPU that is slowed down or about to fail, are nothing that a process can cause;
+rules_test.yml has their cases."""

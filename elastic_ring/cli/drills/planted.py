@@ -29,6 +29,7 @@ from elastic_ring.config import RunConfig, environment
 from elastic_ring.data.sampling.order import Order
 from elastic_ring.monitor.host_memory import HostMemory
 from elastic_ring.monitor.metrics import METRICS_NAME, read_status
+from elastic_ring.runtime.agent.gpu_health import Nvml
 
 GONE_ON_S = 120.0
 STOPPED_S, RUNNING_S = 0.1, 0.025
@@ -39,6 +40,7 @@ POISON_BATCH, POISON_CONTEXT = 2, 256
 FIRST_CALM_STEPS = 120
 SENTENCE = "A ring that trains is a quiet ring, and nothing is to be seen of it. "
 WORDS = ("ring", "rank", "step", "vote", "shard", "spare", "mesh", "heal")
+HEAT_CELSIUS = 3
 BALLAST = 0.06
 """Of the node's memory."""
 
@@ -248,6 +250,21 @@ def fill_memory(scene: Scene) -> None:
     size = int(BALLAST * HostMemory().read().total_bytes)
     code = f"b = bytearray(b'x') * {size}; import time; time.sleep({GONE_ON_S * 5})"
     subprocess.Popen([sys.executable, "-c", code], env={**environment(), MARK: scene.token})
+
+
+def heat_gpu(scene: Scene) -> None:
+    """A process that multiplies matrices on the first GPU for as long as the drill lasts."""
+    code = "import torch; a = torch.randn(8192, 8192, device='cuda', dtype=torch.bfloat16)\nwhile True: a = a @ a"
+    subprocess.Popen([sys.executable, "-c", code], env={**environment(), MARK: scene.token})
+
+
+def heat_limit() -> tuple[tuple[str, str], ...]:
+    """The rule's limit, so low that a GPU at work passes it: nobody overheats a GPU for a drill."""
+    nvml = Nvml()
+    hottest = max((gpu["temperature_celsius"] for gpu in nvml.read().values()), default=None) if nvml.open() else None
+    if hottest is None:
+        raise ValueError("ElasticRingDeviceHot: NVML tells no GPU's temperature here; install nvidia-ml-py")
+    return (("> 87", f"> {hottest + HEAT_CELSIUS:.0f}"),)
 
 
 def memory_limit() -> tuple[tuple[str, str], ...]:

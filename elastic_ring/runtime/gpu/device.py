@@ -163,6 +163,15 @@ Shapes = Sequence[tuple[int, int, int]]
 Warm = Callable[[TrainingTask, torch.device, Shapes, int, Path | None, dict[str, str]], str]
 
 
+def poison(device: torch.device) -> None:
+    """Fail an assertion in a kernel, as a planned fault: CUDA's error stays in this process's context, the GPU is well.
+
+    Raises what torch raises for it, now or in the next call.
+    """
+    torch._assert_async(torch.zeros((), dtype=torch.bool, device=device))
+    torch.cuda.synchronize(device)
+
+
 def warm_devices(
     task: TrainingTask,
     seen: Sequence[Gpu],

@@ -40,6 +40,8 @@ class Injector:
         self._pass_since: float | None = None
         self.flip: Callable[[str, bool], None] = lambda phase, stays: None
         """Makes one bit of what this phase computes wrong, once or from now on."""
+        self.poison: Callable[[], None] = lambda: None
+        """Makes every later call to this worker's GPU fail, in this process only."""
 
     def check(self, *, phase: str, step: int, rank: int, hop: int | None = None, role: str | None = None) -> None:
         """Fire the faults planned for this phase, step and rank."""
@@ -77,6 +79,8 @@ class Injector:
                 signal_node(signal.SIGSTOP)
             case "flip" | "wrong":
                 self.flip(fault.phase, fault.kind == "wrong")
+            case "poison":
+                self.poison()
             case "slow" if fault.phase == "upload":
                 time.sleep(SLOW_SAVE_S)
             case "slow":

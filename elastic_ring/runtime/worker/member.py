@@ -30,6 +30,7 @@ from elastic_ring.runtime.gpu.device import (
     be_deterministic,
     empty_cache,
     newcomer_bytes,
+    poison,
     visible_gpus,
     warm_devices,
 )
@@ -140,6 +141,7 @@ class Member:
         self._transaction.corruption, self._transaction.check_every_steps = run.corruption, run.corruption_every_steps
         self._transaction.offload(self._spec.scaling.cpu_offload)
         self._injector.flip = self._transaction.plan_flip
+        self._injector.poison = lambda: poison(self.device)
         self.start_work.what = "runs a small model once"
         self._transaction.warm_up(self._spec.scaling.cp, self._spec.scaling.device)
         warm_up(task)

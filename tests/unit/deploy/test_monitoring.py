@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import runpy
@@ -14,8 +15,11 @@ import pytest
 import yaml
 from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
+from elastic_ring.cli.drills import alert as drill_of
 from elastic_ring.cli.drills.alerts import DRILLS
 from elastic_ring.cli.drills.prometheus import faster, rule_of
+from elastic_ring.config import ScalingConfig, StepConfig, check_together
+from elastic_ring.faults import parse_faults
 from elastic_ring.monitor.metrics_table import OF_RAY, TABLE
 from tests.unit.deploy.tools import DEPLOY, ROOT, program, promtool
 
@@ -106,12 +110,23 @@ def test_the_runbook_names_the_drill_of_each_alert_that_has_one_and_no_other() -
 
 def test_the_rules_of_the_drills_are_accepted_by_prometheus_and_have_shorter_times(tmp_path: Path) -> None:
     for name, drill in DRILLS.items():
-        measured = drill.measured() if drill.measured is not None else ()
+        measured = drill.measured() if drill.measured is not None and not drill.gpus else ()
         rule = faster(rule_of(RULES, name), drill.speed, (*drill.constants, *measured))
         assert not re.search(r"\d[mh]\b", rule), rule
+        assert drill.gpus == 0 or "cuda" in drill.train or "ray_node_gpu" in rule
         (tmp_path / f"{name}.yml").write_text(f"groups:\n  - name: drill\n    rules:\n{rule}")
     checked = promtool("check", "rules", *sorted(tmp_path.glob("*.yml")))
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_a_drill_without_its_gpus_is_refused_and_its_fault_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drill_of, "num_gpus", lambda: 1)
+    monkeypatch.setattr(drill_of.shutil, "which", lambda program: program)
+    options = argparse.Namespace(rules=str(ROOT / "deploy" / "monitoring" / "rules.yml"))
+    with pytest.raises(ValueError, match=r"ElasticRingHopLatency needs 2 GPU\(s\), and this machine has 1"):
+        drill_of.fires("ElasticRingHopLatency", options)
+    with pytest.raises(ValueError, match="poison@step=1,phase=idle,rank=0: only a GPU has such a fault"):
+        check_together(ScalingConfig(), StepConfig(), parse_faults("poison@step=1"))
 
 
 def test_a_drills_rule_is_refused_where_the_rule_has_changed() -> None:
