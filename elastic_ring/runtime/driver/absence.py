@@ -55,7 +55,9 @@ class Absence:
 
     def gone(self, error: BaseException) -> Never:
         """Raises CoordinatorLost for a coordinator that does not come back."""
-        self._give_up(f"the coordinator of run {self._run.name} is gone: {error}", error)
+        # Ray's further lines name what may have killed a process: memory, a crash.
+        told = str(error).partition("\n")[0] or type(error).__name__
+        self._give_up(f"the coordinator of run {self._run.name} is gone: {told}", error)
 
     def _get(self, answer: Any) -> dict[str, Any] | None:
         """Wait `hello_s` for an answer, but not for one that may never come: None when the head is away."""

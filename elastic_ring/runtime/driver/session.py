@@ -119,7 +119,7 @@ def leaving() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 @contextmanager
