@@ -29,6 +29,7 @@ from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.warmup import NullProcessGroup, length_classes, warm_up_variants
 from elastic_ring.monitor.stamps import Phase, StampReader, StampWriter
 from elastic_ring.runtime.worker.member import Member
+from elastic_ring.runtime.worker.start_reports import StartWork
 from elastic_ring.train.startup.compile_events import EVENTS, CompileEvents
 from elastic_ring.train.startup.compiling import CompileWatch
 
@@ -189,6 +190,7 @@ def test_a_length_of_each_class_lies_between_the_edges_of_tiles() -> None:
 def member(tmp_path: Path) -> Iterator[Any]:
     """The part of a member that counts and announces, with real stamps."""
     made: Any = Member.__new__(Member)
+    made.start_work = StartWork()
     made._stamps = StampWriter(tmp_path / "w").open()
     made._spec, made.published = SimpleNamespace(worker="w"), []
     made._publish = made.published.extend
