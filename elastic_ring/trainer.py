@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Never, Self
 
 import ray
@@ -42,7 +43,8 @@ from elastic_ring.config import (
 )
 from elastic_ring.control.decisions import rollback
 from elastic_ring.control.decisions.corpus import take_fact, version_at
-from elastic_ring.data.growth import grown, may_grow
+from elastic_ring.data.growth import beside, grown, may_grow
+from elastic_ring.data.packing import Files
 from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, materialised
 from elastic_ring.data.sampling.order import SampleOrder
 from elastic_ring.data.sampling.skips import SkippingOrder, by_batch
@@ -65,7 +67,7 @@ from elastic_ring.runtime.agent import notices
 from elastic_ring.runtime.autoscaler import ON_HEAD
 from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.resume import Resume, find_resume
-from elastic_ring.runtime.coordinator.run_spec import RunSpec, identity_digest, is_finished
+from elastic_ring.runtime.coordinator.run_spec import RunSpec, is_finished
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.absence import Absence
 from elastic_ring.runtime.driver.cluster import (
@@ -79,6 +81,7 @@ from elastic_ring.runtime.driver.cluster import (
 from elastic_ring.runtime.driver.loss_cost import with_settled_copies
 from elastic_ring.runtime.driver.session import interruptible, lease, leaving, ray_session
 from elastic_ring.runtime.head import reconnect_s, warn_if_shorter
+from elastic_ring.runtime.identity import Identity, contents_of, described, identity_of
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoints.checkpoint import located
 from elastic_ring.state.storage.folder import open_or_refuse
@@ -167,6 +170,7 @@ class ElasticRingTrainer:
             dict(metrics or {}), lr_schedule, parts.flops,
         )  # fmt: skip
         self._fetched_s = 0.0
+        self._contents: tuple[SourceConfig, str, Files] | None = None
         self.config_files: dict[str, str] = {**parts.files}  # name -> text of files written next to config.json
         self.planned_gpu_bytes: int | None = None  # of one rank, where somebody has planned it; shown by status
         check_parts(self.task)
@@ -251,6 +255,7 @@ class ElasticRingTrainer:
     def _finished(self) -> Result | None:
         """The result of an earlier submission that succeeded, else None. Raises ValueError if its settings differ."""
         recorded = self.run_config.driver_folder / CONFIG_NAME
+        is_whole = is_finished(self.run_config, self.run_config.driver_folder, self.task.step.steps)
         if recorded.exists():
             config = _recorded(recorded)
             if config["run"]["name"] != self.run_config.name:
@@ -259,40 +264,48 @@ class ElasticRingTrainer:
                     f"not {self.run_config.name!r}: "
                     "choose another run_dir, or submit it under its own name to go on"
                 )
-            same = config.get("identity", config["digest"])  # earlier versions recorded no identity
+            same_data = config.get("data") == description_of(self.task)["data"]
+            if is_whole and same_data and "places" in config:  # then the data may be gone
+                self._contents = self.task.data, config["identity"]["data"], ()
             attach.refuse_other_settings(
-                self.run_config, same, self._identity if "identity" in config else self._digest,
-                f"its folder {self.run_config.driver_folder}", attach.differences(config, self._config()),
+                self.run_config, attach.differences(config, self._identity, self._config()),
+                f"its folder {self.run_config.driver_folder}",
             )  # fmt: skip
-        if not is_finished(self.run_config, self.run_config.driver_folder, self.task.step.steps):
+            if is_whole:
+                self._tell_moved()
+        if not is_whole:
             return None
         return self._good(json.loads((self.run_config.driver_folder / SUMMARY_NAME).read_text()))
 
     @property
-    def _identity(self) -> dict[str, str]:
-        """What a resumed run must share with the one that wrote its checkpoint, by name."""
-        task, code = self.task, self._code()
+    def _identity(self) -> Identity:
+        """What a resumed run must share with the one that wrote its checkpoint. Raises ValueError for data that cannot
+        be read."""
+        task = self.task
+        if self._contents is None or self._contents[0] is not task.data:
+            self._contents = task.data, *contents_of(task.data)
         step = {name: getattr(task.step, name) for name in ("seed", "global_batch", "context_tokens", "param_dtype")}
         step["num_val_sequences"] = task.step.num_val_sequences if task.step.val_every_steps else 0
-        if task.step.kv_wire != "native":
-            step["kv_wire"] = task.step.kv_wire
-        found = {f"step.{name}": value for name, value in step.items()}
-        found |= {f"optim.{name}": value for name, value in vars(task.optim).items()}
-        found |= {
-            **code,
-            "data": described(task.data),
-            "pattern": "" if task.pattern is None else task.pattern.identity,
-        }
         # What only watches the training, or only says how it is done, may change.
-        return {name: str(value) for name, value in found.items() if name != "units" and not name.startswith("metric ")}
+        code = {name: value for name, value in self._code().items()
+                if name != "units" and not name.startswith("metric ")}  # fmt: skip
+        return identity_of(task, step, code, self._contents[1])
+
+    @property
+    def _places(self) -> dict[str, str]:
+        return {**self._identity.places, "run": self.run_config.storage_uri}
+
+    def _tell_moved(self, before: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Where the run's record, or else the checkpoint where it begins, has other places."""
+        recorded = self.run_config.driver_folder / CONFIG_NAME
+        places = _recorded(recorded).get("places", {}) if recorded.exists() else {}
+        replace(self._identity, places=self._places).tell_moved(self.run_config.name, {**before, **places})
 
     def _resume(self) -> Resume:
         """Where this submission begins. Raises ValueError for what cannot be resumed, for a later manifest that is not
         what it was, and where nothing can be read."""
         try:
-            found = find_resume(
-                self.run_config, identity_digest(self._identity), self._identity, grows=may_grow(self.task.data)
-            )
+            found = find_resume(self.run_config, self._identity, grows=may_grow(self.task.data))
         except errors.StorageFailed as error:
             raise ValueError(f"storage_path={self.run_config.storage_uri!r}: {error}") from error
         except errors.CheckpointDamaged as error:
@@ -302,7 +315,8 @@ class ElasticRingTrainer:
                 f"resume={self.run_config.resume!r}: {error}, so nobody can tell which manifests the run has used: "
                 "restore that file, or give resume='never' to begin at step 0"
             ) from error
-        if found.corpus:
+        if found.corpus:  # they lie beside the first one, also where that has moved
+            found = replace(found, corpus=beside(self.task.data, found.corpus))
             open_source(grown(self.task.data, found.corpus))
         return found
 
@@ -315,7 +329,7 @@ class ElasticRingTrainer:
         own = [] if task.pattern is None else [task.pattern.identity]
         own += [] if task.cost_model is None else [repr(task.cost_model)]
         step = {name: value for name, value in vars(task.step).items() if (name, value) != ("kv_wire", "native")}
-        return digest(self.scaling_config, step, task.optim, described(task.data), faults, code, *own)
+        return digest(self.scaling_config, step, task.optim, self._identity.what["data"], faults, code, *own)
 
     def _code(self) -> dict[str, str]:
         """The parts of the run that are code, each described by its qualified name and arguments."""
@@ -358,7 +372,7 @@ class ElasticRingTrainer:
 
     def _settled(self, fingerprint: str, attempt: str) -> tuple[Any | None, bool]:
         """(coordinator as in `_coordinator`, whether this submission created it)."""
-        found = attach.running_coordinator(self.run_config, self._digest)
+        found = attach.running_coordinator(self.run_config, self._digest, self._identity)
         if found is not None:
             return found, False
         # A coordinator writes the summary before it exits: without one, it is gone for another reason.
@@ -374,6 +388,7 @@ class ElasticRingTrainer:
         resume = self._resume()
         if resume.checkpoints:
             log.info("run %s resumes at step %d from %s", run.name, resume.step, resume.resumed_from[-1]["path"])
+        self._tell_moved(resume.places)
         run_spec = RunSpec(
             run, self.scaling_config, self.task, attempt, self._digest, time.time(), fingerprint, self._identity,
             resume, start_dp,
@@ -427,7 +442,9 @@ class ElasticRingTrainer:
         found = versions(self.scaling_config.device)
         return {
             "digest": self._digest,
-            "identity": self._identity,
+            "identity": dict(self._identity.what),
+            "places": self._places,
+            "files": () if self._contents is None else self._contents[2],
             **shown,
             **description_of(self.task),
             "code": self._code(),
@@ -541,22 +558,6 @@ def check_kernel(name: str, device: str) -> None:
     if name and name not in names:
         raise ValueError(f"kernel={name!r} is no attention kernel for device={device!r}: choose one of "
                          f"{', '.join(names)}, or leave it out to have one chosen")  # fmt: skip
-
-
-def described(part: Any) -> str:
-    """A stable description of a user's callable or object for the digest of a run: qualified name and arguments.
-
-    Equal in every process: an object without its own `repr` is described by its class, not by its address.
-    """
-    if isinstance(part, partial):
-        arguments = [described(value) for value in part.args]
-        named = [f"{name}={described(value)}" for name, value in part.keywords.items()]
-        return f"{described(part.func)}({', '.join(arguments + named)})"
-    if hasattr(part, "__qualname__"):
-        return f"{part.__module__}.{part.__qualname__}"
-    if repr(part) == object.__repr__(part):
-        return f"{type(part).__module__}.{type(part).__qualname__}"
-    return repr(part)
 
 
 def check_task(task: TrainingTask, cp: int, device: str) -> None:

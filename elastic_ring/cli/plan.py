@@ -1,9 +1,10 @@
-"""What a preset needs, printed before anything is started: built on the meta device, so that a laptop can plan 1 T.
+"""What a preset needs, printed before anything is started, by the sizes alone: a laptop can plan 1 T.
 
 Memory is counted by `model.memory`: state of a rank in bytes for each parameter of its shard (4 for the fp32 master, 8
 for Adam's two moments, 4 for the buffer that is summed over the rings, 4 for FSDP2's gradients; `cpu_offload` says what
-of it is in host memory), activations, gathered blocks, and what the fullest moment of a step holds beside them. Not
-counted: the communicators, and what the allocator reserves and cannot use.
+of it is in host memory), activations, gathered blocks, and what the fullest moment of a step holds beside them. With
+the allocator's reserve and the contexts (`model.gpus`) it is compared with the memory of common GPUs. Not counted: the
+communicators. Neither torch nor Ray is imported, so that a plan comes at once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.control.placement.copies import AUTO, parse_copies
 from elastic_ring.model.config import ModelConfig, num_parameters
 from elastic_ring.model.flops import model_flops
+from elastic_ring.model.gpus import CONTEXT_BYTES, GPU_GIB, RESERVE
 from elastic_ring.model.memory import (
     GRADIENT_BYTES,
     IN_HOST_BYTES,
@@ -30,16 +32,15 @@ STATE_BYTES = MASTER_BYTES + MOMENTS_BYTES + SUM_BYTES + GRADIENT_BYTES
 SNAPSHOT_BYTES = MASTER_BYTES + MOMENTS_BYTES
 KEPT = 2
 """Snapshots that are held at a time, each with its copies: the last complete one, and the one that follows it."""
-CONTEXT_BYTES = int(0.8 * 2**30)
-"""What a process takes of a GPU that it is warm on: four standbys more made 3.2 GiB on each of four H200s
-(benchmarks/results/training/2026-11-21-training-4xH200.json)."""
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class ModelPlan:
     """`*_bytes` are those of one rank: `host_bytes` its state in host memory, `state_bytes` its other state. `flops` is
-    that of one sequence, forward and backward, recomputation not counted. `tokens_per_rank` are those of one pass.
-    `part_bytes`: its part of a checkpoint."""
+    that of one sequence, forward and backward, recomputation not counted, where attention keeps `density` of the causal
+    pairs. `tokens_per_rank` are those of one pass. `part_bytes`: its part of a checkpoint. `num_contexts`: processes
+    that are warm on a GPU, the rank's own and a standby's."""
 
     num_parameters: int
     num_ranks: int
@@ -54,6 +55,8 @@ class ModelPlan:
     host_bytes: int = 0
     part_bytes: int = 0
     sequences_per_pass: int = 1
+    density: float = 1.0
+    num_contexts: int = 1
 
     @property
     def activation_bytes(self) -> int:
@@ -64,6 +67,16 @@ class ModelPlan:
         """Of one rank's GPU at the peak of a step, contexts and what the allocator cannot use aside; within 10 % of
         what was measured (`tests/unit/model/test_memory_forecast.py`)."""
         return self.memory.device_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of one rank's GPU with the allocator's reserve and contexts."""
+        return int(self.gpu_bytes * (1 + RESERVE)) + self.num_contexts * CONTEXT_BYTES
+
+    @property
+    def verdicts(self) -> dict[str, bool]:
+        """Whether a rank fits a GPU, by its type."""
+        return {gpu: self.needed_bytes <= gib * 2**30 for gpu, gib in GPU_GIB.items()}
 
     @property
     def host_terms(self) -> dict[str, int]:
@@ -80,7 +93,8 @@ class ModelPlan:
             f"{checkpointed}activations{' in host memory' * offloaded}",
             *([f"{size(self.host_bytes)} of its state wait in host memory"] if self.host_bytes else []),
             f"the largest block is {size(self.largest_unit_bytes)} when gathered",
-            f"{self.flops:.3g} FLOP for a sequence",
+            f"{self.flops:.3g} FLOP for a sequence"
+            + (f", with {self.density:.3f} of attention's pairs" if self.density != 1.0 else ""),
             *([] if self.copies == "0" else [self._of_copies()]),
             *(self._of_gpu() if self.on_gpu else []),
             f"host memory of a worker's process, about {size(sum(self.host_terms.values()))}:",
@@ -94,7 +108,11 @@ class ModelPlan:
             *_table(fullest.terms),
             f"together about {self.gpu_bytes / 2**30:.0f} GiB of a GPU, and beside it",
             f"every worker of a node, standbys too, takes about {CONTEXT_BYTES / 2**30:.1f} GiB of each of its GPUs",
-        ]
+            f"with {RESERVE:.0%} that the allocator holds beside tensors, and {self.num_contexts} "
+            f"context{'s' * (self.num_contexts > 1)}, a rank takes {size(self.needed_bytes)}:",
+            *(f"  {gpu:<8} {GPU_GIB[gpu]:5.1f} GiB: {'fits' if fits else 'does not fit'}"
+              for gpu, fits in self.verdicts.items()),
+        ]  # fmt: skip
 
     def _of_copies(self) -> str:
         """Host memory of a rank: the last complete snapshot and the one that follows it, and those of its peers."""
@@ -128,36 +146,26 @@ def size(num_bytes: int) -> str:
 
 def plan_of(
     config: ModelConfig, scaling: ScalingConfig, step: StepConfig, copies: str = "auto", *, saves: bool = True,
-    fused_norms: bool = True,
+    fused_norms: bool = True, density: float = 1.0,
 ) -> ModelPlan:  # fmt: skip
-    """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms` as in `StepMemory`.
-
-    Raises ValueError when what is built differs from what is counted.
-    """
-    import torch
-
-    from elastic_ring.model.transformer import Transformer
-
-    with torch.device("meta"):
-        model = Transformer(config)
-    built = sum(parameter.numel() for parameter in model.parameters())
-    if built != num_parameters(config):
-        raise ValueError(f"the model has {built:,} parameters, its configuration says {num_parameters(config):,}")
+    """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms` as in `StepMemory`."""
+    number = num_parameters(config)
     of_ring = -(-step.global_batch // scaling.dp)
     together = min(step.sequences_per_pass, of_ring)
     memory = StepMemory(
-        config, built, scaling.cp, together * -(-step.context_tokens // scaling.cp),
-        torch.finfo(getattr(torch, step.param_dtype)).bits // 8, -(-of_ring // together),
+        config, number, scaling.cp, together * -(-step.context_tokens // scaling.cp),
+        ELEMENT_BYTES[step.param_dtype], -(-of_ring // together),
         scaling.cpu_offload, scaling.device == "cuda", fused_norms,
     )  # fmt: skip
     in_host = IN_HOST_BYTES[scaling.cpu_offload]
     if copies == AUTO:
         copies = str(min(parse_copies(AUTO, scaling.dp).num_copies, scaling.mesh.size - 1))
     return ModelPlan(
-        built, scaling.mesh.size, memory.tokens, (STATE_BYTES - in_host) * memory.shard,
-        memory.block * memory.element_bytes, model_flops(config, step.context_tokens), memory,
+        number, scaling.mesh.size, memory.tokens, (STATE_BYTES - in_host) * memory.shard,
+        memory.block * memory.element_bytes, model_flops(config, step.context_tokens, density), memory,
         scaling.device == "cuda", copies, SNAPSHOT_BYTES * memory.shard, in_host * memory.shard,
         SNAPSHOT_BYTES * -(-memory.shard // scaling.dp) if saves else 0, together,
+        density, 1 + (scaling.spares > 0),
     )  # fmt: skip
 
 

@@ -53,10 +53,12 @@ PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
     "laptop": laptop,
     "100m": partial(on_gpus, "100m", 2, 2, 32_768),
     "1b": partial(on_gpus, "1b", 2, 2, 131_072),
-    "8b": partial(on_gpus, "8b", 2, 2, 131_072),
+    "8b": partial(on_gpus, "8b", 4, 2, 131_072),
     "70b": partial(on_gpus, "70b", 32, 2, 524_288),
     "1t": partial(on_gpus, "1t", 512, 2, 1_048_576),
 }
+FITS: dict[str, str] = {"100m": "A100-40", "1b": "A100-40", "8b": "H100-80", "70b": "H200"}
+"""The smallest GPU of `model.gpus` that a rank of a preset fits. laptop needs none; 1t fits none of them."""
 NESTED = {"timeouts", "checkpoint_config"}
 """Settings of RunConfig that have settings of their own."""
 NONE = "none"
@@ -89,7 +91,7 @@ class ShortFlags:
     """The flags that have no dot; the sections below have every setting."""
 
     preset: Literal["laptop", "100m", "1b", "8b", "70b", "1t"] = "laptop"
-    """Model, mesh and steps."""
+    """Model, mesh and steps. For GPUs of: 100m and 1b A100-40, 8b H100-80, 70b H200; 1t is too large for all."""
     config: Path | None = None
     """A TOML file of settings over the preset's; config.toml of an earlier run is one."""
     dp: int | None = None

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
+from elastic_ring.config import check_copies, check_loss_spikes, check_together
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.model.config import ModelConfig, num_parameters
 from elastic_ring.monitor.report import forecast_line, goodput_line
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "main", "parse"]
 
+AUTO = "auto"
+
 
 def build(asked: TrainSettings) -> ElasticRingTrainer:
     """The trainer that the settings describe. Raises ValueError for what cannot work."""
@@ -39,11 +42,8 @@ def build(asked: TrainSettings) -> ElasticRingTrainer:
 
     step, scaling = asked.step, asked.scaling
     factory, model, initial = _model(asked)
-    about = "about " if asked.model_folder else ""  # its norms and biases are counted as our decoder's
     if not asked.plan:  # which prints them itself
-        logging.info(
-            "%s%s parameters, mesh %s, %d spare(s)", about, f"{num_parameters(model):,}", scaling.mesh, scaling.spares
-        )
+        _tell_size(asked, model)
     trainer = ElasticRingTrainer(
         factory, data_source(asked.data, model, step.context_tokens), scaling_config=scaling, run_config=asked.run,
         step_config=step, optim_config=asked.optim, initial=initial, pattern=_pattern(asked.pattern, model, step),
@@ -53,13 +53,41 @@ def build(asked: TrainSettings) -> ElasticRingTrainer:
     return trainer
 
 
-def plan(trainer: ElasticRingTrainer, asked: TrainSettings) -> ModelPlan:
-    """What the settings need."""
+def plan(asked: TrainSettings, trainer: ElasticRingTrainer | None = None) -> ModelPlan:
+    """What the settings need; without `trainer` for those that `planned_alone` takes."""
     from elastic_ring.cli.plan import plan_of
 
+    sizes = asked.model if trainer is None else sizes_of(trainer, asked)
+    pattern = None if trainer is None else trainer.task.pattern
+    density = 1.0
+    if pattern is not None:
+        density = pattern.density(asked.step.context_tokens, sizes.num_layers, sizes.num_heads, sizes.num_kv_heads)
     return plan_of(
-        sizes_of(trainer, asked), asked.scaling, asked.step, asked.run.copies,
-        saves=asked.run.checkpoint_config.is_on, fused_norms=asked.model_folder is None,
+        sizes, asked.scaling, asked.step, asked.run.copies, saves=asked.run.checkpoint_config.is_on,
+        fused_norms=asked.model_folder is None, density=density,
+    )  # fmt: skip
+
+
+def planned_alone(asked: TrainSettings) -> bool:
+    """Whether the sizes say all of a plan. Kernels, patterns, layouts by price and model folders need torch to be
+    checked, which takes seconds to import."""
+    return not (asked.model_folder or asked.pattern or asked.machine or asked.step.kernel) and asked.step.layout != AUTO
+
+
+def _check(asked: TrainSettings) -> None:
+    """What the trainer would refuse in settings that are planned alone. Raises ValueError."""
+    check_together(asked.scaling, asked.step, asked.run.faults)
+    check_copies(asked.scaling.mesh, asked.run.copies)
+    check_loss_spikes(asked.run, asked.optim)
+    if asked.data.source != "stdlib":
+        data_source(asked.data, asked.model, asked.step.context_tokens)
+
+
+def _tell_size(asked: TrainSettings, model: ModelConfig) -> None:
+    about = "about " if asked.model_folder else ""  # its norms and biases are counted as our decoder's
+    logging.info(
+        "%s%s parameters, mesh %s, %d spare(s)", about, f"{num_parameters(model):,}", asked.scaling.mesh,
+        asked.scaling.spares,
     )  # fmt: skip
 
 
@@ -161,6 +189,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         asked = parse(sys.argv[1:] if argv is None else argv)
+        if asked.plan and planned_alone(asked):
+            _check(asked)
+            print("\n".join(plan(asked).lines()))
+            return 0
         trainer = build(asked)
         if asked.plan:
             from elastic_ring.train.startup.check_pattern import check_pattern
@@ -170,10 +202,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             layouts.choice(asked.scaling.cp, asked.scaling.device)  # logs what "auto" chooses
             if asked.scaling.device == "cuda":
                 check_pattern(trainer.task, asked.scaling.cp, layouts)
-            print("\n".join(plan(trainer, asked).lines()))
+            print("\n".join(plan(asked, trainer).lines()))
             return 0
         if asked.scaling.device == "cuda":
-            trainer.planned_gpu_bytes = plan(trainer, asked).gpu_bytes
+            trainer.planned_gpu_bytes = plan(asked, trainer).gpu_bytes
         result = trainer.fit()
     except ValueError as error:
         print(f"elastic-ring train: {error}", file=sys.stderr)

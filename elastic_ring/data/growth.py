@@ -33,6 +33,12 @@ def grown(data: Any, versions: Iterable[CorpusVersion]) -> Any:
     return replace(data, later=later)
 
 
+def beside(data: Any, versions: Iterable[CorpusVersion]) -> tuple[CorpusVersion, ...]:
+    """The versions in the folder of the data's own manifest, where a preparation writes them all."""
+    folder = data.uri.rpartition("/")[0]
+    return tuple(replace(one, uri=f"{folder}/{one.uri.rpartition('/')[2]}") for one in versions)
+
+
 def longer_manifest(uri: str, now: Manifest) -> tuple[str, Manifest] | None:
     """(URI, manifest) of the longest manifest in the folder of `uri`, if it is longer than `now`, which `uri` names.
 

@@ -12,6 +12,8 @@ and no torch in here.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +26,9 @@ from elastic_ring.data.chunks import ChunkCache, Chunks, Starts
 END_OF_DOCUMENT = 256
 BYTE_VOCAB_SIZE = 257
 MAX_VOCAB_SIZE = 2**31
+
+Files = tuple[tuple[str, str], ...]
+"""(name, without the folder that was given; digest of what it holds) of each file."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,8 @@ class PackedSource:
     """Sequences of `context_tokens + 1` tokens over a list of chunks.
 
     Caches at most `cache_bytes` of chunks, but always the last one. `read` and `read_ahead` are thread-safe. `ends`:
-    the stream's tokens up to the end of each chunk, where they are known without asking every chunk.
+    the stream's tokens up to the end of each chunk, where they are known without asking every chunk. `how`: what
+    decides about sequences beside the files, for the fingerprint.
     """
 
     def __init__(
@@ -56,7 +62,8 @@ class PackedSource:
         context_tokens: int,
         vocab_size: int,
         describe: str,
-        digest: Callable[[], str],
+        how: Sequence[object],
+        digests: Callable[[], Files],
         ends: Starts | None = None,
         padding: int | None = None,
         cache_bytes: int = 128 * 2**20,
@@ -65,7 +72,7 @@ class PackedSource:
         self.vocab_size = vocab_size
         self.describe = describe
         self._ends = _ends(chunks) if ends is None else ends
-        self._digest = digest
+        self._how, self._digests = how, digests
         self._padding = padding
         self._cache = ChunkCache(chunks, cache_bytes)
 
@@ -81,7 +88,12 @@ class PackedSource:
     @cached_property
     def fingerprint(self) -> str:
         """Equal fingerprints mean equal samples; the config that opened the source documents what it covers."""
-        return self._digest()
+        return hashlib.sha256(json.dumps([*self._how, [digest for _, digest in self.files]]).encode()).hexdigest()
+
+    @cached_property
+    def files(self) -> Files:
+        """The files in the order of the stream, as the fingerprint covers them."""
+        return self._digests()
 
     def read(self, sample_id: int) -> Sample:
         """One sequence. Raises ValueError for an id out of range, or if the corpus changed since it was opened."""

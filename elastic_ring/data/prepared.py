@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from elastic_ring.data.manifest import Manifest, PreparedSource, read_manifest
-from elastic_ring.data.packing import MAX_VOCAB_SIZE, PackedSource, Sample, check_context
+from elastic_ring.data.packing import MAX_VOCAB_SIZE, Files, PackedSource, Sample, check_context
 from elastic_ring.data.row_groups import RowGroups
 from elastic_ring.data.sampling.mixed_order import MixedOrder, Numbering, Version
 from elastic_ring.files import absolute
@@ -97,10 +97,15 @@ class PreparedTokens:
         chunks = RowGroups(self.uri, manifest, source)
         return PackedSource(
             chunks, ends=chunks.ends, context_tokens=self.context_tokens, vocab_size=manifest.vocab_size,
-            describe=f"{self.uri} (source {source.name})", digest=lambda: manifest.digest,
+            describe=f"{self.uri} (source {source.name})", how=["prepared"],
+            digests=lambda: files_of(source),
             padding=manifest.end_of_document if manifest.align_tokens > 1 else None,
             cache_bytes=max(LEAST_CACHE_BYTES, CACHE_BYTES // len(manifest.sources)),
         )  # fmt: skip
+
+
+def files_of(source: PreparedSource) -> Files:
+    return tuple((shard.name, shard.tokens_sha256) for shard in source.shards)
 
 
 def log_long_documents(manifest: Manifest, context_tokens: int) -> None:
@@ -151,6 +156,11 @@ class PreparedCorpus:
     @property
     def context_tokens(self) -> int:
         return self._streams[0].context_tokens
+
+    @property
+    def files(self) -> Files:
+        """The shards, source after source."""
+        return tuple(file for stream in self._streams for file in stream.files)
 
     @property
     def fingerprint(self) -> str:

@@ -26,6 +26,7 @@ from elastic_ring.data.packing import (
     BYTE_VOCAB_SIZE,
     END_OF_DOCUMENT,
     MAX_VOCAB_SIZE,
+    Files,
     PackedSource,
     aligned,
     check_context,
@@ -33,6 +34,7 @@ from elastic_ring.data.packing import (
 from elastic_ring.files import absolute
 from elastic_ring.validation import settings
 
+SAMPLE_BYTES = 1 << 16
 _PARQUET = (".parquet", ".pq")
 _ARROW = (".arrow", ".feather", ".ipc")
 
@@ -46,7 +48,8 @@ class TokenShards:
     document starts at a multiple of it; block-sparse kernels need 128. The lengths of all rows must then be known, so
     opening reads the column once.
 
-    The fingerprint covers names, sizes, row and token counts and the footers' statistics, not every token.
+    The fingerprint covers sizes, row and token counts, the footers' statistics and samples of each file's bytes, in
+    order; neither every token nor a name.
     """
 
     _prefix: ClassVar[str] = "TokenShards "
@@ -76,22 +79,38 @@ class TokenShards:
         """Read the metadata of every shard. Raises ValueError with the shard and the reason."""
         filesystem, paths = _list_shards(self.uri)
         chunks: list[_RowBlock] = []
-        facts: list[object] = ["shards", self.context_tokens, self.vocab_size, self.end_of_document]
-        if self.align_tokens > 1:
-            facts.append(self.align_tokens)
-        for path, size_bytes in paths:
+        facts: list[list[object]] = []
+        for path, _ in paths:
             index = _index_parquet if path.lower().endswith(_PARQUET) else _index_arrow
             blocks, shard_facts = _reading(path, partial(index, filesystem, path, self))
             chunks += blocks
-            facts.append([Path(path).name, size_bytes, shard_facts])
+            facts.append(shard_facts)
         return PackedSource(
             [chunk for chunk in chunks if chunk.num_tokens],
             context_tokens=self.context_tokens,
             vocab_size=self.vocab_size,
             describe=f"TokenShards({self.uri!r})",
-            digest=lambda: hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+            how=["shards", self.context_tokens, self.vocab_size, self.end_of_document, self.align_tokens],
+            digests=lambda: _digests(filesystem, paths, facts),
             padding=self.end_of_document if self.align_tokens > 1 else None,
         )
+
+
+def _digests(filesystem: Any, paths: list[tuple[str, int]], facts: list[list[object]]) -> Files:
+    """Of each file its facts, and its first, middle and last bytes: other tokens may have the same lengths."""
+    found = []
+    for (path, size_bytes), of_shard in zip(paths, facts, strict=True):
+        sample = _reading(path, partial(_sample, filesystem, path, size_bytes))
+        found.append(
+            (Path(path).name, hashlib.sha256(json.dumps([size_bytes, of_shard]).encode() + sample).hexdigest())
+        )
+    return tuple(found)
+
+
+def _sample(filesystem: Any, path: str, size_bytes: int) -> bytes:
+    with filesystem.open_input_file(path) as file:
+        starts = (0, size_bytes // 2, max(0, size_bytes - SAMPLE_BYTES))
+        return b"".join(file.read_at(min(SAMPLE_BYTES, size_bytes - start), start) for start in starts)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pyarrow import fs
 
-from elastic_ring.data.chunks import Chunk, Starts, Tokens
+from elastic_ring.data.chunks import Starts, Tokens
 from elastic_ring.data.listing import File, Listing, left_out_groups, list_source, used_groups
-from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, PackedSource, aligned, check_context
+from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, Files, PackedSource, aligned, check_context
 from elastic_ring.data.preparation.documents import Tally, read_documents
 from elastic_ring.data.preparation.inputs import Piece, cut
 from elastic_ring.data.summary import size, summary
@@ -156,6 +156,10 @@ class _Records:
     num_tokens: int
 
     @property
+    def file(self) -> File:
+        return self.piece.spans[0].file
+
+    @property
     def name(self) -> str:
         span = self.piece.spans[0]
         return f"{span.file.path} (from {span.start} on)" if span.start else span.file.path
@@ -171,7 +175,7 @@ class _Records:
 
 
 def _open(listings: Sequence[Listing], context_tokens: int, align_tokens: int, describe: str) -> PackedSource:
-    chunks: list[Chunk] = []
+    chunks: list[_Piece | _Records] = []
     for listing, file in _once(listings):
         if file.problem:
             raise ValueError(f"{file.path}: {file.problem}")
@@ -183,17 +187,16 @@ def _open(listings: Sequence[Listing], context_tokens: int, align_tokens: int, d
             stop = min(start + PIECE_BYTES, file.num_bytes)
             chunks.append(_Piece(listing.filesystem, file, start, stop, num_ends))
 
-    def digest() -> str:
-        how = f"text {context_tokens} {BYTE_VOCAB_SIZE} {END_OF_DOCUMENT}"
-        total = hashlib.sha256((how if align_tokens == 1 else f"{how} {align_tokens}").encode())
+    def digests() -> Files:
+        of_files: dict[str, tuple[str, Any]] = {}  # by path: two folders may have files of one name
         for chunk in chunks:
-            if isinstance(chunk, _Piece) and chunk.start == chunk.file.begins_at:
-                total.update((chunk.file.num_bytes - chunk.start).to_bytes(8, "little"))
+            _, total = of_files.setdefault(chunk.file.path, (chunk.file.name, hashlib.sha256()))
             total.update(chunk.load()[0].astype("<i4", copy=False).tobytes())
-        return total.hexdigest()
+        return tuple((name, total.hexdigest()) for name, total in of_files.values())
 
     return PackedSource(
-        chunks, context_tokens=context_tokens, vocab_size=BYTE_VOCAB_SIZE, describe=describe, digest=digest,
+        chunks, context_tokens=context_tokens, vocab_size=BYTE_VOCAB_SIZE, describe=describe, digests=digests,
+        how=["text", context_tokens, BYTE_VOCAB_SIZE, END_OF_DOCUMENT, align_tokens],
         padding=END_OF_DOCUMENT if align_tokens > 1 else None,
     )  # fmt: skip
 
@@ -212,7 +215,7 @@ def _once(listings: Sequence[Listing]) -> list[tuple[Listing, File]]:
     return [(listing, file) for listing, file in ordered if file.num_bytes]
 
 
-def _records(listing: Listing, file: File, align_tokens: int) -> list[Chunk]:
+def _records(listing: Listing, file: File, align_tokens: int) -> list[_Records]:
     """The parts of a file of records, each with its tokens counted."""
     pieces = cut(Listing(listing.uri, listing.filesystem, (file,)), 0, PIECE_BYTES)
     counted = [_Records(piece, align_tokens, len(_Records(piece, align_tokens, 0).load()[0])) for piece in pieces]

@@ -55,7 +55,7 @@ def fetch(run: RunConfig, folder: Path, *, keep_longer: bool = False) -> None:
         else:
             (folder / name).unlink(missing_ok=True)
     for name in APPENDED:
-        data, path = mirrored(storage, name), folder / name
+        data, path = growing(storage, name), folder / name
         if keep_longer and path.exists() and path.read_bytes().startswith(data):
             continue
         if data:

@@ -11,6 +11,8 @@ import logging
 import math
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 
 from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig, check_lasting, check_loss_spikes
+from elastic_ring.data.packing import Files
 from elastic_ring.data.source import SourceConfig, open_source
 from elastic_ring.errors import RunFailed
 from elastic_ring.integrations.ray_train import checks, ops
@@ -30,19 +33,20 @@ from elastic_ring.integrations.ray_train.settings import Zero3Config, check_mesh
 from elastic_ring.integrations.ray_train.worker import DATASET, Job, Zero3Worker, train_worker
 from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME, write_json
 from elastic_ring.monitor.result import Result
-from elastic_ring.runtime.coordinator.run_spec import identity_digest
+from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.session import cluster
 from elastic_ring.runtime.groups import nccl
+from elastic_ring.runtime.identity import Identity, contents_of, described, identity_of
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.task import description_of
-from elastic_ring.trainer import ElasticRingTrainer, check_task, check_writable, described, training_order
+from elastic_ring.trainer import ElasticRingTrainer, check_task, check_writable, training_order
 
 log = logging.getLogger(__name__)
 
 # NCCL's own watchdog stays on: nothing else ends a worker group that hangs.
 GPU_ENVIRONMENT = {name: value for name, value in nccl.ENVIRONMENT.items() if not name.startswith("TORCH_NCCL_")}
-NUM_TOLD = 3
+RAY_DATASET = "a Ray dataset"
 NUM_KEPT = 2
 DATA_CPUS = 2
 NUM_CHARACTERS = 200  # of an error, in the records
@@ -161,29 +165,31 @@ class Zero3Trainer:
             raise ValueError(f"end_of_document={self.end_of_document} is no token of a vocabulary of vocab_size="
                              f"{self.vocab_size}: give both as of the dataset's tokenizer")  # fmt: skip
 
-    def _identity(self) -> dict[str, str]:
-        """What a submission shares with the run that it goes on with."""
+    @cached_property
+    def _contents(self) -> tuple[str, Files]:
+        return (RAY_DATASET, ()) if self.dataset is not None else contents_of(self.task.data)
+
+    @cached_property
+    def _identity(self) -> Identity:
+        """What a submission shares with the run that it goes on with. Raises ValueError for data that cannot be read.
+        A Ray dataset is read once, by the workers: what it holds is not known."""
         task = self.task
-        found: dict[str, Any] = {f"step.{name}": getattr(task.step, name)
-                                 for name in ("seed", "global_batch", "context_tokens", "param_dtype")}  # fmt: skip
-        found |= {f"optim.{name}": value for name, value in vars(task.optim).items()}
-        if task.step.kv_wire != "native":
-            found["step.kv_wire"] = task.step.kv_wire
-        found |= {"model": described(task.model), "loss": described(task.loss), "initial": described(task.initial),
-                  "data": described(task.data) if self.dataset is None else "a Ray dataset",
-                  "pattern": "" if task.pattern is None else task.pattern.identity}  # fmt: skip
-        return {name: str(value) for name, value in found.items()}
+        step = {name: getattr(task.step, name) for name in ("seed", "global_batch", "context_tokens", "param_dtype")}
+        parts = {name: described(getattr(task, name)) for name in ("model", "loss", "initial")}
+        found = identity_of(task, step, parts, self._contents[0])
+        return found if self.dataset is None else replace(found, with_places={"data": RAY_DATASET})
 
     def _config(self) -> dict[str, Any]:
         """The settings as config.json records them, under the names of the elastic ring's where it has them, too."""
         settings = {"step": self.task.step, "optim": self.task.optim, "zero": self.zero}
         shown = {name: json.loads(json.dumps(vars(value), default=str)) for name, value in settings.items()}
-        digest = identity_digest(self._identity())
+        own = self._identity
         found = {**versions(self.device), "deepspeed": version("deepspeed")}
         told = description_of(self.task)
         if self.dataset is not None:
             del told["data"]
-        return {"run": {"name": self._run.name}, "digest": digest, "identity": self._identity(), **shown, **told,
+        return {"run": {"name": self._run.name}, "digest": own.digest, "identity": dict(own.what),
+                "places": dict(own.places), "files": self._contents[1], **shown, **told,
                 "cp": self.cp, "versions": found}  # fmt: skip
 
     def _finished(self) -> Result | None:
@@ -191,14 +197,9 @@ class Zero3Trainer:
         folder = self._run.driver_folder
         if not (folder / CONFIG_NAME).exists():
             return None
-        known, own = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8")), self._identity()
-        there = known.get("identity", {})
-        told = [f"{name}: {there.get(name)} there, {own.get(name)} here"
-                for name in sorted({*there, *own}) if there.get(name) != own.get(name)]  # fmt: skip
-        if told:
-            raise ValueError(f"run name {self._run.name!r} is taken by a run with other settings ({folder}; "
-                             f"{'; '.join(told[:NUM_TOLD])}): choose another name, or submit the same settings to go "
-                             "on with it")  # fmt: skip
+        known = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        attach.refuse_other_settings(self._run, attach.differences(known, self._identity, self._config()), str(folder))
+        self._identity.tell_moved(self._run.name, known.get("places", {}))
         path = folder / SUMMARY_NAME
         if not path.exists():
             return None

@@ -167,6 +167,7 @@ def ring_model(
     folder = Path(source).expanduser().absolute() if isinstance(source, str | Path) else None
     config: Any = read_config(folder) if folder is not None else source
     plain = dict(config) if isinstance(config, Mapping) else config.to_dict()
+    plain.pop("_name_or_path", None)  # where it was loaded from, which is not what it is
     made = RingModel(
         json.dumps(plain, sort_keys=True), str(folder or ""), None, checkpoint_activations, loss_chunk_tokens, windows
     )

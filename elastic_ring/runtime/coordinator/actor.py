@@ -72,7 +72,7 @@ from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, Work
 from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor
 from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
-from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, checkpoint_facts, control_options, identity_digest
+from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, checkpoint_facts, control_options
 from elastic_ring.runtime.coordinator.shutdown import EndReport, aside, conclude, unfinished
 from elastic_ring.runtime.coordinator.startup import open_run
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
@@ -133,7 +133,8 @@ class Coordinator:
     def identity(self) -> dict[str, Any]:
         """Who this is, for a driver that found the name taken."""
         run_spec = self.run_spec
-        return {"digest": run_spec.digest, "attempt": run_spec.attempt, "pid": os.getpid(),
+        return {"digest": run_spec.digest, "what": dict(run_spec.identity.what),
+                "places": dict(run_spec.identity.places), "attempt": run_spec.attempt, "pid": os.getpid(),
                 "folder": run_spec.run.storage_uri, "ended": self._ended,
                 "head_is_kept": is_kept(environment())}  # fmt: skip
 
@@ -243,7 +244,7 @@ class Coordinator:
         self.dispatch = Dispatcher(run_spec, self.address, self.cluster, self.node_monitor, self.me, self._put)
         self.dispatch.open()
         self.dispatch.recall(self.state)
-        facts = {"identity": identity_digest(run_spec.identity), "run": checkpoint_facts(run_spec)}
+        facts = {"identity": run_spec.identity.digest, "run": checkpoint_facts(run_spec)}
         self.checkpoints = CheckpointKeeper(
             run_spec.run, run_spec.resume, self._term, facts, self._put, lambda: self.recorder.resumed_from,
             self.mirror.flush, lambda: {name: [dataclasses.asdict(one) for one in getattr(self.state, name)]

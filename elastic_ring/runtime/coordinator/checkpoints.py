@@ -295,7 +295,10 @@ class CheckpointKeeper:
 
     def _begin_lineage(self) -> None:
         """So that a later submission goes on in this lineage, also where it has no checkpoint yet."""
-        begun = {"resume": self._run.resume, "from": [one.folder for one in self._resume.checkpoints[-1:]]}
+        newest = [located(self._storage.uri, one.folder) for one in self._resume.checkpoints[-1:]]
+        # A checkpoint of this storage by its name in it, which stays where the storage moves.
+        paths = [folder if uri == self._storage.uri else f"{uri}/{folder}" for uri, folder in newest]
+        begun = {"resume": self._run.resume, "from": paths}
         self._storage.create(lineage_name(self._resume.lineage), json.dumps(begun).encode())
 
     def _tell(self) -> None:

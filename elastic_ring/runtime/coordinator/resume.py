@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from elastic_ring.control.messages import BatchSkip, Checkpoint, CorpusVersion
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.coordinator.lineage import Earlier, earlier
+from elastic_ring.runtime.identity import Identity, few
 from elastic_ring.state.checkpoints.checkpoint import (
     COMMIT,
     FOLDER,
@@ -48,6 +49,8 @@ class Resume:
     """The batches that are left out: by the settings, and by earlier submissions that went back."""
     excludes: bool = True
     """Whether the run's storage keeps two writers of one name apart, as the driver has tried."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Where the contents were when the newest checkpoint was written."""
 
     @property
     def step(self) -> int:
@@ -92,7 +95,7 @@ def lineage_of_folder(folder: str) -> int:
     return int(folder.rpartition("lineage-")[2])
 
 
-def find_resume(run: RunConfig, identity: str, settings: Mapping[str, Any], *, grows: bool = False) -> Resume:
+def find_resume(run: RunConfig, identity: Identity, *, grows: bool = False) -> Resume:
     """Where a submission of these settings begins, as `run.resume` asks. `grows`: the corpus may grow while it trains.
 
     Without earlier ones the settings say which batches are left out.
@@ -103,11 +106,11 @@ def find_resume(run: RunConfig, identity: str, settings: Mapping[str, Any], *, g
     writes = not Storage(run.storage_uri).is_local  # a folder is tried elsewhere
     storage = open_or_refuse(run.storage_uri, write=writes, timeout_s=run.timeouts.storage_s)
     reads = grows or goes_back(run)
-    return replace(_found_resume(run, storage, identity, settings, reads), excludes=storage.excludes)
+    return replace(_found_resume(run, storage, identity, reads), excludes=storage.excludes)
 
 
 def _found_resume(
-    run: RunConfig, storage: Storage, identity: str, settings: Mapping[str, Any], reads: bool
+    run: RunConfig, storage: Storage, identity: Identity, reads: bool
 ) -> Resume:  # fmt: skip
     found, damaged = listed(storage)
     begun = {int(name[-8:-5]): json.loads(storage.read(name)) for name, _ in storage.names(LINEAGES)}
@@ -120,7 +123,7 @@ def _found_resume(
             _refuse_where_all_are_damaged(storage, newest, damaged)
             usable = _beginning_of(run, found, begun.get(newest, {}).get("from", ()))
         before = earlier(storage, max(newest, 0)) if reads else Earlier()
-        return _resume(run, storage, usable, max(newest, 0), identity, settings, before)
+        return _resume(run, storage, usable, max(newest, 0), identity, before)
     if run.resume.isdigit():
         usable = [checkpoint for checkpoint in found if checkpoint.step == int(run.resume)][-1:]
         if not usable:
@@ -128,8 +131,8 @@ def _found_resume(
             raise ValueError(f"resume={run.resume!r}: no checkpoint of that step in {storage.uri}; "
                              f"there are {steps or 'none'}")  # fmt: skip
         before = earlier(storage, lineage_of(usable[-1])) if reads else Earlier()
-        return _resume(run, storage, usable, newest + 1, identity, settings, before)
-    return _resume_from(run, newest + 1, identity, settings, reads)
+        return _resume(run, storage, usable, newest + 1, identity, before)
+    return _resume_from(run, newest + 1, identity, reads)
 
 
 def goes_back(run: RunConfig) -> bool:
@@ -185,7 +188,7 @@ def lineage_name(lineage: int) -> str:
     return f"{LINEAGES}/{lineage:03d}.json"
 
 
-def _resume_from(run: RunConfig, lineage: int, identity: str, settings: Mapping[str, Any], reads: bool) -> Resume:
+def _resume_from(run: RunConfig, lineage: int, identity: Identity, reads: bool) -> Resume:
     """From a path: of one checkpoint, or of a run, whose newest is taken."""
     uri, folder = located("", run.resume.rstrip("/"))
     where = uri or run.resume.rstrip("/")
@@ -196,12 +199,11 @@ def _resume_from(run: RunConfig, lineage: int, identity: str, settings: Mapping[
                          "run or of one of its checkpoints (elastic-ring checkpoints list PATH)")  # fmt: skip
     whole = [Checkpoint(one.step, uri_of(storage, one.folder), one.mesh) for one in usable]
     before = earlier(storage, lineage_of(usable[-1])) if reads else Earlier()
-    return _resume(run, storage, whole, lineage, identity, settings, before)
+    return _resume(run, storage, whole, lineage, identity, before)
 
 
 def _resume(
-    run: RunConfig, storage: Storage, usable: Sequence[Checkpoint], lineage: int, identity: str,
-    settings: Mapping[str, Any], before: Earlier,
+    run: RunConfig, storage: Storage, usable: Sequence[Checkpoint], lineage: int, identity: Identity, before: Earlier
 ) -> Resume:  # fmt: skip
     skips = skips_of(run) if before.skips is None else before.skips
     if not usable:
@@ -211,10 +213,10 @@ def _resume(
     if uri != storage.uri:
         storage = Storage(uri, timeout_s=storage.timeout_s).open(write=False)
     manifest = read_manifest(storage, folder)
-    if manifest.identity != identity:
-        differing = _differences(manifest.run.get("settings", {}), settings)
+    told = [] if manifest.identity == identity.digest else identity.differences(manifest.run.get("settings", {}))
+    if told:
         raise ValueError(
-            f"{uri_of(storage, folder)} is a checkpoint of other settings ({differing}): submit the same, choose "
+            f"{uri_of(storage, folder)} is a checkpoint of other settings ({few(told)}): submit the same, choose "
             "another run name, or give resume='never' in a new storage_path"
         )
     resumed_from = (*manifest.run.get("resumed_from", ()), {"step": newest.step, "path": uri_of(storage, folder)})
@@ -222,13 +224,8 @@ def _resume(
     corpus = max(by_then, before.corpus, key=len)  # of one lineage, so the longer begins with the shorter
     if before.skips is None and "skips" in manifest.run:
         skips = tuple(BatchSkip(**skip) for skip in manifest.run["skips"])
-    return Resume(lineage, tuple(usable), resumed_from, corpus, before.num_steps, skips)
-
-
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    told = [f"{name}: {there.get(name)} there, {here.get(name)} here" for name in sorted({*there, *here})
-            if there.get(name) != here.get(name)]  # fmt: skip
-    return "; ".join(told[:3]) or "nothing that is recorded"
+    places = manifest.run.get("places", {})
+    return Resume(lineage, tuple(usable), resumed_from, corpus, before.num_steps, skips, places=places)
 
 
 def uri_of(storage: Storage, name: str) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from elastic_ring.control.options import ControlOptions
 from elastic_ring.monitor.callbacks import CALLBACKS_NAME, kept_places
 from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, write_json
 from elastic_ring.runtime.coordinator.resume import Resume
+from elastic_ring.runtime.identity import Identity
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_FOLDER, WEIGHTS_INDEX
 from elastic_ring.train.task import TrainingTask
@@ -33,8 +32,8 @@ class RunSpec:
     digest: str
     submitted_unix_s: float
     fingerprint: str  # of the corpus as the driver reads it
-    identity: Mapping[str, str] = field(default_factory=dict)
-    """What may not change when a run is resumed, by name."""
+    identity: Identity = field(default_factory=Identity)
+    """What may not change when a run is resumed."""
     resume: Resume = field(default_factory=Resume)
     start_dp: int | None = None
     """With how many rings it begins where there was no room for `scaling.dp` in time."""
@@ -75,15 +74,11 @@ def is_finished(run: RunConfig, folder: Path, steps: int) -> bool:
     return run.resume == "auto" and path.exists() and int(json.loads(path.read_text())["steps"]) >= steps
 
 
-def identity_digest(identity: Mapping[str, str]) -> str:
-    """What a checkpoint and a submission must share."""
-    return hashlib.sha256(json.dumps(dict(sorted(identity.items()))).encode()).hexdigest()
-
-
 def checkpoint_facts(run_spec: RunSpec) -> dict[str, Any]:
     """What a manifest says of the run that wrote it, for its readers."""
     return {
-        "name": run_spec.run.name, "settings": dict(run_spec.identity), "total_steps": run_spec.task.step.steps,
+        "name": run_spec.run.name, "settings": dict(run_spec.identity.what),
+        "places": dict(run_spec.identity.places), "total_steps": run_spec.task.step.steps,
         "versions": versions(run_spec.scaling.device),
     }  # fmt: skip
 

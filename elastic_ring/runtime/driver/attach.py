@@ -10,7 +10,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -19,19 +19,21 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from elastic_ring.config import RunConfig
 from elastic_ring.errors import CoordinatorLost
-from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME, read_status
+from elastic_ring.monitor.journal import read
+from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, SUMMARY_NAME, read_status
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
+from elastic_ring.runtime.identity import Identity, changed_files, few, short
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 4.0  # several times the period of a live coordinator's status updates
 STALE_S = 60.0  # no live coordinator has a status this old, even where clocks differ
 ASK_AGAIN_S = 0.2
-NUM_TOLD, SHORT = 3, 60
+UNRECORDED = "nothing that is recorded: the mesh, planned faults or the cost model"
 
 
-def running_coordinator(run: RunConfig, digest: str) -> Any | None:
+def running_coordinator(run: RunConfig, digest: str, own: Identity) -> Any | None:
     """The coordinator of this run in this Ray cluster; None when there is none to follow.
 
     Removes a coordinator whose run has failed and that only waits for its lease to expire.
@@ -40,21 +42,23 @@ def running_coordinator(run: RunConfig, digest: str) -> Any | None:
     coordinator does not answer.
     """
     found = find(run)
-    identity = _identity(found, run, run.timeouts.lease_s) if found is not None else None
-    if found is None or identity is None:
+    known = _identity(found, run, run.timeouts.lease_s) if found is not None else None
+    if found is None or known is None:
         return None
-    if identity["ended"] is not None and identity["ended"]["error"]:
-        log.info("an earlier attempt of run %s has ended (%s): starting anew", run.name, identity["ended"]["error"])
+    if known["ended"] is not None and known["ended"]["error"]:
+        log.info("an earlier attempt of run %s has ended (%s): starting anew", run.name, known["ended"]["error"])
         if not remove(found, run):
             raise CoordinatorLost(f"the ended coordinator of run {run.name} keeps its name")
         return None
-    refuse_other_settings(run, identity["digest"], digest, "it is running now")
-    if identity["folder"] != run.storage_uri:
+    if known["digest"] != digest:
+        refuse_other_settings(run, own.differences(known.get("what", {})) or [UNRECORDED], "it is running now")
+    if known["folder"] != run.storage_uri and not _holds(run, known["attempt"]):
         raise ValueError(
-            f"run name {run.name!r} is running now with run_dir={identity['folder']!r}, not {run.storage_uri!r}: "
+            f"run name {run.name!r} is running now with run_dir={known['folder']!r}, not {run.storage_uri!r}: "
             "choose another name, or give the same run_dir to attach to it"
         )
     log.info("attached to run %s", run.name)
+    own.tell_moved(run.name, known.get("places", {}))
     return found
 
 
@@ -99,44 +103,37 @@ def local_head() -> str | None:
     return str(address)
 
 
-def refuse_other_settings(run: RunConfig, found: object, wanted: object, where: str, differences: str = "") -> None:
-    """Raises ValueError when the digests or identities differ, so that a run of this name has other settings."""
-    if found != wanted:
+def refuse_other_settings(run: RunConfig, told: Sequence[str], where: str) -> None:
+    """Raises ValueError when there are differences: then a run of this name has other settings."""
+    if told:
         raise ValueError(
-            f"run name {run.name!r} is taken by a run with other settings ({where}{differences}): choose another "
-            "name and run_dir, or submit the same settings to attach to it"
+            f"run name {run.name!r} is taken by a run with other settings ({where}, in {few(list(told))}): choose "
+            "another name and run_dir, or submit the same settings to attach to it"
         )
 
 
-def differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """The settings in which two recorded configs differ, as text for `refuse_other_settings`.
-
-    Ignores what the digest ignores.
-    """
-    told = []
-    there, here = recorded.get("identity"), wanted.get("identity", {})
+def differences(recorded: Mapping[str, Any], own: Identity, wanted: Mapping[str, Any]) -> list[str]:
+    """The settings in which a config on record differs from this submission's, as text."""
+    there = recorded.get("identity")
     if isinstance(there, Mapping):
-        for name in sorted({*there, *here}):
-            if there.get(name) != here.get(name):
-                told.append(f"{name}: {_short(there.get(name))} there, {_short(here.get(name))} here")
-    else:
-        told = _other_settings(recorded, wanted)
-    if not told:
-        return ", in nothing that is recorded"
-    return ", in " + "; ".join(told[:NUM_TOLD]) + (f" and {len(told) - NUM_TOLD} more" if len(told) > NUM_TOLD else "")
+        told = own.differences(there)
+        changed = changed_files(recorded.get("files", ()), wanted.get("files", ()))
+        return [changed, *told] if changed and there.get("data") != own.what["data"] else told
+    told = _other_settings(recorded, wanted)
+    return [*told, "the record is of an earlier version, which wrote no identity"] if told else []
 
 
 def _other_settings(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """As a version recorded it that knew no identity."""
     told = []
-    for part in sorted({*recorded, *wanted} - {"digest", "identity", "versions"}):
+    for part in sorted({*recorded, *wanted} - {"digest", "identity", "places", "files", "versions"}):
         before, now = (config.get(part) for config in (recorded, wanted))
         if not isinstance(before, Mapping) or not isinstance(now, Mapping):
             before, now = {"": before}, {"": now}
         for name in sorted(now) if part != "run" else ("faults",):
             if before.get(name) != now[name]:
                 setting = f"{part}.{name}".strip(".")
-                told.append(f"{setting}: {_short(before.get(name))} there, {_short(now[name])} here")
+                told.append(f"{setting}: {short(before.get(name))} there, {short(now[name])} here")
     return told
 
 
@@ -155,9 +152,10 @@ def tell_other_versions(run: RunConfig, here: Mapping[str, str]) -> None:
         log.warning("run %s was recorded with other versions than this submission's: %s", run.name, told)
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= SHORT else f"{text[:SHORT]}…"
+def _holds(run: RunConfig, attempt: str) -> bool:
+    """Whether the run's folder has the records of this attempt, so that it is the same folder by another path."""
+    path = run.driver_folder / JOURNAL_NAME
+    return not run.is_remote and path.exists() and any(line.get("attempt") == attempt for line in read(path))
 
 
 def refuse_if_written_to(run: RunConfig) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import ray
 
 from elastic_ring import CheckpointConfig
+from elastic_ring.data.source import PreparedTokens
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
 from tests.object_store.store import ObjectStore
-from tests.ray.conftest import tiny_trainer, wait_for
+from tests.ray.conftest import ALONE, tiny_trainer, wait_for
+from tests.unit.data.corpora import prepared, texts, write_jsonl
 
 STEPS = 10
 SAME = ("losses", "weights_sha256", "samples_sha256")
@@ -61,3 +66,33 @@ def test_a_coordinator_that_starts_without_its_local_records_goes_on_from_the_st
     assert any("the coordinator died" in cause for cause in causes), causes
     assert {recovery["steps_undone"] for recovery in summary["recoveries"]} == {0}
     assert [one["step"] for one in summary["checkpoints"]][-1] == 9
+
+
+@pytest.mark.slow
+def test_a_run_that_moves_to_another_folder_and_to_an_object_store_ends_with_the_bits_of_one_that_stayed(
+    ray_with_credentials: None, object_store: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its data and its own folder move together, between two submissions."""
+    caplog.set_level(logging.INFO)
+    a, b, bucket = tmp_path / "a", tmp_path / "b", object_store.new_bucket()
+    prepared(a / "tokens", write_jsonl(tmp_path / "input.jsonl", texts(200)))
+
+    def summary(where: str, steps: int, name: str = "mover") -> dict[str, Any]:
+        data = PreparedTokens.of(f"{where}/tokens/manifest.json", 96)
+        every_4 = {"run_dir": f"{where}/{name}", "checkpoint_config": CheckpointConfig(every_steps=4)}
+        trainer = tiny_trainer(tmp_path, name, **ALONE, steps=12, data=data, run=every_4)
+        trainer.task = replace(trainer.task, step=replace(trainer.task.step, steps=steps))  # of the same schedule
+        return dict(trainer.fit().summary)
+
+    stayed = summary(str(a), 12, "stayed")
+    summary(str(a), 4)
+    a.rename(b)
+    summary(str(b), 8)
+    for path in (path for path in b.rglob("*") if path.is_file()):
+        object_store.client().put_object(Bucket=bucket, Key=str(path.relative_to(b)), Body=path.read_bytes())
+    shutil.rmtree(b)
+    moved = summary(f"s3://{bucket}", 12)
+    assert {key: moved[key] for key in SAME} == {key: stayed[key] for key in SAME}
+    assert [one["step"] for one in moved["resumed_from"]] == [4, 8]
+    told = [line for line in caplog.messages if "goes on with the same contents elsewhere: data was at" in line]
+    assert len(told) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -132,12 +133,18 @@ def test_rows_that_end_themselves_get_no_second_end(tmp_path: Path, ending: str)
         config(other, context_tokens=1, rows_end_documents=True).open().read(0)
 
 
-def test_the_fingerprint_is_repeatable_and_notices_another_corpus(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", table(FULL_ROWS))
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+def test_the_fingerprint_is_repeatable_wherever_the_shards_are_and_notices_other_tokens_of_the_same_lengths(
+    tmp_path: Path, ending: str
+) -> None:
+    path = write(tmp_path / f"a{ending}", table(FULL_ROWS))
     before = config(path).open().fingerprint
     assert before == config(path).open().fingerprint
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(path, tmp_path / "elsewhere" / f"renamed{ending}")
+    assert before == config(tmp_path / "elsewhere").open().fingerprint
     assert before != config(path, context_tokens=5).open().fingerprint
-    write(tmp_path / "a.parquet", table([*FULL_ROWS[:-1], [15, 16, 18]]))
+    write(path, table([*FULL_ROWS[:-1], [15, 16, 18]]))
     assert before != config(path).open().fingerprint
 
 

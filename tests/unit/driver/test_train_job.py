@@ -21,8 +21,9 @@ from elastic_ring.data.source import StdlibText
 from elastic_ring.errors import ShardLost
 from elastic_ring.monitor import metrics
 from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME
+from elastic_ring.runtime.identity import described
 from elastic_ring.runtime.worker import env_fingerprint
-from elastic_ring.trainer import check_writable, described
+from elastic_ring.trainer import check_writable
 
 
 class Ends:
@@ -62,7 +63,7 @@ def test_a_users_object_has_the_same_name_in_every_process() -> None:
     here = [described(part) for part in (Corpus(), partial(sorted, Corpus(), key=Corpus), StdlibText(8), "text", None)]
     program = (
         "from functools import partial\nfrom elastic_ring.data.source import StdlibText\n"
-        "from elastic_ring.trainer import described\nfrom tests.unit.driver.test_train_job import Corpus\n"
+        "from elastic_ring.runtime.identity import described\nfrom tests.unit.driver.test_train_job import Corpus\n"
         f"print([described(part) for part in ({parts})])"
     )
     there = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
@@ -181,7 +182,7 @@ class Found:
         monkeypatch.setattr(trainer, "room", lambda scaling, run: scaling.dp)
         monkeypatch.setattr(trainer, "live_nodes", lambda scaling: [])
         monkeypatch.setattr(trainer.ray, "remote", lambda cls: actor)
-        monkeypatch.setattr(trainer.attach, "running_coordinator", lambda run, digest: next(looks))
+        monkeypatch.setattr(trainer.attach, "running_coordinator", lambda run, digest, own: next(looks))
         monkeypatch.setattr(trainer.attach, "attempt_of", lambda made, run, starts: attempt)
         monkeypatch.setattr(trainer.ElasticRingTrainer, "_run_with_environment", lambda self: self.run_config)
 

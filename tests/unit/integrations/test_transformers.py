@@ -256,6 +256,13 @@ def test_a_trainer_takes_the_parts_that_the_factory_brings_unless_it_is_given_ot
     assert other._digest != trainer._digest
 
 
+def test_where_a_config_was_loaded_from_is_no_part_of_the_model() -> None:
+    places = ["/a/llama", "/b/llama"]
+    configs = [T.LlamaConfig(**SMALL, name_or_path=place) for place in places]
+    assert [config.to_dict()["_name_or_path"] for config in configs] == places
+    assert len({repr(ring_model(config)) for config in configs}) == 1
+
+
 def test_data_with_more_tokens_than_the_model_has_rows_is_refused() -> None:
     model = ring_model(T.LlamaConfig(**{**SMALL, "vocab_size": 200}))
     with pytest.raises(ValueError, match=r"data\.vocab_size=257 is more than the model's 200"):

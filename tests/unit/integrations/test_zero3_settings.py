@@ -254,3 +254,20 @@ def test_the_records_name_the_type_for_an_export_and_refuse_the_elastic_ring_und
     assert trainer._finished() is None, "its own settings are those of the record"
     with pytest.raises(ValueError, match="is taken by a run with other settings"):
         build_elastic(parse(flags))._finished()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_data_elsewhere_are_the_same_run_and_other_data_are_not(tmp_path: Path) -> None:
+    flags = [f"--storage-path={tmp_path}", "--run-name=one", "--context=64"]
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("some words " * 50)
+    first, second = (build_zero3(*parse_zero3([*flags, f"--data={tmp_path / name}"])) for name in ("a.txt", "b.txt"))
+    (tmp_path / "one").mkdir()
+    write_json(tmp_path / "one" / "config.json", first._config())
+    assert second._finished() is None
+    (tmp_path / "b.txt").write_text("more words " * 50)
+    third = build_zero3(*parse_zero3([*flags, f"--data={tmp_path / 'b.txt'}"]))
+    with pytest.raises(
+        ValueError, match=r"other settings .*, in files of the data: gone a.txt; new b.txt; data: TextFiles \w+"
+    ):
+        third._finished()

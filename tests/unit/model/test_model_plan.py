@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+import subprocess
+import sys
 
+import pytest
+import torch
+
+from elastic_ring.attention.patterns.rules import Window
+from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.cli import train
 from elastic_ring.cli.plan import STATE_BYTES, plan_of
-from elastic_ring.cli.settings import PRESETS
+from elastic_ring.cli.settings import FITS, PRESETS
 from elastic_ring.model.config import num_parameters
 from elastic_ring.model.flops import model_flops
+from elastic_ring.model.gpus import CONTEXT_BYTES, GPU_GIB
+from elastic_ring.model.transformer import Transformer
 
 
 @pytest.mark.parametrize(
@@ -23,9 +31,54 @@ def test_a_preset_has_about_the_parameters_that_its_name_says_and_fits_its_ranks
 ) -> None:
     preset = PRESETS[name]()
     plan = plan_of(preset["model"], preset["scaling"], preset["step"])
-    assert least < plan.num_parameters == num_parameters(preset["model"]) < most
+    with torch.device("meta"):
+        built = sum(parameter.numel() for parameter in Transformer(preset["model"]).parameters())
+    assert least < plan.num_parameters == built < most
     assert plan.state_bytes == STATE_BYTES * -(-plan.num_parameters // preset["scaling"].cp)
     assert plan.state_bytes + plan.activation_bytes + 2 * plan.largest_unit_bytes < 141e9
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "laptop"])
+def test_a_preset_fits_the_gpu_that_it_names_and_no_smaller_one(name: str) -> None:
+    preset = PRESETS[name]()
+    verdicts = plan_of(preset["model"], preset["scaling"], preset["step"]).verdicts
+    assert next((gpu for gpu in GPU_GIB if verdicts[gpu] and gpu != "A100-80"), None) == FITS.get(name)
+    assert verdicts["A100-80"] == (name in FITS and FITS[name] != "H200"), "as much memory as an H100"
+
+
+def test_a_plan_says_a_verdict_for_each_gpu_and_imports_neither_torch_nor_ray() -> None:
+    """Which take seconds. The allocator's reserve and two contexts count."""
+    code = (
+        "import sys; from elastic_ring.cli import main; assert main(['plan', '--preset', '8b']) == 0;"
+        "print([name for name in ('torch', 'ray', 'pyarrow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "[]"
+    assert [line.split()[0] for line in lines if line.endswith("fits") or "does not fit" in line] == list(GPU_GIB)
+    assert "  A100-40   39.4 GiB: does not fit" in lines
+    assert "  H100-80   79.1 GiB: fits" in lines
+    plan = plan_of(*(PRESETS["8b"]()[part] for part in ("model", "scaling", "step")))
+    assert plan.needed_bytes == int(1.25 * plan.gpu_bytes) + 2 * CONTEXT_BYTES
+
+
+def test_what_the_start_would_refuse_a_plan_refuses_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, why in (
+        (["--dp", "8"], "global_batch=4 is less than dp=8"), (["--copies", "2", "--dp", "1"], "copies='2'"),
+        (["--data", "shards:none", "--data.vocab-size", "300"], "data.vocab_size=300"),
+    ):  # fmt: skip
+        assert train.main(["--plan", *flags]) == 2
+        assert why in capsys.readouterr().err
+
+
+def test_a_pattern_lowers_the_flops_by_what_attention_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    model = PRESETS["laptop"]()["model"]
+    of_attention = model_flops(model, 2048) - model_flops(model, 2048, 0.0)
+    assert train.main(["--plan", "--pattern", "window:256"]) == 0
+    printed = capsys.readouterr().out
+    density = SparsePattern((Window(256),)).density(2048)
+    flops = model_flops(model, 2048) - (1 - density) * of_attention
+    assert f"{flops:.3g} FLOP for a sequence, with {density:.3f} of attention's pairs" in printed
 
 
 def test_the_plan_of_one_trillion_is_printed_and_nothing_is_started(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +115,7 @@ def test_the_plan_says_what_host_memory_copies_take(copies: str, held: str, caps
 
 
 def test_the_plan_of_8_b_on_two_gpus_splits_the_state_between_gpu_and_host(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["--preset", "8b", "--dp", "1", "--global-batch", "1", "--plan"]
+    settings = ["--preset", "8b", "--dp", "1", "--cp", "2", "--global-batch", "1", "--plan"]
     assert train.main([*settings, "--cpu-offload", "optimizer"]) == 0
     printed = capsys.readouterr().out
     assert "a rank holds 44.9 GiB of state" in printed

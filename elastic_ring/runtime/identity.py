@@ -1,0 +1,146 @@
+"""What a run is, apart from where it lies: by name, what a submission must share with the run that it goes on with.
+
+Contents are in it, as digests of what is trained on; places are not, whatever their kind: a path, a mount, a bucket, a
+working directory. Where the contents are is recorded beside it: a place that changed is told, and refuses nothing.
+Nothing is started here, and no place enters `Identity.what`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from elastic_ring.data.packing import Files
+from elastic_ring.data.source import SourceConfig, open_source
+from elastic_ring.train.task import TrainingTask
+
+log = logging.getLogger(__name__)
+
+VERSION, CONTENTS = "identity", "contents 1"
+"""The entry that says how an identity is written. Versions before it wrote none: data and their place were one text."""
+NUM_TOLD, SHORT = 3, 60
+MAX_FILES, DIGITS = 1000, 16
+_PREPARED_AT = re.compile(r"""^(PreparedTokens\(.*?\b)uri=('[^']*'|"[^"]*"), """)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """`what` is compared. `places` says where its contents are, by the same names. `with_places`: the entries of `what`
+    that earlier versions wrote otherwise, as they wrote them."""
+
+    what: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
+    with_places: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """What a checkpoint and a submission must share."""
+        return hashlib.sha256(json.dumps(dict(sorted(self.what.items()))).encode()).hexdigest()
+
+    def differences(self, there: Mapping[str, Any]) -> list[str]:
+        """In which entries an identity on record is another, as text. One of an earlier version is read as it was
+        written; where its data may have moved and it does not say what they held, that is a difference."""
+        if there.get(VERSION, CONTENTS) != CONTENTS:
+            return [f"it has an identity of another version ({there[VERSION]}), and this one writes {CONTENTS}"]
+        here = dict(self.what)
+        if VERSION not in there:
+            here = {name: value for name, value in here.items() if name != VERSION} | dict(self.with_places)
+            there, here = ({**side, "data": _without_place(str(side.get("data")))} for side in (there, here))
+        told = [f"{name}: {short(there.get(name))} there, {short(here.get(name))} here"
+                for name in sorted({*there, *here}) if there.get(name) != here.get(name)]  # fmt: skip
+        if told and VERSION not in there and there["data"] != here["data"]:
+            told.append(
+                "the record is of an earlier version, which wrote where data were and not what they hold: give them at "
+                "the place of then; they may move once there is a checkpoint of this version"
+            )
+        return told
+
+    def tell_moved(self, run: str, there: Mapping[str, Any]) -> None:
+        """One line where contents are at another place than the record says."""
+        moved = [f"{name} was at {short(there[name])} and is at {short(place)} now"
+                 for name, place in sorted(self.places.items()) if there.get(name, place) != place]  # fmt: skip
+        if moved:
+            log.info("run %s goes on with the same contents elsewhere: %s", run, "; ".join(moved))
+
+
+def _without_place(described_data: str) -> str:
+    """A prepared corpus as earlier versions described it: its digest says what it holds."""
+    return _PREPARED_AT.sub(r"\1", described_data)
+
+
+def few(told: list[str]) -> str:
+    """The first of many differences."""
+    return "; ".join(told[:NUM_TOLD]) + (f" and {len(told) - NUM_TOLD} more" if len(told) > NUM_TOLD else "")
+
+
+def contents_of(data: SourceConfig) -> tuple[str, Files]:
+    """What a source holds, and its files, if it has some and not very many. Raises ValueError where it cannot be read.
+
+    The first decides; the files say which of them changed, with the beginnings of their digests.
+    """
+    source = open_source(data)
+    whole, files = f"{type(data).__qualname__} {source.fingerprint}", getattr(source, "files", ())
+    return whole, tuple((name, digest[:DIGITS]) for name, digest in files) if len(files) <= MAX_FILES else ()
+
+
+def changed_files(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> str:
+    """Which files are not as on record, as text; empty where nobody knows."""
+    if not there or not here:
+        return ""
+    gone, new = (Counter(map(tuple, one)) - Counter(map(tuple, other)) for one, other in ((there, here), (here, there)))
+    before, now = ({name for name, _ in found} for found in (gone, new))
+    kinds = {"changed": before & now, "gone": before - now, "new": now - before}
+    told = [f"{kind} {', '.join(sorted(names)[:NUM_TOLD])}{', …' * (len(names) > NUM_TOLD)}"
+            for kind, names in kinds.items() if names]  # fmt: skip
+    return f"files of the data: {'; '.join(told) or 'the same, in another order or cut otherwise'}"
+
+
+def identity_of(
+    task: TrainingTask, settings: Mapping[str, Any], parts: Mapping[str, str], contents: str
+) -> Identity:  # fmt: skip
+    """The identity of a run with these `settings` of its step, its `parts` that are code, and data of these
+    `contents`."""
+    found = {f"step.{name}": value for name, value in settings.items()}
+    found |= {f"optim.{name}": value for name, value in vars(task.optim).items()}
+    if task.step.kv_wire != "native":
+        found["step.kv_wire"] = task.step.kv_wire
+    pattern = "" if task.pattern is None else task.pattern.identity
+    found |= {**parts, "data": contents, "pattern": pattern, VERSION: CONTENTS}
+    what = {name: str(value) for name, value in found.items()}
+    places = {"data": place_of(task.data), "model": place_of(task.model)}
+    known = {name: place for name, place in places.items() if place}
+    return Identity(what, known, {"data": described(task.data)})
+
+
+def place_of(part: Any) -> str:
+    """Where a source or a model lies, if it says so."""
+    given = next((found for name in ("uri", "paths", "folder") if (found := getattr(part, name, None))), "")
+    return ", ".join(map(str, given)) if isinstance(given, tuple) else str(given)
+
+
+def described(part: Any) -> str:
+    """A stable description of a user's callable or object: qualified name and arguments.
+
+    Equal in every process: an object without its own `repr` is described by its class, not by its address.
+    """
+    if isinstance(part, partial):
+        arguments = [described(value) for value in part.args]
+        named = [f"{name}={described(value)}" for name, value in part.keywords.items()]
+        return f"{described(part.func)}({', '.join(arguments + named)})"
+    if hasattr(part, "__qualname__"):
+        return f"{part.__module__}.{part.__qualname__}"
+    if repr(part) == object.__repr__(part):
+        return f"{type(part).__module__}.{type(part).__qualname__}"
+    return repr(part)
+
+
+def short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= SHORT else f"{text[:SHORT]}…"

@@ -1,0 +1,178 @@
+"""A run's identity holds what it trains on, never where that lies; identities of earlier versions are read, too."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_ring import ElasticRingTrainer, RunConfig, StepConfig
+from elastic_ring.control.messages import CorpusVersion
+from elastic_ring.data.growth import beside
+from elastic_ring.data.source import PreparedTokens, SourceConfig, TextFiles, TokenShards
+from elastic_ring.model.config import preset
+from elastic_ring.model.transformer import Transformer
+from elastic_ring.monitor.journal import Journal
+from elastic_ring.monitor.metrics import write_json
+from elastic_ring.runtime.driver.attach import _holds
+from elastic_ring.runtime.identity import VERSION, changed_files, contents_of, described
+from tests.unit.data.corpora import prepared, texts, write_jsonl
+
+CONTEXT = 64
+
+
+def text_files(folder: Path) -> SourceConfig:
+    folder.mkdir()
+    (folder / "one.txt").write_text("some words " * 50)
+    return TextFiles(CONTEXT, (str(folder),))
+
+
+def token_shards(folder: Path) -> SourceConfig:
+    folder.mkdir()
+    pq.write_table(pa.table({"tokens": [[number % 256] * 60 for number in range(9)]}), folder / "one.parquet")
+    return TokenShards(CONTEXT, str(folder))
+
+
+def prepared_tokens(folder: Path) -> SourceConfig:
+    folder.mkdir()
+    prepared(folder / "out", write_jsonl(folder / "a.jsonl", texts(40)))
+    return PreparedTokens.of(str(folder / "out" / "manifest.json"), CONTEXT)
+
+
+SOURCES = [text_files, token_shards, prepared_tokens]
+
+
+def trainer(data: SourceConfig, folder: Path) -> ElasticRingTrainer:
+    step = StepConfig(steps=2, context_tokens=CONTEXT)
+    run = RunConfig("moved", run_dir=str(folder))
+    return ElasticRingTrainer(partial(Transformer, preset("laptop")), data, step_config=step, run_config=run)
+
+
+def elsewhere(data: Any, old: Path, new: Path) -> Any:
+    """The same source, with its place under another folder."""
+    name = "paths" if isinstance(data, TextFiles) else "uri"
+    at = getattr(data, name)
+    moved = at.replace(str(old), str(new)) if name == "uri" else tuple(p.replace(str(old), str(new)) for p in at)
+    return replace(data, **{name: moved})
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_copy_elsewhere_is_the_same_run_and_is_told_and_other_contents_are_refused_by_name(
+    source: Callable[[Path], SourceConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    a, b, run = tmp_path / "a", tmp_path / "b", tmp_path / "run"
+    data = source(a)
+    first = trainer(data, run)
+    first._write_config()
+    run = run.rename(tmp_path / "moved run")
+    shutil.copytree(a, b)
+    second = trainer(elsewhere(data, a, b), run)
+    assert second._finished() is None
+    assert (second._identity.what, second._digest) == (first._identity.what, first._digest)
+    assert not any(str(tmp_path) in text for text in second._identity.what.values())
+    second._tell_moved(second._resume().places)
+    assert f"data was at {a}"[:50] in caplog.messages[-1]
+    assert str(b)[:30] in caplog.messages[-1]
+    assert "; run was at " in caplog.messages[-1]
+    (other := tmp_path / "other").mkdir()
+    changed = {text_files: TextFiles(CONTEXT, (str(other),)), token_shards: TokenShards(CONTEXT, str(other))}
+    if source is prepared_tokens:
+        prepared(other / "out", write_jsonl(other / "a.jsonl", texts(41)))
+        changed[source] = PreparedTokens.of(str(other / "out" / "manifest.json"), CONTEXT)
+    (other / "one.txt").write_text("other words " * 50)
+    pq.write_table(pa.table({"tokens": [[7] * 61] * 9}), other / "one.parquet")
+    if source is text_files:
+        (other / "one.parquet").unlink()
+    named = {text_files: r"one\.txt", token_shards: r"one\.parquet", prepared_tokens: r"000-"}[source]
+    with pytest.raises(ValueError, match=rf"with other settings .*, in files of the data: .*{named}.*; data: \w+ \w+"):
+        trainer(changed[source], run)._finished()
+
+
+def test_a_working_directory_is_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        text_files(tmp_path / name)
+    found = []
+    for name in ("a", "b"):
+        monkeypatch.chdir(tmp_path / name)
+        found.append(trainer(TextFiles(CONTEXT, ("one.txt",)), tmp_path / "run")._identity)
+    assert found[0].what == found[1].what
+
+
+def test_a_finished_run_needs_its_data_no_more(tmp_path: Path) -> None:
+    data = text_files(tmp_path / "a")
+    trainer(data, tmp_path / "run")._write_config()
+    write_json(tmp_path / "run" / "summary.json", {"steps": 2})
+    shutil.rmtree(tmp_path / "a")
+    assert trainer(data, tmp_path / "run")._finished() is not None
+    with pytest.raises(ValueError, match="no such file"):
+        trainer(replace(data, align_tokens=2), tmp_path / "run")._finished()
+    with pytest.raises(ValueError, match="no such file"):
+        trainer(elsewhere(data, tmp_path / "a", tmp_path / "b"), tmp_path / "run")._finished()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_an_identity_of_an_earlier_version_is_read_and_a_move_that_it_cannot_follow_says_so(
+    source: Callable[[Path], SourceConfig], tmp_path: Path
+) -> None:
+    data = source(tmp_path / "a")
+    own = trainer(data, tmp_path / "run")._identity
+    earlier = {**own.what, "data": described(data)}
+    del earlier[VERSION]
+    assert own.differences(earlier) == []
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    moved = trainer(elsewhere(data, tmp_path / "a", tmp_path / "b"), tmp_path / "run")._identity
+    told = moved.differences(earlier)
+    if source is prepared_tokens:  # its digest was in the text
+        assert told == []
+        told = moved.differences({**earlier, "data": earlier["data"].replace("digest='", "digest='0")})
+    assert "data: " in told[0]
+    assert "an earlier version, which wrote where data were" in told[1]
+    assert own.differences({**own.what, VERSION: "contents 9"}) == [
+        "it has an identity of another version (contents 9), and this one writes contents 1"
+    ]
+
+
+def test_later_manifests_are_looked_for_beside_the_first_one() -> None:
+    data = PreparedTokens(CONTEXT, "s3://bucket/new/manifest-000004.json", "digest", 257)
+    version = CorpusVersion(5, "/old/place/manifest.json", "later")
+    assert [asdict(one) for one in beside(data, [version])] == [
+        {**asdict(version), "uri": "s3://bucket/new/manifest.json"}
+    ]
+
+
+def test_a_running_run_is_known_by_its_records_where_its_folder_has_another_path(tmp_path: Path) -> None:
+    run = RunConfig("here", run_dir=str(tmp_path / "link"))
+    (tmp_path / "folder").mkdir()
+    assert not _holds(run, "a1")
+    os.symlink(tmp_path / "folder", tmp_path / "link")
+    with Journal(tmp_path / "folder" / "journal.jsonl") as journal:
+        journal.append({"note": "begin", "attempt": "a1"})
+    assert _holds(run, "a1")
+    assert not _holds(run, "a2")
+
+
+def test_a_source_of_the_users_own_is_known_by_its_fingerprint(tmp_path: Path) -> None:
+    data = text_files(tmp_path / "a")
+    assert contents_of(data)[0] == f"TextFiles {data.open().fingerprint}"
+
+
+def test_which_files_changed_is_told_by_name() -> None:
+    there = [["a", "1"], ["b", "2"], ["c", "3"]]
+    assert changed_files(there, [("a", "1"), ("b", "9"), ("d", "4")]) == ("files of the data: changed b; gone c; new d")
+    assert changed_files(there, [("b", "2"), ("a", "1"), ("c", "3")]).endswith(
+        "the same, in another order or cut otherwise"
+    )
+    assert changed_files(there, [(name, "0") for name in "abcd"]).startswith(
+        "files of the data: changed a, b, c; new d"
+    )
+    assert changed_files([], [("a", "1")]) == ""
