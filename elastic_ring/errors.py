@@ -45,6 +45,10 @@ class JournalDamaged(ElasticRingError):
     """The journal cannot be read back, or replaying it gives other commands than it recorded."""
 
 
+class RecordDamaged(ElasticRingError):
+    """A small file of a run's records is not what was written. Names the file."""
+
+
 class ShardLost(ElasticRingError):
     """No live holder, no copy and no verified checkpoint of some `cp_rank` is left."""
 

@@ -51,6 +51,7 @@ from elastic_ring.data.sampling.skips import SkippingOrder, by_batch
 from elastic_ring.data.source import SourceConfig, hold_out, open_source, order_of
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_callbacks
+from elastic_ring.monitor.json_files import read_json, readable_json, set_aside
 from elastic_ring.monitor.metrics import (
     CONFIG_NAME,
     JOURNAL_NAME,
@@ -67,7 +68,7 @@ from elastic_ring.runtime.agent import notices
 from elastic_ring.runtime.autoscaler import ON_HEAD
 from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.resume import Resume, find_resume
-from elastic_ring.runtime.coordinator.run_spec import RunSpec, is_finished
+from elastic_ring.runtime.coordinator.run_spec import RunSpec, is_finished, summary_of
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.absence import Absence
 from elastic_ring.runtime.driver.cluster import (
@@ -83,7 +84,7 @@ from elastic_ring.runtime.driver.session import interruptible, lease, leaving, r
 from elastic_ring.runtime.head import reconnect_s, warn_if_shorter
 from elastic_ring.runtime.identity import Identity, contents_of, described, identity_of
 from elastic_ring.runtime.worker.env_fingerprint import versions
-from elastic_ring.state.checkpoints.checkpoint import located
+from elastic_ring.state.checkpoints.checkpoint import FOLDER, located
 from elastic_ring.state.storage.folder import open_or_refuse
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule, check_cpu_offload, check_schedule
 from elastic_ring.train.startup.check_pattern import check_pattern
@@ -254,10 +255,16 @@ class ElasticRingTrainer:
 
     def _finished(self) -> Result | None:
         """The result of an earlier submission that succeeded, else None. Raises ValueError if its settings differ."""
-        recorded = self.run_config.driver_folder / CONFIG_NAME
-        is_whole = is_finished(self.run_config, self.run_config.driver_folder, self.task.step.steps)
-        if recorded.exists():
-            config = _recorded(recorded)
+        folder = self.run_config.driver_folder
+        try:
+            config = _recorded(folder / CONFIG_NAME)
+        except errors.RecordDamaged as error:
+            log.warning("%s: whether these are the run's settings is asked of its checkpoints", error)
+            config = None
+        # Of a finished run the data may be gone: its record says whose summary this is.
+        of_record = self._identity.digest if config is None else Identity(config.get("identity", {})).digest
+        is_whole = is_finished(self.run_config, folder, self.task.step.steps, of_record)
+        if config is not None:
             if config["run"]["name"] != self.run_config.name:
                 raise ValueError(
                     f"run_dir={str(self.run_config.driver_folder)!r} holds run {config['run']['name']!r}, "
@@ -275,7 +282,7 @@ class ElasticRingTrainer:
                 self._tell_moved()
         if not is_whole:
             return None
-        return self._good(json.loads((self.run_config.driver_folder / SUMMARY_NAME).read_text()))
+        return self._good(summary_of(folder, of_record))
 
     @property
     def _identity(self) -> Identity:
@@ -297,8 +304,7 @@ class ElasticRingTrainer:
 
     def _tell_moved(self, before: Mapping[str, str] = MappingProxyType({})) -> None:
         """Where the run's record, or else the checkpoint where it begins, has other places."""
-        recorded = self.run_config.driver_folder / CONFIG_NAME
-        places = _recorded(recorded).get("places", {}) if recorded.exists() else {}
+        places = readable_json(self.run_config.driver_folder / CONFIG_NAME).get("places", {})
         replace(self._identity, places=self._places).tell_moved(self.run_config.name, {**before, **places})
 
     def _resume(self) -> Resume:
@@ -310,11 +316,6 @@ class ElasticRingTrainer:
             raise ValueError(f"storage_path={self.run_config.storage_uri!r}: {error}") from error
         except errors.CheckpointDamaged as error:
             raise ValueError(f"resume={self.run_config.resume!r}: {error}") from error
-        except errors.JournalDamaged as error:
-            raise ValueError(
-                f"resume={self.run_config.resume!r}: {error}, so nobody can tell which manifests the run has used: "
-                "restore that file, or give resume='never' to begin at step 0"
-            ) from error
         if found.corpus:  # they lie beside the first one, also where that has moved
             found = replace(found, corpus=beside(self.task.data, found.corpus))
             open_source(grown(self.task.data, found.corpus))
@@ -376,7 +377,7 @@ class ElasticRingTrainer:
         if found is not None:
             return found, False
         # A coordinator writes the summary before it exits: without one, it is gone for another reason.
-        if is_finished(self.run_config, self.run_config.driver_folder, self.task.step.steps):
+        if is_finished(self.run_config, self.run_config.driver_folder, self.task.step.steps, self._identity.digest):
             return None, False
         attach.refuse_if_written_to(self.run_config)
         start_dp = room(self.scaling_config, self.run_config.name)
@@ -386,6 +387,8 @@ class ElasticRingTrainer:
             self._run_with_environment(), mesh, num_parameters(self.task), live_nodes(self.scaling_config)
         )
         resume = self._resume()
+        for why in resume.damaged.values():
+            log.warning("set aside: %s", why)
         if resume.checkpoints:
             log.info("run %s resumes at step %d from %s", run.name, resume.step, resume.resumed_from[-1]["path"])
         self._tell_moved(resume.places)
@@ -419,7 +422,12 @@ class ElasticRingTrainer:
         self.run_config.driver_folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.config_files.items():
             (self.run_config.driver_folder / name).write_text(text, encoding="utf-8")
-        write_json(self.run_config.driver_folder / CONFIG_NAME, self._config(), durable=True)
+        path = self.run_config.driver_folder / CONFIG_NAME
+        try:
+            _recorded(path)
+        except errors.RecordDamaged as error:
+            log.info("%s", set_aside(path, error.message))  # `_finished` has told it
+        write_json(path, self._config(), durable=True)
         run_storage.publish(self.run_config, self.run_config.driver_folder)
 
     def _fetch(self) -> None:
@@ -596,7 +604,8 @@ def check_writable(folder: Path) -> None:
             raise ValueError(f"run_dir={str(folder)!r} cannot be written to: {parent} is a file; give a folder")
     try:
         names = {path.name for path in folder.iterdir()} if folder.exists() else set[str]()
-        if names and not any(name in RECORDS or name.startswith("attempt-") for name in names):
+        has_checkpoints = any(folder.glob(f"{FOLDER}/step-*/lineage-*"))
+        if names and not has_checkpoints and not any(name in RECORDS or name.startswith("attempt-") for name in names):
             raise ValueError(f"run_dir={str(folder)!r} holds other files: give a new folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder if folder.is_dir() else folder.parent) as file:
@@ -628,13 +637,10 @@ def _shown(record: dict[str, Any]) -> StepMetrics:
     )  # fmt: skip
 
 
-def _recorded(path: Path) -> dict[str, Any]:
-    """The content of a config.json. Raises ValueError where it is not JSON."""
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
-    except ValueError as error:
-        raise ValueError(
-            f"run_dir={str(path.parent)!r}: its {path.name} cannot be read ({error}), so nobody can tell whether the"
-            " folder holds this run: choose another run_dir, or remove that file if you know that it does"
-        ) from error
+def _recorded(path: Path) -> dict[str, Any] | None:
+    """The content of a config.json; None where there is none. Raises RecordDamaged."""
+    found = read_json(path)
+    known = found is None or (isinstance(found.get("run"), dict) and "name" in found["run"] and "digest" in found)
+    if not known:
+        raise errors.RecordDamaged(f"{path} is no record of a run's settings", path=str(path))
+    return found

@@ -82,7 +82,8 @@ def _list(storage: Storage, options: argparse.Namespace) -> int:
         try:
             found = checkpoint.read_manifest(storage, folder)
         except CheckpointDamaged as error:
-            rows.append((folder.split("/")[1].removeprefix("step-").lstrip("0"), "", "damaged", "", "", "", str(error)))
+            lineage, step = ("" if number < 0 else str(number) for number in checkpoint.age_key(folder))
+            rows.append((step, lineage, "damaged", "", "", "", str(error)))
             continue
         saved = next(entry for entry in storage.entries(folder, recursive=False) if entry.path.endswith("COMMIT.json"))
         rows.append((
@@ -131,11 +132,16 @@ def _prune(storage: Storage, options: argparse.Namespace) -> int:
 
 
 def _export(storage: Storage, options: argparse.Namespace) -> int:
+    from elastic_ring.errors import CheckpointDamaged
     from elastic_ring.state.checkpoints import checkpoint, export
     from elastic_ring.state.storage.folder import Storage, open_or_refuse
 
     for folder in checkpoint.committed(storage):
-        manifest = checkpoint.read_manifest(storage, folder)
+        try:
+            manifest = checkpoint.read_manifest(storage, folder)
+        except CheckpointDamaged as error:
+            print(f"elastic-ring checkpoints: left out: {error}", file=sys.stderr)
+            continue
         if options.step in (None, manifest.step):
             break
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 from elastic_ring.control.coordination import Decision, advance, initial
@@ -11,6 +12,9 @@ from elastic_ring.control.messages import Command, Event, from_json, to_json
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import State
 from elastic_ring.errors import ElasticRingError, JournalDamaged
+
+LONGEST_TOLD = 200
+"""Characters of a command in an error."""
 
 
 def journal_line(event: Event, decision: Decision, now: float) -> dict[str, Any]:
@@ -99,9 +103,16 @@ def replay(options: ControlOptions, lines: Iterable[str | Mapping[str, Any]]) ->
         given = packed(decision.commands)
         # Compare texts: a NaN in a vote is unequal to itself.
         if json.dumps(given, sort_keys=True) != json.dumps(recorded, sort_keys=True):
+            wrong = next((pair for pair in zip_longest(recorded, given) if pair[0] != pair[1]), (recorded, given))
             raise JournalDamaged(
-                f"line {number + 1} records other commands than its event gives.\nrecorded: {recorded}\ngiven: {given}",
+                f"line {number + 1} records other commands than its event gives: {_short(wrong[0])}, not "
+                f"{_short(wrong[1])}; was it written by another version?",
                 line=number + 1,
             )
         state = decision.state
     return state
+
+
+def _short(command: Any) -> str:
+    text = str(command)
+    return text if len(text) <= LONGEST_TOLD else f"{text[:LONGEST_TOLD]}..."

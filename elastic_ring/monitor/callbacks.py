@@ -7,7 +7,6 @@ goes on from there. No training and no decision belongs here, and no Ray.
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import math
 import os
@@ -20,6 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from elastic_ring.errors import RecordDamaged
+from elastic_ring.monitor.journal import record_of
+from elastic_ring.monitor.json_files import read_json, set_aside
 from elastic_ring.monitor.metrics import (
     JOURNAL_NAME,
     METRICS_NAME,
@@ -167,7 +169,8 @@ class _Lines:
                 if not line.endswith(b"\n") or b"\0" in line:  # its writer has not finished it, or was cut off
                     return
                 self._offset += len(line)
-                yield json.loads(line)
+                if (record := record_of(line)) is not None:  # a damaged line is told where the file is opened again
+                    yield record
 
 
 @dataclass
@@ -313,7 +316,9 @@ class Telling:
 
     def _open(self) -> None:
         self._bring()
-        self._record = _read(self._run.folder / CALLBACKS_NAME) or {"id": secrets.token_hex(8), "told": {}}
+        self._record = _read(self._run.folder / CALLBACKS_NAME, self._run.name) or {
+            "id": secrets.token_hex(8), "run": self._run.name, "told": {},
+        }  # fmt: skip
         run, told = replace(self._run, id=self._record["id"]), self._record["told"]
         self._save()
         self._listeners = [
@@ -356,15 +361,17 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
         raise ValueError(f"callbacks: two are called {twice[0]!r}: give each a `name` of its own")
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The record of what callbacks were told; empty where there is none. Raises ValueError for one that is damaged."""
+def _read(path: Path, run: str) -> dict[str, Any]:
+    """The record of what callbacks were told; empty where there is none. One that is damaged or another run's is set
+    aside: they are told everything again."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {"id": str(found["id"]), "told": dict(found["told"])}
-    except FileNotFoundError:
+        found = read_json(path)
+        if found is None:
+            return {}
+        if found.get("run", run) != run:
+            raise RecordDamaged(f"{path} is of run {found['run']!r}")
+        return {"id": str(found["id"]), "run": run, "told": dict(found["told"])}
+    except (RecordDamaged, ValueError, KeyError, TypeError) as error:
+        why = error.message if isinstance(error, RecordDamaged) else f"{path} is damaged: {error!r}"
+        log.warning("%s, and the callbacks are told everything again", set_aside(path, why))
         return {}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}), so nobody knows what the callbacks have been told: remove it to have "
-            "them told everything again"
-        ) from error

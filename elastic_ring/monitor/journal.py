@@ -11,7 +11,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +21,7 @@ from elastic_ring.files import sync_directory
 
 LOOK_S, QUIET_S = 0.01, 0.2
 """Seconds between looks at an incomplete line, and without change until its writer counts as dead."""
+_CRC = re.compile(rb',"crc":"([0-9a-f]{8})"}\n$')
 _TERM_NAME = re.compile(r"[0-9]{6,}")
 
 
@@ -56,7 +58,7 @@ class Journal:
         next `open` truncates the incomplete line.
         """
         assert self._fd is not None, "Journal.append before open"
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        line = line_of(record)
         try:
             num_written = os.write(self._fd, line)
             if self.durable and sync:
@@ -92,6 +94,12 @@ class Journal:
         self.close()
 
 
+def line_of(record: Mapping[str, Any]) -> bytes:
+    """A journal's line: the record, not empty, with a checksum of its bytes, so that a wrong one shows."""
+    text = json.dumps(record, separators=(",", ":")).encode()
+    return text[:-1] + b',"crc":"%08x"}\n' % zlib.crc32(text)
+
+
 def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The records in order; none for a missing file. An incomplete last line is skipped.
 
@@ -108,6 +116,13 @@ def parse(data: bytes, name: str) -> Iterator[dict[str, Any]]:
     """The records in a journal's bytes; as `read`, which says `name` instead of a path."""
     for record, _ in _lines(io.BytesIO(data), name):
         yield record
+
+
+def salvage(data: bytes) -> tuple[list[dict[str, Any]], list[int]]:
+    """The records that are right, and the numbers of the damaged lines. An incomplete last line is neither."""
+    damaged: list[int] = []
+    records = [record for record, _ in _lines(io.BytesIO(data), "", damaged.append)]
+    return records, damaged
 
 
 def claim_term(directory: str | os.PathLike[str]) -> int:
@@ -166,33 +181,52 @@ def _whole_bytes(path: Path) -> int:
     return end_bytes
 
 
-def _lines(file: BinaryIO, path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], int]]:
+def _lines(
+    file: BinaryIO, path: str | os.PathLike[str], damaged: Callable[[int], None] | None = None
+) -> Iterator[tuple[dict[str, Any], int]]:
     """Each complete record and the offset of its end.
 
     An incomplete (torn) line has no newline, or has NUL bytes (a power loss may keep the file's new length and lose
-    the page), and is the last. Any other line that does not parse is damage: skipping it could forget a command that
-    was sent.
+    the page), and is the last. Any other line that is not what was written is damage, which `damaged` is told of, or
+    which raises: skipping it could forget a command that was sent.
     """
+
+    def tell(number: int) -> None:
+        if damaged is None:
+            told = f"line {number} of {path} is damaged; the run's next submission sets it aside"
+            raise JournalDamaged(told, path=str(path), line=number)
+        damaged(number)
+
     end_bytes = 0
     hole = 0
     for number, line in enumerate(file, start=1):
         if hole:
-            raise _damaged(path, hole)
+            tell(hole)
+            hole = 0
         if not line.endswith(b"\n"):
             # Stop: if the writer is alive, another read could return the rest of this line as a line.
             return
         if b"\0" in line:
             hole = number
             continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise _damaged(path, number) from error
-        if not isinstance(record, dict):
-            raise _damaged(path, number)
+        record = record_of(line)
+        if record is None:
+            tell(number)
+            continue
         end_bytes += len(line)
         yield record, end_bytes
 
 
-def _damaged(path: str | os.PathLike[str], line: int) -> JournalDamaged:
-    return JournalDamaged(f"line {line} of {path} is not a JSON object", path=str(path), line=line)
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None for one that is damaged. Lines of earlier versions have no checksum."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    found = _CRC.search(line)
+    if found is None:
+        return record
+    del record["crc"]
+    return record if zlib.crc32(line[: found.start()] + b"}") == int(found[1], 16) else None

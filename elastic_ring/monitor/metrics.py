@@ -7,7 +7,6 @@ and `report`; sending metrics to a store must not enter this module.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import math
 import os
@@ -18,10 +17,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.errors import RunFailed
+from elastic_ring.errors import RecordDamaged, RunFailed
 from elastic_ring.files import sync_directory
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.journal import Journal, read
+from elastic_ring.monitor.journal import Journal, read, salvage
+from elastic_ring.monitor.json_files import json_bytes, read_json
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,14 @@ STATUS_NAME = "status.json"
 JOURNAL_NAME = "journal.jsonl"
 CONFIG_NAME = "config.json"
 
-WENT_BACK, AGAIN, BEGINS = "went back", "again", "begins"
+WENT_BACK, AGAIN, BEGINS, OF_RUN = "went back", "again", "begins", "run"
 """Notes in metrics.jsonl: the run begins at this step again; the step ran again with the same loss; the lines before
-this step are missing."""
+this step are missing; whose lines these are, by the run's identity."""
 
 SUMMARY_KEYS = (
     "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact", "mesh_changed",
     "generations", "recoveries", "compilations_after_step_0", "skipped_steps", "lost_workers", "resumed_from",
-    "checkpoints", "memory", "peak_gpu_bytes", "time_s",
+    "checkpoints", "memory", "peak_gpu_bytes", "time_s", "identity",
 )  # fmt: skip
 MEMORY_KEYS = ("step", "generation", "shortages", "reliefs", "why")
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
@@ -156,9 +156,11 @@ class MetricsLog:
         self._begun: set[int] = set()  # steps before which others are missing
         self.newest = Newest()
 
-    def open(self) -> MetricsLog:
-        """Open the file and continue it. Raises: JournalDamaged."""
+    def open(self, identity: str = "") -> MetricsLog:
+        """Open the file and continue it; a new one says whose it is. Raises: JournalDamaged."""
         self._journal.open()
+        if identity and not self.path.stat().st_size:
+            self._journal.append({"step": 0, "note": OF_RUN, "identity": identity})
         self._read()
         return self
 
@@ -268,7 +270,12 @@ class MetricsLog:
 
 def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """One mapping per committed step, in order, with `val_loss` and metrics where validated. Raises: JournalDamaged."""
-    lines = list(read(Path(directory) / METRICS_NAME))
+    return committed_lines(list(read(Path(directory) / METRICS_NAME)))
+
+
+def committed_lines(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same of lines that are read already; what is no line of a run's metrics is left out."""
+    lines = [line for line in lines if isinstance(line.get("step"), int)]
     validated = {line["step"]: line for line in lines if _is_validation(line)}
     standing, _ = _standing(lines)
     return [{**line, **validated.get(step, {})} for step, line in sorted(standing.items())]
@@ -279,6 +286,33 @@ def lines_before(lines: Sequence[Mapping[str, Any]], step: int) -> list[dict[str
     standing, _ = _standing(lines)
     steps = [dict(standing[known]) for known in sorted(standing) if known < step]
     return [*steps, *(dict(line) for line in lines if _is_validation(line) and line["step"] < step)]
+
+
+def rebuilt(data: bytes, identity: str, before: int) -> tuple[str, list[dict[str, Any]]]:
+    """(what is wrong with the bytes of a metrics.jsonl, empty if nothing; the lines of a new one in its place).
+
+    The new one has what is right of the steps before `before`, and says where lines are missing; nothing of another
+    run, which has another `identity`.
+    """
+    lines, damaged = salvage(data)
+    owner = next((line.get("identity") for line in lines if line.get("note") == OF_RUN), identity)
+    own: dict[str, Any] = {"step": 0, "note": OF_RUN, "identity": identity}
+    if owner != identity:
+        return "it is another run's", [own]
+    lines = [line for line in lines if isinstance(line.get("step"), int)]
+    kept, last_step = [own], -1
+    for line in lines_before(lines, before):
+        if "loss_hex" in line and line["step"] != last_step + 1:
+            kept.append({"step": line["step"], "note": BEGINS})
+        last_step = line["step"] if "loss_hex" in line else last_step
+        kept.append(line)
+    more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+    return f"line {damaged[0]}{more} of it is damaged" if damaged else "", kept
+
+
+def missing_steps(lines: Iterable[Mapping[str, Any]], before: int) -> list[int]:
+    """The steps before `before` that are not on record."""
+    return sorted({*range(before)} - {*_standing(lines)[0]})
 
 
 def _is_validation(line: Mapping[str, Any]) -> bool:
@@ -296,7 +330,7 @@ def _standing(
         if line.get("note") == WENT_BACK:
             undone |= {known: standing.pop(known) for known in [at for at in standing if at >= step]}
         elif line.get("note") == AGAIN:
-            standing[step] = undone.pop(step)
+            standing |= {step: undone.pop(step)} if step in undone else {}  # the line may have been lost
         elif "loss_hex" in line:
             undone.pop(step, None)
             standing[step] = line
@@ -320,15 +354,18 @@ def build_summary(
     memory: Iterable[Mapping[str, Any]] = (),
     peak_gpu_bytes: int = 0,
     time_s: Mapping[str, float] | None = None,
+    num_steps: int | None = None,
+    identity: str = "",
 ) -> dict[str, Any]:
     """The content of summary.json, with exactly the documented keys in the documented order.
 
     `exact`: whether equal bits are promised. Where they are not, the summary says null: they may be equal all the same.
-    Raises: KeyError when a generation or recovery lacks a key. Additional keys of these are dropped.
+    `num_steps`: how many there were, where not all losses are on record. Raises: KeyError when a generation or recovery
+    lacks a key. Additional keys of these are dropped.
     """
     made = [{key: one[key] for key in GENERATION_KEYS} for one in generations]
     return {
-        "steps": len(losses_hex),
+        "steps": len(losses_hex) if num_steps is None else num_steps,
         "losses": list(losses_hex),
         "weights_sha256": weights_sha256,
         "samples_sha256": samples_sha256,
@@ -345,6 +382,7 @@ def build_summary(
         "memory": [dict(one) for one in memory],
         "peak_gpu_bytes": peak_gpu_bytes,
         "time_s": {part: round(seconds, 3) for part, seconds in (time_s or {}).items()},
+        "identity": identity,
     }
 
 
@@ -359,18 +397,14 @@ def write_summary(directory: str | os.PathLike[str], summary: Mapping[str, Any])
 def read_status(folder: Path) -> dict[str, Any] | None:
     """The content of a run's status.json; None where there is none.
 
-    A file that is not JSON counts as missing: it is written without fsync, so a power loss may leave it empty, and it
-    holds nothing that a run needs to resume.
+    A damaged file counts as missing: it is written without fsync, so a power loss may leave it empty, and it holds
+    nothing that a run needs to resume.
     """
-    path = folder / STATUS_NAME
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return read_json(folder / STATUS_NAME) or None
+    except RecordDamaged as error:
+        log.warning("%s; it is taken for missing", error)
         return None
-    except ValueError as error:
-        log.warning("%s cannot be read and is taken for missing: %s", path, error)
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def overwrite_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
@@ -378,7 +412,7 @@ def overwrite_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> 
 
     A reader may see a half-written file. Raises: OSError where the file is missing or the content needs more room.
     """
-    text = (json.dumps(content, allow_nan=False) + "\n").encode()
+    text = json_bytes(content)
     with Path(path).open("r+b", buffering=0) as file:
         if file.write(text) != len(text):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -399,9 +433,9 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any], *, dura
     path = Path(path)
     # Unique per writer: an old coordinator and its successor may write at the same time.
     partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")
-    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    text = json_bytes(content)
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with partial.open("wb") as file:
             file.write(text)
             if durable:
                 file.flush()

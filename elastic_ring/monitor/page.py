@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.errors import ElasticRingError
-from elastic_ring.monitor.metrics import SUMMARY_NAME, read_metrics, read_status
-from elastic_ring.monitor.report import human_rate, recovery_line
+from elastic_ring.monitor.report import Records, human_rate, recovery_line
 
 log = logging.getLogger(__name__)
 
@@ -121,14 +120,14 @@ def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
 def page_data(folder: Path, now_unix_s: float | None = None) -> dict[str, Any]:
     """The state, the curves and the ranks of a run, from the records in its folder."""
     now = time.time() if now_unix_s is None else now_unix_s
-    status, steps = read_status(folder) or {}, read_metrics(folder)
-    summary = _summary(folder)
+    records = Records.of(folder)
+    status, summary, steps = records.status, records.summary, records.steps
     recoveries = list(summary.get("recoveries") or status.get("recoveries") or [])
     return {
         "run": status.get("run") or folder.resolve().name,
         "phase": _phase(status, summary),
-        "error": status.get("error", ""),
-        "news_s": None if status.get("ended") or not status else max(0.0, now - status["updated_unix_s"]),
+        "error": "; ".join(filter(None, (status.get("error"), *records.damaged))),
+        "news_s": None if status.get("ended") or not status else max(0.0, now - status.get("updated_unix_s", now)),
         "step": status.get("step", len(steps)), "total_steps": status.get("total_steps", len(steps)),
         "term": status.get("term"), "generation": status.get("generation"), "mesh": status.get("mesh"),
         "tokens_per_s": _rate(steps[-5:]),
@@ -142,12 +141,6 @@ def page_data(folder: Path, now_unix_s: float | None = None) -> dict[str, Any]:
         "spares": status.get("spares") or [],
         "story": status.get("story") or [],
     }  # fmt: skip
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    path = folder / SUMMARY_NAME
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return found
 
 
 def _phase(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:

@@ -6,15 +6,24 @@ is in `plot`, the live progress line in `progress`.
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.monitor.journal import read
-from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, read_metrics, read_status
+from elastic_ring.errors import RecordDamaged
+from elastic_ring.monitor.journal import salvage
+from elastic_ring.monitor.json_files import read_json
+from elastic_ring.monitor.metrics import (
+    CONFIG_NAME,
+    JOURNAL_NAME,
+    METRICS_NAME,
+    STATUS_NAME,
+    SUMMARY_NAME,
+    committed_lines,
+)
 from elastic_ring.monitor.metrics_table import CLOCK_PARTS
 
 _PARTS = ("detect", "close", "heal", "rerun")
@@ -22,6 +31,8 @@ _NUM_RECOVERIES_SHOWN = 5
 _FORECAST_IS_RIGHT = 0.1
 """Where measured and planned memory differ by more than this share of the plan, the line says so."""
 _STALE_S = 10.0
+NUM_TOLD = 3
+"""Of the damaged lines of a file so many are named."""
 
 
 def recovery_line(recovery: Mapping[str, Any]) -> str:
@@ -71,50 +82,81 @@ def seconds(value_s: float | None) -> str:
 def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) -> str:
     """The known state of a run: phase, mesh, generation, step, members, spares, last recoveries.
 
-    Raises: ValueError when the folder is missing or is not a run folder; JournalDamaged.
+    What is damaged is named, and the rest shown. Raises: ValueError when the folder is missing or is no run's.
     """
     folder = Path(run_folder)
     if not folder.is_dir():
         raise ValueError(f"run folder {folder}: there is no such folder; give the --run-dir of a run")
-    status = read_status(folder) or {}
-    summary = _load(folder / SUMMARY_NAME)
-    steps = read_metrics(folder)
-    if not (status or summary or steps or (folder / JOURNAL_NAME).exists()):
+    records = Records.of(folder)
+    status, summary, steps = records.status, records.summary, records.steps
+    if not (status or summary or steps or records.damaged or (folder / JOURNAL_NAME).exists()):
         files = f"{STATUS_NAME}, {JOURNAL_NAME} or {SUMMARY_NAME}"
         raise ValueError(f"run folder {folder}: holds no {files}; give the --run-dir of a run")
     now = time.time() if now_unix_s is None else now_unix_s
     recoveries = list(status.get("recoveries") or summary.get("recoveries") or [])
-    lines = [
-        _state_line(folder, status, summary, now),
-        _versions_line(folder / CONFIG_NAME),
-        _mesh_line(status, summary),
-        _step_line(status, summary, steps),
-        *_membership_lines(status, now),
-        *_memory_lines(folder / CONFIG_NAME, status or summary),
-        *_recovery_lines(recoveries),
-        *_summary_lines(summary),
-        *_last_decision(folder / JOURNAL_NAME),
-    ]
-    return "\n".join(line for line in lines if line) + "\n"
+    parts: tuple[Callable[[], Iterable[str]], ...] = (
+        lambda: [_state_line(folder, status, summary, now)],
+        lambda: [_versions_line(folder / CONFIG_NAME)],
+        lambda: [_mesh_line(status, summary)],
+        lambda: [_step_line(status, summary, steps)],
+        lambda: _membership_lines(status, now),
+        lambda: _memory_lines(folder / CONFIG_NAME, status or summary),
+        lambda: _recovery_lines(recoveries),
+        lambda: _summary_lines(summary),
+        lambda: [_row("decision", records.decision)] if records.decision else [],
+        lambda: [_row("damaged", told) for told in records.damaged],
+    )
+    return "\n".join(line for part in parts for line in _shown(part) if line) + "\n"
+
+
+def _shown(part: Callable[[], Iterable[str]]) -> list[str]:
+    """The lines of a part; of one that a stranger's file makes no sense of, that."""
+    try:
+        return list(part())
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        return [_row("damaged", f"a record that holds something else ({type(error).__name__}: {error})")]
+
+
+@dataclass(frozen=True)
+class Records:
+    """What of a run's records can be read, and of each file that is damaged what is wrong with it."""
+
+    status: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    steps: Sequence[Mapping[str, Any]]
+    decision: str
+    """The reason of the newest journal line with commands; the others only note an event."""
+    damaged: tuple[str, ...]
+
+    @classmethod
+    def of(cls, folder: Path) -> Records:
+        damaged: list[str] = []
+        status, summary = (_known(folder / name, damaged) for name in (STATUS_NAME, SUMMARY_NAME))
+        lines, journal = (_right_lines(folder / name, damaged) for name in (METRICS_NAME, JOURNAL_NAME))
+        newest = next((line for line in reversed(journal) if line.get("commands")), None)
+        decision = "" if newest is None else str(newest.get("reason") or "-")
+        return cls(status, summary, committed_lines(lines), decision, tuple(damaged))
+
+
+def _known(path: Path, damaged: list[str]) -> dict[str, Any]:
+    try:
+        return read_json(path) or {}
+    except (RecordDamaged, OSError) as error:
+        damaged.append(str(error))
+        return {}
+
+
+def _right_lines(path: Path, damaged: list[str]) -> list[dict[str, Any]]:
+    lines, wrong = salvage(path.read_bytes()) if path.exists() else ([], [])
+    damaged += [f"line {number} of {path}" for number in wrong[:NUM_TOLD]]
+    damaged += [f"{len(wrong) - NUM_TOLD} more lines of {path}"] if len(wrong) > NUM_TOLD else []
+    return lines
 
 
 def _lost(steps_undone: int) -> str:
     if steps_undone == 0:
         return "no step lost"
     return f"{steps_undone} step{'s' if steps_undone > 1 else ''} undone"
-
-
-def _load(path: Path) -> dict[str, Any]:
-    """The content of a JSON object file; {} if it is missing. Raises ValueError for anything else."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; was it edited by hand?") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a JSON object; was it edited by hand?")
-    return content
 
 
 def _state_line(folder: Path, status: Mapping[str, Any], summary: Mapping[str, Any], now: float) -> str:
@@ -140,8 +182,8 @@ def _status_age_s(status: Mapping[str, Any], now: float) -> float:
 def _versions_line(path: Path) -> str:
     """The recorded versions. An unreadable config is reported here and does not fail the status."""
     try:
-        found = _load(path).get("versions", {})
-    except (OSError, ValueError) as error:
+        found = (read_json(path) or {}).get("versions", {})
+    except (OSError, RecordDamaged) as error:
         return _row("versions", f"{CONFIG_NAME} cannot be read ({error})")
     told = ", ".join(f"{name} {version}" for name, version in found.items()) if isinstance(found, Mapping) else ""
     return _row("versions", told) if told else ""
@@ -228,8 +270,8 @@ def forecast_line(planned_bytes: int | None, peak_bytes: int) -> str:
 def _memory_lines(config: Path, newest: Mapping[str, Any]) -> Iterable[str]:
     """What the run takes of GPUs, and of hosts."""
     try:
-        planned = _load(config).get("planned_gpu_bytes")
-    except (OSError, ValueError):  # the versions' line says so
+        planned = (read_json(config) or {}).get("planned_gpu_bytes")
+    except (OSError, RecordDamaged):  # the versions' line says so
         planned = None
     if told := forecast_line(planned, int(newest.get("peak_gpu_bytes", 0))):
         yield _row("GPU memory", told)
@@ -255,16 +297,6 @@ def _summary_lines(summary: Mapping[str, Any]) -> Iterable[str]:
         exact = "yes" if summary["exact"] else f"not promised{changed}"
         yield _row("goodput", f"{100 * summary['goodput']:.1f} %   exact: {exact}")
         yield _row("weights", f"sha256 {summary['weights_sha256']}")
-
-
-def _last_decision(path: Path) -> Iterable[str]:
-    """The newest journal record with commands; records without any only note an event."""
-    newest: Mapping[str, Any] | None = None
-    for record in read(path):
-        if record.get("commands"):
-            newest = record
-    if newest is not None:
-        yield _row("decision", str(newest.get("reason") or "-"))
 
 
 def _row(title: str, text: str) -> str:

@@ -7,9 +7,9 @@ folder is a path, nothing here does anything. Checkpoints and weights go to the 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import re
 import secrets
 import tempfile
 import threading
@@ -17,9 +17,10 @@ import time
 from pathlib import Path
 
 from elastic_ring.config import RunConfig
-from elastic_ring.errors import StorageFailed
+from elastic_ring.errors import RecordDamaged, StorageFailed
 from elastic_ring.monitor.callbacks import CALLBACKS_NAME, kept_places
 from elastic_ring.monitor.journal import claim_term, newest_term
+from elastic_ring.monitor.json_files import DAMAGED, json_bytes, parse_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
 from elastic_ring.state.storage.folder import Storage
 
@@ -78,7 +79,15 @@ def growing(storage: Storage, name: str) -> bytes:
 
 
 def _current_term(storage: Storage) -> int:
-    return int(json.loads(storage.read(CURRENT))["term"]) if storage.exists(CURRENT) else 0
+    """The term whose pieces count; the newest that has any where the record of it is damaged."""
+    if not storage.exists(CURRENT):
+        return 0
+    try:
+        return int(parse_json(storage.read(CURRENT), storage.at(CURRENT))["term"])
+    except (RecordDamaged, LookupError, TypeError, ValueError) as error:
+        log.warning("%s is damaged (%s): the newest records are taken", storage.at(CURRENT), error)
+        numbers = (re.fullmatch(rf"{FOLDER}/.+-(\d+)-\d+", piece) for piece, _ in storage.names(FOLDER))
+        return max((int(number[1]) for number in numbers if number), default=0)
 
 
 def publish(run: RunConfig, folder: Path) -> None:
@@ -134,8 +143,12 @@ def reset_places(run: RunConfig, *, goes_on: bool) -> None:
     if run.is_remote:
         storage = storage_of(run)
         if goes_on and storage.exists(CALLBACKS_NAME):
-            kept = kept_places(json.loads(storage.read(CALLBACKS_NAME)))
-            storage.replace(CALLBACKS_NAME, json.dumps(kept).encode())
+            try:
+                kept = kept_places(parse_json(storage.read(CALLBACKS_NAME), storage.at(CALLBACKS_NAME)))
+            except (RecordDamaged, LookupError, TypeError, AttributeError) as error:
+                log.warning("%s; the driver that tells callbacks sets it aside", error)
+                return
+            storage.replace(CALLBACKS_NAME, json_bytes(kept))
         elif not goes_on:
             storage.remove(CALLBACKS_NAME)
 
@@ -208,10 +221,11 @@ class Mirror:
             for name in APPENDED:
                 self._append(self._storage, name)
             if not self._is_current and _current_term(self._storage) <= self._term:
-                self._storage.replace(CURRENT, json.dumps({"term": self._term, "unix_s": time.time()}).encode())
+                self._storage.replace(CURRENT, json_bytes({"term": self._term, "unix_s": time.time()}))
                 self._remove_older(self._storage)
                 self._is_current = True
-            for name in REPLACED:
+            aside = [path.name for path in self._run.folder.glob(f"*{DAMAGED}*")]
+            for name in (*REPLACED, *aside):
                 self._copy(self._storage, name)
 
     def close(self, timeout_s: float) -> None:
@@ -261,7 +275,8 @@ class Mirror:
 
     def _remove_older(self, storage: Storage) -> None:
         for piece, _ in storage.names(FOLDER):
-            if piece != CURRENT and int(piece.split("-")[-2]) < self._term:
+            number = re.fullmatch(rf"{FOLDER}/.+-(\d+)-\d+", piece)
+            if number and int(number[1]) < self._term:
                 storage.remove(piece)
 
 

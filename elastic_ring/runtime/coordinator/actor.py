@@ -223,12 +223,16 @@ class Coordinator:
         begin = opened.begin
         if begin is None:
             begin = {"note": "begin", "attempt": run_spec.attempt, "now": self.clock(), "run": run_spec.run.name,
-                     "versions": versions(run_spec.scaling.device), **run_spec.resume.journalled()}  # fmt: skip
+                     "identity": run_spec.identity.digest, "versions": versions(run_spec.scaling.device),
+                     **run_spec.resume.journalled()}  # fmt: skip
             self._note(begin)
         self.mirror.open()  # not before: where this journal comes, that of an earlier submission leaves the store
+        self.recorder.identity = begin.get("identity", "")
         self.recorder.open(begin["now"], run_spec.resume.step)
         self._end_report = EndReport(self.recorder.recoveries.say)
         self.recorder.resumed_from = run_spec.resume.resumed_from
+        for told in opened.told:
+            self.recorder.recoveries.say(told)
         for line in opened.lines:
             self.recorder.recall(line)
         events = [line for line in opened.lines if "event" in line]

@@ -6,9 +6,9 @@ checkpoint is decided in `control`.
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,13 +18,16 @@ from typing import Any
 from elastic_ring.config import RunConfig
 from elastic_ring.control.messages import Checkpoint
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
+from elastic_ring.monitor.json_files import DAMAGED, json_bytes
 from elastic_ring.runtime.coordinator.resume import (
+    LINEAGES,
     Resume,
     known,
     lineage_name,
     lineage_of,
     lineage_of_folder,
     listed,
+    shortened,
     uri_of,
 )
 from elastic_ring.state.checkpoints.checkpoint import (
@@ -111,6 +114,7 @@ class CheckpointKeeper:
     def open(self) -> None:
         """Start the thread, and have it tell which checkpoints count."""
         self._thread.start()
+        self._jobs.put(self._set_damaged_aside)
         self._jobs.put(self._begin_lineage)
         self._jobs.put(self._abort_old_uploads)
         self._jobs.put(self._tell)
@@ -295,16 +299,27 @@ class CheckpointKeeper:
 
     def _begin_lineage(self) -> None:
         """So that a later submission goes on in this lineage, also where it has no checkpoint yet."""
-        newest = [located(self._storage.uri, one.folder) for one in self._resume.checkpoints[-1:]]
+        others = [located(self._storage.uri, one.folder) for one in self._resume.checkpoints if not self._is_own(one)]
         # A checkpoint of this storage by its name in it, which stays where the storage moves.
-        paths = [folder if uri == self._storage.uri else f"{uri}/{folder}" for uri, folder in newest]
-        begun = {"resume": self._run.resume, "from": paths}
-        self._storage.create(lineage_name(self._resume.lineage), json.dumps(begun).encode())
+        paths = [folder if uri == self._storage.uri else f"{uri}/{folder}" for uri, folder in others[-1:]]
+        begun = {"resume": self._run.resume, "from": paths, "identity": self._facts["identity"]}
+        self._storage.create(lineage_name(self._resume.lineage), json_bytes(begun))
+
+    def _set_damaged_aside(self) -> None:
+        """What the driver has found, and told: checkpoints, if it is seen from here too, and records of lineages."""
+        for name, why in self._resume.damaged.items():
+            if name.startswith(f"{LINEAGES}/") and self._storage.exists(name):
+                self._storage.create(f"{name}{DAMAGED}{secrets.token_hex(4)}", self._storage.read(name))
+                self._storage.remove(name)
+            elif lineage_of_folder(name) >= 0 and self._storage.exists(f"{name}/{COMMIT}"):
+                seen = wrong_with(self._storage, name)
+                if seen or read_manifest(self._storage, name).identity != self._facts["identity"]:
+                    set_aside(self._storage, name, seen or [why])
 
     def _tell(self) -> None:
         found, damaged = listed(self._storage)
         for folder in damaged:
-            if lineage_of_folder(folder) == self._resume.lineage:
+            if lineage_of_folder(folder) >= 0:  # other names are none of the run's
                 self._set_aside_if_damaged(folder)
         own = [checkpoint for checkpoint in found if lineage_of(checkpoint) == self._resume.lineage]
         first = [one for one in self._resume.checkpoints if not self._is_own(one)]
@@ -320,7 +335,8 @@ class CheckpointKeeper:
         is_there = uri == self._run.storage_uri and self._storage.exists(f"{inside}/{COMMIT}")
         if is_there and not self._set_aside_if_damaged(inside):
             # That worker's node may lack the mount, or have bad memory.
-            log.error("%s is whole as seen from here, but a worker could not use it: %s", folder, why)
+            seen = f"{folder} is whole as seen from here, but a worker could not use it"
+            self._post("told", f"{seen}: {shortened([why])}")
         self._tell()
 
     def _set_aside_if_damaged(self, folder: str) -> bool:
@@ -328,13 +344,13 @@ class CheckpointKeeper:
         seen = wrong_with(self._storage, folder)
         if seen:
             set_aside(self._storage, folder, seen)
-            log.error("%s does not verify and is kept aside: %s", folder, "; ".join(seen))
+            self._post("told", f"{folder} does not verify and is set aside: {shortened(seen)}")
         return bool(seen)
 
     def _set_aside_later(self, step: int) -> None:
         for checkpoint in known(self._storage):
             if checkpoint.step > step and lineage_of(checkpoint) == self._resume.lineage:
-                set_aside(self._storage, checkpoint.folder, [f"the run went back to step {step}"])
+                set_aside(self._storage, checkpoint.folder, [f"the run went back to step {step}"], undone=True)
                 log.warning("set aside %s: its steps were undone", checkpoint.folder)
         self._tell()
 

@@ -6,7 +6,6 @@ use the same sequences: the journal says which manifests held there, the metrics
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from elastic_ring.control.decisions import rollback
 from elastic_ring.control.decisions.corpus import journalled
 from elastic_ring.control.messages import BatchSkip, CorpusVersion
 from elastic_ring.control.replay import standing
-from elastic_ring.monitor.journal import parse
+from elastic_ring.monitor.journal import salvage
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME
 from elastic_ring.runtime.run_storage import growing
 from elastic_ring.state.storage.folder import Storage
@@ -30,23 +29,30 @@ class Earlier:
     skips: tuple[BatchSkip, ...] | None = None
 
 
-def earlier(storage: Storage, lineage: int) -> Earlier:
+def earlier(storage: Storage, lineage: int, identity: str, damaged: dict[str, str]) -> Earlier:
     """Of the last submission of `lineage`, which began with what those before it knew.
 
-    Nothing where its records are not in `storage` any more: an object store has those of the last submission only.
-    Raises StorageFailed; JournalDamaged.
+    Nothing where its records are not in `storage` any more: an object store has those of the last submission only; nor
+    of another run's, of another `identity`. Lines that are damaged are left out, and told in `damaged`, by file.
+    Raises StorageFailed.
     """
     attempts = [f"{name}/" for name in storage.folders() if name.startswith("attempt-")]
     for folder in ("", *reversed(attempts)):
-        lines = standing(_records(storage, folder + JOURNAL_NAME))
+        lines = standing(_records(storage, folder + JOURNAL_NAME, damaged))
         begin = next((line for line in lines if line.get("note") == "begin"), None)
-        if begin is None or begin.get("lineage", 0) != lineage:
+        if begin is None or begin.get("lineage", 0) != lineage or begin.get("identity", identity) != identity:
             continue
-        ran = [line["step"] + 1 for line in _records(storage, folder + METRICS_NAME) if "loss_hex" in line]
+        ran = [line["step"] + 1 for line in _records(storage, folder + METRICS_NAME, damaged) if "loss_hex" in line]
         num_steps = max([*ran, begin.get("num_steps", 0)])
         return Earlier(journalled(lines), num_steps, rollback.journalled(lines))
     return Earlier()
 
 
-def _records(storage: Storage, name: str) -> Iterator[dict[str, Any]]:
-    return parse(growing(storage, name), f"{storage.uri.rstrip('/')}/{name}")
+def _records(storage: Storage, name: str, damaged: dict[str, str]) -> list[dict[str, Any]]:
+    lines, wrong = salvage(growing(storage, name))
+    if wrong:
+        damaged[name] = (
+            f"line {wrong[0]} of {storage.at(name)} is damaged: which sequences the steps after the checkpoint used is "
+            "known from the other lines only"
+        )
+    return lines

@@ -6,7 +6,6 @@ No decisions here. Facts that a restarted coordinator needs go into the journal 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import time
@@ -34,6 +33,7 @@ from elastic_ring.control.state import (
 )
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.goodput import Goodput, LossLedger, time_by_part
+from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import (
     MEMORY_KEYS,
     STATUS_NAME,
@@ -106,15 +106,17 @@ class RunRecorder:
         self.copied: Mapping[str, Any] | None = None  # the newest copies in peers' memory that are complete
         self.resumed_from: Sequence[Mapping[str, Any]] = ()
         self.started_s, self.first_step = 0.0, 0
+        self.identity = ""
+        """Of the run: what its checkpoints and submissions share."""
 
     def open(self, started_s: float, first_step: int = 0) -> None:
         """`first_step`: where this attempt began; its goodput says nothing of the steps before."""
         self.started_s, self.first_step = started_s, first_step
         status = read_status(self.folder)
         if status is not None:
-            self._alive_at_s = status["updated_unix_s"]
+            self._alive_at_s = status.get("updated_unix_s")
             self.lost = LossLedger(status.get("lost_s"))
-        self.metrics.open()
+        self.metrics.open(self.identity)
         self.goodput = Goodput(
             started_s, {step: s for step, s in self.metrics.step_times_s().items() if step >= first_step}
         )
@@ -379,8 +381,11 @@ class RunRecorder:
         """This attempt began at a checkpoint: the newest that verified, which may be older than the one first tried."""
         uri, folder = located(self._run.storage_uri, restored.folder)
         found = {"step": restored.step, "path": f"{uri.rstrip('/')}/{folder}"}
+        planned = self.resumed_from[-1] if self.resumed_from else None
         self.resumed_from = (*self.resumed_from[:-1], found)
         self._note({"note": "resumed from", "checkpoints": [dict(one) for one in self.resumed_from]})
+        if planned and planned["step"] != found["step"]:
+            self.recoveries.say(f"resumed at step {found['step']} from {found['path']}: newer ones do not verify")
         log.info("resumed at step %d from %s", found["step"], found["path"])
 
     def coordinator_back(self, now: float) -> None:
@@ -434,9 +439,8 @@ class RunRecorder:
 
         One that is there was written by an earlier coordinator of this attempt, and stands.
         """
-        path = self.folder / SUMMARY_NAME
-        if path.exists():
-            known: dict[str, Any] = json.loads(path.read_text())
+        known = readable_json(self.folder / SUMMARY_NAME)
+        if known:
             return known
         self.recoveries.finish(self._clock())
         summary = build_summary(
@@ -455,6 +459,8 @@ class RunRecorder:
             memory=self.memory,
             peak_gpu_bytes=self.peak_gpu_bytes,
             time_s=self.time_s(self._clock()),
+            num_steps=self.metrics.last_step + 1,
+            identity=self.identity,
         )
         write_summary(self.folder, summary)
         draw_run(self.folder, self.recoveries.records)

@@ -5,32 +5,35 @@ Asked by the driver before anything starts, and by the coordinator's keeper of c
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.messages import BatchSkip, Checkpoint, CorpusVersion
-from elastic_ring.errors import CheckpointDamaged, StorageFailed
+from elastic_ring.errors import CheckpointDamaged, RecordDamaged, StorageFailed
 from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.json_files import parse_json
 from elastic_ring.runtime.coordinator.lineage import Earlier, earlier
 from elastic_ring.runtime.identity import Identity, few
 from elastic_ring.state.checkpoints.checkpoint import (
     COMMIT,
     FOLDER,
     REJECTED,
+    Manifest,
+    age_key,
     committed,
     located,
     read_manifest,
+    wrong_with,
 )
 from elastic_ring.state.storage.folder import Storage, open_or_refuse
 
-log = logging.getLogger(__name__)
-
 LINEAGES = "lineages"
+NUM_TOLD, LONGEST_TOLD = 3, 200
+"""Of what is damaged so much is told in one line."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Resume:
     """Whether the run's storage keeps two writers of one name apart, as the driver has tried."""
     places: Mapping[str, str] = field(default_factory=dict)
     """Where the contents were when the newest checkpoint was written."""
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Why checkpoints and records do not count, by name; by URI where they lie in another storage than the run's."""
 
     @property
     def step(self) -> int:
@@ -65,25 +70,30 @@ class Resume:
 
 
 def known(storage: Storage) -> list[Checkpoint]:
-    """The checkpoints that count, of all lineages, by lineage and step. Damaged manifests are left out, and logged."""
+    """The checkpoints that count, of all lineages, by lineage and step. Those that are damaged are left out."""
     return listed(storage)[0]
 
 
-def listed(storage: Storage) -> tuple[list[Checkpoint], list[str]]:
-    """As `known`, and the folders whose manifest is damaged."""
-    found, damaged = [], []
+def listed(storage: Storage) -> tuple[list[Checkpoint], dict[str, str]]:
+    """As `known`, and why others do not count, by folder: their manifest is damaged, or of another folder."""
+    manifests, damaged = _manifests(storage)
+    return list(manifests), damaged
+
+
+def _manifests(storage: Storage) -> tuple[dict[Checkpoint, Manifest], dict[str, str]]:
+    found: dict[Checkpoint, Manifest] = {}
+    damaged: dict[str, str] = {}
     for folder in reversed(committed(storage)):
         try:
             manifest = read_manifest(storage, folder)
         except CheckpointDamaged as error:
-            log.error("%s", error)
-            damaged.append(folder)
+            damaged[folder] = error.message
             continue
         except StorageFailed:
             if storage.exists(f"{folder}/{COMMIT}"):
                 raise
             continue  # removed since it was listed
-        found.append(Checkpoint(manifest.step, folder, Mesh(manifest.num_parts, manifest.cp)))
+        found[Checkpoint(manifest.step, folder, Mesh(manifest.num_parts, manifest.cp))] = manifest
     return found, damaged
 
 
@@ -92,7 +102,59 @@ def lineage_of(checkpoint: Checkpoint) -> int:
 
 
 def lineage_of_folder(folder: str) -> int:
-    return int(folder.rpartition("lineage-")[2])
+    """-1 for a folder whose name is not that of a checkpoint."""
+    return age_key(located("", folder)[1])[0]
+
+
+@dataclass
+class _Stored:
+    """What a storage has: `found` counts as far as its manifests and names say, by lineage and step; `begun` has the
+    checkpoints at which each lineage began. `damaged`: why the other checkpoints and records do not count, by name."""
+
+    storage: Storage
+    found: list[Checkpoint]
+    damaged: dict[str, str]
+    begun: dict[int, Sequence[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, storage: Storage, identity: Identity) -> _Stored:
+        manifests, damaged = _manifests(storage)
+        strangers = [one for one, manifest in manifests.items() if _other_settings(manifest, identity)]
+        if len(strangers) == len(manifests):  # these are the run's, and the settings are others: `_resume` says so
+            strangers = []
+        damaged |= {one.folder: f"{storage.at(one.folder)} is a checkpoint of other settings" for one in strangers}
+        stored = cls(storage, [one for one in manifests if one not in strangers], damaged)
+        stored._read_lineages(identity.digest)
+        return stored
+
+    def _read_lineages(self, identity: str) -> None:
+        for name, _ in self.storage.names(LINEAGES):
+            number = re.fullmatch(rf"{LINEAGES}/(\d+)\.json", name)
+            if number is None:  # one that was set aside
+                continue
+            try:
+                begun = parse_json(self.storage.read(name), self.storage.at(name))
+                if begun.get("identity", identity) != identity:
+                    raise RecordDamaged(f"{self.storage.at(name)} is another run's", path=name)
+                self.begun[int(number[1])] = [str(folder) for folder in begun["from"]]
+            except RecordDamaged as error:
+                self.damaged[name] = error.message
+            except (LookupError, TypeError) as error:
+                self.damaged[name] = f"{self.storage.at(name)} is no record of a lineage ({error!r})"
+
+    @property
+    def newest(self) -> int:
+        """The newest lineage, -1 for none."""
+        names = [*self.damaged, *(one.folder for one in self.found)]
+        records = (re.fullmatch(rf"{LINEAGES}/(\d+)\.json", name) for name in names)
+        return max([*self.begun, *map(lineage_of_folder, names), *(int(one[1]) for one in records if one)], default=-1)
+
+    def whole(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Without the newest ones that lack a file or a part of one; what each byte is shows when it is read."""
+        left = list(candidates)
+        while left and (wrong := wrong_with(self.storage, left[-1].folder, read_bytes=False)):
+            self.damaged[left.pop().folder] = shortened(wrong)
+        return left
 
 
 def find_resume(run: RunConfig, identity: Identity, *, grows: bool = False) -> Resume:
@@ -101,7 +163,7 @@ def find_resume(run: RunConfig, identity: Identity, *, grows: bool = False) -> R
     Without earlier ones the settings say which batches are left out.
 
     Raises: ValueError for a step without a checkpoint, a path that is none, and a checkpoint of another run's settings
-    (it names what differs) or of a newer format; StorageFailed; JournalDamaged.
+    (it names what differs) or of a newer format; StorageFailed.
     """
     writes = not Storage(run.storage_uri).is_local  # a folder is tried elsewhere
     storage = open_or_refuse(run.storage_uri, write=writes, timeout_s=run.timeouts.storage_s)
@@ -112,26 +174,24 @@ def find_resume(run: RunConfig, identity: Identity, *, grows: bool = False) -> R
 def _found_resume(
     run: RunConfig, storage: Storage, identity: Identity, reads: bool
 ) -> Resume:  # fmt: skip
-    found, damaged = listed(storage)
-    begun = {int(name[-8:-5]): json.loads(storage.read(name)) for name, _ in storage.names(LINEAGES)}
-    newest = max([*begun, *map(lineage_of, found), *map(lineage_of_folder, damaged)], default=-1)
+    stored = _Stored.of(storage, identity)
+    newest = stored.newest
     if run.resume == "never":
         return Resume(newest + 1, skips=skips_of(run))
     if run.resume == "auto":
-        usable = [checkpoint for checkpoint in found if lineage_of(checkpoint) == newest]
-        if not usable:
-            _refuse_where_all_are_damaged(storage, newest, damaged)
-            usable = _beginning_of(run, found, begun.get(newest, {}).get("from", ()))
-        before = earlier(storage, max(newest, 0)) if reads else Earlier()
-        return _resume(run, storage, usable, max(newest, 0), identity, before)
+        usable = _newest_whole(run, stored)
+        before = earlier(storage, max(newest, 0), identity.digest, stored.damaged) if reads else Earlier()
+        found = _resume(run, storage, usable, max(newest, 0), identity, before)
+        return replace(found, damaged=stored.damaged)
     if run.resume.isdigit():
-        usable = [checkpoint for checkpoint in found if checkpoint.step == int(run.resume)][-1:]
+        usable = stored.whole([checkpoint for checkpoint in stored.found if checkpoint.step == int(run.resume)])[-1:]
         if not usable:
-            steps = ", ".join(str(checkpoint.step) for checkpoint in found)
+            steps = ", ".join(str(checkpoint.step) for checkpoint in stored.found)
             raise ValueError(f"resume={run.resume!r}: no checkpoint of that step in {storage.uri}; "
-                             f"there are {steps or 'none'}")  # fmt: skip
-        before = earlier(storage, lineage_of(usable[-1])) if reads else Earlier()
-        return _resume(run, storage, usable, newest + 1, identity, before)
+                             f"there are {steps or 'none'}{_and_damaged(stored.damaged)}")  # fmt: skip
+        before = earlier(storage, lineage_of(usable[-1]), identity.digest, stored.damaged) if reads else Earlier()
+        found = _resume(run, storage, usable, newest + 1, identity, before)
+        return replace(found, damaged=stored.damaged)
     return _resume_from(run, newest + 1, identity, reads)
 
 
@@ -148,26 +208,57 @@ def skips_of(run: RunConfig) -> tuple[BatchSkip, ...]:
     return tuple(BatchSkip(*pair) for pair in pairs)
 
 
-def _refuse_where_all_are_damaged(storage: Storage, lineage: int, damaged: Collection[str]) -> None:
-    """A run must not begin at step 0 again without a word after a week of training."""
-    ending = f"lineage-{lineage:03d}/"
-    aside = [name for name, _ in storage.names(FOLDER) if name.endswith(REJECTED) and ending in name]
-    unread = [folder for folder in damaged if lineage_of_folder(folder) == lineage]
-    if aside or unread:
-        number = len(aside) + len(unread)
-        named = "".join(f"; the manifest in {folder} is damaged" for folder in unread)
-        raise ValueError(
-            f"resume='auto': every checkpoint in {storage.uri} was set aside or is damaged ({number}; elastic-ring "
-            f"checkpoints list says why{named}): give resume='never' to begin at step 0, or the path of another run's "
-            "checkpoint"
-        )
+def _newest_whole(run: RunConfig, stored: _Stored) -> list[Checkpoint]:
+    """The checkpoints that a submission may use: those of the newest lineage; where that has none, the one at which it
+    began; where that is not known, or its own are damaged, those of the lineages before. None for step 0.
 
-
-def _beginning_of(run: RunConfig, found: Sequence[Checkpoint], begun_from: Sequence[str]) -> list[Checkpoint]:
-    """The checkpoint that a lineage without one of its own began at, of this storage or of another; none for step 0.
-
-    Raises ValueError where that checkpoint is not there any more.
+    Raises ValueError where there were checkpoints and none is left: a run must not begin at step 0 again without a
+    word after a week of training; and where somebody chose one that is not there any more.
     """
+    newest = stored.newest
+    usable = stored.whole([one for one in stored.found if lineage_of(one) == newest])
+    begun_from, lost = stored.begun.get(newest, ()), _lost(stored, newest)
+    if usable:  # where no byte of them is right, the one at which they began is left
+        return [*(one for one in stored.found if one.folder in begun_from and one.step < usable[0].step), *usable]
+    if newest in stored.begun and not begun_from and not lost:
+        return []
+    usable = _beginning_of(run, stored, begun_from)
+    others = {lineage_of(one) for one in stored.found} - {newest} if lost or newest not in stored.begun else set[int]()
+    for lineage in sorted(others, reverse=True):
+        usable = usable or stored.whole([one for one in stored.found if lineage_of(one) == lineage])
+    if usable or not (lost or begun_from):
+        return usable
+    if lost:
+        raise ValueError(
+            f"resume='auto': every checkpoint in {stored.storage.uri} was set aside or is damaged ({len(lost)}; "
+            f"elastic-ring checkpoints list says why{_and_damaged(stored.damaged)}): give resume='never' to begin at "
+            "step 0, or the path of another run's checkpoint"
+        )
+    raise ValueError(
+        f"resume='auto': the newest lineage has no checkpoint yet, and {begun_from[-1]}, at which it began, is not "
+        "there any more or is damaged: give resume='never' to begin at step 0, a step, or the path of a checkpoint"
+    )
+
+
+def _lost(stored: _Stored, lineage: int) -> list[str]:
+    """The checkpoints of a lineage that do not count any more."""
+    ending = f"/lineage-{lineage:03d}/"
+    aside = [name for name, _ in stored.storage.names(FOLDER) if name.endswith(REJECTED) and ending in name]
+    return [*aside, *(name for name in stored.damaged if lineage_of_folder(name) == lineage >= 0)]
+
+
+def _and_damaged(damaged: Mapping[str, str]) -> str:
+    return "; " + shortened(damaged.values()) if damaged else ""
+
+
+def shortened(lines: Iterable[str]) -> str:
+    """The first of them, and how many more there are, for one line."""
+    told = [line if len(line) <= LONGEST_TOLD else f"{line[:LONGEST_TOLD]}..." for line in lines]
+    return "; ".join(told[:NUM_TOLD]) + (f"; and {len(told) - NUM_TOLD} more" if len(told) > NUM_TOLD else "")
+
+
+def _beginning_of(run: RunConfig, stored: _Stored, begun_from: Sequence[str]) -> list[Checkpoint]:
+    """The checkpoint that a lineage began at, of this storage or of another; none where it is not there any more."""
     usable = []
     for path in begun_from:
         uri, folder = located("", path)
@@ -175,12 +266,7 @@ def _beginning_of(run: RunConfig, found: Sequence[Checkpoint], begun_from: Seque
             storage = open_or_refuse(uri, write=False, timeout_s=run.timeouts.storage_s, setting="resume")
             usable += [Checkpoint(one.step, path, one.mesh) for one in known(storage) if one.folder == folder]
         else:
-            usable += [one for one in found if one.folder == path]
-    if begun_from and not usable:
-        raise ValueError(
-            f"resume='auto': the newest lineage has no checkpoint yet, and {begun_from[-1]}, at which it began, is not "
-            "there any more or is damaged: give resume='never' to begin at step 0, a step, or the path of a checkpoint"
-        )
+            usable += stored.whole([one for one in stored.found if one.folder == path])
     return usable
 
 
@@ -193,13 +279,16 @@ def _resume_from(run: RunConfig, lineage: int, identity: Identity, reads: bool) 
     uri, folder = located("", run.resume.rstrip("/"))
     where = uri or run.resume.rstrip("/")
     storage = open_or_refuse(where, write=False, timeout_s=run.timeouts.storage_s, setting="resume")
-    usable = [one for one in known(storage) if one.folder == folder or not uri][-1:]
+    stored = _Stored.of(storage, identity)
+    usable = stored.whole([one for one in stored.found if one.folder == folder or not uri])[-1:]
     if not usable:
         raise ValueError(f"resume={run.resume!r}: there is no checkpoint; give auto, never, a step, or the path of a "
-                         "run or of one of its checkpoints (elastic-ring checkpoints list PATH)")  # fmt: skip
+                         f"run or of one of its checkpoints (elastic-ring checkpoints list PATH)"
+                         f"{_and_damaged(stored.damaged)}")  # fmt: skip
     whole = [Checkpoint(one.step, uri_of(storage, one.folder), one.mesh) for one in usable]
-    before = earlier(storage, lineage_of(usable[-1])) if reads else Earlier()
-    return _resume(run, storage, whole, lineage, identity, before)
+    before = earlier(storage, lineage_of(usable[-1]), identity.digest, stored.damaged) if reads else Earlier()
+    found = _resume(run, storage, whole, lineage, identity, before)
+    return replace(found, damaged={uri_of(storage, name): why for name, why in stored.damaged.items()})
 
 
 def _resume(
@@ -213,8 +302,7 @@ def _resume(
     if uri != storage.uri:
         storage = Storage(uri, timeout_s=storage.timeout_s).open(write=False)
     manifest = read_manifest(storage, folder)
-    told = [] if manifest.identity == identity.digest else identity.differences(manifest.run.get("settings", {}))
-    if told:
+    if told := _other_settings(manifest, identity):
         raise ValueError(
             f"{uri_of(storage, folder)} is a checkpoint of other settings ({few(told)}): submit the same, choose "
             "another run name, or give resume='never' in a new storage_path"
@@ -226,6 +314,10 @@ def _resume(
         skips = tuple(BatchSkip(**skip) for skip in manifest.run["skips"])
     places = manifest.run.get("places", {})
     return Resume(lineage, tuple(usable), resumed_from, corpus, before.num_steps, skips, places=places)
+
+
+def _other_settings(manifest: Manifest, identity: Identity) -> list[str]:
+    return [] if manifest.identity == identity.digest else identity.differences(manifest.run.get("settings", {}))
 
 
 def uri_of(storage: Storage, name: str) -> str:

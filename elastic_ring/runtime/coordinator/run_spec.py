@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import logging
+import re
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -12,13 +13,23 @@ from typing import Any
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.decisions.memory_ladder import reliefs_on
 from elastic_ring.control.options import ControlOptions
+from elastic_ring.errors import RecordDamaged
 from elastic_ring.monitor.callbacks import CALLBACKS_NAME, kept_places
-from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, write_json
+from elastic_ring.monitor.json_files import read_json
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME, write_json
 from elastic_ring.runtime.coordinator.resume import Resume
 from elastic_ring.runtime.identity import Identity
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_FOLDER, WEIGHTS_INDEX
 from elastic_ring.train.task import TrainingTask
+
+log = logging.getLogger(__name__)
+
+RECORDS = (
+    JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME, "loss.png", WEIGHTS_INDEX, WEIGHTS, WEIGHTS_FOLDER,
+    CALLBACKS_NAME,
+)  # fmt: skip
+"""What one attempt writes into the run's folder."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +78,25 @@ def control_options(run_spec: RunSpec) -> ControlOptions:
     )  # fmt: skip
 
 
-def is_finished(run: RunConfig, folder: Path, steps: int) -> bool:
+def is_finished(run: RunConfig, folder: Path, steps: int, identity: str) -> bool:
     """Whether the run's folder, or a copy of it, has the summary of all `steps`. A submission that asks for a
-    beginning begins again."""
+    beginning begins again. A summary that is damaged, or another run's, does not count."""
+    try:
+        return run.resume == "auto" and int(summary_of(folder, identity).get("steps", -1)) >= steps
+    except RecordDamaged:
+        return False
+
+
+def summary_of(folder: Path, identity: str) -> dict[str, Any]:
+    """The summary of the run of this identity, by its digest; empty where there is none. Raises RecordDamaged, also for
+    another's."""
     path = folder / SUMMARY_NAME
-    return run.resume == "auto" and path.exists() and int(json.loads(path.read_text())["steps"]) >= steps
+    found = read_json(path) or {}
+    if found.get("identity") and found["identity"] != identity:  # earlier versions do not say
+        raise RecordDamaged(f"{path} is another run's", path=str(path))
+    if found and not isinstance(found.get("steps"), int):
+        raise RecordDamaged(f"{path} is no summary", path=str(path))
+    return found
 
 
 def checkpoint_facts(run_spec: RunSpec) -> dict[str, Any]:
@@ -83,24 +108,29 @@ def checkpoint_facts(run_spec: RunSpec) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def has_records(folder: Path) -> bool:
+    """Whether an earlier attempt has left records."""
+    return any((folder / name).exists() for name in RECORDS)
+
+
 def set_aside(folder: Path, *, keep_metrics: bool) -> None:
     """Move the records of an earlier attempt out of the way; they are kept. A resumed run goes on with its metrics."""
-    number = 1 + len(list(folder.glob("attempt-*")))
-    old = folder / f"attempt-{number:03d}"
+    numbers = [int(found[1]) for path in folder.iterdir() if (found := re.fullmatch(r"attempt-(\d+)", path.name))]
+    old = folder / f"attempt-{1 + max(numbers, default=0):03d}"
     old.mkdir()
     if keep_metrics:  # they never leave their place: a copy that a power cut left half done would lose steps
         for name in (METRICS_NAME, CALLBACKS_NAME):
             if (folder / name).exists():
                 shutil.copyfile(folder / name, old / name)
         _keep_places(old / CALLBACKS_NAME, folder / CALLBACKS_NAME)
-    for name in (
-        "journal.jsonl", METRICS_NAME, "status.json", "summary.json", "loss.png", WEIGHTS_INDEX, WEIGHTS,
-        WEIGHTS_FOLDER, CALLBACKS_NAME,
-    ):  # fmt: skip
+    for name in RECORDS:
         if (folder / name).exists() and not (keep_metrics and name in (METRICS_NAME, CALLBACKS_NAME)):
             (folder / name).rename(old / name)
 
 
 def _keep_places(old: Path, new: Path) -> None:
-    if old.exists():
-        write_json(new, kept_places(json.loads(old.read_text(encoding="utf-8"))))
+    try:
+        if (known := read_json(old)) is not None:
+            write_json(new, kept_places(known))
+    except (RecordDamaged, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s: %s; the driver that tells callbacks sets it aside", old, error)

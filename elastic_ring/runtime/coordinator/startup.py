@@ -5,18 +5,25 @@ No decisions on events here; `shutdown` writes the end of a run.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from elastic_ring.control.replay import standing
-from elastic_ring.errors import CoordinatorLost, RunFailed
-from elastic_ring.monitor.journal import Journal, read
-from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, lines_before
+from elastic_ring.errors import CoordinatorLost, JournalDamaged, RecordDamaged, RunFailed
+from elastic_ring.monitor import json_files
+from elastic_ring.monitor.journal import Journal, salvage
+from elastic_ring.monitor.json_files import read_json
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME, missing_steps, rebuilt
 from elastic_ring.runtime import run_storage
-from elastic_ring.runtime.coordinator.run_spec import RunSpec, is_finished, set_aside
+from elastic_ring.runtime.coordinator.run_spec import (
+    RunSpec,
+    has_records,
+    is_finished,
+    set_aside,
+    summary_of,
+)
 from elastic_ring.state.checkpoints.checkpoint import located
 from elastic_ring.state.storage.folder import Storage
 
@@ -33,6 +40,8 @@ class Startup:
     term: int
     num_written: int = 0
     lines: tuple[JournalLine, ...] = ()
+    told: tuple[str, ...] = ()
+    """A line for each damaged record that was set aside."""
 
     @property
     def begin(self) -> JournalLine | None:
@@ -56,37 +65,68 @@ def open_run(
         run_spec.run, excludes=run_spec.resume.excludes
     )  # before reading: later lines of an older coordinator do not count
     run_storage.fetch(run_spec.run, folder, keep_longer=True)
-    written = list(read(path)) if path.exists() else []
+    written, damaged = salvage(path.read_bytes()) if path.exists() else ([], [])
     lines = standing(written)
     begins = [line for line in lines if line.get("note") == "begin"]
     if begins and begins[-1]["attempt"] == run_spec.attempt:
+        if damaged:
+            raise JournalDamaged(
+                f"line {damaged[0]} of {path} is damaged, so a new coordinator cannot tell what was decided: submit "
+                "the run again, and it goes on from its newest checkpoint", path=str(path), line=damaged[0],
+            )  # fmt: skip
         return Startup(term, len(written), tuple(lines))
     refuse_to_begin(run_spec, begins, is_restart=is_restart, others=others)
     # Actors of a dead coordinator would use the resources that this run needs.
     left = clear()
     if left:
         raise RunFailed(f"an earlier attempt's actors do not go: {', '.join(left)}", run=run_spec.run.name)
-    if lines:
+    told = _set_damaged_aside(run_spec, [f"line {number} of {path} is damaged" for number in damaged])
+    if has_records(folder):
         set_aside(folder, keep_metrics=bool(run_spec.resume.checkpoints))
         run_storage.forget_end(run_spec.run)
         run_storage.reset_places(run_spec.run, goes_on=bool(run_spec.resume.checkpoints))
-    _bring_metrics(run_spec)
-    return Startup(term)
+    return Startup(term, told=(*told, *_metrics(run_spec)))
 
 
-def _bring_metrics(run_spec: RunSpec) -> None:
-    """A run that begins at another's checkpoint has that one's metrics of the steps before, where these are known."""
-    resume, path = run_spec.resume, run_spec.run.folder / METRICS_NAME
-    if path.exists() or not resume.checkpoints:
-        return
-    uri, _ = located(run_spec.run.storage_uri, resume.checkpoints[-1].folder)
-    source = Storage(uri, timeout_s=run_spec.run.timeouts.storage_s).open(write=False)
-    found = run_storage.growing(source, METRICS_NAME)
-    lines = [json.loads(line) for line in found.splitlines() if line.endswith(b"}")]
-    with Journal(path, durable=True) as journal:
-        for line in lines_before(lines, resume.step):
-            journal.append(line, sync=False)
-        journal.sync()
+def _set_damaged_aside(run_spec: RunSpec, of_journal: Sequence[str]) -> list[str]:
+    """Rename what of an earlier attempt is damaged: nothing of it is needed. What is whole is moved by `set_aside`."""
+    folder, told = run_spec.run.folder, []
+    if of_journal:
+        told.append(json_files.set_aside(folder / JOURNAL_NAME, of_journal[0]))
+    identity = run_spec.identity.digest
+    for name, look in ((STATUS_NAME, read_json), (SUMMARY_NAME, lambda _: summary_of(folder, identity))):
+        try:
+            look(folder / name)
+        except RecordDamaged as error:
+            told.append(json_files.set_aside(folder / name, error.message))
+    return told
+
+
+def _metrics(run_spec: RunSpec) -> list[str]:
+    """A run that goes on at a checkpoint keeps its metrics of the steps before; damaged ones are written anew, from
+    what is right of them. One that begins at another's checkpoint has that one's. Returns what is to be told."""
+    resume, path, told = run_spec.resume, run_spec.run.folder / METRICS_NAME, []
+    if not resume.checkpoints:
+        return []
+    identity = run_spec.identity.digest
+    if path.exists():
+        data = path.read_bytes()
+        wrong, lines = rebuilt(data, identity, resume.step)
+        if wrong:
+            told.append(json_files.set_aside(path, f"{path}: {wrong}"))
+    else:
+        uri, _ = located(run_spec.run.storage_uri, resume.checkpoints[-1].folder)
+        source = Storage(uri, timeout_s=run_spec.run.timeouts.storage_s).open(write=False)
+        _, lines = rebuilt(run_storage.growing(source, METRICS_NAME), identity, resume.step)
+    if not path.exists():
+        with Journal(path, durable=True) as journal:
+            for line in lines:
+                journal.append(line, sync=False)
+            journal.sync()
+    missing = missing_steps(lines, resume.step)
+    if missing and (told or missing[-1] == resume.step - 1):  # else it has been told before
+        told.append(f"{path} has no lines of {len(missing)} step(s), {missing[0]} to {missing[-1]}")
+    return told
 
 
 def refuse_to_begin(
@@ -102,5 +142,5 @@ def refuse_to_begin(
         raise RunFailed(f"another submission has taken {run.folder}: this one ends", run=run.name)
     if is_restart and others():
         raise CoordinatorLost(f"the run has workers, but its journal is not in {run.folder} on this node")
-    if is_finished(run, run.folder, run_spec.task.step.steps):
+    if is_finished(run, run.folder, run_spec.task.step.steps, run_spec.identity.digest):
         raise RunFailed(f"run {run.name} has finished: {run.folder} holds its summary")

@@ -6,7 +6,6 @@ from another cluster. Nothing is started here.
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import time
@@ -19,7 +18,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from elastic_ring.config import RunConfig
 from elastic_ring.errors import CoordinatorLost
-from elastic_ring.monitor.journal import read
+from elastic_ring.monitor.journal import salvage
+from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, SUMMARY_NAME, read_status
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
@@ -81,9 +81,9 @@ def head_is_kept(coordinator: Any, run: RunConfig) -> bool:
 def end_on_record(run: RunConfig, attempt: str) -> dict[str, Any] | None:
     """How the submission `attempt` ended, as its coordinator recorded it in the run folder; None if it did not."""
     run_storage.fetch(run, run.driver_folder)
-    summary = run.driver_folder / SUMMARY_NAME
-    if summary.exists():
-        return {"error": "", "message": "", "facts": {}, "summary": json.loads(summary.read_text())}
+    summary = readable_json(run.driver_folder / SUMMARY_NAME)
+    if summary:
+        return {"error": "", "message": "", "facts": {}, "summary": summary}
     status = read_status(run.driver_folder)
     end: dict[str, Any] = (status or {}).get("end") or {}
     return end if end.get("attempt") == attempt else None
@@ -146,8 +146,7 @@ def other_versions(recorded: Mapping[str, Any], here: Mapping[str, str]) -> str:
 
 def tell_other_versions(run: RunConfig, here: Mapping[str, str]) -> None:
     """Warn if the run was recorded with other versions: a resumed or repeated run may then not be bit-identical."""
-    path = run.driver_folder / CONFIG_NAME
-    told = other_versions(json.loads(path.read_text()), here) if path.exists() else ""
+    told = other_versions(readable_json(run.driver_folder / CONFIG_NAME), here)
     if told:
         log.warning("run %s was recorded with other versions than this submission's: %s", run.name, told)
 
@@ -155,7 +154,11 @@ def tell_other_versions(run: RunConfig, here: Mapping[str, str]) -> None:
 def _holds(run: RunConfig, attempt: str) -> bool:
     """Whether the run's folder has the records of this attempt, so that it is the same folder by another path."""
     path = run.driver_folder / JOURNAL_NAME
-    return not run.is_remote and path.exists() and any(line.get("attempt") == attempt for line in read(path))
+    return (
+        not run.is_remote
+        and path.exists()
+        and any(line.get("attempt") == attempt for line in salvage(path.read_bytes())[0])
+    )
 
 
 def refuse_if_written_to(run: RunConfig) -> None:
@@ -164,17 +167,17 @@ def refuse_if_written_to(run: RunConfig) -> None:
     A live coordinator updates its status file every second.
     """
     before = read_status(run.driver_folder)
-    if before is None or before["ended"] or time.time() - before["updated_unix_s"] > STALE_S:
+    if before is None or before.get("ended") or time.time() - before.get("updated_unix_s", 0.0) > STALE_S:
         return
     deadline = time.monotonic() + LOOK_S
     while time.monotonic() < deadline:
         time.sleep(ASK_AGAIN_S)
         run_storage.fetch(run, run.driver_folder)
         now = read_status(run.driver_folder)
-        if now is not None and now["updated_unix_s"] != before["updated_unix_s"]:
+        if now is not None and now.get("updated_unix_s") != before["updated_unix_s"]:
             raise ValueError(
-                f"run_dir={run.storage_uri!r} is being written to by run {now['run']!r} on another Ray cluster: choose "
-                "another run_dir, or stop that run first"
+                f"run_dir={run.storage_uri!r} is being written to by run {now.get('run')!r} on another Ray cluster: "
+                "choose another run_dir, or stop that run first"
             )
 
 

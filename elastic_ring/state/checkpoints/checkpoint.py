@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -309,16 +310,28 @@ def commit(storage: Storage, manifest: Manifest) -> bool:
 
 
 def committed(storage: Storage) -> list[str]:
-    """The folders `checkpoints/step-N/lineage-L` that have a manifest: newest lineage first, then the largest step."""
+    """The folders `checkpoints/step-N/lineage-L` that have a manifest: newest lineage first, then the largest step.
+    Last come those of other names, which do not count."""
     suffix = f"/{COMMIT}"
     found = [name.removesuffix(suffix) for name, _ in storage.names(FOLDER) if name.endswith(suffix)]
-    return sorted(found, key=lambda name: tuple(reversed(name.split("/")[1:])), reverse=True)
+    return sorted(found, key=age_key, reverse=True)
+
+
+def age_key(path: str) -> tuple[int, int]:
+    """(lineage, step) of a path in or under `checkpoints/step-N/lineage-L`; (-1, -1) of one that has none."""
+    found = re.match(rf"{FOLDER}/step-(\d+)/lineage-(\d+)(/|$)", path)
+    return (int(found[2]), int(found[1])) if found else (-1, -1)
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """Raises CheckpointDamaged, StorageFailed, ValueError (a newer format)."""
+    """Raises CheckpointDamaged, also where the manifest is not of this folder, as its name says; StorageFailed;
+    ValueError (a newer format)."""
     name = f"{folder}/{COMMIT}"
-    return Manifest.from_json(storage.read(name), storage.at(name))
+    found = Manifest.from_json(storage.read(name), storage.at(name))
+    says = step_folder(found.step, found.lineage)
+    if says != folder or not found.folder.startswith(f"{folder}/"):
+        raise CheckpointDamaged(f"{storage.at(name)} is not of this folder: it is the manifest of {says}", path=name)
+    return found
 
 
 def wrong_files(storage: Storage, manifest: Manifest) -> Iterator[str]:
@@ -348,10 +361,11 @@ def wrong_with(storage: Storage, folder: str, *, read_bytes: bool = True) -> lis
     return [f"{file.name} is missing or cut off" for file in manifest.files if sizes.get(file.name) != file.num_bytes]
 
 
-def set_aside(storage: Storage, folder: str, reasons: Iterable[str]) -> None:
-    """A checkpoint that failed its verification no longer counts; its files stay, with the reason."""
+def set_aside(storage: Storage, folder: str, reasons: Iterable[str], *, undone: bool = False) -> None:
+    """A checkpoint that failed its verification no longer counts; its files stay, with the reason. Those of one that is
+    whole and whose steps were `undone` go with the next checkpoint of that step."""
     manifest = storage.read(f"{folder}/{COMMIT}")
-    record = {"reasons": list(reasons), "manifest": manifest.decode(errors="replace")}
+    record = {"reasons": list(reasons), "manifest": manifest.decode(errors="replace"), "undone": undone}
     storage.create(f"{folder}/{secrets.token_hex(4)}-{REJECTED}", json.dumps(record).encode())
     storage.remove(f"{folder}/{COMMIT}")
 
@@ -542,13 +556,13 @@ def prune(
     whole stays, too. So does `read_back`, the newest step of which every byte was found right.
     """
     assert keep_last >= 1
-    by_lineage: dict[str, dict[int, str]] = {}
+    by_lineage: dict[int, dict[int, str]] = {}
     for folder in committed(storage):
-        _, step_name, name = folder.split("/")
-        by_lineage.setdefault(name, {})[int(step_name.removeprefix("step-"))] = folder
+        of_lineage, step = age_key(folder)
+        by_lineage.setdefault(of_lineage, {})[step] = folder
     removed = []
-    for name, folders in by_lineage.items():
-        if lineage is not None and name != f"lineage-{lineage:03d}":
+    for of_lineage, folders in by_lineage.items():
+        if of_lineage < 0 or lineage not in (None, of_lineage):
             continue
         going = superfluous(folders, keep_last, keep_every)
         if not going:
@@ -559,7 +573,26 @@ def prune(
         )
         for step in going:
             if step not in (whole, read_back):
-                storage.remove(f"{folders[step]}/{COMMIT}")  # first: what has no manifest does not count
-                storage.remove_folder(folders[step])
+                _remove(storage, folders[step])
                 removed.append(step)
     return removed
+
+
+def _remove(storage: Storage, folder: str) -> None:
+    """A checkpoint, but nothing that was set aside in its folder."""
+    rejected = [name for name, _ in storage.names(folder, recursive=False) if name.endswith(REJECTED)]
+    all_go = all(_is_undone(storage.read(name)) for name in rejected)
+    try:
+        own = folder if all_go else read_manifest(storage, folder).folder
+    except CheckpointDamaged:  # whose files these are is not known
+        own = ""
+    storage.remove(f"{folder}/{COMMIT}")  # first: what has no manifest does not count
+    if own:
+        storage.remove_folder(own)
+
+
+def _is_undone(record: bytes) -> bool:
+    try:
+        return bool(json.loads(record)["undone"])
+    except (ValueError, LookupError, TypeError):  # of an earlier version, or damaged
+        return False

@@ -16,6 +16,7 @@ from elastic_ring.state.checkpoints.checkpoint import (
     COMMIT,
     FOLDER,
     REJECTED,
+    age_key,
     read_manifest,
 )
 from elastic_ring.state.storage.folder import PROBE, Storage
@@ -54,7 +55,7 @@ def leftovers(storage: Storage, unfinished_after_s: float = UNFINISHED_AFTER_S) 
     without a new file for `unfinished_after_s` (0 where no run writes)."""
     entries = storage.entries(FOLDER)
     kept = _kept_folders(storage, entries)
-    newest = max((_age_key(name) for name in committed_folders(entries)), default=(-1, -1))
+    newest = max((age_key(name) for name in committed_folders(entries)), default=(-1, -1))
     last_s: dict[str, float] = defaultdict(float)
     for entry in entries:
         last_s[_attempt(entry.path)] = max(last_s[_attempt(entry.path)], entry.modified_unix_s)
@@ -65,7 +66,7 @@ def leftovers(storage: Storage, unfinished_after_s: float = UNFINISHED_AFTER_S) 
         if len(parts) < 4 or not parts[3].startswith(("attempt-", ".")) or _attempt(path) in kept:
             return False
         has_commit = "/".join(parts[:3]) in kept
-        return has_commit or _age_key(path) < newest or now_s - touched_unix_s >= unfinished_after_s
+        return has_commit or age_key(path) < newest or now_s - touched_unix_s >= unfinished_after_s
 
     cut = len(storage.root) + 1
     files = [entry for entry in entries if is_left(entry.path, last_s[_attempt(entry.path)])]
@@ -95,12 +96,11 @@ def set_aside_checkpoints(storage: Storage) -> list[SetAside]:
     found = []
     for entry in entries:
         if entry.path.endswith(REJECTED):
-            record = json.loads(storage.read(entry.path))
             folder = entry.path.rsplit("/", 1)[0]
-            attempt = _attempt_of_record(record)
-            num_bytes = sum(other.num_bytes for other in entries if _attempt(other.path) == attempt)
-            found.append(SetAside(folder, tuple(record["reasons"]), num_bytes))
-    return sorted(found, key=lambda each: _age_key(each.folder), reverse=True)
+            reasons, attempt = _record(storage, entry.path)
+            num_bytes = sum(other.num_bytes for other in entries if attempt and _attempt(other.path) == attempt)
+            found.append(SetAside(folder, reasons, num_bytes))
+    return sorted(found, key=lambda each: age_key(each.folder), reverse=True)
 
 
 def remove_set_aside(storage: Storage) -> int:
@@ -108,7 +108,7 @@ def remove_set_aside(storage: Storage) -> int:
     entries = storage.entries(FOLDER)
     rejected = [entry for entry in entries if entry.path.endswith(REJECTED)]
     for entry in rejected:
-        if attempt := _attempt_of_record(json.loads(storage.read(entry.path))):
+        if attempt := _record(storage, entry.path)[1]:
             storage.remove_folder(attempt)
         storage.remove(entry.path)
     storage.remove_empty_folders(FOLDER, 0.0)
@@ -131,27 +131,29 @@ def _kept_folders(storage: Storage, entries: Sequence[Entry]) -> set[str]:
             kept |= {_attempt(entry.path) for entry in entries if entry.path.startswith(f"{folder}/")}
     for entry in entries:
         if entry.path.endswith(REJECTED):
-            kept.add(_attempt_of_record(json.loads(storage.read(entry.path))))
+            if attempt := _record(storage, entry.path)[1]:
+                kept.add(attempt)
+            else:
+                folder = entry.path.rsplit("/", 1)[0]
+                kept |= {_attempt(other.path) for other in entries if other.path.startswith(f"{folder}/")}
     return kept
 
 
-def _attempt_of_record(record: dict[str, str]) -> str:
-    """The folder that a rejected manifest names; empty where it cannot be read."""
+def _record(storage: Storage, name: str) -> tuple[tuple[str, ...], str]:
+    """(why a checkpoint was set aside, the folder that its manifest names; empty where that cannot be read)."""
     try:
-        return str(json.loads(record["manifest"])["folder"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+        record = json.loads(storage.read(name))
+        reasons, manifest = tuple(map(str, record["reasons"])), str(record["manifest"])
+    except (ValueError, LookupError, TypeError) as error:
+        return (f"its record cannot be read ({type(error).__name__}: {error})",), ""
+    try:
+        attempt = str(json.loads(manifest)["folder"])
+    except (ValueError, LookupError, TypeError):
+        return reasons, ""
+    # A stranger's manifest may name files of a checkpoint that counts.
+    return reasons, attempt if attempt.startswith(f"{name.rsplit('/', 1)[0]}/") else ""
 
 
 def _attempt(path: str) -> str:
     """`checkpoints/step-N/lineage-L/attempt-ID` of a file in it."""
     return "/".join(path.split("/")[:4])
-
-
-def _age_key(path: str) -> tuple[int, int]:
-    """(lineage, step) of a path under `checkpoints`; (-1, -1) of one that has none."""
-    parts = path.split("/")
-    try:
-        return int(parts[2].removeprefix("lineage-")), int(parts[1].removeprefix("step-"))
-    except (IndexError, ValueError):
-        return -1, -1

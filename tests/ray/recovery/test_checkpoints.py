@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
 from tests.object_store.store import ObjectStore
 from tests.ray.conftest import ALONE, Heard, check_records, fault_free, tiny_trainer, wait_for
+from tests.unit.coordinator.test_damage import FILES
 
 Known = dict[tuple[int, int, int], dict[str, Any]]
 EVERY_3 = {"checkpoint_config": CheckpointConfig(every_steps=3)}
@@ -66,10 +68,11 @@ def same(summary: dict[str, Any], reference: dict[str, Any]) -> bool:
 
 
 def test_a_run_goes_on_where_its_cluster_ended_past_a_damaged_checkpoint_and_its_records_span_both(
-    local_ray: None, undisturbed: Known, tmp_path: Path
+    local_ray: None, undisturbed: Known, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All processes of the run are killed at once, and its newest checkpoint has a wrong byte. Its planned fault lies
-    before that checkpoint: the same submission again does not wait for it."""
+    """All processes of the run are killed at once; its newest checkpoint and its journal have a wrong byte, the record
+    of its lineage is empty. Its planned fault lies before that checkpoint: the same submission again does not wait for
+    it."""
     reference, fault = fault_free(undisturbed, tmp_path), "kill@step=1,phase=backward,rank=0"
     every_2 = {"checkpoint_config": CheckpointConfig(every_steps=2, keep_last=3)}
     folder = tmp_path / "cut"
@@ -82,7 +85,11 @@ def test_a_run_goes_on_where_its_cluster_ended_past_a_damaged_checkpoint_and_its
     wait_for(lambda: not any(left.startswith("er:") for left in left_behind("cut")))
     stored = sorted(folder.glob("checkpoints/step-*/lineage-000/COMMIT.json"))
     newest, before = (int(path.parts[-3].removeprefix("step-")) for path in (stored[-1], stored[-2]))
+    assert {name for name in kept(folder) if not any(fnmatch(name, known) for known in KNOWN)} == set()
     flip_a_byte(next(stored[-1].parent.glob("attempt-*/*.safetensors")))
+    flip_a_byte(folder / "journal.jsonl")
+    (folder / "lineages" / "000.json").write_bytes(b"")
+    capsys.readouterr()
     result = run(tmp_path, "cut", run=every_2, slow_s=0.2, faults=fault, callbacks=(again,))
     assert same(result.summary, reference)
     assert [one["step"] for one in result.summary["resumed_from"]] == [before]
@@ -90,6 +97,14 @@ def test_a_run_goes_on_where_its_cluster_ended_past_a_damaged_checkpoint_and_its
     assert result.checkpoint.step == 12
     rejected = list(folder.glob(f"checkpoints/step-{newest:08d}/lineage-000/*REJECTED.json"))
     assert "sha256" in rejected[0].read_text()
+    console = capsys.readouterr().err
+    for told in (
+        f"step-{newest:08d}/lineage-000 does not verify and is set aside: ", f"resumed at step {before} from ",
+        "journal.jsonl is damaged; it is set aside as journal.jsonl.damaged-1",
+    ):  # fmt: skip
+        assert told in console
+    assert json.loads((folder / "lineages" / "000.json").read_text())["from"] == []
+    assert {name for name in kept(folder) if not any(fnmatch(name, known) for known in KNOWN)} == set()
     assert result.summary["recoveries"] == []
     assert [step for step, _ in heard.losses + again.losses] == list(range(12)), "each is told once"
     assert len(read_metrics(folder)) == 12
@@ -246,6 +261,17 @@ def kill_the_run(name: str, folder: Path, at_step: int) -> None:
     for actor in list_named_actors(all_namespaces=True):
         if actor["name"].startswith(f"er:{name}:"):
             ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE), no_restart=True)
+
+
+KNOWN = (
+    *FILES.values(), "checkpoints/step-*/COMMIT.json", "checkpoints/step-*.safetensors", "*REJECTED.json", "terms/*",
+    "*.damaged-*", "attempt-001/*", "weights.safetensors", "callbacks.lock", "config.toml",
+)  # fmt: skip
+"""The files of a run that `test_damage` and the docs speak of."""
+
+
+def kept(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
 def flip_a_byte(path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 
 from elastic_ring.config import CheckpointConfig, RunConfig, Timeouts
 from elastic_ring.control.messages import BatchSkip, Checkpoint, CorpusVersion
-from elastic_ring.errors import JournalDamaged, RunFailed, StorageFailed
+from elastic_ring.errors import RunFailed, StorageFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, read_metrics
@@ -42,18 +42,24 @@ class Run:
     """A run's storage with the savers of its ranks and its keeper; what they tell is handed on as in a run."""
 
     def __init__(
-        self, folder: Path | str, config: CheckpointConfig, resume: Resume | None = None, term: int = 1, **more: Any
+        self, folder: Path | str, config: CheckpointConfig, resume: Resume | None = None, term: int = 1,
+        facts: Mapping[str, Any] | None = None, **more: Any,
     ) -> None:  # fmt: skip
         """`folder`: of a file system, or s3://BUCKET/FOLDER."""
         self.config = RunConfig("kept", run_dir=str(folder), checkpoint_config=config)
         self.told: queue.Queue[tuple[str, Any]] = queue.Queue()
         self.keeper = CheckpointKeeper(
-            self.config, resume or Resume(), term, FACTS, lambda kind, body: self.told.put((kind, body)), **more
+            self.config,
+            resume or Resume(),
+            term,
+            facts or FACTS,
+            lambda kind, body: self.told.put((kind, body)),
+            **more,
         )
         self.parts: queue.Queue[dict[str, Any]] = queue.Queue()
         self.savers = [Saver(self.config, self.parts.put) for _ in range(CP * DP)]
         self.keeper.open()
-        self.next("checkpoints")
+        self.last = self.next("checkpoints")
 
     def save(self, step: int, generation: int = 1, *, ranks: int = CP * DP) -> list[dict[str, Any]]:
         """The first `ranks` ranks save; returns the parts that they tell of, by rank."""
@@ -220,7 +226,7 @@ def test_a_damaged_manifest_is_set_aside_as_a_damaged_file_is(tmp_path: Path, da
     run.commit(1)
     commits = [tmp_path / f"checkpoints/step-0000000{step}/lineage-000/COMMIT.json" for step in (1, 2)]
     commits[0].write_bytes(damage)
-    with pytest.raises(ValueError, match=r"every checkpoint in .* \(1; .*the manifest in checkpoints/step-00000001"):
+    with pytest.raises(ValueError, match=r"every checkpoint in .* \(1; .*step-00000001/lineage-000/COMMIT.json is no"):
         find_resume(run.config, IDENTITY)
     run.commit(2)
     commits[1].write_bytes(damage)
@@ -525,8 +531,8 @@ def test_what_one_submission_knew_stands_though_the_next_is_cut_before_its_first
     journalled(tmp_path, resume=replace(find(), lineage=1), ran=3)
     assert find().num_steps == 7, "another lineage's records say nothing"
     (tmp_path / "journal.jsonl").write_text("?\n{}\n")
-    with pytest.raises(JournalDamaged, match=rf"line 1 of {tmp_path}/journal\.jsonl"):
-        find()
+    assert (find().corpus, find().num_steps) == ((WHOLE,), 7), "what is right of the records before"
+    assert f"line 1 of {tmp_path}/journal.jsonl is damaged" in find().damaged["journal.jsonl"]
 
 
 def test_a_run_without_a_checkpoint_begins_at_step_0_with_the_manifests_of_before(tmp_path: Path) -> None:

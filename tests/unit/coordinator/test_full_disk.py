@@ -16,6 +16,7 @@ from elastic_ring.control.state import Membership, Running, State, Worker
 from elastic_ring.errors import RunFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal
+from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import write_json
 from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
 from elastic_ring.trainer import check_writable
@@ -61,7 +62,7 @@ def test_a_file_that_cannot_be_replaced_stays_and_leaves_no_temporary_file(disk:
     fill(disk)
     with pytest.raises(OSError, match="No space left"):
         write_json(disk / "status.json", {"n": "x" * 5000})
-    assert json.loads((disk / "status.json").read_text()) == {"n": 1}
+    assert read_json(disk / "status.json") == {"n": 1}
     assert names(disk) == {"status.json", "filler"}
 
 

@@ -12,6 +12,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import Membership, Running, State, Worker
 from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.report import render_status
 from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
 from elastic_ring.runtime.driver.attach import end_on_record, refuse_if_written_to
@@ -144,10 +145,10 @@ def test_the_end_of_a_run_that_could_not_be_opened_is_told_and_what_was_known_of
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1", "w-2")}
     recorder.write_status(State(ControlOptions("records", 2, 1, 4), Running(membership), 1, 1, workers), force=True)
-    live = json.loads(status.read_text())
+    live = read_json(status) or {}
     end = {"error": "RunFailed", "message": "JournalDamaged: line 1", "facts": {}, "attempt": "a"}
     write_end(run, end)
-    told = json.loads(status.read_text())
+    told = read_json(status) or {}
     assert list(told) == list(live)
     assert {name for name in told if told[name] != live[name]} == {
         "phase", "mesh", "members", "spares", "updated_unix_s", "ended", "error", "end",
@@ -155,7 +156,7 @@ def test_the_end_of_a_run_that_could_not_be_opened_is_told_and_what_was_known_of
     assert (told["phase"], told["members"], told["spares"], told["ended"]) == ("ended", [], [], True)
     assert end_on_record(run, "a") == end
     write_end(run, {**end, "message": "another word of the same attempt"})
-    assert json.loads(status.read_text()) == told
+    assert read_json(status) == told
     write_end(run, {**end, "attempt": "b"})
     assert end_on_record(run, "b") == {**end, "attempt": "b"}
 

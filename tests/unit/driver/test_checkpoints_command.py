@@ -42,7 +42,7 @@ def test_list_shows_each_checkpoint_newest_first_and_what_does_not_count(storage
     header, newest, damaged, aside, left = capsys.readouterr().out.splitlines()
     assert header.split() == ["step", "lineage", "mesh", "size", "files", "saved", "folder"]
     assert re.fullmatch(rf" *9 +1 +2x2 +\d+\.\d KiB +4 +\d s ago +{storage.at('.*')}-001", newest)
-    assert re.match(r" *5 +damaged +.*COMMIT.json is no manifest", damaged)
+    assert re.match(r" *5 +1 +damaged +.*COMMIT.json is no manifest", damaged)
     assert re.match(r"set aside: .*step-00000003.*KiB: a byte is wrong", aside)
     assert left == "in no checkpoint: 1 file(s), 4 B, 0 upload(s)"
 

@@ -88,12 +88,15 @@ def test_a_runs_record_names_its_versions_which_are_no_part_of_what_it_is_recogn
 
 
 @pytest.mark.parametrize("left", ["", '{"run": '])
-def test_a_record_that_a_power_cut_left_unreadable_is_refused_with_a_way_out(tmp_path: Path, left: str) -> None:
+def test_a_record_that_a_power_cut_left_unreadable_is_told_set_aside_and_written_anew(
+    tmp_path: Path, left: str, caplog: pytest.LogCaptureFixture
+) -> None:
     submission = train.build(train.parse(["--run-dir", str(tmp_path)]))
     (tmp_path / CONFIG_NAME).write_text(left)
-    with pytest.raises(ValueError, match=r"its config.json cannot be read .* remove that file"):
-        submission._finished()
-    (tmp_path / CONFIG_NAME).unlink()
+    assert submission._finished() is None
+    assert f"{tmp_path}/config.json is" in caplog.text
+    submission._write_config()
+    assert (tmp_path / f"{CONFIG_NAME}.damaged-1").read_text() == left
     assert submission._finished() is None
 
 

@@ -352,11 +352,19 @@ def test_an_attempt_that_goes_on_from_a_checkpoint_is_told_what_is_new(tmp_path:
     assert ids[0] == ids[1]
 
 
-def test_a_record_of_what_was_told_that_cannot_be_read_is_refused(tmp_path: Path, records: Records) -> None:
-    for damaged in ("{", "{}", "[]"):
+def test_a_record_of_what_was_told_that_is_damaged_or_of_another_run_is_set_aside_and_all_is_told_again(
+    tmp_path: Path, records: Records, caplog: pytest.LogCaptureFixture
+) -> None:
+    records.steps(0)
+    others = '{"id": "a", "told": {"hears": {"step": 9}}, "run": "other"}'
+    for number, damaged in enumerate(("{", "{}", "[]", others), 1):
         (tmp_path / CALLBACKS_NAME).write_text(damaged)
-        with telling(tmp_path, Hears()) as driver, pytest.raises(ValueError, match="remove it to have them told"):
+        hears = Hears()
+        with telling(tmp_path, hears) as driver:
             driver.tell()
+        assert hears.heard == [("start", "first"), 0, "end"]
+        assert (tmp_path / f"{CALLBACKS_NAME}.damaged-{number}").read_text() == damaged
+    assert "it is set aside as callbacks.json.damaged-4, and the callbacks are told everything again" in caplog.text
 
 
 def test_what_is_no_callback_and_two_of_one_name_are_refused() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.errors import JournalDamaged, RunFailed
+from elastic_ring.errors import JournalDamaged, RecordDamaged, RunFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.goodput import Goodput
+from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import (
     GENERATION_KEYS,
     RECOVERY_KEYS,
@@ -168,10 +169,11 @@ def test_the_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
     path = write_summary(tmp_path, summary())
     assert path == tmp_path / "summary.json"
     content = json.loads(path.read_text())
-    assert list(content) == list(SUMMARY_KEYS) == [
+    assert list(content) == [*SUMMARY_KEYS, "sha256"]
+    assert list(SUMMARY_KEYS) == [
         "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact",
         "mesh_changed", "generations", "recoveries", "compilations_after_step_0", "skipped_steps", "lost_workers",
-        "resumed_from", "checkpoints", "memory", "peak_gpu_bytes", "time_s",
+        "resumed_from", "checkpoints", "memory", "peak_gpu_bytes", "time_s", "identity",
     ]  # fmt: skip
     assert content["steps"] == 2
     assert [float.fromhex(loss) for loss in content["losses"]] == [2.0, 1.5]
@@ -204,9 +206,12 @@ def test_a_json_file_is_replaced_whole(tmp_path: Path) -> None:
     old = path.open()
     write_json(path, {"n": 2}, durable=True)
     with old:
-        assert json.load(old) == {"n": 1}
-    assert json.loads(path.read_text()) == {"n": 2}
+        assert json.load(old)["n"] == 1
+    assert read_json(path) == {"n": 2}
     with pytest.raises(ValueError, match="JSON compliant"):
         write_json(path, {"n": math.nan})
-    assert json.loads(path.read_text()) == {"n": 2}
+    assert read_json(path) == {"n": 2}
+    path.write_bytes(path.read_bytes().replace(b"2", b"3", 1))
+    with pytest.raises(RecordDamaged, match=r"status\.json is not what was written"):
+        read_json(path)
     assert [item.name for item in tmp_path.iterdir()] == ["status.json"]

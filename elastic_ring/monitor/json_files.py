@@ -1,0 +1,71 @@
+"""The small JSON files of a run, whole or damaged: each ends with the digest of its own text.
+
+What the files say, and what a run does without one, must not enter this module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from elastic_ring.errors import RecordDamaged
+from elastic_ring.files import sync_directory
+
+DAMAGED = ".damaged-"
+"""In the name of a file that was set aside, before a number."""
+_DIGEST, _NO_DIGEST = "sha256", 64 * "0"
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """A JSON object whose last key is the digest of the whole text, taken with zeros in the digest's place."""
+    known = {key: value for key, value in content.items() if key != _DIGEST}
+    text = (json.dumps({**known, _DIGEST: _NO_DIGEST}, indent=1, allow_nan=False) + "\n").encode()
+    return hashlib.sha256(text).hexdigest().encode().join(text.rsplit(_NO_DIGEST.encode(), 1))
+
+
+def parse_json(data: bytes, where: str) -> dict[str, Any]:
+    """What `json_bytes` was given; also what earlier versions wrote without a digest. Raises RecordDamaged."""
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise RecordDamaged(f"{where} is not JSON: {error}" if data else f"{where} is empty", path=where) from error
+    if not isinstance(found, dict):
+        raise RecordDamaged(f"{where} is not a JSON object", path=where)
+    digest = found.pop(_DIGEST, None)
+    if digest is None:
+        return found
+    zeroed = _NO_DIGEST.encode().join(data.rsplit(str(digest).encode(), 1))
+    if hashlib.sha256(zeroed).hexdigest() != digest:
+        raise RecordDamaged(f"{where} is not what was written: it has another digest", path=where)
+    return found
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The content of a run's JSON file; None where there is none. Raises RecordDamaged."""
+    try:
+        data = Path(path).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return parse_json(data, str(path))
+
+
+def readable_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """As `read_json`; empty also where it is damaged: for a file that a run can do without."""
+    try:
+        return read_json(path) or {}
+    except RecordDamaged:
+        return {}
+
+
+def set_aside(path: Path, why: str) -> str:
+    """Rename a damaged file, so that its name says so and a new one can take its place. Returns a line to tell."""
+    free = (path.with_name(f"{path.name}{DAMAGED}{number}") for number in count(1))
+    kept = next(other for other in free if not other.exists())
+    path.rename(kept)
+    sync_directory(path.parent)
+    return f"{why}; it is set aside as {kept.name}"
