@@ -115,7 +115,7 @@ def run(case: Case, folder: Path, options: argparse.Namespace, address: str) -> 
         "--faults", case.faults(),
     ]  # fmt: skip
     if case.copies:
-        arguments += ["--copies", str(case.copies), "--copy-every-steps", "2"]
+        arguments += ["--copies", str(case.copies), "--run.copy-every-steps", "2"]
     if options.device == "cpu":
         arguments += ["--scaling.device", "cpu", "--global-batch", "4"]
     begun = time.monotonic()
@@ -133,8 +133,8 @@ def run(case: Case, folder: Path, options: argparse.Namespace, address: str) -> 
     row |= {name: summary[name] for name in ("weights_sha256", "samples_sha256")}
     if case.fault:
         (first, *_) = summary["recoveries"]
-        names = ("action", "source", "detect_s", "close_s", "heal_s", "rerun_s", "total_s", "steps_undone", "phases")
-        row |= {name: first[name] for name in names}
+        names = ("action", "source", "detect_s", "close_s", "heal_s", "rerun_s", "total_s", "steps_undone")
+        row |= {name: first.get(name) for name in names}
     return row | {"left": left_behind()}
 
 
