@@ -7,6 +7,7 @@ is closed or silent, and Ray has dropped the node or none of its workers answers
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
@@ -230,10 +231,12 @@ class NodeMonitor:
                 self._update(node)
             for name in [n for n in self.nodes if n not in seen]:
                 self._lose(name, "Ray no longer lists it")
-            silent = time.monotonic() - self._timeouts.node_silent_s
+            now, limit_s = time.monotonic(), self._timeouts.node_silent_s
+            # The second source is asked within the limit, so that a silent node is lost when it is reached.
+            silent = now - max(limit_s - CONFIRM_S, limit_s / 2)
             for name in [n for n in self._agent_server.nodes if self._beats.get(n, silent) < silent]:
-                self._beats[name] = time.monotonic()  # asked once for each such silence
-                self._confirm_in_thread(name, f"no beat for {self._timeouts.node_silent_s:.1f} s")
+                self._beats[name] = now  # asked once for each such silence
+                self._confirm_in_thread(name, f"no beat for {limit_s:.1f} s", now)
             vacant = self._long_vacant()
             without_agent = [node for name, node in seen.items() if name not in self._agents | self._vacant_since]
         for name in vacant:
@@ -302,12 +305,13 @@ class NodeMonitor:
             if self._agents.get(name) is agent:
                 del self._agents[name]
 
-    def _confirm_in_thread(self, node: str, why: str) -> None:
+    def _confirm_in_thread(self, node: str, why: str, silent_at: float = math.inf) -> None:
         """In a thread for each node, because many may fall silent at once and each takes time to confirm."""
-        threading.Thread(target=self._confirm, args=(node, why), name="confirm", daemon=True).start()
+        threading.Thread(target=self._confirm, args=(node, why, silent_at), name="confirm", daemon=True).start()
 
-    def _confirm(self, node: str, why: str) -> None:
-        """Ask the second source: does any worker of the node, or the agent through Ray, still answer?
+    def _confirm(self, node: str, why: str, silent_at: float) -> None:
+        """Ask the second source: does any worker of the node, or the agent through Ray, still answer? A beat after
+        `silent_at` is an answer, too.
 
         A node without workers is left to Ray's own table, as nothing there is urgent. This process's own node is
         alive. An agent that does not answer while its workers do is stopped or stuck, and is replaced.
@@ -316,7 +320,8 @@ class NodeMonitor:
         handles = [entry["handle"] for entry in self._workers_on(node) if entry["handle"] is not None]
         asked = [handle.ping.remote() for handle in (*handles, agent) if handle is not None]
         if not answers(asked) and handles and node != self._own_node:
-            self._lose(node, why)
+            if self._beats.get(node, 0.0) <= silent_at:
+                self._lose(node, why)
             return
         agent_answers = agent is not None and answers(asked[-1:])
         log.warning("node %s: %s; its agent is %s", node, why, "asked to attach again" if agent_answers else "replaced")
