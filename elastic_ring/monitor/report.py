@@ -235,6 +235,8 @@ def _membership_lines(status: Mapping[str, Any], now: float) -> Iterable[str]:
         spares = status.get("spares") or []
         names = [str(spare["worker"] if isinstance(spare, dict) else spare) for spare in spares]
         yield _row("spares", ", ".join(names) or "none: the next loss makes the mesh smaller")
+        if covered := status.get("covered"):
+            yield _row("a loss of", "; ".join(f"{loss}: {outcome}" for loss, outcome in covered.items()))
         if _status_age_s(status, now) > _STALE_S:
             yield _row("", "members and spares are those of the last news, and may be gone")
 

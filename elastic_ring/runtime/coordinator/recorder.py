@@ -19,6 +19,7 @@ from elastic_ring.control.decisions.memory_ladder import CHANGING_BITS
 from elastic_ring.control.decisions.memory_pressure import NUM_STEPS, PressureWatch, Tight
 from elastic_ring.control.decisions.stragglers import Straggler, StragglerWatch
 from elastic_ring.control.messages import Checkpoint, Vote
+from elastic_ring.control.placement.coverage import covered
 from elastic_ring.control.state import (
     Building,
     Change,
@@ -428,7 +429,7 @@ class RunRecorder:
             "mesh": {"dp": mesh.dp, "cp": mesh.cp} if mesh else {"dp": 0, "cp": 0},
             "step": self.metrics.last_step + 1, "total_steps": state.options.total_steps,
             "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(members(state))],
-            "spares": [person(w) for w in spares(state)],
+            "spares": [person(w) for w in spares(state)], "covered": covered(state),
             "recoveries": self.recoveries.records[-20:], "updated_unix_s": time.time(), "ended": False,
             "lost_s": {cause: round(s, 3) for cause, s in self.lost.lost_s.items()},
             "error": "", "end": {}, "peak_gpu_bytes": self.peak_gpu_bytes, "story": describe(state)["story"],

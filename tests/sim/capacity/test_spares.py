@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 from elastic_ring.control.capacity.worker_pool import STANDBY_AFTER_S
 from elastic_ring.control.messages import NodeJoined, NodeLost, StartWorker
+from elastic_ring.control.placement.coverage import OUTCOMES, covered
 from elastic_ring.control.state import members, mesh_of, spares
 from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench, build_in, only
@@ -14,7 +16,7 @@ from tests.sim.bench import Bench, build_in, only
 SLOTS = 8
 
 
-def _fleet(hosts: dict[str, int], domains: dict[str, tuple[str, ...]] | None = None, **options: int) -> Bench:
+def _fleet(hosts: dict[str, int], domains: dict[str, tuple[str, ...]] | None = None, **options: Any) -> Bench:
     """A run that trains on hosts of so many GPUs, each with room for eight processes, told of one after the other."""
     run = Bench({}, **options)
     for host, num_gpus in hosts.items():
@@ -115,3 +117,52 @@ def test_whichever_host_is_lost_the_mesh_stays_whole_if_gpus_and_spares_are_enou
         assert not num_free or len(run.state.workers) >= dp * cp + num_spares, "a GPU is free and somebody is missing"
     assert num_kept > 10
     assert num_shrunk > 10
+
+
+# ------------------------------------------------------------ what is covered
+
+
+def test_what_is_covered_is_told_for_a_process_a_host_and_two() -> None:
+    run = _fleet({"a": 1, "b": 1, "c": 1, "d": 1}, dp=2, cp=1, spares=1)
+    assert covered(run.state) == {"any process": "a spare", "any host": "a spare"}
+    two = _fleet({f"h{index}": 1 for index in range(5)}, dp=4, cp=1, spares=1)
+    assert covered(two.state) == {"any process": "a spare", "any host": "a spare", "any two hosts": "fewer rings"}
+    full = _fleet({"a": 2, "b": 2}, dp=2, cp=2, spares=2)
+    assert covered(full.state) == {"any process": "a spare", "any host": "fewer rings"}
+    packed = _fleet({"a": 4}, dp=2, cp=2, spares=0, min_dp=2)
+    assert covered(packed.state) == {"any process": "a wait for workers"}
+    alone = {"dp": 1, "cp": 2, "spares": 1}
+    hosts = {"a": 1, "b": 1, "c": 1}
+    assert covered(_fleet(hosts, **alone).state)["any host"] == "back to the newest checkpoint"
+    assert covered(_fleet(hosts, **alone, copies="1").state)["any host"] == "back to copies"
+
+
+def test_what_is_told_of_a_host_is_what_follows_from_its_loss() -> None:
+    """Each host of random fleets is lost once, from the same state: the worst that happens is what was told."""
+    rng, seen = random.Random(12), Counter[str]()
+    for _ in range(60):
+        cp, dp = rng.choice([1, 2, 4]), rng.randint(1, 3)
+        hosts = {f"h{index}": rng.choice([1, 2, 4]) for index in range(rng.randint(2, 6))}
+        if sum(hosts.values()) < dp * cp:
+            continue
+        options = {"dp": dp, "cp": cp, "spares": rng.randint(0, 3), "min_dp": rng.choice([1, dp])}
+        told = covered(_fleet(hosts, **options).state).get("any host")
+        if told is None:
+            continue
+        follows = [_after(_fleet(hosts, **options), host) for host in hosts]
+        assert max(follows, key=OUTCOMES.index) == told, (hosts, options)
+        seen[told] += 1
+    assert len(seen) == 4, seen
+
+
+def _after(run: Bench, host: str) -> str:
+    before = mesh_of(run.state)
+    run.handle(NodeLost("n", host))
+    if run.phase == "running":
+        return OUTCOMES[0]
+    run.report_all(3)
+    if run.phase == "waiting":
+        return "a wait for workers"
+    if run.phase == "building":
+        return OUTCOMES[0] if mesh_of(run.state) == before else "fewer rings"
+    return "back to the newest checkpoint"
