@@ -347,6 +347,9 @@ class RunRecorder:
         self._look_at_corpus(state)
         if change.restored is not None and change.previous_mesh is None:
             self._resumed(change.restored)
+        costs = covered(state)
+        if change.previous_mesh is None and len(costs) > 1:  # there is more than one host
+            self.recoveries.say("a loss of " + "; ".join(f"{loss}: {outcome}" for loss, outcome in costs.items()))
         self.recoveries.compare_environments(change.members)
         self.recoveries.compare_places(change.mesh, change.members)
         if change.previous_mesh is not None and (not change.planned or change.drained):
