@@ -43,12 +43,13 @@ from elastic_ring.config import (
 )
 from elastic_ring.control.decisions import rollback
 from elastic_ring.control.decisions.corpus import take_fact, version_at
+from elastic_ring.data.filesystem import at_submission
 from elastic_ring.data.growth import beside, grown, may_grow
 from elastic_ring.data.packing import Files
 from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, materialised
 from elastic_ring.data.sampling.order import SampleOrder
 from elastic_ring.data.sampling.skips import SkippingOrder, by_batch
-from elastic_ring.data.source import SourceConfig, hold_out, open_source, order_of
+from elastic_ring.data.source import SourceConfig, fingerprinted, hold_out, open_source, order_of
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_callbacks
 from elastic_ring.monitor.json_files import read_json, readable_json, set_aside
@@ -226,7 +227,7 @@ class ElasticRingTrainer:
                 "run %s is finished already; its summary is in %s", self.run_config.name, self.run_config.driver_folder
             )
             return self._told(done)
-        fingerprint = open_source(self.task.data).fingerprint
+        fingerprint = at_submission(lambda: fingerprinted(self.task.data)[1], self.run_config.timeouts.storage_s)
         training_order(self.task)
         check_writable(self.run_config.driver_folder)
         self._resume()
@@ -318,7 +319,7 @@ class ElasticRingTrainer:
             raise ValueError(f"resume={self.run_config.resume!r}: {error}") from error
         if found.corpus:  # they lie beside the first one, also where that has moved
             found = replace(found, corpus=beside(self.task.data, found.corpus))
-            open_source(grown(self.task.data, found.corpus))
+            at_submission(lambda: open_source(grown(self.task.data, found.corpus)))
         return found
 
     @property
@@ -623,7 +624,7 @@ def check_writable(folder: Path) -> None:
 def training_order(task: TrainingTask) -> SampleOrder:
     """Which sequences each step uses. Raises ValueError for a corpus that is unreadable or smaller than one batch."""
     held = task.step.num_val_sequences if task.step.val_every_steps else 0
-    training, _ = hold_out(open_source(task.data), num_sequences=held)
+    training, _ = hold_out(at_submission(lambda: open_source(task.data)), num_sequences=held)
     return order_of(training, task.step.seed, task.step.global_batch)
 
 

@@ -70,9 +70,10 @@ def prepared_data(
 
     Raises ValueError for a manifest that cannot be read or is another one, and settings that contradict it.
     """
+    from elastic_ring.data.filesystem import at_submission
     from elastic_ring.data.manifest import read_manifest
 
-    manifest = read_manifest(data.uri)
+    manifest = at_submission(lambda: read_manifest(data.uri))
     if data.digest not in ("", manifest.digest):
         raise ValueError(
             f"data.digest={data.digest[:16]}...: {data.uri} has {manifest.digest[:16]} now: restore the manifest, or "

@@ -146,11 +146,12 @@ def data_source(data: DataConfig, model: ModelConfig, context_tokens: int) -> So
 
 
 def _prepared(data: DataConfig, model: ModelConfig, context_tokens: int) -> SourceConfig:
+    from elastic_ring.data.filesystem import at_submission
     from elastic_ring.data.manifest import read_manifest
     from elastic_ring.data.prepared import log_long_documents
     from elastic_ring.data.source import PreparedTokens
 
-    manifest = read_manifest(data.uri)
+    manifest = at_submission(lambda: read_manifest(data.uri))
     if manifest.vocab_size > model.vocab_size:
         raise ValueError(
             f"{data.uri}: has tokens of a vocabulary of {manifest.vocab_size:,}, and the model has rows for "

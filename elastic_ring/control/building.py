@@ -90,7 +90,9 @@ def lost(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
 def build_failed(ctx: Transition, event: BuildFailed) -> None:
     phase = ctx.phase
     assert isinstance(phase, Building)
-    _again(ctx, f"{event.worker} could not build: {event.detail}")
+    why = f"{event.worker} could not build: {event.detail}"
+    recovery.learn_first_cause(ctx, why, is_symptom=True)
+    _again(ctx, why)
 
 
 def member_failed(ctx: Transition, event: MemberFailed) -> None:
@@ -111,7 +113,8 @@ def member_failed(ctx: Transition, event: MemberFailed) -> None:
         forming.drop_checkpoint(ctx, phase.order, event)
         give_up(ctx, f"{event.worker} cannot use the checkpoint of step {event.step}")
         return
-    why = f"{event.worker} reports a {event.kind} error in step {event.step}"
+    why = phases.failed_because(event)
+    recovery.learn_first_cause(ctx, why, is_symptom=event.kind == "peer")
     if event.kind == "user":
         forward = phase.order.roll_forward
         if forward is not None:  # this build applies it, which may be what raised
@@ -151,7 +154,8 @@ def _again(ctx: Transition, why: str) -> None:
     fruitless = ctx.state.fruitless_builds + 1
     ctx.set(fruitless_builds=fruitless)
     if fruitless >= ctx.options.build_failure_limit:
-        ctx.end("RunFailed", f"the ring could not be closed in {fruitless} attempts, though nobody died; last: {why}")
+        ctx.end("RunFailed", f"the ring could not be closed in {fruitless} attempts, though nobody died. "
+                f"{recovery.first_cause(ctx.state)}The last: {why}")  # fmt: skip
     else:
         give_up(ctx, why)
 

@@ -191,7 +191,8 @@ class MemberFailed:
     `memory_ladder`), `skipped` (too many skipped steps), `spike` (the loss rose too often), `back` (for one of these
     two reasons everyone is to go back to before `first_step`, and to leave out the batches up to that of `step`),
     `check` (the start-up check refused the model, or the weights could not be written), `checkpoint` (the checkpoint of
-    this build cannot be used; `detail` says why).
+    this build cannot be used; `detail` says why), `storage` (the storage of data, checkpoint or weights was waited for
+    and stays away; `detail` names the place).
     `corrupt`: ranks that must agree do not; `accused` are the workers that computed wrongly, none if the step must run
     again to tell; one of the `suspects` is, then.
     `step` is the step that ran or that the ring was built for, not the worker's own count: a newcomer has applied none.

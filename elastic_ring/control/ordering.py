@@ -8,7 +8,7 @@ from elastic_ring.control.decisions import corpus, rollback, third_opinion
 from elastic_ring.control.messages import Build, Checkpoint, Standby, Vote
 from elastic_ring.control.placement import copies, policy
 from elastic_ring.control.placement.copies import SnapshotId
-from elastic_ring.control.state import Building, Change, Incident, Membership
+from elastic_ring.control.state import Building, Change, Incident, Membership, State
 from elastic_ring.control.transition import Transition
 
 
@@ -40,7 +40,7 @@ def order_build(
     rounds = ctx.state.rounds.again(step)
     ctx.set(rounds=rounds)
     if rounds.count > ctx.options.round_limit:
-        ctx.end("RunFailed", _why_no_commit(incident, rounds.count, step), step=step)
+        ctx.end("RunFailed", _why_no_commit(ctx.state, incident, rounds.count, step), step=step)
         return
     corpus.begin(ctx, step)
     if incident.back is not None and beginning.goes_back:
@@ -130,9 +130,13 @@ def _free_gpus(ctx: Transition, plan: policy.Plan, situation: policy.Situation) 
             ctx.send(Standby(ctx.cause, worker, ctx.state.term, ctx.state.generation))
 
 
-def _why_no_commit(incident: Incident, num_builds: int, step: int) -> str:
+def _why_no_commit(state: State, incident: Incident, num_builds: int, step: int) -> str:
     told = "; ".join(f"{loss.worker} on {loss.node}: {loss.reason} {loss.detail}".strip() for loss in incident.lost)
+    first = state.first_cause
+    is_known = first.step == step and bool(first.text)
+    nobody = "nobody" if is_known and not first.is_symptom else "nobody; look at the links between the nodes"
     return (
-        f"the ring was built {num_builds} times at step {step} and no step was committed. The last cause: "
-        f"{incident.cause}. Lost: {told or 'nobody; look at the links between the nodes'}"
+        f"the ring was built {num_builds} times at step {step} and no step was committed. "
+        f"{f'The first cause: {first.text}. ' if is_known else ''}The last cause: {incident.cause}. "
+        f"Lost: {told or nobody}"
     )

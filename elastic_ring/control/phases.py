@@ -25,6 +25,7 @@ from elastic_ring.control.transition import Transition
 RELAX = "a relief of the memory ladder less"
 CLIMB = "a relief of the memory ladder more"
 GREW = "more of the corpus"
+TOLD_CHARS = 300
 WRONG = "computed wrongly"
 """Why a worker was lost whose results the others do not agree with."""
 
@@ -56,8 +57,8 @@ def running_member_failed(ctx: Transition, event: MemberFailed) -> None:
     if event.kind == "back":
         go_back(ctx, recovery.open_incident(ctx, phase.membership, event.detail), phase.membership, event)
         return
-    why = f"{event.worker} reports a {event.kind} error in step {event.step}"
-    incident = recovery.open_incident(ctx, phase.membership, why)
+    why = failed_because(event)
+    incident = recovery.open_incident(ctx, phase.membership, why, is_symptom=event.kind == "peer")
     if event.kind == "corrupt":
         differing = third_opinion.differs(ctx, phase.membership, incident, event)
         if differing is None:
@@ -66,6 +67,13 @@ def running_member_failed(ctx: Transition, event: MemberFailed) -> None:
     if event.kind == "user":
         incident = replace(incident, raised_step=event.step)
     recovery.begin_closing(ctx, phase.membership, incident, why)
+
+
+def failed_because(event: MemberFailed) -> str:
+    """One line: who failed, how, and the last line of what it said, which of a traceback is the exception."""
+    lines = [line.strip() for line in event.detail.splitlines() if line.strip()]
+    said = f": {lines[-1][:TOLD_CHARS]}" if lines else ""
+    return f"{event.worker} reports a {event.kind} error in step {event.step}{said}"
 
 
 def go_back(ctx: Transition, incident: Incident, membership: Membership, event: MemberFailed) -> None:
@@ -112,6 +120,9 @@ def is_fatal(ctx: Transition, event: MemberFailed) -> bool:
     if event.kind == "check":
         ctx.end("RunFailed", event.detail, step=event.step, worker=event.worker, check="ValueError")
         return True
+    if event.kind == "storage":
+        ends_without_storage(ctx, event)
+        return True
     if event.kind == "memory":
         return memory_ladder.climb(ctx, event)
     if event.kind == "user":
@@ -129,6 +140,18 @@ def is_fatal(ctx: Transition, event: MemberFailed) -> bool:
             )
             return True
     return False
+
+
+def ends_without_storage(ctx: Transition, event: MemberFailed) -> None:
+    """The worker has waited in its place. Building the ring again would not bring the storage back."""
+    way_out = "submit the run again once that works"
+    if isinstance(ctx.phase, Finishing):
+        told = (
+            f"every step is committed, and the weights are not yet written: {event.detail}; {way_out}: it writes them"
+        )
+        ctx.end("StorageFailed", told, step=event.step, worker=event.worker, finished="weights not yet written")
+    else:
+        ctx.end("StorageFailed", f"{event.detail}; {way_out}", step=event.step, worker=event.worker)
 
 
 def running_published(ctx: Transition, event: Published) -> None:

@@ -17,10 +17,12 @@ from elastic_ring.control.placement import policy
 from elastic_ring.control.state import (
     Building,
     Closing,
+    FirstCause,
     GoBack,
     Incident,
     LostWorker,
     Membership,
+    State,
     avoided,
     domains_of,
     gpus_on,
@@ -38,9 +40,27 @@ def open_incident(
     cause: str,
     losses: tuple[LostWorker, ...] = (),
     planned: tuple[str, ...] = (),
+    *,
+    is_symptom: bool = False,
 ) -> Incident:
-    """A new incident of running members, noticed now."""
+    """A new incident of running members, noticed now. `is_symptom`: an exchange failed, which has a cause elsewhere."""
+    if not planned:
+        told = "; ".join([cause, *(f"{loss.worker} on {loss.node}: {loss.detail}".strip() for loss in losses)])
+        learn_first_cause(ctx, told, is_symptom=is_symptom)
     return add_losses(Incident(cause, ctx.now, membership, planned=planned), losses)
+
+
+def learn_first_cause(ctx: Transition, text: str, *, is_symptom: bool = False) -> None:
+    """Keep what broke the next step off first; what follows from it, a peer's reset, never replaces it."""
+    known = ctx.state.first_cause
+    if known.step != ctx.state.committed or (known.is_symptom and not is_symptom):
+        ctx.set(first_cause=FirstCause(ctx.state.committed, text, is_symptom))
+
+
+def first_cause(state: State) -> str:
+    """What broke the next step off first, as an end of the run tells it; empty where nothing did."""
+    known = state.first_cause
+    return f"The first cause: {known.text}. " if known.step == state.committed and known.text else ""
 
 
 def add_losses(incident: Incident, losses: tuple[LostWorker, ...]) -> Incident:

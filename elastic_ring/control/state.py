@@ -340,13 +340,23 @@ class MemoryLadder:
 
 
 @dataclass(frozen=True)
+class FirstCause:
+    """What broke the step `step` off first. A `is_symptom` is an exchange that failed: it gives way to a cause."""
+
+    step: int = -1
+    text: str = ""
+    is_symptom: bool = False
+
+
+@dataclass(frozen=True)
 class State:
     """The whole state of the control core.
 
     `committed`: number of steps known as committed, since `committed_at`. `resized_at`: when the mesh last got another
     size, but for its formation. `newest_vote`: the newest vote that the core has. `crashes`: the
     latest, all of one step (see `crash_loop`). `rounds`: consecutive builds without a commit. `user_errors`:
-    errors of the user's code in one step without a commit; `user_detail`: the last traceback. `promise`: the weakest
+    errors of the user's code in one step without a commit; `user_detail`: the last traceback. `first_cause`: why the
+    step that runs next was broken off first. `promise`: the weakest
     of all changes so far. `gives_up`: fewer workers were asked for, and some are still to go. `checkpoints`: those
     that count, by step; `damaged`: folders of those that did not verify. `given_up`: step and (term, generation) of the
     newest `Build` that went back; live state older than that, and older snapshots of later steps, count no more.
@@ -373,6 +383,7 @@ class State:
     user_errors: Counted = field(default_factory=Counted)
     user_detail: str = ""
     rounds: Counted = field(default_factory=Counted)
+    first_cause: FirstCause = field(default_factory=lambda: FirstCause())
     fruitless_builds: int = 0
     finalize_failures: int = 0
     pool_changed_at: float = 0.0

@@ -1,15 +1,117 @@
-"""File systems by URI, for reading: local paths and s3:// through pyarrow.fs, every other scheme through fsspec."""
+"""File systems by URI, for reading: local paths and s3:// through pyarrow.fs, every other scheme through fsspec.
+
+A read that fails is of one of two kinds. Where the file is absent or damaged, that is a ValueError: the user mends it.
+Where the storage is away, refuses or is slow, that is a StorageFailed: `patiently` tries again.
+"""
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import pyarrow as pa
 from pyarrow import fs
 
-from elastic_ring.config import environment
+from elastic_ring.config import Timeouts, environment
+from elastic_ring.errors import StorageFailed
+from elastic_ring.state.storage.retries import Retries, ignore, shortened
+
+T = TypeVar("T")
+
+READ_ERRORS = (OSError, EOFError, pa.ArrowException)
+"""What pyarrow raises, of the file system and of the format."""
+NUM_READS = 3
+"""Of what looks damaged, before it counts as damaged: bytes may also be changed on their way."""
+_ABSENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+_WRONG_NAME = (errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP)
+_CLIENTS = frozenset({"aiobotocore", "aiohttp", "azure", "botocore", "google", "gcsfs", "requests", "s3fs", "urllib3"})
+_WRONG_REQUESTS = ("ParamValidationError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
+_AWS = "AWS Error"
+_AWS_ABSENT = ("NO_SUCH_BUCKET", "NO_SUCH_KEY", "RESOURCE_NOT_FOUND")
+_AWS_REFUSED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "INVALID_CLIENT_TOKEN_ID", "INVALID_SIGNATURE",
+                "SIGNATURE_DOES_NOT_MATCH", "UNRECOGNIZED_CLIENT", "HTTP status code 403")  # fmt: skip
+SUBMIT_S = 15.0
+"""How long a submission waits for what a store does not give at once: a person waits for the answer."""
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether a read failed by its storage, and may succeed later; else the file is absent, damaged or misnamed."""
+    if isinstance(error, StorageFailed):
+        return True
+    if isinstance(error, _ABSENT):
+        return False
+    if isinstance(error, OSError):
+        if error.errno is not None:
+            return error.errno not in _WRONG_NAME
+        # pyarrow has no number for an answer of a store; a damaged file is an OSError without one, too.
+        text = str(error)
+        return isinstance(error, (ConnectionError, TimeoutError)) or (
+            _AWS in text and not any(code in text for code in _AWS_ABSENT)
+        )
+    return _is_of_client(error) and type(error).__name__ not in _WRONG_REQUESTS
+
+
+def _is_of_client(error: BaseException) -> bool:
+    """Whether a store's client library has raised it: each has its own classes."""
+    return type(error).__module__.partition(".")[0] in _CLIENTS
+
+
+def reading(name: str, action: Callable[[], T], *, what: str = "cannot be read") -> T:
+    """Carry out one read. Raises StorageFailed where the storage failed, ValueError where the file is at fault; both
+    say `name`."""
+    try:
+        return action()
+    except StorageFailed:
+        raise
+    except Exception as error:
+        raise_if_away(error, name, what)
+        if isinstance(error, READ_ERRORS) or _is_of_client(error):
+            raise ValueError(f"{name}: {what}: {error}") from error
+        raise
+
+
+def raise_if_away(error: BaseException, name: str, what: str = "cannot be read") -> None:
+    """Raises StorageFailed that says `name` where the storage has failed: its file is neither absent nor damaged, and
+    whoever would leave it out would lose data that are there."""
+    if is_away(error):
+        raise StorageFailed(f"{name} {what}: {shortened(error)}", path=name) from error
+
+
+def patiently(action: Callable[[], T], limit_s: float = Timeouts.storage_s, tell: Callable[[str], None] = ignore) -> T:
+    """`action`, again for `limit_s` while its storage fails. Raises StorageFailed after that, and what else it raises.
+
+    `action` may be that of a user's own source, whose OSErrors are of its storage, too.
+    """
+    try:
+        return Retries(limit_s, tell)(action, lambda error: not is_away(error))
+    except Exception as error:
+        if not is_away(error):
+            raise
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+        told = error.message if isinstance(error, StorageFailed) else f"the data cannot be read: {shortened(error)}"
+        raise StorageFailed(f"{told}{notes}", path=_path(error)) from error
+
+
+def at_submission(action: Callable[[], T], limit_s: float = Timeouts.storage_s) -> T:
+    """As `patiently`, for SUBMIT_S at most; but credentials and permissions are the user's to mend, at once."""
+    try:
+        return Retries(min(limit_s, SUBMIT_S))(action, lambda error: not is_away(error) or _is_refused(error))
+    except Exception as error:
+        if is_away(error) and _is_refused(error):
+            raise ValueError(f"{error}: check the credentials and the permissions for reading it") from error
+        raise
+
+
+def _is_refused(error: BaseException) -> bool:
+    links: list[BaseException] = [error, *([error.__cause__] if error.__cause__ is not None else [])]
+    return any(isinstance(one, PermissionError) or any(code in str(one) for code in _AWS_REFUSED) for one in links)
+
+
+def _path(error: BaseException) -> str:
+    return str(error.facts.get("path", "")) if isinstance(error, StorageFailed) else ""
 
 
 def located(uri: str) -> tuple[Any, str]:
@@ -29,13 +131,14 @@ def located(uri: str) -> tuple[Any, str]:
 
 
 def read_file(filesystem: Any, path: str, name: str) -> bytes:
-    """All bytes of a small file. Raises ValueError that says `name`."""
-    try:
+    """All bytes of a small file. Raises ValueError and StorageFailed that say `name`."""
+
+    def read() -> bytes:
         with filesystem.open_input_stream(path) as stream:
             data: bytes = stream.read()
-    except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{name}: cannot be read: {error}") from error
-    return data
+        return data
+
+    return reading(name, read)
 
 
 def _s3_filesystem() -> Any:

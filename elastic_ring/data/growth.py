@@ -10,7 +10,7 @@ from typing import Any
 from pyarrow import fs
 
 from elastic_ring.control.messages import CorpusVersion
-from elastic_ring.data.filesystem import located
+from elastic_ring.data.filesystem import located, reading
 from elastic_ring.data.manifest import MANIFEST, Manifest, read_manifest
 from elastic_ring.data.prepared import Later, PreparedTokens, check_grown
 
@@ -43,7 +43,8 @@ def longer_manifest(uri: str, now: Manifest) -> tuple[str, Manifest] | None:
     """(URI, manifest) of the longest manifest in the folder of `uri`, if it is longer than `now`, which `uri` names.
 
     None where there is none, and for a manifest that is complete. Raises ValueError that names a manifest which lacks
-    shards of `now`, has others in their place, or cannot be read; and for a folder that cannot be listed. It reads
+    shards of `now`, has others in their place, or cannot be read; and for a folder that cannot be listed; StorageFailed
+    where the store is away. The first reads
     "FILE: what is wrong: details; expected ...", where the details may be others at each look.
     """
     if now.is_complete:
@@ -64,9 +65,11 @@ def longer_manifest(uri: str, now: Manifest) -> tuple[str, Manifest] | None:
 def _names(folder: str) -> list[str]:
     filesystem, path = located(folder)
     try:
-        files: list[Any] = filesystem.get_file_info(fs.FileSelector(path, recursive=False))
-    except OSError as error:
-        raise ValueError(f"{folder}: cannot be listed: {error}; expected the manifests of the run's corpus") from error
+        files: list[Any] = reading(
+            folder, lambda: filesystem.get_file_info(fs.FileSelector(path, recursive=False)), what="cannot be listed"
+        )
+    except ValueError as error:
+        raise ValueError(f"{error}; expected the manifests of the run's corpus") from error
     return [file.base_name for file in files if file.base_name == MANIFEST or _NUMBERED.match(file.base_name)]
 
 

@@ -94,6 +94,8 @@ def kind_of(name: str, opened: Callable[[str | None], Any], column: str) -> Kind
     try:
         inner = _head(opened(codec))
     except OSError as error:
+        if _is_away(error):
+            raise
         if "too much memory" in str(error):
             way_out = "decompress it, or compress it anew without --long: zstd -d --long=31"
             return Kind(hint, codec, 0, "zstd with a window of more than 128 MiB", way_out)
@@ -124,6 +126,13 @@ def no_text(data: bytes) -> str:
     return f" ({share:.0%} of {len(data):,} bytes are no UTF-8 text)" if share > MAX_NO_TEXT else ""
 
 
+def _is_away(error: OSError) -> bool:
+    """As `filesystem.is_away`, which needs libraries that `--help` does without."""
+    from elastic_ring.data.filesystem import is_away
+
+    return is_away(error)
+
+
 def _head(stream: Any) -> bytes:
     """Up to HEAD_BYTES. Raises OSError only where nothing can be read."""
     data = b""
@@ -131,8 +140,8 @@ def _head(stream: Any) -> bytes:
         while len(data) < HEAD_BYTES:
             try:
                 part = stream.read(HEAD_BYTES - len(data))
-            except OSError:
-                if data:
+            except OSError as error:
+                if data and not _is_away(error):
                     break
                 raise
             if not part:

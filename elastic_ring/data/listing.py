@@ -17,7 +17,7 @@ import pyarrow as pa
 from fsspec.utils import glob_translate
 from pyarrow import fs
 
-from elastic_ring.data.filesystem import located, read_file
+from elastic_ring.data.filesystem import located, raise_if_away, read_file
 from elastic_ring.data.kinds import hint_of, kind_of
 from elastic_ring.data.manifest import MANIFEST, PREPARATION
 from elastic_ring.data.summary import Group, count, grouped, lines, size
@@ -104,6 +104,7 @@ def list_source(
     except UnicodeEncodeError as error:
         raise ValueError(f"{told}: its name is not UTF-8: rename it") from error
     except (OSError, pa.ArrowException) as error:
+        raise_if_away(error, told, "cannot be listed")
         raise ValueError(f"{told}: cannot be listed: {error}") from error
     if not allow_left_out or not listing.files:
         _check(listing, told, allow)
@@ -130,6 +131,7 @@ def _file(filesystem: Any, path: str, name: str, num_bytes: int, column: str) ->
     try:
         found = kind_of(name, lambda codec: filesystem.open_input_stream(path, compression=codec), column)
     except (OSError, pa.ArrowException) as error:
+        raise_if_away(error, path)
         return File(path, name, hint_of(name) or "text", num_bytes, problem=f"cannot be read: {error}")
     if found.reader is None:
         return LeftOut(name, num_bytes, f"looks like {found.looks_like}: {found.way_out}", found.problem)
@@ -180,7 +182,8 @@ def exists(uri: str) -> bool:
     filesystem, path = located(uri)
     try:
         found = filesystem.get_file_info(path).type != fs.FileType.NotFound
-    except (OSError, UnicodeEncodeError, pa.ArrowException):
+    except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
+        raise_if_away(error, uri, "cannot be looked up")
         return False
     return bool(found)
 

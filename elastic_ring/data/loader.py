@@ -19,9 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from elastic_ring.config import Timeouts
+from elastic_ring.data.filesystem import patiently
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.source import Source
 from elastic_ring.errors import DigestMismatch
+from elastic_ring.state.storage.retries import ignore
 
 if TYPE_CHECKING:
     from elastic_ring.attention.layouts.layout import Layout
@@ -137,12 +140,17 @@ class Loader:
     """Reads samples on its own thread, `num_ahead` ahead of the step. Close it, or use it in a `with`.
 
     All reads run on that thread, in order; prefetched samples that are not requested next are dropped. While `load`
-    waits it calls `while_waiting` every LOOK_S seconds; an exception from it ends the wait.
+    waits it calls `while_waiting` every LOOK_S seconds; an exception from it ends the wait. A read is tried again for
+    `patience_s` while its storage fails, of which `tell` gets lines for a person; what is read ahead hides short ones.
     """
 
-    def __init__(self, source: Source, while_waiting: Callable[[], None] | None = None, num_ahead: int = 1) -> None:
+    def __init__(
+        self, source: Source, while_waiting: Callable[[], None] | None = None, num_ahead: int = 1, *,
+        patience_s: float = Timeouts.storage_s, tell: Callable[[str], None] = ignore,
+    ) -> None:  # fmt: skip
         self.source = source
         self._while_waiting, self._num_ahead = while_waiting, num_ahead
+        self._patience_s, self._tell = patience_s, tell
         self._read_ahead: Callable[[Sequence[int]], None] | None = getattr(source, "read_ahead", None)
         self.waited_s = 0.0
         """How long `load` has waited for data in all."""
@@ -158,7 +166,7 @@ class Loader:
             num_kept += 1
         self._drop(num_kept)
         for sample_id in sample_ids[num_kept:]:
-            self._ahead.append((sample_id, self._thread.submit(self.source.read, sample_id)))
+            self._ahead.append((sample_id, self._thread.submit(self._read, sample_id)))
 
     def load(
         self, sample_id: int, index_in_batch: int, layout: Layout, cp_rank: int, *, upcoming: Sequence[int] = ()
@@ -166,7 +174,7 @@ class Loader:
         """The slice of one sequence. While the caller computes, the first `num_ahead` of the `upcoming` ones are read,
         and of the others what the source reads ahead.
 
-        Raises: whatever the source raises for this sequence.
+        Raises: whatever the source raises for this sequence; StorageFailed where its storage stays away.
         """
         if not self._ahead or self._ahead[0][0] != sample_id:
             self.prefetch([sample_id])
@@ -183,6 +191,9 @@ class Loader:
             if self._read_ahead is not None:
                 self._read_ahead(upcoming[self._num_ahead :])
         return slice_sample(sample, layout, cp_rank, sample_id=sample_id, index_in_batch=index_in_batch)
+
+    def _read(self, sample_id: int) -> Sample:
+        return patiently(lambda: self.source.read(sample_id), self._patience_s, self._tell)
 
     def close(self) -> None:
         """Wait for a read in progress, if any, and end the thread."""

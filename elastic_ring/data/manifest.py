@@ -132,7 +132,7 @@ def is_manifest(uri: str) -> bool:
 
 
 def read_manifest(uri: str) -> Manifest:
-    """The manifest at `uri`. Raises ValueError for one that is absent, of another format or altered."""
+    """The manifest at `uri`. Raises ValueError for one that is absent, of another format or altered; StorageFailed."""
     filesystem, path = located(uri)
     data = read_file(filesystem, path, uri)
     try:

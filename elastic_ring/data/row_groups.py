@@ -12,11 +12,10 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_ring.data.chunks import Starts, Tokens
-from elastic_ring.data.filesystem import located
+from elastic_ring.data.filesystem import NUM_READS, located, reading
 from elastic_ring.data.manifest import Manifest, PreparedSource, Shard
 from elastic_ring.data.preparation.shard_writer import COLUMN, OFFSET, TOKENS_KEY
 
@@ -87,15 +86,23 @@ class OpenShards:
         return f"{self._uri.rpartition('/')[0]}/shards/{shard.name}"
 
     def read(self, shard: Shard, number: int) -> Any:
-        """One row group. Raises ValueError where the file is absent, damaged or another shard."""
+        """One row group. Raises StorageFailed; ValueError where the file is absent, damaged or another shard."""
         path = self.path(shard)
-        try:
-            file, metadata, lock = self._opened(shard)
-            with lock:
-                parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True, pre_buffer=True)
-                return parquet.read_row_group(number, columns=[COLUMN, OFFSET])
-        except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{path}: cannot be read as token shard: {error}") from error
+        for left in reversed(range(NUM_READS)):
+            try:
+                return reading(path, lambda: self._read(shard, number), what="cannot be read as token shard")
+            except ValueError:
+                with self._lock:
+                    self._open.pop(shard.name, None)  # its footer may have been damaged on its way
+                if not left:
+                    raise
+        raise AssertionError("the last read returns or raises")
+
+    def _read(self, shard: Shard, number: int) -> Any:
+        file, metadata, lock = self._opened(shard)
+        with lock:
+            parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True, pre_buffer=True)
+            return parquet.read_row_group(number, columns=[COLUMN, OFFSET])
 
     def _opened(self, shard: Shard) -> tuple[Any, Any, Lock]:
         with self._lock:

@@ -22,6 +22,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from elastic_ring.data.chunks import Starts, Tokens
+from elastic_ring.data.filesystem import reading
 from elastic_ring.data.packing import (
     BYTE_VOCAB_SIZE,
     END_OF_DOCUMENT,
@@ -36,6 +37,7 @@ from elastic_ring.validation import settings
 
 SAMPLE_BYTES = 1 << 16
 _PARQUET = (".parquet", ".pq")
+UNREADABLE = "cannot be read as token shard"
 _ARROW = (".arrow", ".feather", ".ipc")
 
 
@@ -82,7 +84,7 @@ class TokenShards:
         facts: list[list[object]] = []
         for path, _ in paths:
             index = _index_parquet if path.lower().endswith(_PARQUET) else _index_arrow
-            blocks, shard_facts = _reading(path, partial(index, filesystem, path, self))
+            blocks, shard_facts = reading(path, partial(index, filesystem, path, self), what=UNREADABLE)
             chunks += blocks
             facts.append(shard_facts)
         return PackedSource(
@@ -129,21 +131,24 @@ class _RowBlock:
 
     def load(self) -> tuple[Tokens, Starts]:
         read = _read_row_group if self.path.lower().endswith(_PARQUET) else _read_batch
-        lists = _reading(self.path, partial(read, self.filesystem, self.path, self.block, self.config.column))
+        lists = reading(
+            self.path, partial(read, self.filesystem, self.path, self.block, self.config.column), what=UNREADABLE
+        )
         return _pack(lists, self.config, self.name)
 
 
 def _list_shards(uri: str) -> tuple[Any, list[tuple[str, int]]]:
     """The file system, and (path, size in bytes) of every shard, in path order."""
-    try:
+
+    def look() -> tuple[Any, Any, list[Any]]:
         located = uri if "://" in uri else str(Path(uri).absolute())
         filesystem, path = pafs.FileSystem.from_uri(located)
         info = filesystem.get_file_info(path)
-        found = [info]
-        if info.type == pafs.FileType.Directory:
-            found = filesystem.get_file_info(pafs.FileSelector(path, recursive=True))
-    except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"TokenShards uri={uri!r}: cannot be read: {error}") from error
+        if info.type != pafs.FileType.Directory:
+            return filesystem, info, [info]
+        return filesystem, info, filesystem.get_file_info(pafs.FileSelector(path, recursive=True))
+
+    filesystem, info, found = reading(f"TokenShards uri={uri!r}", look)
     if info.type == pafs.FileType.NotFound:
         raise ValueError(f"TokenShards uri={uri!r}: does not exist")
     endings = _PARQUET + _ARROW
@@ -276,11 +281,3 @@ def _pack(lists: Any, config: TokenShards, name: str) -> tuple[Tokens, Starts]:
     else:
         tokens[np.arange(len(flat)) + np.repeat(starts - (ends - lengths), lengths)] = flat
     return tokens, starts
-
-
-def _reading(path: str, action: Any) -> Any:
-    """Run one read; errors of Arrow or the file system become a ValueError with the path."""
-    try:
-        return action()
-    except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{path}: cannot be read as token shard: {error}") from error

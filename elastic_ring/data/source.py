@@ -27,6 +27,7 @@ __all__ = [
     "StdlibText",
     "TextFiles",
     "TokenShards",
+    "fingerprinted",
     "hold_out",
     "open_source",
     "order_of",
@@ -106,7 +107,8 @@ class _View:
 
 
 def open_source(config: SourceConfig) -> Source:
-    """Open a corpus. Raises ValueError where it is unreadable or shorter than one sequence."""
+    """Open a corpus. Raises ValueError where it is unreadable or shorter than one sequence, StorageFailed where its
+    storage is away: callers wait with `patiently` or `at_submission`."""
     source = config.open()
     if source.num_sequences < 1:
         raise ValueError(
@@ -114,6 +116,12 @@ def open_source(config: SourceConfig) -> Source:
             f"{config.context_tokens + 1} tokens; give more text or a shorter context"
         )
     return source
+
+
+def fingerprinted(config: SourceConfig) -> tuple[Source, str]:
+    """A corpus and its fingerprint, which may have to read all of it. Raises as `open_source`."""
+    source = open_source(config)
+    return source, source.fingerprint
 
 
 def hold_out(source: Source, *, fraction: float = 0.0, num_sequences: int | None = None) -> tuple[Source, Source]:

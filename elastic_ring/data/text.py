@@ -19,6 +19,7 @@ import numpy as np
 from pyarrow import fs
 
 from elastic_ring.data.chunks import Starts, Tokens
+from elastic_ring.data.filesystem import reading
 from elastic_ring.data.listing import File, Listing, left_out_groups, list_source, used_groups
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, Files, PackedSource, aligned, check_context
 from elastic_ring.data.preparation.documents import Tally, read_documents
@@ -223,9 +224,9 @@ def _records(listing: Listing, file: File, align_tokens: int) -> list[_Records]:
 
 
 def _read(filesystem: Any, path: str, start: int, stop: int | None) -> bytes:
-    try:
+    def read() -> bytes:
         with filesystem.open_input_file(path) as file:
             file.seek(start)
             return bytes(file.read(None if stop is None else stop - start))
-    except Exception as error:  # object stores raise their own classes: no credentials, no such bucket
-        raise ValueError(f"{path}: cannot be read: {error}") from error
+
+    return reading(path, read)

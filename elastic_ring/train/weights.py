@@ -38,6 +38,8 @@ from elastic_ring.train.wrap import full_shapes
 
 POLL_S = 0.05
 """How soon a rank that waits for its file notices an abort."""
+CLEAN_S = 10.0
+"""For each request that removes what earlier attempts have left: the weights count already."""
 NUM_NAMED = 5
 ATTEMPT_BYTES, DIGEST_BYTES, SIZE_BYTES = 8, 32, 8
 
@@ -72,7 +74,10 @@ def gather_weights(state: Any, groups: Any, storage: Storage, max_file_bytes: in
         return None
     if WEIGHTS not in files:
         _write_index(storage, gather, files, written)
-    remove_others(storage, [WEIGHTS] if WEIGHTS in files else [WEIGHTS_INDEX, *files])
+    remove_others(
+        Storage(storage.uri, storage.excludes, min(storage.timeout_s, CLEAN_S)),
+        [WEIGHTS] if WEIGHTS in files else [WEIGHTS_INDEX, *files],
+    )
     return gather.sha256
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_ring.data.filesystem import located
+from elastic_ring.data.filesystem import READ_ERRORS, located, raise_if_away, reading
 from elastic_ring.data.kinds import BOM, NO_TEXT, no_text
 from elastic_ring.data.listing import File
 from elastic_ring.data.preparation.inputs import WHOLE, Piece, Span, open_arrow
@@ -69,14 +69,14 @@ class Tally:
 
 def read_documents(piece: Piece, text_column: str, tally: Tally) -> Iterator[bytes]:
     """The documents of a piece in order, without empty ones. Raises ValueError for a file that has changed since it was
-    listed, and for bad input where `tally` says so."""
+    listed, and for bad input where `tally` says so; StorageFailed where the storage is away."""
     filesystem, _ = located(piece.uri)
     readers = {"jsonl": _json_lines, "json": _json, "parquet": _parquet, "arrow": _arrow, "text": _text}
     for span in piece.spans:
         if span.file.problem:
             tally.leave_out(f"{span.name}: {span.file.problem}", span.num_bytes)
             continue
-        size = filesystem.get_file_info(span.file.path).size
+        size = reading(span.file.path, lambda span=span: filesystem.get_file_info(span.file.path).size)
         if size != span.file.num_bytes:
             raise ValueError(
                 f"{span.file.path}: has {size} bytes, {span.file.num_bytes} when it was listed: input must not change "
@@ -93,7 +93,8 @@ def read_documents(piece: Piece, text_column: str, tally: Tally) -> Iterator[byt
                     yield document
                 else:
                     tally.num_empty_documents += 1
-        except (OSError, EOFError, pa.ArrowException) as error:
+        except READ_ERRORS as error:
+            raise_if_away(error, span.name)
             tally.leave_out(f"{span.name}: cannot be read{_from(span)}: {error}", span.num_bytes)
 
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from elastic_ring.data.filesystem import raise_if_away
 from elastic_ring.data.listing import OPENED_AT_ONCE, File, Listing
 
 ARROW_FILE = b"ARROW1"
@@ -87,7 +88,8 @@ def _parts(filesystem: Any, piece_bytes: int, file: File) -> list[tuple[Span, in
     sizes = _parquet_sizes if file.kind == "parquet" else _arrow_sizes
     try:
         return list(_together(file, sizes(filesystem, file.path), piece_bytes))
-    except (OSError, pa.ArrowException):
+    except (OSError, pa.ArrowException) as error:
+        raise_if_away(error, file.path)  # else the same corpus would be cut into other pieces
         return [(Span(file), file.num_bytes)]  # whoever reads it says what is wrong with it
 
 

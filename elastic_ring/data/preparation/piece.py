@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic_ring.data.chunks import Tokens
+from elastic_ring.data.filesystem import patiently
 from elastic_ring.data.manifest import Dropped, Shard
 from elastic_ring.data.preparation.documents import OnBadInput, Tally, read_documents
 from elastic_ring.data.preparation.inputs import Piece
@@ -79,12 +80,18 @@ class PieceWorker:
         return Storage(self.job.out).open(write=False)
 
     def digest(self, piece: Piece) -> None:
-        """Write the digests of the piece's documents, in order."""
-        digests = b"".join(document_digest(document) for document in self._documents(piece, self._tally()))
+        """Write the digests of the piece's documents, in order; read again while the input's storage is away."""
+        digests = patiently(
+            lambda: b"".join(document_digest(document) for document in self._documents(piece, self._tally()))
+        )
         self.storage.replace(digests_name(piece.name), digests)
 
     def prepare(self, piece: Piece) -> PieceRecord:
-        """Write the piece's shards, then its record. Raises ValueError for bad input that is not to be left out."""
+        """Write the piece's shards, then its record; anew while the input's storage is away. Raises ValueError for bad
+        input that is not to be left out, StorageFailed."""
+        return patiently(lambda: self._prepare(piece))
+
+    def _prepare(self, piece: Piece) -> PieceRecord:
         job, tokenizer, tally = self.job, self.tokenizer, self._tally()
         writer = ShardWriter(
             self.storage, f"{SHARDS}/{piece.name}", tokenizer.vocab_size, tokenizer.end_of_document,

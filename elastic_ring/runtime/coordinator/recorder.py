@@ -57,6 +57,7 @@ from elastic_ring.train.guards import told_of
 log = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 1.0
+WAIT_TOLD_S = 30.0
 
 
 class RunRecorder:
@@ -83,6 +84,7 @@ class RunRecorder:
         self._alive_at_s: float | None = None
         self._status_at = 0.0
         self._end_told = False
+        self._wait_told_s = -WAIT_TOLD_S
         self.num_compiled_late = 0  # after step 0, by all workers
         self.num_spikes = 0
         self.stragglers = (
@@ -170,10 +172,12 @@ class RunRecorder:
         """Committed steps, in order; those that are known already change nothing. Returns what was new. A record with
         a `val_loss` is what the held-out sequences gave after its step, one with `not_repeatable` why a step's bits
         would not come again, one with `compiled` the names of what a worker compiled in a step after step 0, and how
-        many it compiled before, one with `copied` the figures of copies in peers' memory, one with `left_out` sequences
-        that the order leaves out."""
+        many it compiled before, one with `waiting` that a worker waits for storage, one with `copied` the figures of
+        copies in peers' memory, one with `left_out` sequences that the order leaves out."""
         for record in records:
-            if "val_loss" in record:
+            if "waiting" in record:
+                self.waits(record["waiting"])
+            elif "val_loss" in record:
                 measured = {name: value for name, value in record.items() if name.startswith("val_")}
                 self.metrics.validated(record["step"], measured)
                 self.lost.add("validation", record.get("took_s", 0.0))
@@ -226,6 +230,13 @@ class RunRecorder:
             self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["membership_id"]))
             self.recoveries.committed(record["step"], now)
         return new
+
+    def waits(self, told: str) -> None:
+        """Somebody waits for storage. Many do at once, so one speaks for all."""
+        now = time.monotonic()
+        if now - self._wait_told_s >= WAIT_TOLD_S:
+            self._wait_told_s = now
+            self.recoveries.say(told)
 
     def _tell_of(self, record: Mapping[str, Any]) -> None:
         """A loss far above those before, or a step that was skipped."""

@@ -310,7 +310,9 @@ class Worker:
             log.warning("writing the weights broke off: %s", error)
             kind = self._kind_of(error)
             self._pause()
-            self._report_failure(kind if kind in ("peer", "device") else "check", error, identity, self._member.applied)
+            self._report_failure(
+                kind if kind in ("peer", "device", "storage") else "check", error, identity, self._member.applied
+            )
             return
         if not self._training.is_this:
             return
@@ -322,7 +324,7 @@ class Worker:
         assert self._member is not None
         member = self._member
         kind = error_kind(error, lambda: has_failed(member.device), healing=healing)
-        if kind in ("device", "user", "check", "memory") and member.aborted:
+        if kind in ("device", "user", "check", "memory", "storage") and member.aborted:
             return "peer"  # an abort leaves garbage in the buffers; the device is probed before the report
         if kind == "device":
             member.fail_device(error)  # reports must say so even if this message is lost

@@ -46,15 +46,15 @@ def error_kind(
     if isinstance(error, CheckpointDamaged):
         return "checkpoint"
     if isinstance(error, StorageFailed):
-        return "peer"  # read again in the next build
+        return "storage"  # it was waited for
     if isinstance(error, ComputedWrongly):
         return "corrupt"
     if isinstance(error, (ModelRefused, ReplicasDiverged)):
         return "check"
     if isinstance(error, KernelMismatch):
         return "device" if healing else "check"
-    if is_transport_error(error):
-        return "peer"
+    if is_transport_error(error) and not is_out_of_memory(error) and not is_out_of_host_memory(error):
+        return "peer"  # what ran out of memory first, and failed its exchange then, is no peer's failure
     if is_out_of_memory(error):
         return "device" if healing or device_failed() else "memory"
     if is_out_of_host_memory(error):

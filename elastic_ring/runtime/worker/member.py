@@ -12,15 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from elastic_ring.control.messages import BatchSkip, Build, CorpusVersion, Finalized, Heal, Report, Resumed
+from elastic_ring.data.filesystem import patiently
 from elastic_ring.data.growth import grown
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.sampling.skips import SkippingOrder, by_batch
-from elastic_ring.data.source import Source, hold_out, open_source, order_of
+from elastic_ring.data.source import Source, fingerprinted, hold_out, open_source, order_of
 from elastic_ring.errors import GroupAborted
 from elastic_ring.monitor.stamps import Phase, StampWriter
 from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser
@@ -64,6 +65,7 @@ from elastic_ring.train.vote import Outcome
 from elastic_ring.train.weights import gather_weights
 from elastic_ring.train.wrap import num_parameters
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 BECOME_SPARE_S = 10.0  # for a node's GPU to be empty before the next process may take it
@@ -94,7 +96,7 @@ class Member:
         self._num_data_waits = 0
         self.device_failed = False  # said so itself: a probe may still pass
         self._saver = Saver(
-            spec.run, saved, lambda step, rank: injector.check(phase="upload", step=step, rank=rank)
+            spec.run, saved, lambda step, rank: injector.check(phase="upload", step=step, rank=rank), self._tell_waiting
         )  # fmt: skip
         self._copies = Copies(spec.run, spec.worker, self._publish_copies)
         self._place: Place | None = None
@@ -125,10 +127,9 @@ class Member:
         EVENTS.listener = self._announce_compilation
         task, step = self._spec.task, self._spec.task.step
         self.start_work.what = "opens the data"
-        source = open_source(task.data)
-        self.fingerprint = source.fingerprint
+        source, self.fingerprint = self._patiently(lambda: fingerprinted(task.data))
         training, validation = hold_out(source, num_sequences=self._num_held_out)
-        self._val_loader = Loader(validation, self._while_data_comes)
+        self._val_loader = self._loader(validation, num_ahead=1)
         self._training = training
         order = order_of(training, step.seed, step.global_batch)
         cache = KERNEL_CACHE if self._spec.scaling.device == "cuda" else None
@@ -163,8 +164,19 @@ class Member:
         gc.collect()
         gc.freeze()
 
-    def _loader(self, training: Source) -> Loader:
-        return Loader(training, self._while_data_comes, num_ahead=self._spec.task.step.sequences_per_pass)
+    def _loader(self, source: Source, num_ahead: int = 0) -> Loader:
+        return Loader(
+            source, self._while_data_comes, num_ahead or self._spec.task.step.sequences_per_pass,
+            patience_s=self._spec.run.timeouts.storage_s, tell=self._tell_waiting,
+        )  # fmt: skip
+
+    def _patiently(self, read: Callable[[], T]) -> T:
+        """A read of the data's storage outside of a step."""
+        return patiently(read, self._spec.run.timeouts.storage_s, self._tell_waiting)
+
+    def _tell_waiting(self, text: str) -> None:
+        """For the console; called in any thread."""
+        self._publish([{"waiting": f"{self._spec.worker} {text}"}])
 
     @property
     def _num_held_out(self) -> int:
@@ -344,7 +356,8 @@ class Member:
             return
         if versions:
             data = grown(self._spec.task.data, by_batch(versions, skips))
-            self._training, _ = hold_out(open_source(data), num_sequences=self._num_held_out)
+            source = self._patiently(lambda: open_source(data))
+            self._training, _ = hold_out(source, num_sequences=self._num_held_out)
         step = self._spec.task.step
         order = SkippingOrder(order_of(self._training, step.seed, step.global_batch), skips)
         self._transaction.read_from(self._loader(self._training), order)
@@ -381,7 +394,7 @@ class Member:
             state.enter(groups, (command.term, command.generation), keep=keep, nodes=command.nodes)
             if command.restore is not None:
                 begun = time.monotonic()
-                reader = open_checkpoint(self._spec.run, command.restore)
+                reader = open_checkpoint(self._spec.run, command.restore, self._tell_waiting)
                 reader.check = connector.raise_if_aborted
                 state.restore(reader)
                 self._timings["restore_s"] = time.monotonic() - begun
@@ -541,7 +554,9 @@ class Member:
         assert self._connector is not None
         self._stamps.stamp(self.applied, Phase.FINALIZE)
         run = self._spec.run
-        storage = Storage(run.storage_uri, timeout_s=run.timeouts.storage_s).open(write=False)
+        # A storage that is away is waited for once, here: half of what the coordinator gives for all of it.
+        wait_s = run.timeouts.finalize_s / 2
+        storage = Storage(run.storage_uri, timeout_s=wait_s, tell=self._tell_waiting).open(write=False)
         with translated(self._connector):
             digest = gather_weights(self._transaction, self._groups, storage)
         self._stamps.stamp(self.applied, Phase.IDLE)

@@ -35,6 +35,7 @@ from elastic_ring.state.checkpoints.checkpoint import (
 )
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.storage.folder import Storage
+from elastic_ring.state.storage.retries import ignore
 from elastic_ring.train.vote import BUSY, DUE
 
 log = logging.getLogger(__name__)
@@ -46,10 +47,11 @@ LEAST_INTERVAL_S, MOST_INTERVAL_S = 30.0, 3600.0
 Told = Mapping[str, Any]
 
 
-def open_checkpoint(run: RunConfig, checkpoint: Checkpoint) -> Reader:
-    """A reader of a checkpoint of this run, or of another by its path. Raises CheckpointDamaged, StorageFailed."""
+def open_checkpoint(run: RunConfig, checkpoint: Checkpoint, tell: Callable[[str], None] = ignore) -> Reader:
+    """A reader of a checkpoint of this run, or of another by its path, which waits for the storage as long as a build
+    may take to read one. Raises CheckpointDamaged, StorageFailed."""
     uri, folder = located(run.storage_uri, checkpoint.folder)
-    storage = Storage(uri, timeout_s=run.timeouts.storage_s).open(write=False)
+    storage = Storage(uri, timeout_s=run.timeouts.restore_s, tell=tell).open(write=False)
     try:
         return Reader(storage, read_manifest(storage, folder))
     except StorageFailed as error:
@@ -160,9 +162,10 @@ class Saver:
 
     def __init__(
         self, run: RunConfig, send: Callable[[dict[str, Any]], None],
-        inject: Callable[[int, int], None] = lambda step, rank: None,
+        inject: Callable[[int, int], None] = lambda step, rank: None, tell: Callable[[str], None] = ignore,
     ) -> None:  # fmt: skip
-        """`inject` fires the faults that are planned for the middle of a file."""
+        """`inject` fires the faults that are planned for the middle of a file. `tell` gets lines for a person."""
+        self._tell, self._waits_for = tell, ""
         self._run, self._send, self._inject = run, send, inject
         self.schedule = SaveSchedule(run.checkpoint_config)
         self._storage: Storage | None = None
@@ -280,9 +283,10 @@ class Saver:
     def missed(self, place: Place, step: int) -> None:
         """A checkpoint was due, and some rank still writes the last: global rank 0 tells the coordinator."""
         if place.global_rank == 0 and not self.schedule.is_first and self.schedule.is_new_miss():
-            log.warning("the checkpoint of step %d is left out: the last one is still being written", step)
+            why = f"the last one is still being written{self._waits_for and ': it '}{self._waits_for}"
+            log.warning("the checkpoint of step %d is left out: %s", step, why)
             self._send({"step": step, "term": place.term, "generation": place.generation, "lineage": place.lineage,
-                        "missed": "the last one is still being written"})  # fmt: skip
+                        "missed": why})  # fmt: skip
 
     def wait(self, timeout_s: float) -> bool:
         """Whether nothing is being written, after at most `timeout_s`."""
@@ -290,11 +294,17 @@ class Saver:
             self._thread.join(timeout_s)
         return not self.is_busy
 
+    def _waits(self, text: str) -> None:
+        self._waits_for = text
+        self._tell(f"writing a checkpoint {text}")
+
     def _write(self, snapshot: Snapshot, part: dict[str, Any], begun: float) -> None:
+        self._waits_for = ""
         try:
             snapshot.finish()
             if self._storage is None:
-                self._storage = Storage(self._run.storage_uri, timeout_s=self._run.timeouts.storage_s).open(write=False)
+                uri, storage_s = self._run.storage_uri, self._run.timeouts.storage_s
+                self._storage = Storage(uri, timeout_s=storage_s, tell=self._waits).open(write=False)
             rank = part["part"] * part["cp"] + part["cp_rank"]
             file = write_part(self._storage, part["folder"], snapshot, lambda: self._inject(part["step"], rank))
         except Exception as error:  # training goes on without this checkpoint; the coordinator counts it

@@ -10,9 +10,9 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +21,7 @@ from elastic_ring.config import Timeouts
 from elastic_ring.errors import StorageFailed
 from elastic_ring.state.storage.local_files import LocalFiles
 from elastic_ring.state.storage.object_store import ObjectStore
-from elastic_ring.state.storage.retries import Retries
+from elastic_ring.state.storage.retries import Retries, ignore
 from elastic_ring.state.storage.stored import Entry, StoredFile, Upload, pieces
 
 __all__ = ["Storage", "StoredFile", "open_or_refuse"]
@@ -47,6 +47,8 @@ class Storage:
     """Whether `create` excludes a second writer; tried by `open`. File systems do, some object stores do not."""
     timeout_s: float = Timeouts.storage_s
     """How long each request is tried again while it fails; 0 for one attempt."""
+    tell: Callable[[str], None] = field(default=ignore, compare=False, repr=False)
+    """Gets a line for a person when a request has failed for some seconds; not sent to other processes."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.uri)
@@ -54,7 +56,7 @@ class Storage:
             raise ValueError(f"storage_path={self.uri!r}: use a folder, file:///folder or s3://bucket/prefix")
         if parts.scheme == "s3" and not parts.netloc:
             raise ValueError(f"storage_path={self.uri!r}: name the bucket, as in s3://bucket/prefix")
-        retries = Retries(self.timeout_s)
+        retries = Retries(self.timeout_s, lambda text: self.tell(f"{text} ({self._shown()})"))
         # Four silent requests fit into the time.
         silence_s = min(LONGEST_SILENCE_S, self.timeout_s / 4) or LONGEST_SILENCE_S
         self._files: LocalFiles | ObjectStore = (

@@ -32,9 +32,10 @@ TAKEN = ("PreconditionFailed", "412")
 GONE = ("NoSuchKey", "NoSuchUpload", "404", "NotFound")
 REFUSED = (
     "AccessDenied", "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken", "RequestExpired",
-    "SignatureDoesNotMatch", "TokenRefreshRequired", "403", "Forbidden",
+    "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired", "403", "Forbidden",
 )  # fmt: skip
-"""What a store answers to credentials that are wrong, have expired, or will be valid again."""
+"""What a store answers to credentials that are wrong, have expired, or will be valid again, and to a clock that is
+wrong until somebody sets it."""
 BUSY = (408, 409, 429)
 """HTTP: too slow, lost to a request beside it, too many. Above 500, any."""
 
@@ -64,6 +65,8 @@ class ObjectStore:
             return f"there is no bucket {bucket}; create it or name another"
         if code == "AccessDenied":
             return f"grant list, get, put, delete and multipart uploads on {bucket}, or use other credentials"
+        if code == "RequestTimeTooSkewed":
+            return "set this node's clock: the store's differs by more than it allows"
         if code in REFUSED:
             return "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile or role"
         if code.startswith("4") or code in ("InvalidBucketName", "PermanentRedirect", "AuthorizationHeaderMalformed"):

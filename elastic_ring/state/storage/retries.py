@@ -1,4 +1,8 @@
-"""Trying again what a disk or an object store refused: with growing pauses, within a limit. What to try is not here."""
+"""Tries again what a file system or an object store refused: with growing pauses, within a limit, and tells of it.
+
+This is the one place that waits for storage. Who waits for how long, and what follows, is a table in
+docs/guarantees.md. What to try is not here.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,24 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
+TELL_AFTER_S, TELL_AGAIN_S = 3.0, 60.0
+"""From the first failure until somebody is told of it, and from then to the next time."""
+TOLD_CHARS = 400
+
+
+def ignore(text: str) -> None:
+    """For those whose log is enough."""
 
 
 @dataclass(frozen=True)
 class Retries:
-    """`limit_s`: no attempt begins later than that after the first one failed; 0 for a single attempt."""
+    """`limit_s`: the last attempt begins so long after the first one failed; 0 for a single attempt.
+
+    `tell` gets a line for a person once an attempt has failed for TELL_AFTER_S, and then now and again.
+    """
 
     limit_s: float
+    tell: Callable[[str], None] = ignore
 
     def __call__(
         self,
@@ -29,22 +44,32 @@ class Retries:
         before_next: Callable[[Exception], None] = lambda error: None,
     ) -> T:
         """The result of the first attempt that succeeds; else the last one's error, with how long was tried."""
-        begun, last_s, pause_s, num_failed = time.monotonic(), 0.0, FIRST_PAUSE_S, 0
+        begun, failed_s, pause_s, num_failed, told_s = time.monotonic(), 0.0, FIRST_PAUSE_S, 0, -TELL_AGAIN_S
         while True:
             try:
                 return attempt()
             except Exception as error:
                 num_failed += 1
-                waited_s = time.monotonic() - begun
+                now_s = time.monotonic() - begun
                 if num_failed == 1:  # which may have been slow: it also opens the connection
-                    last_s = waited_s + self.limit_s
-                if is_final(error) or waited_s + pause_s > last_s:
+                    failed_s = now_s
+                left_s = failed_s + self.limit_s - now_s
+                if left_s <= 0 or is_final(error):
                     if num_failed > 1:
-                        error.add_note(f"{num_failed} attempts in {waited_s:.1f} s")
+                        error.add_note(f"{num_failed} attempts in {now_s:.1f} s")
                     raise
                 level = logging.WARNING if num_failed == 1 else logging.INFO
-                logger.log(level, "attempt %d failed, again in %.1f s: %s", num_failed, pause_s, error)
+                logger.log(level, "attempt %d failed, again for %.0f s: %s", num_failed, left_s, error)
+                if now_s - failed_s >= TELL_AFTER_S and now_s - told_s >= TELL_AGAIN_S:
+                    told_s = now_s
+                    self.tell(f"waits for storage, for {left_s:.0f} s more: {shortened(error)}")
                 before_next(error)
             # Many writers that a store turned away at once do not come back at once.
-            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            time.sleep(min(pause_s * random.uniform(0.5, 1.0), left_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def shortened(error: BaseException) -> str:
+    """An error in one line of a length that a console can show."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= TOLD_CHARS else f"{text[:TOLD_CHARS]} ..."
