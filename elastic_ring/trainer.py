@@ -309,12 +309,10 @@ class ElasticRingTrainer:
         replace(self._identity, places=self._places).tell_moved(self.run_config.name, {**before, **places})
 
     def _resume(self) -> Resume:
-        """Where this submission begins. Raises ValueError for what cannot be resumed, for a later manifest that is not
-        what it was, and where nothing can be read."""
+        """Where this submission begins. Raises ValueError for what cannot be resumed, and for a later manifest that is
+        not what it was; StorageFailed where the storage stays away."""
         try:
             found = find_resume(self.run_config, self._identity, grows=may_grow(self.task.data))
-        except errors.StorageFailed as error:
-            raise ValueError(f"storage_path={self.run_config.storage_uri!r}: {error}") from error
         except errors.CheckpointDamaged as error:
             raise ValueError(f"resume={self.run_config.resume!r}: {error}") from error
         if found.corpus:  # they lie beside the first one, also where that has moved

@@ -30,7 +30,7 @@ _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        with RunRecords(options.run) as records:
+        with RunRecords(options.run, lambda text: print(f"elastic-ring status: {text}", file=sys.stderr)) as records:
             if options.serve is not None:
                 return _serve(records, options.host, options.serve)
             return _print(records, options.watch)

@@ -17,6 +17,7 @@ from pyarrow import fs
 
 from elastic_ring.config import Timeouts, environment
 from elastic_ring.errors import StorageFailed
+from elastic_ring.state.storage.folder import SUBMIT_S
 from elastic_ring.state.storage.retries import Retries, ignore, shortened
 
 T = TypeVar("T")
@@ -33,8 +34,6 @@ _AWS = "AWS Error"
 _AWS_ABSENT = ("NO_SUCH_BUCKET", "NO_SUCH_KEY", "RESOURCE_NOT_FOUND")
 _AWS_REFUSED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "INVALID_CLIENT_TOKEN_ID", "INVALID_SIGNATURE",
                 "SIGNATURE_DOES_NOT_MATCH", "UNRECOGNIZED_CLIENT", "HTTP status code 403")  # fmt: skip
-SUBMIT_S = 15.0
-"""How long a submission waits for what a store does not give at once: a person waits for the answer."""
 
 
 def is_away(error: BaseException) -> bool:

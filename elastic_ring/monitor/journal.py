@@ -6,6 +6,7 @@ journal must not enter this module.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -16,12 +17,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from elastic_ring.errors import JournalDamaged, RunFailed
+from elastic_ring.errors import JournalDamaged, StaleMessage, StorageFailed
 from elastic_ring.files import sync_directory
+from elastic_ring.state.storage.retries import ONCE
 
 LOOK_S, QUIET_S = 0.01, 0.2
 """Seconds between looks at an incomplete line, and without change until its writer counts as dead."""
 _CRC = re.compile(rb',"crc":"([0-9a-f]{8})"}\n$')
+Retried = Callable[[Callable[[], None], Callable[[Exception], bool]], None]
+"""Carries out a write, again while it fails and its error is not final."""
 _TERM_NAME = re.compile(r"[0-9]{6,}")
 
 
@@ -32,9 +36,13 @@ class Journal:
     its successor) never interleave.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, durable: bool = True) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, durable: bool = True, retries: Retried = ONCE
+    ) -> None:  # fmt: skip
+        """`retries`: how a write that fails is tried again."""
         self.path = Path(path)
         self.durable = durable
+        self._retries = retries
         self._fd: int | None = None
 
     def open(self) -> Journal:
@@ -54,28 +62,34 @@ class Journal:
     def append(self, record: dict[str, Any], *, sync: bool = True) -> None:
         """Write one line; with `durable` and `sync`, it and all lines before it are on disk when this returns.
 
-        Raises: RunFailed when the line cannot be written completely (a full disk). The journal is then closed; the
-        next `open` truncates the incomplete line.
+        A disk that takes a part of the line is asked for the rest as often as for a line. Raises: StorageFailed when
+        it cannot be written completely. The journal is then closed; the next `open` truncates the incomplete line.
         """
         assert self._fd is not None, "Journal.append before open"
-        line = line_of(record)
+        fd = self._fd
+        rest = memoryview(line_of(record))
+        end_bytes = -1  # of the part that is written
+
+        def put() -> None:
+            nonlocal rest, end_bytes
+            while rest:
+                if end_bytes >= 0 and os.fstat(fd).st_size != end_bytes:
+                    raise StaleMessage(f"another coordinator writes {self.path}: this one exits")
+                rest = rest[os.write(fd, rest) :]
+                end_bytes = os.lseek(fd, 0, os.SEEK_CUR)
+
         try:
-            num_written = os.write(self._fd, line)
+            self._retries(put, _is_final)
             if self.durable and sync:
-                os.fdatasync(self._fd)
+                os.fdatasync(fd)  # not tried again: the kernel may have dropped what it could not write
         except OSError as error:
-            self.close()
-            raise RunFailed(
-                f"cannot write the journal {self.path}: {error}. Free space there, or start the run in another folder",
+            self.close()  # a line after an incomplete one would be damage in the middle
+            notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+            raise StorageFailed(
+                f"cannot write the journal {self.path}: {error}{notes}. Free space there or make it writable, and "
+                "submit the run again",
                 path=str(self.path),
             ) from error
-        if num_written != len(line):
-            self.close()  # a line after an incomplete one would be damage in the middle
-            raise RunFailed(
-                f"the journal {self.path} took only {num_written} of {len(line)} bytes: is the disk full? Free "
-                "space there, or start the run in another folder",
-                path=str(self.path),
-            )
 
     def sync(self) -> None:
         """All lines are on disk when this returns."""
@@ -151,6 +165,11 @@ def newest_term(directory: str | os.PathLike[str], known: int) -> int:
     while (folder / f"{known + 1:06d}").exists():
         known += 1
     return known
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether the disk will never take the line."""
+    return not isinstance(error, OSError) or error.errno in (errno.EBADF, errno.EFBIG, errno.EINVAL)
 
 
 def _is_torn(fd: int, whole_bytes: int) -> bool:

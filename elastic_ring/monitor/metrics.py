@@ -20,8 +20,9 @@ from typing import Any
 from elastic_ring.errors import RecordDamaged, RunFailed
 from elastic_ring.files import sync_directory
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.journal import Journal, read, salvage
+from elastic_ring.monitor.journal import Journal, Retried, read, salvage
 from elastic_ring.monitor.json_files import json_bytes, read_json
+from elastic_ring.state.storage.retries import ONCE
 
 log = logging.getLogger(__name__)
 
@@ -145,9 +146,10 @@ class MetricsLog:
     is the same, bit for bit (a note says that it counts again), else one with both values (`replaces_loss_hex`).
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], retries: Retried = ONCE) -> None:
+        """`retries`: as `Journal` takes them."""
         self.path = Path(directory) / METRICS_NAME
-        self._journal = Journal(self.path, durable=False)
+        self._journal = Journal(self.path, durable=False, retries=retries)
         self._by_step: dict[int, tuple[str, float]] = {}  # step -> (loss_hex, step_s)
         self._undone: dict[int, tuple[str, float]] = {}  # the same of steps that are to run again
         self._last_step = -1

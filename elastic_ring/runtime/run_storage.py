@@ -14,15 +14,17 @@ import secrets
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from elastic_ring.config import RunConfig
+from elastic_ring.config import RunConfig, Timeouts
 from elastic_ring.errors import RecordDamaged, StorageFailed
 from elastic_ring.monitor.callbacks import CALLBACKS_NAME, kept_places
 from elastic_ring.monitor.journal import claim_term, newest_term
 from elastic_ring.monitor.json_files import DAMAGED, json_bytes, parse_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
 from elastic_ring.state.storage.folder import Storage
+from elastic_ring.state.storage.retries import ignore
 
 log = logging.getLogger(__name__)
 
@@ -33,21 +35,24 @@ FOLDER, CURRENT = "records", "records/CURRENT.json"
 PIECE_BYTES = 1 << 20
 PERIOD_S = 1.0
 TELL_AGAIN_S = 60.0
+LOOK_S = 10.0
 
 
-def storage_of(run: RunConfig, *, excludes: bool = True) -> Storage:
+def storage_of(run: RunConfig, *, excludes: bool = True, tell: Callable[[str], None] = ignore) -> Storage:
     """The run's storage, connected; `excludes` as the driver has tried it. Raises StorageFailed."""
-    return Storage(run.storage_uri, excludes, run.timeouts.storage_s).open(write=False)
+    return Storage(run.storage_uri, excludes, run.timeouts.storage_s, tell).open(write=False)
 
 
-def fetch(run: RunConfig, folder: Path, *, keep_longer: bool = False) -> None:
+def fetch(
+    run: RunConfig, folder: Path, *, keep_longer: bool = False, tell: Callable[[str], None] = ignore
+) -> None:  # fmt: skip
     """Bring the records from the store into `folder`; nothing for a run whose folder is a path.
 
     `keep_longer`: a growing file that is there already stays where it only goes on from what the store has.
     """
     if not run.is_remote:
         return
-    storage = storage_of(run)
+    storage = storage_of(run, tell=tell)
     folder.mkdir(parents=True, exist_ok=True)
     present = {name for name, _ in storage.names(recursive=False)}
     for name in (*REPLACED, *SETTINGS):
@@ -156,9 +161,12 @@ def reset_places(run: RunConfig, *, goes_on: bool) -> None:
 class RunRecords:
     """A run's records for an onlooker: its folder, or a copy of what its object store has of them."""
 
-    def __init__(self, where: str) -> None:
-        """`where`: the run's folder, or s3://bucket/prefix/NAME."""
-        self._run = RunConfig("onlooker", run_dir=where.removeprefix("file://"))
+    def __init__(self, where: str, tell: Callable[[str], None] = ignore) -> None:
+        """`where`: the run's folder, or s3://bucket/prefix/NAME. `tell`: gets a line when the store keeps one waiting,
+        which is for LOOK_S only: somebody looks on."""
+        timeouts = Timeouts(storage_s=LOOK_S)
+        self._run = RunConfig("onlooker", run_dir=where.removeprefix("file://"), timeouts=timeouts)
+        self._tell = tell
         self._copy: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> RunRecords:
@@ -175,7 +183,7 @@ class RunRecords:
         if self._copy is None:
             self._copy = tempfile.TemporaryDirectory(prefix="elastic-ring-")
         folder = Path(self._copy.name)
-        fetch(self._run, folder)
+        fetch(self._run, folder, tell=self._tell)
         if not any(folder.iterdir()):
             raise ValueError(f"{self._run.storage_uri}: holds no run; give the storage path and the name of a run")
         return folder

@@ -9,6 +9,7 @@ import pytest
 
 from elastic_ring.control.coordination import next_deadline
 from elastic_ring.control.messages import (
+    Build,
     Checkpoint,
     CheckpointsKnown,
     Command,
@@ -269,6 +270,68 @@ def test_a_device_error_told_to_a_new_coordinator_is_a_loss_too() -> None:
 def test_what_would_only_happen_again_ends_the_run(kind: str, error: str) -> None:
     run = Bench(TWO_NODES).form()
     assert end_in(run.handle(MemberFailed("w", members(run.state)[0], 1, 1, kind, 3, "why"))).error == error
+
+
+@pytest.mark.parametrize("phase", ["building", "running", "finishing"])
+def test_a_storage_that_stays_away_ends_the_run_with_its_place_and_builds_no_ring(phase: str) -> None:
+    run = Bench(TWO_NODES, total_steps=5).form()
+    if phase == "building":
+        run.lose(0)
+        run.report_all(applied=3)
+    if phase == "finishing":
+        run.report_all(applied=5, kind="finished")
+    assert run.phase == phase
+    told = "s3://bucket/run cannot be written: 503 (12 attempts in 300.0 s)"
+    said = run.handle(MemberFailed("w", members(run.state)[1], 1, run.state.generation, "storage", 3, told))
+    end = end_in(said)
+    assert not only(Build, said)
+    assert (end.error, told in end.message, "submit the run again" in end.message) == ("StorageFailed", True, True)
+    finished = dict(end.facts).get("finished")
+    assert finished == ("weights not yet written" if phase == "finishing" else None)
+    assert ("every step is committed, and the weights are not yet written" in end.message) == (phase == "finishing")
+
+
+def test_finished_steps_without_weights_are_completed_by_the_next_submission() -> None:
+    """It begins at the checkpoint of the last step, and nothing is left to train."""
+    run = Bench(TWO_NODES, total_steps=5, takes_checkpoints=True)
+    run.handle(CheckpointsKnown("c", (Checkpoint(5, "step-5", Mesh(2, 2)),)))
+    run.form()
+    assert members(run.state)
+    said = run.report_all(applied=5, kind="finished")
+    assert only(Finalize, said)
+
+
+@pytest.mark.parametrize(
+    ("first", "told", "links"),
+    [
+        ("killed", "died: w0.*SIGKILL in forward", False),
+        ("memory", "reports a memory error in step 3: MemoryError: 40 GiB", False),
+        ("peer", "reports a peer error in step 3: PeerFailed: Connection reset by peer", True),
+    ],
+)
+def test_the_first_cause_of_a_step_is_told_and_no_peers_reset_replaces_it(first: str, told: str, links: bool) -> None:
+    run = Bench({"a": 8, "b": 8}, spares=8, round_limit=3).form()
+    reset = "Traceback:\nPeerFailed: Connection reset by peer"
+
+    def fail(rank: int, kind: str, detail: str) -> tuple[Command, ...]:
+        generation = run.state.generation
+        return run.handle(MemberFailed("w", members(run.state)[rank], 1, generation, kind, 3, detail))
+
+    said: tuple[Command, ...] = fail(1, "peer", reset)  # it may come before its cause
+    for attempt in range(4):
+        said = run.report_all(applied=3)
+        if run.phase == "ended":
+            break
+        run.resume_all()
+        if attempt == 0 and first == "killed":
+            run.lose(0, step=3, phase="forward")
+        elif attempt == 0 and first == "memory":
+            fail(0, "memory", "MemoryError: 40 GiB")
+        else:
+            fail(1, "peer", reset)
+    end = end_in(said)
+    assert re.search(f"The first cause: .*{told}", end.message), end.message
+    assert ("look at the links" in end.message) == links
 
 
 def test_the_end_is_written_by_ring_0_and_releases_everyone() -> None:

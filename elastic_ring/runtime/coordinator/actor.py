@@ -75,6 +75,7 @@ from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
 from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, checkpoint_facts, control_options
 from elastic_ring.runtime.coordinator.shutdown import EndReport, aside, conclude, unfinished
 from elastic_ring.runtime.coordinator.startup import open_run
+from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
 from elastic_ring.runtime.head import is_kept, warn_if_shorter
 from elastic_ring.runtime.run_storage import Mirror
@@ -95,6 +96,7 @@ class Coordinator:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self.run_spec = run_spec
         self.clock = Clock()
+        self.storage_wait = StorageWait(run_spec.run, self.clock)
         self.address = ray.util.get_node_ip_address()
         self._queue: queue.Queue[tuple[str, Any, dict[str, Any]]] = queue.Queue()
         self.driver_feed = DriverFeed()
@@ -164,6 +166,7 @@ class Coordinator:
 
     def abandon(self, reason: str) -> None:
         """End the run now: clear everything at once."""
+        self.storage_wait.give_up()
         self._queue.put(("abandon", reason, {}))
 
     # ------------------------------------------------------------ the deciding thread
@@ -194,9 +197,12 @@ class Coordinator:
 
     def _fail(self, error: BaseException) -> None:
         message = f"{type(error).__name__}: {error}"
+        if isinstance(error, StorageFailed):
+            message = error.message
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
             message = storage_error(self.run_spec.run.folder, error)
-        end = {"error": "RunFailed", "message": message, "facts": {}}
+        kind = "StorageFailed" if isinstance(error, StorageFailed) else "RunFailed"
+        end = {"error": kind, "message": message, "facts": {}}
         try:
             # Before it could open the run, RunFailed says that the folder is another submission's, or a finished run's.
             if not self._ready.is_set() and not isinstance(error, RunFailed):
@@ -215,11 +221,12 @@ class Coordinator:
             run_spec, is_restart=self._is_restart, clear=self._clear,
             others=lambda: left_behind(run_spec.run.name, keep=self._own_name),
         )  # fmt: skip
-        self.journal = Journal(run_spec.run.folder / JOURNAL_NAME, durable=True).open()
+        self.journal = Journal(run_spec.run.folder / JOURNAL_NAME, durable=True, retries=self.storage_wait).open()
         self._term = opened.term
         self.mirror = Mirror(run_spec.run, opened.term)
         self._note(term_note(opened.term, opened.num_written))
-        self.recorder = RunRecorder(run_spec.run, self._note, self.clock)
+        self.recorder = RunRecorder(run_spec.run, self._note, self.clock, self.storage_wait)
+        self.storage_wait.tell = self.recorder.recoveries.say
         begin = opened.begin
         if begin is None:
             begin = {"note": "begin", "attempt": run_spec.attempt, "now": self.clock(), "run": run_spec.run.name,
@@ -564,11 +571,6 @@ class Coordinator:
             self._ended = {**end, "left_behind": self._cleared()}
             self._vanish_later()
             return
-        try:
-            self.mirror.look()  # this process may have been frozen for long
-        except StorageFailed as error:
-            log.warning("the storage did not answer whether a newer coordinator exists: %s", error)
-        self._refuse_if_replaced()
         weights_sha256 = self.dispatch.weights_sha256
         concluded = aside(
             lambda: self._conclude(end, weights_sha256), self._queue, self.node_monitor.echo, self.recorder.checkpoint,
@@ -588,6 +590,11 @@ class Coordinator:
         self._vanish_later()
 
     def _conclude(self, end: dict[str, Any], weights_sha256: str) -> dict[str, Any]:
+        try:
+            self.mirror.look()  # this process may have been frozen for long
+        except StorageFailed as error:
+            log.warning("the storage did not answer whether a newer coordinator exists: %s", error)
+        self._refuse_if_replaced()
         doing, where = self._end_report.doing, self.run_spec.run.storage_uri
         doing(f"the last checkpoint's manifest, and clearing up, in {where}")
         if not self.checkpoints.close(self.run_spec.run.timeouts.clear_s):
@@ -626,13 +633,17 @@ class Coordinator:
     # ------------------------------------------------------------ small parts
 
     def _put(self, kind: str, body: Any, extra: dict[str, Any] | None = None) -> None:
+        if kind == "beat" and self.storage_wait.is_waiting:
+            self.node_monitor.echo(body)  # for the deciding thread, which is no hang
+            return
         self._queue.put((kind, body, extra or {}))
 
     def _note(self, note: Mapping[str, Any]) -> None:
         self.journal.append(dict(note))
 
     def _refresh(self) -> None:
-        self.recorder.write_status(self.state)
+        with self.storage_wait.declared():
+            self.recorder.write_status(self.state)
         self.driver_feed.outline(self.state)
 
 

@@ -34,6 +34,7 @@ from elastic_ring.control.state import (
 )
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.goodput import Goodput, LossLedger, time_by_part
+from elastic_ring.monitor.journal import Retried
 from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import (
     MEMORY_KEYS,
@@ -52,6 +53,7 @@ from elastic_ring.monitor.metrics import (
 from elastic_ring.monitor.plot import draw_run
 from elastic_ring.runtime.coordinator.recovery_log import Note, RecoveryLog
 from elastic_ring.state.checkpoints.checkpoint import located
+from elastic_ring.state.storage.retries import ONCE, Retries
 from elastic_ring.train.guards import told_of
 
 log = logging.getLogger(__name__)
@@ -61,9 +63,12 @@ WAIT_TOLD_S = 30.0
 
 
 class RunRecorder:
-    """The records of one run. `note` appends to the journal; `clock` is the coordinator's."""
+    """The records of one run. `note` appends to the journal; `clock` is the coordinator's; `retries` writes steps again
+    that the folder refuses."""
 
-    def __init__(self, run: RunConfig, note: Note, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, run: RunConfig, note: Note, clock: Callable[[], float], retries: Retried = ONCE
+    ) -> None:  # fmt: skip
         self._run, self._note, self._clock = run, note, clock
         self.progress: Callable[[str], Mapping[str, Any]] = lambda worker: {}
         """What a worker does right now, and what memory its process takes."""
@@ -74,7 +79,7 @@ class RunRecorder:
         self.health: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
         """By the node's address its network's counters and its GPUs, as `agent.health` reads them."""
         self.folder: Path = run.folder
-        self.metrics = MetricsLog(self.folder)
+        self.metrics = MetricsLog(self.folder, retries)
         self.generations: list[dict[str, Any]] = []
         self.recoveries = RecoveryLog(run, note)
         self.last_vote: Vote | None = None
@@ -477,7 +482,9 @@ class RunRecorder:
             num_steps=self.metrics.last_step + 1,
             identity=self.identity,
         )
-        write_summary(self.folder, summary)
+        # Beside the deciding thread, and no longer than a checkpoint's files are waited for.
+        retries = Retries(self._run.timeouts.storage_s, lambda text: self.recoveries.say(f"the summary {text}"))
+        retries(lambda: write_summary(self.folder, summary), lambda error: not isinstance(error, OSError))
         draw_run(self.folder, self.recoveries.records)
         return summary
 

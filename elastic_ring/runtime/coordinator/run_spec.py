@@ -59,6 +59,10 @@ class Clock:
     def __call__(self) -> float:
         return self._offset_s + time.monotonic()
 
+    def hold(self, for_s: float) -> None:
+        """The last seconds do not count: who waits by this clock has not been able to act in them."""
+        self._offset_s -= for_s
+
 
 def control_options(run_spec: RunSpec) -> ControlOptions:
     """The core's options from the user's settings."""

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 PROBE = ".write-test"
 LONGEST_SILENCE_S = 15.0
+SUBMIT_S = 15.0
 SETTLE_S = 2.0
 """Between writing a name and reading it back, in a store that does not exclude: longer than a small write takes."""
 
@@ -236,12 +237,20 @@ class Storage:
 def open_or_refuse(
     uri: str, *, write: bool = True, timeout_s: float = Timeouts.storage_s, setting: str = "storage_path"
 ) -> Storage:
-    """Before anything starts: like `open`, but with one attempt, and what the user can mend is a ValueError."""
+    """Before anything starts: like `open`, but what the user can mend is a ValueError at once, and what may pass, as a
+    503, is waited for SUBMIT_S at most: a person waits, too."""
     asked = Storage(uri, timeout_s=0.0)
+
+    def advice_on(error: Exception) -> str | None:
+        return asked._files.advice(error.__cause__ or error)
+
     try:
-        asked.open(write=write)
+        Retries(min(timeout_s, SUBMIT_S))(
+            lambda: asked.open(write=write),
+            lambda error: not isinstance(error, StorageFailed) or advice_on(error) is not None,
+        )
     except StorageFailed as error:
-        advice = asked._files.advice(error.__cause__ or error)
+        advice = advice_on(error)
         if advice is None:
             raise
         raise ValueError(f"{setting}={uri!r}: {error.message}: {advice}") from error

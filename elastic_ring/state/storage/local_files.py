@@ -13,8 +13,9 @@ from elastic_ring.files import sync_directory
 from elastic_ring.state.storage.retries import Retries
 from elastic_ring.state.storage.stored import Entry, Upload
 
-# What trying again does not change. A full disk is not among them.
-FINAL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+# What trying again does not change. A disk that is full or read-only and a permission that was taken are not among
+# them: whoever runs the cluster mends those while the run waits.
+FINAL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
 
 class LocalFiles:
@@ -27,7 +28,7 @@ class LocalFiles:
 
     def connect(self, *, write: bool) -> None:
         if write:
-            os.makedirs(self._root, exist_ok=True)
+            self._retries(lambda: os.makedirs(self._root, exist_ok=True), _is_final)
 
     def advice(self, error: BaseException) -> str | None:
         """What the user can do about an error of the start; None where it is not theirs to mend."""
@@ -63,7 +64,8 @@ class LocalFiles:
     def create(self, path: str, data: bytes) -> bool:
         partial = self._partial(path, [data])
         try:
-            os.link(partial, path)  # fails where the name is taken, and then changes nothing
+            # Fails where the name is taken, and then changes nothing.
+            self._retries(lambda: os.link(partial, path), _is_final)
         except FileExistsError:
             return False
         finally:
@@ -72,7 +74,8 @@ class LocalFiles:
         return True
 
     def replace(self, path: str, pieces: Iterable[bytes | memoryview]) -> None:
-        os.replace(self._partial(path, pieces), path)
+        partial = self._partial(path, pieces)
+        self._retries(lambda: os.replace(partial, path), _is_final)
         sync_directory(os.path.dirname(path))
 
     def _partial(self, path: str, pieces: Iterable[bytes | memoryview]) -> str:
@@ -92,12 +95,12 @@ class LocalFiles:
 
     def remove(self, path: str) -> None:
         with suppress(FileNotFoundError):
-            os.unlink(path)
+            self._retries(lambda: os.unlink(path), _is_final)
 
     def remove_folder(self, path: str) -> None:
         """Also the folders above it that are empty then."""
         with suppress(FileNotFoundError):
-            shutil.rmtree(path)
+            self._retries(lambda: shutil.rmtree(path), _is_final)
         self._remove_empty(os.path.dirname(path))
 
     def _remove_empty(self, folder: str) -> None:
@@ -137,15 +140,26 @@ class LocalFiles:
         return Entry(path, found.st_size, found.st_mtime) if os.path.isfile(path) else None
 
     def entries(self, folder: str, *, recursive: bool) -> Iterator[Entry]:
-        for where, below, names in os.walk(folder, onerror=_unless_missing):
-            if not recursive:
-                below.clear()
+        for where, names in self._retries(lambda: _walked(folder, recursive=recursive), _is_final):
             for name in names:
                 if (found := self.entry(os.path.join(where, name))) is not None:  # None: removed meanwhile
                     yield found
 
     def folders(self, folder: str) -> list[str]:
-        return [os.path.basename(path) for path in next(os.walk(folder, onerror=_unless_missing), ("", [], []))[1]]
+        def look() -> list[str]:
+            return next(os.walk(folder, onerror=_unless_missing), ("", [], []))[1]
+
+        return self._retries(look, _is_final)
+
+
+def _walked(folder: str, *, recursive: bool) -> list[tuple[str, list[str]]]:
+    """(folder, names of its files)."""
+    found = []
+    for where, below, names in os.walk(folder, onerror=_unless_missing):
+        found.append((where, names))
+        if not recursive:
+            below.clear()
+    return found
 
 
 def _open_new(path: str) -> int:

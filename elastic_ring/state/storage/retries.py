@@ -69,6 +69,10 @@ class Retries:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
+ONCE = Retries(0.0)
+"""For those that do not wait."""
+
+
 def shortened(error: BaseException) -> str:
     """An error in one line of a length that a console can show."""
     text = " ".join(f"{type(error).__name__}: {error}".split())

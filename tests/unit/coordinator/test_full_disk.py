@@ -1,11 +1,14 @@
-"""A disk that is full: at the start of a run, and at its end. The disk is a real one, a small tmpfs."""
+"""A disk that is full or read-only: at the start of a run, while it trains, and at its end. The disk is a real one, a
+small tmpfs."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,15 +16,20 @@ import pytest
 from elastic_ring.config import RunConfig
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import Membership, Running, State, Worker
-from elastic_ring.errors import RunFailed
+from elastic_ring.errors import StorageFailed
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.journal import Journal
+from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import write_json
 from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
+from elastic_ring.runtime.coordinator.run_spec import Clock
+from elastic_ring.runtime.coordinator.storage_wait import StorageWait
+from elastic_ring.state.storage import retries
+from elastic_ring.state.storage.folder import Storage
 from elastic_ring.trainer import check_writable
 
 LIBC = ctypes.CDLL(None, use_errno=True)
+MS_RDONLY, MS_REMOUNT = 1, 32
 
 
 @pytest.fixture
@@ -32,6 +40,25 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"a tmpfs cannot be mounted here: {os.strerror(ctypes.get_errno())}")
     yield folder
     LIBC.umount2(os.fsencode(folder), 2)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a waiting writer has told of, soon."""
+    monkeypatch.setattr(retries, "TELL_AFTER_S", 0.2)
+    return []
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def remount(disk: Path, flags: int = 0) -> None:
+    if LIBC.mount(b"none", os.fsencode(disk), b"tmpfs", MS_REMOUNT | flags, None) != 0:
+        pytest.skip(f"it cannot be mounted again: {os.strerror(ctypes.get_errno())}")
 
 
 def fill(disk: Path) -> None:
@@ -75,9 +102,9 @@ def test_the_end_is_in_the_status_although_the_disk_is_full(disk: Path, opened: 
     recorder.write_status(training(), force=True)
     journal = Journal(run.folder / "journal.jsonl").open()
     fill(disk)
-    with pytest.raises(RunFailed, match=rf"journal {run.folder}/journal.jsonl(.|\n)*Free space there") as failed:
+    with pytest.raises(StorageFailed, match=rf"journal {run.folder}/journal.jsonl(.|\n)*Free space there") as failed:
         journal.append({"event": "x" * 5000})
-    end = {"error": "RunFailed", "message": f"RunFailed: {failed.value}", "facts": {}, "attempt": "a"}
+    end = {"error": "StorageFailed", "message": f"{failed.value}", "facts": {}, "attempt": "a"}
     if opened:
         recorder.write_status(training(), force=True, end=end)
     else:
@@ -85,3 +112,52 @@ def test_the_end_is_in_the_status_although_the_disk_is_full(disk: Path, opened: 
     status = json.loads((run.folder / "status.json").read_text())
     assert (status["phase"], status["ended"], status["members"], status["end"]) == ("ended", True, [], end)
     assert names(run.folder) - {"filler"} == {"status.json", "journal.jsonl", "metrics.jsonl"}
+
+
+def test_a_full_run_folder_is_waited_for_and_told_while_the_clock_stands(disk: Path, told: list[str]) -> None:
+    clock = Clock()
+    wait = StorageWait(RunConfig("full", str(disk)), clock)
+    wait.tell = told.append
+    journal = Journal(disk / "journal.jsonl", retries=wait).open()
+    journal.append({"n": 1})
+    fill(disk)
+    begun_s, begun = time.monotonic(), clock()
+    line = {"event": "x" * 20_000}
+    with ThreadPoolExecutor(1) as deciding:
+        done = deciding.submit(journal.append, line)
+        until(lambda: told)
+        assert wait.is_waiting
+        assert not done.done()
+        (disk / "filler").unlink()
+        done.result(timeout=30)
+    assert told[0].startswith("the run's folder waits for storage")
+    assert told[0].endswith("No space left on device; training goes on")
+    assert list(read(journal.path)) == [{"n": 1}, line], "the part that had found room is the beginning of the line"
+    assert clock() - begun < 0.5 * (time.monotonic() - begun_s), "no deadline passes that nobody could keep"
+    assert not wait.is_waiting
+
+
+def test_a_run_that_is_to_end_waits_for_its_folder_no_longer(disk: Path, told: list[str]) -> None:
+    wait = StorageWait(RunConfig("full", str(disk)), Clock())
+    wait.tell = told.append
+    journal = Journal(disk / "journal.jsonl", retries=wait).open()
+    fill(disk)
+    with ThreadPoolExecutor(1) as deciding:
+        done = deciding.submit(journal.append, {"event": "x" * 20_000})
+        until(lambda: told)
+        wait.give_up()
+        with pytest.raises(StorageFailed, match=r"journal.*No space left.*attempts in"):
+            done.result(timeout=30)
+
+
+def test_a_checkpoint_folder_that_is_read_only_for_a_while_is_waited_for_and_named(disk: Path, told: list[str]) -> None:
+    storage = Storage(str(disk / "run"), timeout_s=30.0, tell=told.append).open()
+    remount(disk, MS_RDONLY)
+    with ThreadPoolExecutor(1) as saver:
+        done = saver.submit(storage.write, "part", [b"state"])
+        until(lambda: told)
+        assert not done.done()
+        remount(disk)
+        assert done.result(timeout=30) == storage.digest("part")
+    assert "Read-only file system" in told[0]
+    assert f"{disk}/run" in told[0]

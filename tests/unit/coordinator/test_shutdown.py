@@ -30,7 +30,9 @@ from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
 from elastic_ring.runtime.coordinator.resume import Resume
+from elastic_ring.runtime.coordinator.run_spec import Clock
 from elastic_ring.runtime.coordinator.shutdown import LONG_S, EndReport, aside, conclude, unfinished
+from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.run_storage import Mirror
 
 
@@ -118,6 +120,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made._clear = lambda: []
     made.journal = Journal(run.folder / "journal.jsonl", durable=True).open()
     made.recorder = RunRecorder(run, made._note, made.clock)
+    made.storage_wait = StorageWait(run, Clock())
     made.recorder.open(0.0)
     made._end_report = EndReport(made.recorder.recoveries.say)
     made.node_monitor, made.dispatch, made.demand, made.corpus = Nobody(), Nobody(), Nobody(), Nobody()
@@ -221,3 +224,14 @@ def test_a_runs_own_stamps_go_once_its_actors_have_gone(deciding: Any, ready: bo
         deciding._ready.set()
     assert (deciding._cleared() == []) is cleared
     assert list(folder.parent.iterdir()) == []
+
+
+def test_beats_are_answered_for_a_deciding_thread_that_waits_for_the_runs_folder(deciding: Any) -> None:
+    """Its agent would take it for hung after 15 s, and kill it."""
+    heard: list[str] = []
+    deciding.node_monitor = SimpleNamespace(echo=heard.append)
+    with deciding.storage_wait.declared():
+        deciding._put("beat", "node")
+    assert (heard, deciding._queue.qsize()) == (["node"], 0)
+    deciding._put("beat", "node")
+    assert (heard, deciding._queue.qsize()) == (["node"], 1), "else it answers by itself, or is hung"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ring.errors import JournalDamaged, RunFailed
+from elastic_ring.errors import JournalDamaged, StorageFailed
 from elastic_ring.monitor import journal as journal_module
 from elastic_ring.monitor.journal import Journal, claim_term, read
 
@@ -109,7 +109,7 @@ def test_a_full_disk_is_an_error_and_leaves_a_journal_that_opens_again(tmp_path:
     path = tmp_path / "journal.jsonl"
     script = (
         "import resource, signal, sys\n"
-        "from elastic_ring.errors import RunFailed\n"
+        "from elastic_ring.errors import StorageFailed\n"
         "from elastic_ring.monitor.journal import Journal\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))\n"
@@ -117,12 +117,12 @@ def test_a_full_disk_is_an_error_and_leaves_a_journal_that_opens_again(tmp_path:
         "journal.append({'n': 1})\n"
         "try:\n"
         "    journal.append({'text': 'x' * 200})\n"
-        "except RunFailed as error:\n"
+        "except StorageFailed as error:\n"
         "    print(error)\n"
     )
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     done = subprocess.run([sys.executable, "-c", script, path], check=True, capture_output=True, text=True)
-    assert "is the disk full?" in done.stdout
+    assert "File too large" in done.stdout
     assert path.stat().st_size == 100
     write(path, [{"n": 2}])
     assert list(read(path)) == [{"n": 1}, {"n": 2}]
@@ -134,7 +134,7 @@ def test_a_write_error_is_of_the_one_tree(tmp_path: Path) -> None:
     reading = os.open(journal.path, os.O_RDONLY)
     os.dup2(reading, journal._fd)
     os.close(reading)
-    with pytest.raises(RunFailed, match="cannot write the journal"):
+    with pytest.raises(StorageFailed, match="cannot write the journal"):
         journal.append({"n": 1})
 
 
