@@ -21,6 +21,7 @@ from elastic_ring.data.source import (
     hold_out,
     open_source,
 )
+from elastic_ring.errors import StorageFailed
 
 DOCUMENTS = (b"alpha", b"", b"be", b"gamma and more of it", b"d", b"epsilon")
 
@@ -219,5 +220,5 @@ def test_an_object_store_without_credentials_is_refused_in_one_line(monkeypatch:
         monkeypatch.setenv(name, "/nonexistent")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match=r"s3://bucket/texts.*: cannot be (listed|opened|read)"):
+    with pytest.raises(StorageFailed, match=r"s3://bucket/texts.* cannot be (listed|opened|read)"):
         TextFiles(4, ("s3://bucket/texts",)).open()
