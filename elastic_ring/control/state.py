@@ -383,7 +383,7 @@ class State:
     user_errors: Counted = field(default_factory=Counted)
     user_detail: str = ""
     rounds: Counted = field(default_factory=Counted)
-    first_cause: FirstCause = field(default_factory=lambda: FirstCause())
+    first_cause: FirstCause = field(default_factory=FirstCause)
     fruitless_builds: int = 0
     finalize_failures: int = 0
     pool_changed_at: float = 0.0

@@ -76,7 +76,7 @@ def read_documents(piece: Piece, text_column: str, tally: Tally) -> Iterator[byt
         if span.file.problem:
             tally.leave_out(f"{span.name}: {span.file.problem}", span.num_bytes)
             continue
-        size = reading(span.file.path, lambda span=span: filesystem.get_file_info(span.file.path).size)
+        size = reading(span.file.path, partial(filesystem.get_file_info, span.file.path)).size
         if size != span.file.num_bytes:
             raise ValueError(
                 f"{span.file.path}: has {size} bytes, {span.file.num_bytes} when it was listed: input must not change "
