@@ -27,6 +27,7 @@ from torch import Tensor
 
 from elastic_ring.control.decisions.loss_spikes import CLIP_SHARE, SpikeBallot
 from elastic_ring.control.messages import Vote
+from elastic_ring.data.filesystem import patiently
 from elastic_ring.data.loader import consumed_digest
 from elastic_ring.data.source import hold_out, open_source, order_of
 from elastic_ring.errors import LossSpike, RunFailed, TooManySkipped
@@ -227,7 +228,7 @@ class Zero3Worker:
                 global_batch=step.global_batch, vocab_size=self.job.vocab_size,
                 end_of_document=self.job.end_of_document,
             )  # fmt: skip
-        training, _ = hold_out(open_source(self.task.data), num_sequences=0)
+        training, _ = hold_out(patiently(lambda: open_source(self.task.data)), num_sequences=0)
         order = order_of(training, step.seed, step.global_batch)
         return OrderedFeed(training, order, rings.layout, self.mesh, rings.coordinate)
 
