@@ -23,9 +23,9 @@ OWN_ANSWERS = {"503": (503, BUSY), "403": (403, REFUSED), "gone": (404, GONE)}
 class FaultyProxy:
     """`fault(method, path)` decides over each request. None: the store answers. "503"; "403"; "refuse": the connection
     is reset; "hang": nobody answers; "delay": the store answers DELAY_S later; "lose answer": it is carried out, and
-    the connection ends; "cut": it ends in the middle of the answer; "flip": a byte of an object is another; "hide": the
-    newest entry of a listing is not in it; "gone": 404, the upload has ended; "ignore condition": a name that is taken
-    is told to be written."""
+    the connection ends; "cut": it ends in the middle of the answer, and before it where that has no body; "flip": a
+    byte of an object is another; "hide": the newest entry of a listing is not in it; "gone": 404, the upload has ended;
+    "ignore condition": a name that is taken is told to be written."""
 
     def __init__(self, port: int) -> None:
         self._upstream = port
@@ -86,9 +86,9 @@ class FaultyProxy:
         if fault == "lose answer":
             request.close_connection = True
             return
-        if fault == "cut" and answer:
+        if fault == "cut":
             head = f"HTTP/1.1 {status} OK\r\nContent-Length: {len(answer)}\r\n\r\n".encode()
-            self.end(request, head + answer[: len(answer) // 2])
+            self.end(request, head + answer[: len(answer) // 2] if answer else b"")
             return
         if fault == "flip" and request.command == "GET" and answer and not answer.startswith(b"<?xml"):
             answer = answer[:-1] + bytes([answer[-1] ^ 1])

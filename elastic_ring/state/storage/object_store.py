@@ -73,7 +73,8 @@ class ObjectStore:
             return "check the bucket's name, AWS_REGION and AWS_ENDPOINT_URL"
         if isinstance(error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
             return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or role"
-        if isinstance(error, (exceptions.ReadTimeoutError, exceptions.ConnectionClosedError)):
+        broken = (exceptions.ReadTimeoutError, exceptions.ConnectionClosedError, exceptions.ResponseStreamingError)
+        if isinstance(error, broken):
             return None  # somebody was there
         if isinstance(error, (exceptions.HTTPClientError, exceptions.ConnectionError)):
             return "check AWS_ENDPOINT_URL, and that this node reaches it"
