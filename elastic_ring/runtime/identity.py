@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from elastic_ring.data.filesystem import at_submission
 from elastic_ring.data.packing import Files
-from elastic_ring.data.source import SourceConfig, open_source
+from elastic_ring.data.source import SourceConfig, fingerprinted
 from elastic_ring.train.task import TrainingTask
 
 log = logging.getLogger(__name__)
@@ -81,12 +82,13 @@ def few(told: list[str]) -> str:
 
 
 def contents_of(data: SourceConfig) -> tuple[str, Files]:
-    """What a source holds, and its files, if it has some and not very many. Raises ValueError where it cannot be read.
+    """What a source holds, and its files, if it has some and not very many. Raises ValueError where it cannot be read, StorageFailed
+    where its storage stays away.
 
     The first decides; the files say which of them changed, with the beginnings of their digests.
     """
-    source = open_source(data)
-    whole, files = f"{type(data).__qualname__} {source.fingerprint}", getattr(source, "files", ())
+    source, fingerprint = at_submission(lambda: fingerprinted(data))
+    whole, files = f"{type(data).__qualname__} {fingerprint}", getattr(source, "files", ())
     return whole, tuple((name, digest[:DIGITS]) for name, digest in files) if len(files) <= MAX_FILES else ()
 
 
