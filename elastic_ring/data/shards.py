@@ -102,7 +102,7 @@ def _digests(filesystem: Any, paths: list[tuple[str, int]], facts: list[list[obj
     """Of each file its facts, and its first, middle and last bytes: other tokens may have the same lengths."""
     found = []
     for (path, size_bytes), of_shard in zip(paths, facts, strict=True):
-        sample = _reading(path, partial(_sample, filesystem, path, size_bytes))
+        sample = reading(path, partial(_sample, filesystem, path, size_bytes), what=UNREADABLE)
         found.append(
             (Path(path).name, hashlib.sha256(json.dumps([size_bytes, of_shard]).encode() + sample).hexdigest())
         )

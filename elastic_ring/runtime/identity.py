@@ -82,8 +82,8 @@ def few(told: list[str]) -> str:
 
 
 def contents_of(data: SourceConfig) -> tuple[str, Files]:
-    """What a source holds, and its files, if it has some and not very many. Raises ValueError where it cannot be read, StorageFailed
-    where its storage stays away.
+    """What a source holds, and its files, if it has some and not very many. Raises ValueError where it cannot be read,
+    StorageFailed where its storage stays away.
 
     The first decides; the files say which of them changed, with the beginnings of their digests.
     """
