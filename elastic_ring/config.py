@@ -325,8 +325,9 @@ class CheckpointConfig:
     """The newest that are kept."""
     keep_every: NonNegativeInt = 0
     """Kept beside these for good: those of steps that are multiples of this; 0 for none."""
-    fail_after_s: PositiveSeconds | None = None
-    """End the run when no checkpoint could be written for this long; None: train on and log it."""
+    fail_after_s: PositiveSeconds = 3600.0
+    """End the run when no checkpoint could be written for this long, or nobody could ask its storage whether another
+    submission has taken it."""
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_s is not None:

@@ -37,6 +37,10 @@ class StaleMessage(ElasticRingError):
     """A message of an older term or generation; it changed nothing."""
 
 
+class TermLost(ElasticRingError):
+    """Another submission has claimed a newer term of the run: this one stops. Names run, host, term and the way out."""
+
+
 class IllegalTransition(ElasticRingError):
     """The control core met an event that its present phase has no row for. Carries the recent story."""
 

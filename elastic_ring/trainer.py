@@ -465,8 +465,8 @@ class ElasticRingTrainer:
     def _follow(self, coordinator: Any) -> dict[str, Any]:
         """Show progress until the run ends; returns how it ended. Each call to the coordinator renews the lease."""
         last_step, num_lines = -1, 0
-        absence = Absence(self.run_config, ray.get_runtime_context().gcs_address)
         attempt = attach.attempt_of(coordinator, self.run_config)
+        absence = Absence(self.run_config, ray.get_runtime_context().gcs_address, attempt)
         with self._telling() as telling, ProgressLine(sys.stderr, self.task.step.steps) as progress:
             opened = False
             while True:

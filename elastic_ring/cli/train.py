@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
 from elastic_ring.config import check_copies, check_loss_spikes, check_together
-from elastic_ring.errors import ElasticRingError
+from elastic_ring.errors import ElasticRingError, TermLost
 from elastic_ring.model.config import ModelConfig, num_parameters
 from elastic_ring.monitor.report import forecast_line, goodput_line
 
@@ -211,6 +211,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"elastic-ring train: {error}", file=sys.stderr)
         return 2
+    except TermLost as error:
+        print(f"elastic-ring train: {error}", file=sys.stderr)
+        return 3
     except ElasticRingError as error:
         print(f"elastic-ring train: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

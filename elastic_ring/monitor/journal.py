@@ -1,4 +1,4 @@
-"""The append-only journal of a run, JSON lines that are on disk before a command is sent, and the term counter.
+"""The append-only journal of a run: JSON lines that are on disk before a command is sent.
 
 Handles lines and files, not their meaning: the messages belong to `control/`. Replaying, compressing or sending a
 journal must not enter this module.
@@ -26,7 +26,6 @@ LOOK_S, QUIET_S = 0.01, 0.2
 _CRC = re.compile(rb',"crc":"([0-9a-f]{8})"}\n$')
 Retried = Callable[[Callable[[], None], Callable[[Exception], bool]], None]
 """Carries out a write, again while it fails and its error is not final."""
-_TERM_NAME = re.compile(r"[0-9]{6,}")
 
 
 class Journal:
@@ -137,34 +136,6 @@ def salvage(data: bytes) -> tuple[list[dict[str, Any]], list[int]]:
     damaged: list[int] = []
     records = [record for record, _ in _lines(io.BytesIO(data), "", damaged.append)]
     return records, damaged
-
-
-def claim_term(directory: str | os.PathLike[str]) -> int:
-    """The next term, starting at 1. Creates `terms/000001`, ... with O_EXCL, so each caller gets its own.
-
-    The file system must support O_EXCL (all local ones, NFS since version 3).
-    """
-    folder = Path(directory) / "terms"
-    folder.mkdir(parents=True, exist_ok=True)
-    term = max((int(name) for name in os.listdir(folder) if _TERM_NAME.fullmatch(name)), default=0)
-    while True:
-        term += 1
-        try:
-            fd = os.open(folder / f"{term:06d}", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-        except FileExistsError:
-            continue
-        os.close(fd)
-        # Without fsync a power loss could let the same term be claimed again.
-        sync_directory(folder)
-        return term
-
-
-def newest_term(directory: str | os.PathLike[str], known: int) -> int:
-    """The newest claimed term; cheap when it is still `known`, the caller's own."""
-    folder = Path(directory) / "terms"
-    while (folder / f"{known + 1:06d}").exists():
-        known += 1
-    return known
 
 
 def _is_final(error: Exception) -> bool:

@@ -167,8 +167,10 @@ TABLE: tuple[Metric, ...] = (
     Metric("elastic_ring_checkpoint_seconds", "seconds",
            "the newest checkpoint: all of it (total), and how long training waited for it (blocked)", "part",
            ("total", "blocked"), CHECKPOINT_1),
+    Metric("elastic_ring_checkpoint_intervals_missed", "intervals",
+           "intervals of training without a checkpoint that counts, for whatever reason; 0 in the first 30 s of it"),
     Metric("elastic_ring_checkpoint_failing_seconds", "seconds",
-           "for how long no checkpoint could be written although one was tried; 0 when the last one could"),
+           "for how long no checkpoint could be written, for whatever reason; 0 when the last one could"),
     # copies in peers' memory
     Metric("elastic_ring_copy_step", "steps",
            "steps that the newest snapshot contains whose exchange with the peers of global rank 0 is complete",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_ring.control.decisions.overdue import TOLD_AFTER
 from elastic_ring.errors import RecordDamaged
 from elastic_ring.monitor.journal import salvage
 from elastic_ring.monitor.json_files import read_json
@@ -99,6 +100,7 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
         lambda: [_versions_line(folder / CONFIG_NAME)],
         lambda: [_mesh_line(status, summary)],
         lambda: [_step_line(status, summary, steps)],
+        lambda: [_checkpoint_line(status)],
         lambda: _membership_lines(status, now),
         lambda: _memory_lines(folder / CONFIG_NAME, status or summary),
         lambda: _recovery_lines(recoveries),
@@ -172,6 +174,15 @@ def _state_line(folder: Path, status: Mapping[str, Any], summary: Mapping[str, A
     if age_s > _STALE_S:
         return f"{state}, but no news for {age_s:.0f} s: its coordinator is gone or stuck"
     return f"{state}, news of {max(0.0, age_s):.1f} s ago"
+
+
+def _checkpoint_line(status: Mapping[str, Any]) -> str:
+    num = int(status.get("checkpoint_intervals_missed", 0))
+    return (
+        f"  saved      no checkpoint for {num} intervals, since step {status['checkpoint_step']}"
+        if num >= TOLD_AFTER
+        else ""
+    )
 
 
 def _status_age_s(status: Mapping[str, Any], now: float) -> float:

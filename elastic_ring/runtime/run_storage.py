@@ -18,9 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elastic_ring.config import RunConfig, Timeouts
-from elastic_ring.errors import RecordDamaged, StorageFailed
+from elastic_ring.errors import RecordDamaged, StaleMessage, StorageFailed, TermLost
 from elastic_ring.monitor.callbacks import CALLBACKS_NAME, kept_places
-from elastic_ring.monitor.journal import claim_term, newest_term
 from elastic_ring.monitor.json_files import DAMAGED, json_bytes, parse_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
 from elastic_ring.state.storage.folder import Storage
@@ -104,18 +103,6 @@ def publish(run: RunConfig, folder: Path) -> None:
                 storage.replace(name, (folder / name).read_bytes())
 
 
-def next_term(run: RunConfig, *, excludes: bool = True) -> int:
-    """Claim the next term: a file that only one can create, in the run's folder or in its store."""
-    if not run.is_remote:
-        return claim_term(run.folder)
-    storage = storage_of(run, excludes=excludes)
-    term = max((int(name.rpartition("/")[2]) for name, _ in storage.names("terms")), default=0)
-    while True:
-        term += 1
-        if storage.create(f"terms/{term:06d}", secrets.token_hex(16).encode()):
-            return term
-
-
 def forget_end(run: RunConfig) -> None:
     """A new attempt begins: the store must not tell of an earlier one's end."""
     if run.is_remote:
@@ -191,11 +178,11 @@ class RunRecords:
 
 class Mirror:
     """Copies the coordinator's records to the store every second. The journal may lag by that; a store that fails is
-    told once a minute, and training goes on. It also looks whether another coordinator has claimed a higher term."""
+    told once a minute, and training goes on. A coordinator that was replaced writes nothing more."""
 
-    def __init__(self, run: RunConfig, term: int) -> None:
-        self._run, self._term = run, term
-        self._newest_term = term
+    def __init__(self, run: RunConfig, term: int, ask: Callable[[], None] = lambda: None) -> None:
+        """`ask` asks the storage for a newer term, and raises StaleMessage or TermLost where there is one."""
+        self._run, self._term, self._ask = run, term, ask
         self._storage = Storage(run.storage_uri, timeout_s=run.timeouts.storage_s) if run.is_remote else None
         self._begun = {name: 0 for name in APPENDED}  # where the piece begins that still grows
         self._sent = {name: 0 for name in APPENDED}
@@ -211,20 +198,11 @@ class Mirror:
             self._storage.open(write=False)
             self._thread.start()
 
-    @property
-    def newest_term(self) -> int:
-        """The newest term that is known to be claimed; in a store it is asked once a second."""
-        return self._newest_term if self._storage is not None else newest_term(self._run.folder, self._term)
-
-    def look(self) -> None:
-        """Ask the store for a higher term. Raises StorageFailed."""
-        while self._storage is not None and self._storage.exists(f"terms/{self._newest_term + 1:06d}"):
-            self._newest_term += 1
-
     def flush(self) -> None:
-        """Everything written so far is in the store when this returns. Raises StorageFailed."""
+        """Everything written so far is in the store when this returns. Raises StorageFailed, and as `ask`."""
         if self._storage is None:
             return
+        self._ask()
         with self._lock:
             for name in APPENDED:
                 self._append(self._storage, name)
@@ -235,6 +213,10 @@ class Mirror:
             aside = [path.name for path in self._run.folder.glob(f"*{DAMAGED}*")]
             for name in (*REPLACED, *aside):
                 self._copy(self._storage, name)
+
+    def abandon(self) -> None:
+        """The run is another submission's: nothing is copied any more."""
+        self._over.set()
 
     def close(self, timeout_s: float) -> None:
         """A last copy, of the growing files whole; told if the store does not take it."""
@@ -247,6 +229,8 @@ class Mirror:
             for name in APPENDED:
                 if (self._run.folder / name).exists():
                     self._storage.replace(name, (self._run.folder / name).read_bytes())
+        except (StaleMessage, TermLost) as error:
+            log.warning("the run's last records stay in %s: %s", self._run.folder, error)
         except StorageFailed as error:
             log.error("the run's last records are not in its storage, only in %s: %s", self._run.folder, error)
 
@@ -254,8 +238,9 @@ class Mirror:
         assert self._storage is not None
         while not self._over.wait(PERIOD_S):
             try:
-                self.look()
                 self.flush()
+            except (StaleMessage, TermLost):
+                return  # whoever decides asks, and is told
             except (StorageFailed, OSError) as error:
                 if time.monotonic() - self._told_s > TELL_AGAIN_S:
                     self._told_s = time.monotonic()

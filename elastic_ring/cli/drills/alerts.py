@@ -97,6 +97,11 @@ DRILLS: Mapping[str, AlertDrill] = {
         ("--checkpoint-every-steps", "20", "--run.timeouts.storage-s", "1"),
         plant=planted.block_checkpoints, constants=(("> 900", "> 15"),),
     ),
+    "ElasticRingCheckpointsOverdue": AlertDrill(
+        "a file lies where the checkpoints' folder was",
+        ("--checkpoint-every-steps", "20", "--run.timeouts.storage-s", "1"),
+        plant=planted.block_checkpoints, speed=30.0,
+    ),
     "ElasticRingCheckpointOld": AlertDrill(
         "the run is to save so seldom that nothing is saved",
         ("--checkpoint-every-steps", "1000000"), constants=(("6 * 3600", "20"),),

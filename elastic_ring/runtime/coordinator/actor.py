@@ -30,6 +30,7 @@ from elastic_ring.control.coordination import Decision, advance, initial, next_d
 from elastic_ring.control.decisions import rollback
 from elastic_ring.control.decisions.corpus import may_switch
 from elastic_ring.control.decisions.memory_ladder import may_relax
+from elastic_ring.control.decisions.terms import Unanswered
 from elastic_ring.control.messages import (
     Build,
     CheckpointsKnown,
@@ -60,7 +61,7 @@ from elastic_ring.control.messages import (
 from elastic_ring.control.phases import boundary_reasons
 from elastic_ring.control.replay import journal_line, replay, term_note
 from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, membership_of, waiting_for
-from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage, StorageFailed
+from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage, StorageFailed, TermLost
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_error
 from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
@@ -74,11 +75,12 @@ from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor
 from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
 from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, checkpoint_facts, control_options
 from elastic_ring.runtime.coordinator.shutdown import EndReport, aside, conclude, unfinished
-from elastic_ring.runtime.coordinator.startup import open_run
+from elastic_ring.runtime.coordinator.startup import Startup, open_run
 from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
 from elastic_ring.runtime.head import is_kept, warn_if_shorter
 from elastic_ring.runtime.run_storage import Mirror
+from elastic_ring.runtime.terms import Terms, TermWatch
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.runtime.worker.faults import SLOW_SAVE_S, inject_into_coordinator
 
@@ -86,7 +88,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 RESTART_PAUSE_S = 1.0
-FINAL = (JournalDamaged, IllegalTransition, RunFailed)  # starting once more would not help
+FINAL = (JournalDamaged, IllegalTransition, RunFailed, TermLost)  # starting once more would not help
 
 
 class Coordinator:
@@ -187,6 +189,8 @@ class Coordinator:
         except StaleMessage as error:
             log.warning("%s", error)
             os._exit(1)  # its successor decides now; nothing may be cleared behind its back
+        except TermLost as error:
+            self._lose(error)
         except BaseException as error:
             log.exception("the coordinator fails")
             if self._is_restart and not self._ready.is_set() and not isinstance(error, FINAL):
@@ -194,6 +198,18 @@ class Coordinator:
                 time.sleep(RESTART_PAUSE_S)
                 os._exit(1)
             self._fail(error)
+
+    def _lose(self, lost: TermLost) -> None:
+        """The run is another submission's: end the members, tell the driver, and write nothing more."""
+        log.error("%s", lost.message)
+        end = {"error": "TermLost", "message": lost.message, "facts": lost.facts, "attempt": self.run_spec.attempt}
+        if self._ready.is_set():
+            self.dispatch.kill_everyone()
+            self.checkpoints.abandon()
+            self.mirror.abandon()
+            self.metrics_exporter.close(self.state, self.driver_feed.silent_s, self.clock(), failed=True)
+        self._ended = {**end, "left_behind": self._cleared()}
+        self._vanish_later()
 
     def _fail(self, error: BaseException) -> None:
         message = f"{type(error).__name__}: {error}"
@@ -208,6 +224,8 @@ class Coordinator:
             if not self._ready.is_set() and not isinstance(error, RunFailed):
                 write_end(self.run_spec.run, {**end, "attempt": self.run_spec.attempt})
             self._finish(end)
+        except TermLost as lost:
+            self._lose(lost)
         except BaseException:
             # A driver would ask a process without a deciding thread for ever; a successor ends the run.
             log.exception("the end could not be told")
@@ -217,13 +235,13 @@ class Coordinator:
     def _open(self) -> None:
         run_spec = self.run_spec
         options = control_options(run_spec)
-        opened = open_run(
-            run_spec, is_restart=self._is_restart, clear=self._clear,
-            others=lambda: left_behind(run_spec.run.name, keep=self._own_name),
-        )  # fmt: skip
+        terms = Terms(run_spec.run, excludes=run_spec.resume.excludes)
+        opened = self._opened(terms)
         self.journal = Journal(run_spec.run.folder / JOURNAL_NAME, durable=True, retries=self.storage_wait).open()
         self._term = opened.term
-        self.mirror = Mirror(run_spec.run, opened.term)
+        self.term_watch = TermWatch(run_spec.run, opened.claim, terms)
+        self.term_watch.open()
+        self.mirror = Mirror(run_spec.run, opened.term, self.term_watch.look)
         self._note(term_note(opened.term, opened.num_written))
         self.recorder = RunRecorder(run_spec.run, self._note, self.clock, self.storage_wait)
         self.storage_wait.tell = self.recorder.recoveries.say
@@ -260,7 +278,7 @@ class Coordinator:
             run_spec.run, run_spec.resume, self._term, facts, self._put, lambda: self.recorder.resumed_from,
             self.mirror.flush, lambda: {name: [dataclasses.asdict(one) for one in getattr(self.state, name)]
                                         for name in ("corpus", "skips")},
-            self._is_current, run_spec.attempt, self._inject_into_commit,
+            self.term_watch.look, run_spec.attempt, self._inject_into_commit,
         )  # fmt: skip
         self.corpus = CorpusWatcher(
             run_spec.task.data, run_spec.run.corpus_look_s,
@@ -270,12 +288,34 @@ class Coordinator:
         if run_spec.run.checkpoint_config.is_on or run_spec.resume.checkpoints or run_spec.resume.lineage:
             self.checkpoints.open()
         self.metrics_exporter = MetricsExporter(
-            run_spec.run, self.recorder, lambda: self.checkpoints.failing_s, Work.of(run_spec.run, run_spec.task)
+            run_spec.run, self.recorder, lambda: self._checkpoints_failing_s, Work.of(run_spec.run, run_spec.task)
         )
         self.demand = DemandKeeper(
             run_spec.run.name, run_spec.scaling, partial(self._put, "demand"), self.node_monitor.listed
         )
         self.demand.open(goes_on=any(line.get("note") == "demand" for line in opened.lines))
+
+    def _opened(self, terms: Terms) -> Startup:
+        """The run as `open_run` opens it. While its storage is away a coordinator that was started again waits, since
+        training goes on; for `fail_after_s` at most."""
+        run, silence = self.run_spec.run, Unanswered(longest_turn_s=math.inf)
+        while True:
+            silence.tick(time.monotonic(), is_heard=False)
+            try:
+                return open_run(
+                    self.run_spec, terms.open(), is_restart=self._is_restart, clear=self._clear,
+                    others=lambda: left_behind(run.name, keep=self._own_name),
+                )  # fmt: skip
+            except StorageFailed as error:
+                if not self._is_restart:
+                    raise
+                if silence.silent_s > run.checkpoint_config.fail_after_s:
+                    limit = f"checkpoint.fail_after_s={run.checkpoint_config.fail_after_s:g}"
+                    raise RunFailed(
+                        f"no term could be claimed for {silence.silent_s:.0f} s ({limit}): {error}"
+                    ) from error
+                log.warning("no term can be claimed yet, tried again: %s", error)
+                time.sleep(RESTART_PAUSE_S)
 
     def _clear(self) -> list[str]:
         """Remove every actor and placement group of the run but this; the names of those that stay."""
@@ -301,6 +341,10 @@ class Coordinator:
         self._handle(kind, body, extra)
 
     def _on_time(self) -> None:
+        self.term_watch.check()  # first: this process may have been frozen for long
+        self._end_if_nobody_answers()
+        if self._ended is not None:
+            return
         self._decide(Tick(self._cause()))
         told = waiting_for(self.state, self.clock())
         if told and told != self._told_waiting:
@@ -337,6 +381,7 @@ class Coordinator:
             case "death":
                 self._on_death(body)
             case "saved":
+                self.recorder.overdue.interval_s = body.get("interval_s", self.recorder.overdue.interval_s)
                 self.checkpoints.written(body)
                 self._commit_checkpoints()
             case "checkpoint":
@@ -433,22 +478,33 @@ class Coordinator:
         if isinstance(self.state.phase, Running) and membership is not None and self.checkpoints.take_retry():
             self._act((Stop(self._cause(), membership.members[0], *membership.id, mode="save"),))
 
-    def _is_current(self) -> bool:
-        """Asked by the thread of the checkpoints, before one counts. Raises StorageFailed."""
-        self.mirror.look()
-        return self.mirror.newest_term <= self._term
+    def _end_if_nobody_answers(self) -> None:
+        """A run whose term nobody can read may be another submission's by now."""
+        limit_s, silent_s = self.run_spec.run.checkpoint_config.fail_after_s, self.term_watch.silent_s()
+        if silent_s > limit_s:
+            told = (
+                f"the storage {self.run_spec.run.storage_uri} has not told for {silent_s:.0f} s whether another "
+                f"submission has taken the run (checkpoint.fail_after_s={limit_s:g})"
+            )
+            self._finish({"error": "StorageFailed", "message": told, "facts": {}})
+
+    @property
+    def _checkpoints_failing_s(self) -> float:
+        """For how long no checkpoint could be written; for whatever reason, also one that nobody has told."""
+        return max(self.checkpoints.failing_s, self.recorder.overdue.overdue_s)
 
     def _end_if_checkpoints_fail(self) -> None:
         """Asked at each tick: a store that hangs tells nothing."""
         limit_s = self.run_spec.run.checkpoint_config.fail_after_s
-        if limit_s is not None and self.checkpoints.failing_s > limit_s:
+        if self._checkpoints_failing_s > limit_s:
             told = (
                 f"no checkpoint could be written for {limit_s:g} s (checkpoint.fail_after_s={limit_s:g}); last: "
-                f"{self._last_checkpoint_failure}"
+                f"{self._last_checkpoint_failure or 'nobody has told why'}"
             )
             self._finish({"error": "StorageFailed", "message": told, "facts": {}})
 
     def _publish(self, records: list[dict[str, Any]]) -> None:
+        self.term_watch.check()
         known = self.recorder.metrics.last_step
         self.driver_feed.publish(self.recorder.publish(records))
         if self.recorder.metrics.last_step > known:
@@ -522,7 +578,7 @@ class Coordinator:
         if not isinstance(event, Tick) or decision.commands:
             log.info("%s %s -> %s", event.cause, type(event).__name__, decision.reason)
         if decision.commands:
-            self._refuse_if_replaced()
+            self.term_watch.check()
         for order in [command for command in decision.commands if isinstance(command, Build)][:1]:
             is_new = self.recorder.begun(order.step, (order.term, order.generation))
             if is_new:
@@ -540,12 +596,6 @@ class Coordinator:
         if isinstance(self.state.phase, Ended) and self._ended is None:
             end = self.state.phase.end
             self._finish({"error": end.error, "message": end.message, "facts": dict(end.facts)})
-
-    def _refuse_if_replaced(self) -> None:
-        """Raises StaleMessage when another coordinator has claimed a higher term."""
-        newest = self.mirror.newest_term
-        if newest > self._term:
-            raise StaleMessage(f"a newer coordinator has term {newest}: this one exits")
 
     def _act(self, commands: tuple[Command, ...]) -> None:
         self.dispatch.send(commands, self.recorder.metrics.last_step, self._told_of_checkpoints())
@@ -591,10 +641,10 @@ class Coordinator:
 
     def _conclude(self, end: dict[str, Any], weights_sha256: str) -> dict[str, Any]:
         try:
-            self.mirror.look()  # this process may have been frozen for long
+            self.term_watch.look()  # this process may have been frozen for long
         except StorageFailed as error:
             log.warning("the storage did not answer whether a newer coordinator exists: %s", error)
-        self._refuse_if_replaced()
+        self.term_watch.close()
         doing, where = self._end_report.doing, self.run_spec.run.storage_uri
         doing(f"the last checkpoint's manifest, and clearing up, in {where}")
         if not self.checkpoints.close(self.run_spec.run.timeouts.clear_s):
@@ -639,7 +689,7 @@ class Coordinator:
         self._queue.put((kind, body, extra or {}))
 
     def _note(self, note: Mapping[str, Any]) -> None:
-        self.journal.append(dict(note))
+        self.journal.append({"term": self._term, **note})  # one of a replaced coordinator does not count
 
     def _refresh(self) -> None:
         with self.storage_wait.declared():

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ring.config import RunConfig
+from elastic_ring.control.decisions.terms import is_late
 from elastic_ring.control.messages import Checkpoint
-from elastic_ring.errors import CheckpointDamaged, StorageFailed
+from elastic_ring.errors import CheckpointDamaged, StaleMessage, StorageFailed, TermLost
 from elastic_ring.monitor.json_files import DAMAGED, json_bytes
 from elastic_ring.runtime.coordinator.resume import (
     LINEAGES,
@@ -88,15 +89,16 @@ class CheckpointKeeper:
     def __init__(
         self, run: RunConfig, resume: Resume, term: int, facts: Mapping[str, Any], post: Post,
         resumed_from: Callable[[], Sequence[Mapping[str, Any]]] = tuple, recorded: Callable[[], None] = lambda: None,
-        data: Callable[[], Mapping[str, Any]] = dict, is_current: Callable[[], bool] = lambda: True,
+        data: Callable[[], Mapping[str, Any]] = dict, ask: Callable[[], None] = lambda: None,
         attempt: str = "", inject: Callable[[int], None] = lambda step: None,
     ) -> None:  # fmt: skip
         """`facts` go into each manifest: `identity`, and under `run` what a reader may want to know. `resumed_from`
         tells of the checkpoints that this run began at so far. `recorded` returns once the records are in storage.
         `data` tells of the later manifests of a corpus that grows and of batches that are left out, and from which step
-        each holds. `is_current` asks the storage whether no other coordinator has claimed a higher term. `attempt` is
-        this submission's. `inject` fires the faults that are planned before the manifest of a step."""
-        self._resumed_from, self._recorded, self._data, self._is_current = resumed_from, recorded, data, is_current
+        each holds. `ask` asks the storage for a newer term, before anything is written or removed, and raises
+        StaleMessage or TermLost where there is one. `attempt` is this submission's. `inject` fires the faults that are
+        planned before the manifest of a step."""
+        self._resumed_from, self._recorded, self._data, self._ask = resumed_from, recorded, data, ask
         self._run, self._resume, self._term, self._facts, self._post = run, resume, term, facts, post
         self._attempt, self._inject = attempt, inject
         self._storage = Storage(run.storage_uri, resume.excludes, run.timeouts.storage_s)
@@ -108,6 +110,7 @@ class CheckpointKeeper:
         self._failing_since: float | None = None
         self._commit_since: float | None = None  # the oldest that is queued or under way
         self._tried_s = 0.0
+        self._seen = {one.folder for one in resume.checkpoints}  # and this submission's own
         own = [one for one in resume.checkpoints if self._is_own(one)]
         self._read_back = own[-1].step if own else None  # the newest of this lineage of which every byte was read
 
@@ -128,6 +131,11 @@ class CheckpointKeeper:
         self._jobs.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def abandon(self) -> None:
+        """The run is another submission's: what is queued is not done, and nothing is removed."""
+        self._closing.set()
+        self._jobs.put(None)
 
     @property
     def has_parts(self) -> bool:
@@ -202,8 +210,12 @@ class CheckpointKeeper:
             for pause_s in (*RETRY_PAUSES_S, 0.0):
                 try:
                     self._storage.open(write=False)
+                    self._ask()
                     job()
                     break
+                except (StaleMessage, TermLost) as error:
+                    log.warning("the checkpoints' thread ends: %s", error)
+                    return  # whoever decides asks, and is told
                 except (StorageFailed, CheckpointDamaged) as error:
                     is_last = not pause_s or self._closing.is_set()
                     log.warning("%s; %s", error, "given up" if is_last else f"again in {pause_s:g} s")
@@ -216,7 +228,9 @@ class CheckpointKeeper:
     def _try_commit(self, step: int, pending: _Pending) -> None:
         try:
             self._commit(step, pending)
-        except StorageFailed as error:
+        except (StaleMessage, TermLost):
+            raise
+        except Exception as error:
             if not pending.failed:
                 pending.failed = str(error)
                 self._failed(step, pending.failed)
@@ -227,7 +241,7 @@ class CheckpointKeeper:
         head = pending.head
         assert head is not None
         if (head["term"], head["generation"]) < self._oldest:
-            log.info("discarded the checkpoint of step %d: its members have gone back to an earlier step", step)
+            self._failed(step, "its members have gone back to an earlier step")
             return
         parts = [pending.parts[key] for key in sorted(pending.parts)]
         manifest = Manifest(
@@ -242,11 +256,9 @@ class CheckpointKeeper:
         self._recorded()  # what comes before a checkpoint must outlive the cluster too
         self._check_files(manifest)
         self._inject(step)
-        if not self._is_current():
-            log.warning("step %d is not committed: another coordinator speaks a higher term", step)
-            return
+        self._ask()
         if not commit(self._storage, manifest) and not self._is_committed(manifest):
-            log.warning("step %d has a checkpoint already: another writer was first", step)
+            self._failed(step, "there is one already, of another writer")
             self._storage.remove_folder(manifest.folder)
             return
         self._failing_since = None
@@ -321,9 +333,23 @@ class CheckpointKeeper:
         for folder in damaged:
             if lineage_of_folder(folder) >= 0:  # other names are none of the run's
                 self._set_aside_if_damaged(folder)
-        own = [checkpoint for checkpoint in found if lineage_of(checkpoint) == self._resume.lineage]
+        own = [one for one in found if lineage_of(one) == self._resume.lineage and not self._is_late(one)]
         first = [one for one in self._resume.checkpoints if not self._is_own(one)]
         self._post("checkpoints", (*first, *own))
+
+    def _is_late(self, one: Checkpoint) -> bool:
+        """Set aside what a submission that this one has replaced wrote after that."""
+        if not self._attempt or one.folder in self._seen:
+            return False
+        manifest = read_manifest(self._storage, one.folder)
+        writer = manifest.folder.rpartition("/attempt-")[2].split("-")[0]
+        if not is_late(self._attempt[:8], writer, one.folder, self._seen):
+            self._seen.add(one.folder)
+            return False
+        why = f"written under term {manifest.term} by a submission that this one, with term {self._term}, has replaced"
+        set_aside(self._storage, one.folder, [why])
+        log.warning("set aside %s: %s", one.folder, why)
+        return True
 
     def _is_own(self, one: Checkpoint) -> bool:
         """Whether a checkpoint is of this run's storage and lineage; other runs count their lineages from 0, too."""

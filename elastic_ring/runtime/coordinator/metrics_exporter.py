@@ -137,6 +137,7 @@ def samples(state: State, recorder: RunRecorder, now: float, started_unix_s: flo
     yield from _of_steps(recorder, work)
     yield from _of_recoveries(recorder.recoveries.records, recorder.recoveries.num_lost())
     yield from _of_checkpoints(recorder.checkpoints)
+    yield "elastic_ring_checkpoint_intervals_missed", "", recorder.overdue.num_intervals
     yield from _of_copies(recorder.copied)
     yield from _of_memory(state, recorder)
     yield from _of_time(recorder, now)

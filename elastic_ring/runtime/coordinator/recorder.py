@@ -17,6 +17,7 @@ from typing import Any
 from elastic_ring.config import RunConfig
 from elastic_ring.control.decisions.memory_ladder import CHANGING_BITS
 from elastic_ring.control.decisions.memory_pressure import NUM_STEPS, PressureWatch, Tight
+from elastic_ring.control.decisions.overdue import FIRST_INTERVAL_S, Overdue
 from elastic_ring.control.decisions.stragglers import Straggler, StragglerWatch
 from elastic_ring.control.messages import Checkpoint, Vote
 from elastic_ring.control.placement.coverage import covered
@@ -103,6 +104,8 @@ class RunRecorder:
         self.checkpoints: list[Mapping[str, Any]] = []
         self.checkpoint_unix_s: float | None = None
         self.num_checkpoints_missed = 0
+        config = run.checkpoint_config
+        self.overdue = Overdue(config.every_steps, config.every_s or FIRST_INTERVAL_S)
         self.memory: list[Mapping[str, Any]] = []  # each change of the memory ladder
         self._back_in = (0, 0)  # (term, generation) of the members that last wanted to go back
         self._num_versions = 0  # later manifests of the corpus that are on record
@@ -120,6 +123,7 @@ class RunRecorder:
     def open(self, started_s: float, first_step: int = 0) -> None:
         """`first_step`: where this attempt began; its goodput says nothing of the steps before."""
         self.started_s, self.first_step = started_s, first_step
+        self.overdue.counted(first_step)
         status = read_status(self.folder)
         if status is not None:
             self._alive_at_s = status.get("updated_unix_s")
@@ -153,6 +157,7 @@ class RunRecorder:
     def checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """A checkpoint counts."""
         self.checkpoints.append(checkpoint)
+        self.overdue.counted(checkpoint["step"])
         self.checkpoint_unix_s = round(time.time(), 3)
         self._note({"note": "checkpoint", "checkpoint": dict(checkpoint), "unix_s": self.checkpoint_unix_s})
         log.info("checkpoint of step %d: %.1f MB in %.2f s, for %.3f s of which training waited: %s",
@@ -234,6 +239,10 @@ class RunRecorder:
             self.goodput.committed(record["step"], record["step_s"])
             self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["membership_id"]))
             self.recoveries.committed(record["step"], now)
+            self.overdue.committed(record["step"] + 1, now)
+        if num_intervals := self.overdue.news():
+            self.recoveries.say(f"no checkpoint for {num_intervals} intervals, since step {self.overdue.step}; a loss "
+                                "of all holders of a shard, or of the cluster, goes back to there")  # fmt: skip
         return new
 
     def waits(self, told: str) -> None:
@@ -450,6 +459,7 @@ class RunRecorder:
             "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(members(state))],
             "spares": [person(w) for w in spares(state)], "covered": covered(state),
             "recoveries": self.recoveries.records[-20:], "updated_unix_s": time.time(), "ended": False,
+            "checkpoint_intervals_missed": self.overdue.num_intervals, "checkpoint_step": self.overdue.step,
             "lost_s": {cause: round(s, 3) for cause, s in self.lost.lost_s.items()},
             "error": "", "end": {}, "peak_gpu_bytes": self.peak_gpu_bytes, "story": describe(state)["story"],
         }  # fmt: skip
@@ -504,6 +514,7 @@ class RunRecorder:
             self.resumed_from = line["checkpoints"]
         if line.get("note") == "checkpoint":
             self.checkpoints.append(line["checkpoint"])
+            self.overdue.counted(line["checkpoint"]["step"])
             self.checkpoint_unix_s = line["unix_s"]
         if line.get("note") == "generation":
             self.generations.append({k: line[k] for k in ("term", "generation", "mesh", "reason")})

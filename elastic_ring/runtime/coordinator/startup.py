@@ -6,12 +6,13 @@ No decisions on events here; `shutdown` writes the end of a run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_ring.control.decisions.terms import Action, TermClaim, begin
 from elastic_ring.control.replay import standing
-from elastic_ring.errors import CoordinatorLost, JournalDamaged, RecordDamaged, RunFailed
+from elastic_ring.errors import CoordinatorLost, ElasticRingError, JournalDamaged, RecordDamaged, RunFailed
 from elastic_ring.monitor import json_files
 from elastic_ring.monitor.journal import Journal, salvage
 from elastic_ring.monitor.json_files import read_json
@@ -24,6 +25,7 @@ from elastic_ring.runtime.coordinator.run_spec import (
     set_aside,
     summary_of,
 )
+from elastic_ring.runtime.terms import Terms
 from elastic_ring.state.checkpoints.checkpoint import located
 from elastic_ring.state.storage.folder import Storage
 
@@ -34,14 +36,18 @@ JournalLine = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Startup:
-    """What a coordinator starts from: its `term`, how many lines it has read (`num_written`), and those of this attempt
-    that stand, in order; none for the first coordinator of an attempt."""
+    """What a coordinator starts from: its claim of a `term`, how many lines it has read (`num_written`), and those of
+    this attempt that stand, in order; none for the first coordinator of an attempt."""
 
-    term: int
+    claim: TermClaim
     num_written: int = 0
     lines: tuple[JournalLine, ...] = ()
     told: tuple[str, ...] = ()
     """A line for each damaged record that was set aside."""
+
+    @property
+    def term(self) -> int:
+        return self.claim.term
 
     @property
     def begin(self) -> JournalLine | None:
@@ -50,42 +56,92 @@ class Startup:
 
 
 def open_run(
-    run_spec: RunSpec, *, is_restart: bool, others: Callable[[], Sequence[str]], clear: Callable[[], Sequence[str]]
-) -> Startup:
+    run_spec: RunSpec, terms: Terms, *, is_restart: bool, others: Callable[[], Sequence[str]],
+    clear: Callable[[], Sequence[str]],
+) -> Startup:  # fmt: skip
     """Claim a term, and go on with the journal of this attempt or make room for a first one.
 
     `is_restart`: in a process that Ray started again. `others()` names what exists of the run beside this coordinator;
-    `clear()` removes that, and names what stays. Raises: as `refuse_to_begin`; RunFailed when something stays;
-    JournalDamaged.
+    `clear()` removes that, and names what stays. Raises: as `begin` of the terms and `refuse_to_begin`; RunFailed when
+    something stays; JournalDamaged; StorageFailed.
     """
-    folder = run_spec.run.folder
+    folder, run = run_spec.run.folder, run_spec.run
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / JOURNAL_NAME
-    term = run_storage.next_term(
-        run_spec.run, excludes=run_spec.resume.excludes
-    )  # before reading: later lines of an older coordinator do not count
-    run_storage.fetch(run_spec.run, folder, keep_longer=True)
-    written, damaged = salvage(path.read_bytes()) if path.exists() else ([], [])
-    lines = standing(written)
-    begins = [line for line in lines if line.get("note") == "begin"]
-    if begins and begins[-1]["attempt"] == run_spec.attempt:
-        if damaged:
-            raise JournalDamaged(
-                f"line {damaged[0]} of {path} is damaged, so a new coordinator cannot tell what was decided: submit "
-                "the run again, and it goes on from its newest checkpoint", path=str(path), line=damaged[0],
-            )  # fmt: skip
-        return Startup(term, len(written), tuple(lines))
-    refuse_to_begin(run_spec, begins, is_restart=is_restart, others=others)
+    reading = _Reading(run_spec, is_restart, others)
+    steps = begin(run.name, run.storage_uri, run_spec.attempt, is_restart=is_restart)
+    claim = _carried_out(steps, terms, run_spec.attempt, reading.read)
+    if reading.is_own:
+        return Startup(claim, reading.num_written, tuple(reading.lines))
     # Actors of a dead coordinator would use the resources that this run needs.
     left = clear()
     if left:
+        terms.withdraw(claim)
         raise RunFailed(f"an earlier attempt's actors do not go: {', '.join(left)}", run=run_spec.run.name)
-    told = _set_damaged_aside(run_spec, [f"line {number} of {path} is damaged" for number in damaged])
+    path = folder / JOURNAL_NAME
+    told = _set_damaged_aside(run_spec, [f"line {number} of {path} is damaged" for number in reading.damaged])
     if has_records(folder):
         set_aside(folder, keep_metrics=bool(run_spec.resume.checkpoints))
         run_storage.forget_end(run_spec.run)
         run_storage.reset_places(run_spec.run, goes_on=bool(run_spec.resume.checkpoints))
-    return Startup(term, told=(*told, *_metrics(run_spec)))
+    return Startup(claim, told=(*told, *_metrics(run_spec)))
+
+
+def _carried_out(
+    steps: Generator[Action, Any, TermClaim], terms: Terms, attempt: str, read_records: Callable[[], None]
+) -> TermClaim:
+    """What `steps` ask for, against the storage."""
+    own: TermClaim | None = None
+    try:
+        action = next(steps)
+        while True:
+            answer: TermClaim | None = None
+            try:
+                match action:
+                    case "look":
+                        answer = terms.newest()
+                    case "claim":
+                        answer = own = terms.claim(attempt)
+                    case "withdraw":
+                        assert own is not None
+                        terms.withdraw(own)
+                    case "read":
+                        read_records()
+            except ElasticRingError as error:
+                action = steps.throw(error)
+            else:
+                action = steps.send(answer)
+    except StopIteration as done:
+        claim: TermClaim = done.value
+        return claim
+
+
+class _Reading:
+    """The run's records as they were last read."""
+
+    def __init__(self, run_spec: RunSpec, is_restart: bool, others: Callable[[], Sequence[str]]) -> None:
+        self._run_spec, self._is_restart, self._others = run_spec, is_restart, others
+        self.num_written = 0
+        self.damaged: list[int] = []
+        self.lines: list[JournalLine] = []
+        self.is_own = False
+
+    def read(self) -> None:
+        """Raises as `refuse_to_begin`, where the journal is not this attempt's; JournalDamaged where it is."""
+        run_spec = self._run_spec
+        path = run_spec.run.folder / JOURNAL_NAME
+        run_storage.fetch(run_spec.run, run_spec.run.folder, keep_longer=True)
+        written, self.damaged = salvage(path.read_bytes()) if path.exists() else ([], [])
+        self.num_written, self.lines = len(written), standing(written)
+        begins = [line for line in self.lines if line.get("note") == "begin"]
+        self.is_own = bool(begins) and begins[-1]["attempt"] == run_spec.attempt
+        if not self.is_own:
+            refuse_to_begin(run_spec, begins, is_restart=self._is_restart, others=self._others)
+        elif self.damaged:
+            raise JournalDamaged(
+                f"line {self.damaged[0]} of {path} is damaged, so a new coordinator cannot tell what was decided: "
+                "submit the run again, and it goes on from its newest checkpoint",
+                path=str(path), line=self.damaged[0],
+            )  # fmt: skip
 
 
 def _set_damaged_aside(run_spec: RunSpec, of_journal: Sequence[str]) -> list[str]:

@@ -16,7 +16,9 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from elastic_ring.config import RunConfig
-from elastic_ring.errors import CoordinatorLost
+from elastic_ring.control.decisions.terms import TermClaim, refuse_if_replaced
+from elastic_ring.errors import CoordinatorLost, StaleMessage, StorageFailed
+from elastic_ring.runtime.terms import Terms
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +29,9 @@ CONNECT_S = 2.0
 class Absence:
     """Whether the head of the cluster and the coordinator answer this driver, and since when they do not."""
 
-    def __init__(self, run: RunConfig, gcs_address: str) -> None:
-        self._run, self._gcs_address = run, gcs_address
+    def __init__(self, run: RunConfig, gcs_address: str, attempt: str = "") -> None:
+        """`attempt`: the submission that this driver follows."""
+        self._run, self._gcs_address, self._attempt = run, gcs_address, attempt
         self._silent_since: float | None = None  # of the coordinator
         self._head_since: float | None = None  # of the head
         self._looked_at = 0.0
@@ -99,7 +102,16 @@ class Absence:
         self._head_since = None
 
     def _give_up(self, what: str, error: BaseException | None) -> Never:
-        """Raises CoordinatorLost, logged first: without a head Ray may end this process before anybody prints it."""
+        """Raises CoordinatorLost, logged first: without a head Ray may end this process before anybody prints it.
+        TermLost where another submission has taken the run: to submit again would take it back."""
+        try:
+            if self._attempt:
+                newest = Terms(self._run).open().newest()
+                refuse_if_replaced(self._run.name, self._run.storage_uri, TermClaim(0, self._attempt), newest)
+        except StaleMessage:
+            pass  # this submission's own newest
+        except StorageFailed as failed:
+            log.warning("nobody can tell whether another submission has taken the run: %s", failed)
         instead = "resumes from the newest checkpoint" if self._run.checkpoint_config.is_on else "begins anew"
         told = (
             f"{what}. Submit the same command again: it attaches to the run if that is still alive, else it {instead}"

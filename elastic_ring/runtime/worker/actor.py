@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from elastic_ring.control.decisions.terms import TermClaim
 from elastic_ring.control.messages import (
     Build,
     BuildFailed,
@@ -37,6 +38,7 @@ from elastic_ring.monitor.stamps import StampWriter, phase_name
 from elastic_ring.runtime.agent.stamp_dir import hold
 from elastic_ring.runtime.groups.nccl import has_failed
 from elastic_ring.runtime.groups.transport import is_transport_error
+from elastic_ring.runtime.terms import TermGuard
 from elastic_ring.runtime.worker.coordinator_client import CoordinatorClient
 from elastic_ring.runtime.worker.env_fingerprint import environment_fingerprint
 from elastic_ring.runtime.worker.error_classifier import error_kind, error_text
@@ -71,6 +73,7 @@ class Worker:
         self._held: int | None = None  # the folder of the stamps, until this process ends
         self._stall_watchdog = StallWatchdog(spec.run.timeouts.stall_s, self._moved)
         self._starting = threading.Lock()
+        self._attempt = ""  # of the submission for whose members this process speaks, as global rank 0
 
     # ------------------------------------------------------------ what the coordinator calls
 
@@ -103,11 +106,15 @@ class Worker:
         member.warm_up()
         self._member = member
         self._training.start()
+        TermGuard(self.spec.run, self._own_claim, self._client.is_there).start()
         threads = [(self._beat, "heart"), (self._control, "control")]
         if self.spec.scaling.device == "cuda":
             threads.append((self._look_at_device, "device-watch"))
         for target, name in threads:
             threading.Thread(target=target, name=name, daemon=True).start()
+
+    def _own_claim(self) -> TermClaim | None:
+        return TermClaim(self._seen[0], self._attempt) if self._attempt else None
 
     def command(self, data: dict[str, Any], extra: dict[str, Any]) -> None:
         """Take one command; carried out by the control thread, in order of arrival."""
@@ -220,12 +227,15 @@ class Worker:
             log.error("training thread busy; cannot build %s", self._seen)
             return
         self._built = self._seen
+        speaks = command.members[0] == self.spec.worker
+        self._attempt = str((extra.get("checkpoint") or {}).get("attempt", "")) if speaks else ""
         self._stall_watchdog.halt()
         connector = self._member.prepare(command, extra)  # from here on an abort reaches this build
         self._order("building", lambda: self._build_and_train(command, connector))
 
     def _become_spare(self) -> None:
         assert self._member is not None
+        self._attempt = ""
         if self._member.released:
             log.info("this process has released all GPUs but one: it exits, and a new spare is started")
             os._exit(0)  # at once: until then it counts as a spare

@@ -22,6 +22,7 @@ class CoordinatorClient:
     def __init__(self, spec: WorkerSpec, term: Callable[[], int]) -> None:
         self._spec, self._term = spec, term
         self.coordinator: Any = None
+        self._asked: Any = None
         self.cause = CauseIds(spec.worker)
 
     def answer(self, event: Any, extra: dict[str, Any] | None = None) -> None:
@@ -37,6 +38,21 @@ class CoordinatorClient:
     def saved(self, part: dict[str, Any]) -> None:
         """Tell that this rank's part of a checkpoint is written, or why it is not."""
         self.coordinator.saved.remote(self._spec.worker, part)
+
+    def is_there(self, timeout_s: float) -> bool:
+        """Whether the coordinator answers in this time. An unanswered question waits on; it is not asked again."""
+        import ray
+
+        try:
+            self._asked = self._asked or self.coordinator.identity.remote()
+            if not ray.wait([self._asked], timeout=timeout_s)[0]:
+                return False
+            asked, self._asked = self._asked, None
+            ray.get(asked, timeout=timeout_s)
+        except ray.exceptions.RayError:  # it is dead, or Ray cannot reach it
+            self._asked = None
+            return False
+        return True
 
     def injector(self) -> Injector:
         """Planned faults, each of which the coordinator grants once."""

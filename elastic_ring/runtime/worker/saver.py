@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from elastic_ring.config import CheckpointConfig, RunConfig
+from elastic_ring.control.decisions.overdue import FIRST_INTERVAL_S
 from elastic_ring.control.messages import Build, Checkpoint
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.mesh import Mesh
@@ -40,7 +41,6 @@ from elastic_ring.train.vote import BUSY, DUE
 
 log = logging.getLogger(__name__)
 
-FIRST_INTERVAL_S = 60.0
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 30.0, 3600.0
 """Bounds of the interval that a run chooses itself."""
 
@@ -276,7 +276,7 @@ class Saver:
         if place.global_rank == 0:
             part["tensors"] = {name: asdict(one) for name, one in described.items()}
             part["meta"] = snapshot.meta
-            part["interval"] = self.schedule.news()
+            part["interval"], part["interval_s"] = self.schedule.news(), self.schedule.interval_s
         self._thread = threading.Thread(target=self._write, args=(snapshot, part, begun), name="saver", daemon=True)
         self._thread.start()
 

@@ -16,7 +16,7 @@ import pytest
 
 from elastic_ring.config import CheckpointConfig, RunConfig, Timeouts
 from elastic_ring.control.messages import BatchSkip, Checkpoint, CorpusVersion
-from elastic_ring.errors import RunFailed, StorageFailed
+from elastic_ring.errors import CheckpointDamaged, RunFailed, StorageFailed, TermLost
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, read_metrics
@@ -25,6 +25,7 @@ from elastic_ring.runtime.coordinator import checkpoints
 from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper
 from elastic_ring.runtime.coordinator.resume import Resume, find_resume
 from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity
+from elastic_ring.runtime.terms import Terms
 from elastic_ring.runtime.worker.saver import Place, Saver, SaveSchedule, open_checkpoint
 from elastic_ring.state.storage import folder as storage_folder
 from elastic_ring.state.storage.folder import Storage
@@ -360,12 +361,60 @@ def test_a_file_that_the_coordinator_does_not_see_whole_keeps_the_checkpoint_fro
 
 
 def test_a_coordinator_that_another_one_has_replaced_commits_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path, CheckpointConfig(every_steps=1), is_current=lambda: False)
+    lost: list[TermLost] = []
+
+    def ask() -> None:
+        if lost:
+            raise lost[0]
+
+    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=1), ask=ask)
     for part in run.save(1):
         run.keeper.written(part)
+    lost.append(TermLost("another submission has claimed term 2"))
     run.keeper.look(1)
-    assert run.is_silent()
+    run.keeper.gone_back(0, (1, 2))
+    run.keeper._thread.join(60.0)
+    assert run.keeper.close(60.0), "it removes nothing: the files may be the other submission's"
+    assert run.told.empty()
     assert not list(tmp_path.glob("checkpoints/*/*/COMMIT.json"))
+    assert len(list(tmp_path.glob("checkpoints/step-00000001/lineage-000/*/*"))) == CP * DP
+
+
+def test_whatever_keeps_a_checkpoint_from_counting_is_told_and_counts_as_failing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "RETRY_PAUSES_S", ())
+    planned = iter([RuntimeError("a defect"), CheckpointDamaged("a manifest is damaged")])
+
+    def inject(step: int) -> None:
+        if (error := next(planned, None)) is not None:
+            raise error
+
+    run = Run(tmp_path, CheckpointConfig(every_steps=1), inject=inject)
+    for step, why in ((1, "a defect"), (2, "a manifest is damaged"), (3, "there is one already, of another writer")):
+        if step == 3:
+            run.commit(3)
+            assert run.keeper.failing_s == 0.0
+        for part in run.save(step, generation=2):
+            run.keeper.written(part)
+        run.keeper.look(step)
+        assert why in run.next("checkpoint-failed")["why"]
+        assert run.keeper.failing_s > 0.0
+
+
+def test_what_a_replaced_submission_commits_late_is_set_aside(tmp_path: Path) -> None:
+    """It asked for a newer term, was frozen, and wrote its manifest when the other one trained on."""
+    config = CheckpointConfig(every_steps=1, keep_last=9)
+    old = Run(tmp_path, config, attempt="0123456789abcdef")
+    old.commit(1)
+    known = find_resume(old.config, IDENTITY)
+    new = Run(tmp_path, config, known, term=2, attempt="fedcba9876543210")
+    assert [one.step for one in known.checkpoints] == [1]
+    old.commit(2)
+    new.keeper.damaged("checkpoints/step-00000009/lineage-000", "to have it look")
+    assert [one.step for one in new.next("checkpoints")] == [1]
+    (aside,) = tmp_path.glob("checkpoints/step-00000002/lineage-000/*REJECTED.json")
+    assert "written under term 1 by a submission that this one, with term 2, has replaced" in aside.read_text()
 
 
 def test_a_newer_checkpoint_with_a_wrong_byte_does_not_push_out_the_last_that_was_read_whole(
@@ -433,8 +482,8 @@ def test_a_store_that_ignores_conditions_is_known_to_the_coordinator_and_each_te
         resume = find_resume(run, IDENTITY)
         assert not resume.excludes
         with ThreadPoolExecutor(3) as pool:
-            claims = [pool.submit(run_storage.next_term, run, excludes=resume.excludes) for _ in range(3)]
-        assert len({claim.result() for claim in claims}) == 3
+            claims = [pool.submit(Terms(run, excludes=resume.excludes).open().claim, "a") for _ in range(3)]
+        assert len({claim.result().term for claim in claims}) == 3
         keeper = CheckpointKeeper(run, resume, 1, FACTS, lambda kind, body: None)
         assert not keeper._storage.excludes
 
@@ -640,7 +689,8 @@ def test_records_come_back_from_the_store_alone_and_a_later_term_wins(
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(run_storage, "PIECE_BYTES", 40)
     run = RunConfig("mirrored", storage_path=f"s3://{object_store.new_bucket()}/runs")
-    assert [run_storage.next_term(run), run_storage.next_term(run)] == [1, 2]
+    terms = Terms(run).open()
+    assert [terms.claim("a").term, terms.claim("b").term] == [1, 2]
     first, second = run_storage.Mirror(run, 1), run_storage.Mirror(run, 2)
     run.folder.mkdir(parents=True)
     first.open()
@@ -664,7 +714,6 @@ def test_records_come_back_from_the_store_alone_and_a_later_term_wins(
     run_storage.fetch(run, fresh, keep_longer=True)
     assert (fresh / "journal.jsonl").read_bytes() == longer
     first.close(10.0)
-    assert first.newest_term >= 1
 
 
 def test_the_manifests_of_a_run_come_from_its_records_in_the_store(
@@ -675,7 +724,7 @@ def test_the_manifests_of_a_run_come_from_its_records_in_the_store(
     monkeypatch.setattr("tempfile.tempdir", None)
     run = RunConfig("growing", storage_path=f"s3://{object_store.new_bucket()}/runs")
     journalled(run.folder, WHOLE, ran=6)
-    run_storage.Mirror(run, run_storage.next_term(run)).flush()  # the cluster is gone after that
+    run_storage.Mirror(run, 1).flush()  # the cluster is gone after that
     found = find_resume(run, IDENTITY, grows=True)
     assert (found.corpus, found.num_steps) == ((WHOLE,), 6)
 

@@ -40,6 +40,7 @@ from elastic_ring.monitor.metrics import (
 from elastic_ring.runtime.coordinator.resume import find_resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.coordinator.startup import Startup, open_run
+from elastic_ring.runtime.terms import Terms
 from elastic_ring.state.checkpoints.checkpoint import Reader, committed, read_manifest
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.optim import OptimConfig
@@ -105,7 +106,7 @@ def written(folder: Path, name: str = "damaged", seed: int = 0) -> Path:
     trainer = trainer_of(folder, name, seed)
     spec = spec_of(trainer, "first")
     identity = trainer._identity.digest
-    open_run(spec, is_restart=False, others=list, clear=list)
+    open_run(spec, Terms(spec.run), is_restart=False, others=list, clear=list)
     with Journal(folder / "journal.jsonl") as journal:
         journal.append(term_note(1, 0))
         journal.append(
@@ -188,7 +189,8 @@ def submitted(folder: Path, steps: int, caplog: pytest.LogCaptureFixture) -> Dec
     check_writable(folder)
     resume = trainer._resume()
     told = list(resume.damaged.values())
-    startup = open_run(spec_of(trainer, "second", resume=resume), is_restart=False, others=list, clear=list)
+    spec = spec_of(trainer, "second", resume=resume)
+    startup = open_run(spec, Terms(spec.run), is_restart=False, others=list, clear=list)
     facts = {"identity": trainer._identity.digest, "run": {"settings": trainer._identity.what}}
     run = Run(folder, trainer.run_config.checkpoint_config, resume, startup.term, facts=facts)
     checkpoint, told_later = restored(run, folder)

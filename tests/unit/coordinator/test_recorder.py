@@ -180,3 +180,17 @@ def test_such_an_end_is_told_too_where_no_status_can_be_read(tmp_path: Path, fou
     write_end(RunConfig("records", run_dir=str(tmp_path)), end)
     assert end_on_record(RunConfig("records", run_dir=str(tmp_path)), "a") == end
     assert render_status(tmp_path).startswith("run records: failed: OSError: x\n")
+
+
+def test_intervals_without_a_checkpoint_are_told_to_the_driver_and_are_in_the_status(
+    recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step each minute, no checkpoint, and nobody who says why."""
+    recorder.begun(0, (1, 1))
+    for step in range(5):
+        monkeypatch.setattr(recorder, "_clock", lambda now=60.0 * step: now)
+        recorder.publish([record(step, (1, 1))])
+    (line,) = [line for line in recorder.take_lines(0) if "no checkpoint" in line]
+    assert line.startswith("no checkpoint for 3 intervals, since step 0")
+    recorder.checkpoint({"step": 5, "bytes": 1, "total_s": 1.0, "blocked_s": 0.0, "path": "a folder"})
+    assert recorder.overdue.num_intervals == 0

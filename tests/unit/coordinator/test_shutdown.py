@@ -17,10 +17,11 @@ import pytest
 from elastic_ring.config import RunConfig
 from elastic_ring.control.cause_ids import CauseIds
 from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.replay import standing, term_note
 from elastic_ring.control.state import Finishing, Membership, Running, State, Worker
 from elastic_ring.errors import JournalDamaged, RunFailed
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.journal import Journal
+from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.runtime.agent import stamp_dir
 from elastic_ring.runtime.agent.stamp_dir import hold
 from elastic_ring.runtime.coordinator import actor
@@ -34,6 +35,7 @@ from elastic_ring.runtime.coordinator.run_spec import Clock
 from elastic_ring.runtime.coordinator.shutdown import LONG_S, EndReport, aside, conclude, unfinished
 from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.run_storage import Mirror
+from elastic_ring.runtime.terms import Terms, TermWatch
 
 
 def test_beats_are_echoed_and_faults_refused_while_the_end_is_being_written() -> None:
@@ -126,6 +128,8 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.node_monitor, made.dispatch, made.demand, made.corpus = Nobody(), Nobody(), Nobody(), Nobody()
     made.checkpoints = CheckpointKeeper(run, Resume(), 1, {}, made._put)
     made.mirror = Mirror(run, 1)
+    terms = Terms(run)
+    made.term_watch = TermWatch(run, terms.claim("0123456789"), terms)
     made.metrics_exporter = MetricsExporter(run, made.recorder, lambda: 0.0)
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1")}
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
@@ -235,3 +239,49 @@ def test_beats_are_answered_for_a_deciding_thread_that_waits_for_the_runs_folder
     assert (heard, deciding._queue.qsize()) == (["node"], 0)
     deciding._put("beat", "node")
     assert (heard, deciding._queue.qsize()) == (["node"], 1), "else it answers by itself, or is hung"
+
+
+@pytest.mark.parametrize("moment", ["on time", "at the end"])
+def test_a_coordinator_whose_run_is_taken_over_tells_its_driver_and_writes_nothing_more(
+    deciding: Any, moment: str
+) -> None:
+    deciding._open = lambda: None
+    deciding._decide = lambda event: None
+    killed: list[str] = []
+    deciding.dispatch.kill_everyone = lambda: killed.append("all")
+    folder = deciding.run_spec.run.folder
+
+    def take_over() -> None:
+        (folder / "terms" / "000002").write_text('{"attempt": "fedcba", "host": "elsewhere"}')
+        for name in ("status.json", "journal.jsonl"):
+            (folder / name).write_text("the other's")
+
+    if moment == "on time":
+        take_over()
+    else:
+        deciding._take = lambda: (take_over(), deciding._finish({"error": "", "message": "", "facts": {}}))
+    deciding._main()
+    assert deciding._ended["error"] == "TermLost"
+    for named in ("run over", "elsewhere", "term 2", "term 1", "submit this command again"):
+        assert named in deciding._ended["message"]
+    assert deciding._ended["facts"]["host"] == "elsewhere"
+    assert {(folder / name).read_text() for name in ("status.json", "journal.jsonl")} == {"the other's"}
+    assert not (folder / "summary.json").exists()
+    assert killed
+
+
+def test_a_run_whose_storage_tells_nothing_of_terms_ends_after_fail_after_s(deciding: Any) -> None:
+    deciding.term_watch.silent_s = lambda: 3601.0
+    deciding._end_if_nobody_answers()
+    assert deciding._ended["error"] == "StorageFailed"
+    assert "has not told for 3601 s whether another submission has taken the run" in deciding._ended["message"]
+
+
+def test_a_note_of_a_replaced_coordinator_does_not_count(deciding: Any) -> None:
+    deciding._note(term_note(1, 0))
+    deciding.journal.append(term_note(2, 1))  # its successor has read one line
+    deciding._note({"note": "checkpoint", "of": "the old one"})
+    deciding._term = 2
+    deciding._note({"note": "checkpoint", "of": "the new one"})
+    lines = standing(read(deciding.run_spec.run.folder / "journal.jsonl"))
+    assert [line["of"] for line in lines if "of" in line] == ["the new one"]

@@ -17,6 +17,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.coordinator.resume import Resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.coordinator.startup import Startup, open_run
+from elastic_ring.runtime.terms import Terms
 
 
 def run_spec(folder: Path, attempt: str, submitted_unix_s: float = 50.0) -> RunSpec:
@@ -25,7 +26,7 @@ def run_spec(folder: Path, attempt: str, submitted_unix_s: float = 50.0) -> RunS
 
 
 def opened(made: RunSpec, *, is_restart: bool = False, others: list[str] | None = None) -> Startup:
-    return open_run(made, is_restart=is_restart, others=lambda: others or [], clear=lambda: [])
+    return open_run(made, Terms(made.run), is_restart=is_restart, others=lambda: others or [], clear=lambda: [])
 
 
 def begun(folder: Path, attempt: str, now: float = 10.0) -> None:
@@ -80,5 +81,8 @@ def test_a_finished_run_and_actors_that_stay_are_no_beginning(tmp_path: Path) ->
     (tmp_path / "summary.json").write_text('{"steps": 1}')
     with pytest.raises(RunFailed, match="has finished"):
         opened(run_spec(tmp_path, "a"))
+    made = run_spec(tmp_path / "held", "a")
     with pytest.raises(RunFailed, match="an earlier attempt's actors do not go: er:opened:w-1"):
-        open_run(run_spec(tmp_path / "held", "a"), is_restart=False, others=list, clear=lambda: ["er:opened:w-1"])
+        open_run(made, Terms(made.run), is_restart=False, others=list, clear=lambda: ["er:opened:w-1"])
+    assert not (tmp_path / "terms").exists(), "refused before a term is claimed"
+    assert sorted(path.name for path in (tmp_path / "held" / "terms").iterdir()) == ["000001", "000001.withdrawn"]

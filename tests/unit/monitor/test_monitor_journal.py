@@ -1,8 +1,7 @@
-"""The journal survives a crash in the middle of a line and hides no other damage; terms are given once."""
+"""The journal survives a crash in the middle of a line and hides no other damage."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import resource
@@ -14,7 +13,7 @@ import pytest
 
 from elastic_ring.errors import JournalDamaged, StorageFailed
 from elastic_ring.monitor import journal as journal_module
-from elastic_ring.monitor.journal import Journal, claim_term, read
+from elastic_ring.monitor.journal import Journal, read
 
 RECORDS = [{"now": 0.5, "event": {"type": "Tick", "text": "a\nb\u00e9"}}, {"commands": []}, {"n": 3}]
 
@@ -226,30 +225,3 @@ def test_a_half_line_whose_other_half_comes_is_not_torn(tmp_path: Path, monkeypa
     monkeypatch.setattr(journal_module.time, "sleep", pause)
     write(path, [{"n": 5}])
     assert list(read(path)) == [RECORDS[0], {"n": 42}, {"n": 5}]
-
-
-def test_terms_count_up_from_one_past_gaps_and_strangers(tmp_path: Path) -> None:
-    assert [claim_term(tmp_path) for _ in range(3)] == [1, 2, 3]
-    (tmp_path / "terms" / "000009").touch()
-    (tmp_path / "terms" / "notes.txt").touch()
-    assert claim_term(tmp_path) == 10
-
-
-def test_processes_that_claim_at_once_never_share_a_term(tmp_path: Path) -> None:
-    script = (
-        "import json, sys\nfrom elastic_ring.monitor.journal import claim_term\n"
-        "sys.stdin.readline()\nprint(json.dumps([claim_term(sys.argv[1]) for _ in range(100)]))\n"
-    )
-    claimers = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(3)
-    ]
-    for claimer in claimers:
-        assert claimer.stdin is not None
-        claimer.stdin.write("go\n")
-        claimer.stdin.flush()
-    claimed = [json.loads(claimer.communicate()[0]) for claimer in claimers]
-    assert sorted(term for terms in claimed for term in terms) == list(range(1, 301))
-    assert all(terms == sorted(terms) for terms in claimed)

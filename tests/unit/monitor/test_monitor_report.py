@@ -190,6 +190,12 @@ def test_a_run_that_fell_silent_says_for_how_long(run: Path) -> None:
     assert render_status(run, now_unix_s=9e9).splitlines()[0] == "run laptop: failed: ShardLost: cp_rank 1"
 
 
+def test_intervals_without_a_checkpoint_are_in_the_status_from_the_third_on(run: Path) -> None:
+    for number, told in ((2, False), (3, True)):
+        write_json(run / "status.json", live_status(checkpoint_intervals_missed=number, checkpoint_step=8))
+        assert ("no checkpoint for 3 intervals, since step 8" in render_status(run, now_unix_s=5000.0)) == told
+
+
 def test_an_ended_run_has_no_members_and_a_silent_one_those_of_its_last_news(run: Path) -> None:
     doubt = "members and spares are those of the last news, and may be gone"
     assert doubt not in render_status(run, now_unix_s=5000.0)
@@ -427,7 +433,7 @@ def test_the_status_of_a_run_in_a_store_is_that_of_its_folder_and_needs_neither_
     stored.folder.mkdir(parents=True)
     for path in run.iterdir():
         (stored.folder / path.name).write_bytes(path.read_bytes())
-    run_storage.Mirror(stored, run_storage.next_term(stored)).flush()
+    run_storage.Mirror(stored, 1).flush()
     shutil.rmtree(stored.folder)  # as on another machine
     assert (status.main([str(run)]), there := capsys.readouterr().out) == (0, there)
     assert status.main([stored.storage_uri]) == 0

@@ -17,7 +17,8 @@ from elastic_ring.data.loader import Loader
 from elastic_ring.data.prepared import PreparedTokens
 from elastic_ring.data.source import open_source
 from elastic_ring.errors import StorageFailed
-from elastic_ring.runtime.run_storage import RunRecords, next_term
+from elastic_ring.runtime.run_storage import RunRecords
+from elastic_ring.runtime.terms import Terms
 from elastic_ring.state.storage import retries
 from elastic_ring.state.storage.folder import Storage, open_or_refuse
 from tests.object_store.proxy import FaultyProxy, faulty_proxy
@@ -77,7 +78,8 @@ def submits(bucket: str) -> None:
 
 def claims_a_term(bucket: str) -> None:
     run = RunConfig("run", f"s3://{bucket}", timeouts=Timeouts(storage_s=WAIT_S))
-    assert [next_term(run), next_term(run)] == [1, 2]
+    terms = Terms(run).open()
+    assert [terms.claim("a").term, terms.claim("a").term] == [1, 2]
 
 
 def writes_a_checkpoint(bucket: str) -> None:
@@ -181,9 +183,9 @@ def test_a_flipped_byte_of_a_checkpoint_shows_in_its_digest(proxy: FaultyProxy, 
 
 def test_a_term_that_a_listing_hides_is_not_claimed_again(proxy: FaultyProxy, bucket: str) -> None:
     run = RunConfig("run", f"s3://{bucket}")
-    assert next_term(run) == 1
+    assert Terms(run).open().claim("a").term == 1
     proxy.fault = lambda method, path: "hide"
-    assert next_term(run) == 2
+    assert Terms(run).open().claim("a").term == 2
 
 
 def test_an_onlooker_is_told_soon_and_waits_for_a_bounded_time(

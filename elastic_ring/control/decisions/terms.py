@@ -1,0 +1,100 @@
+"""Who speaks for a run: the order in which a term is claimed, and what follows when somebody else has a newer one.
+
+A claim is a file of the run's storage that only one process can create. It counts at once and is never deleted; a
+withdrawal beside it alone voids it. The coordinator and the simulator run the same code; no storage and no clock here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from elastic_ring.errors import StaleMessage, StorageFailed, TermLost
+
+LOOK_S = 1.0
+"""Between a coordinator's looks for a newer term: within this and one look's time it stops."""
+LONGEST_TURN_S = 5.0
+"""A process that was frozen counts at most so much of it as time in which it could not ask."""
+
+Action = Literal["look", "read", "claim", "withdraw"]
+"""What `begin` asks for: the newest claim that stands; to read the run's records, which raises what refuses the start;
+a claim of the next term; to void that claim."""
+
+
+@dataclass(frozen=True)
+class TermClaim:
+    """Term `term` belongs to the submission `attempt` on `host`; nobody knows whose a file is that holds neither."""
+
+    term: int
+    attempt: str = ""
+    host: str = ""
+
+
+NOBODY = TermClaim(0)
+
+
+def newest_claim(claims: Iterable[TermClaim], withdrawn: Collection[int]) -> TermClaim:
+    """The newest that stands."""
+    return max((claim for claim in claims if claim.term not in withdrawn), key=lambda one: one.term, default=NOBODY)
+
+
+def refuse_if_replaced(run: str, place: str, own: TermClaim, newest: TermClaim) -> None:
+    """Raises: StaleMessage where another coordinator of the same submission has a newer term: it goes on with the
+    members. TermLost where it is somebody else's: this submission stops."""
+    if newest.term <= own.term:
+        return
+    if newest.attempt and newest.attempt == own.attempt:
+        raise StaleMessage(f"a newer coordinator of this submission has term {newest.term}: this one exits")
+    host = newest.host or f"somebody (terms/{newest.term:06d} names no host)"
+    held = f"this submission had term {own.term}" if own.term else "this submission had begun before"
+    raise TermLost(
+        f"run {run} in {place} is not this submission's any more: {host} has claimed term {newest.term}, {held}; it "
+        "stops here and writes nothing more; to go on here instead, stop the run there and submit this command again",
+        run=run, host=newest.host, term=newest.term, own_term=own.term,
+    )  # fmt: skip
+
+
+def begin(run: str, place: str, attempt: str, *, is_restart: bool) -> Generator[Action, Any, TermClaim]:
+    """Ask, claim, read, ask again: what can be refused is refused before a term is claimed. Returns the claim.
+
+    `is_restart`: this submission has had a coordinator before, which another one may have replaced. Raises, beside what
+    the actions raise, as `refuse_if_replaced`; a claim whose owner is refused is withdrawn first.
+    """
+    newest = yield "look"
+    if is_restart and newest.attempt != attempt and newest.term:
+        refuse_if_replaced(run, place, TermClaim(0, attempt), newest)
+    yield "read"
+    own: TermClaim = yield "claim"
+    try:
+        yield "read"
+        refuse_if_replaced(run, place, own, (yield "look"))
+    except StorageFailed:
+        raise  # nobody has refused; a withdrawal could not be written either
+    except Exception:
+        yield "withdraw"
+        raise
+    return own
+
+
+def is_late(attempt: str, writer: str, folder: str, began_with: Collection[str]) -> bool:
+    """Whether a checkpoint in `folder`, of the submission `writer`, counts for nothing in the submission `attempt`: one
+    that it has replaced may be frozen for any time between its last question and its manifest. `began_with`: the
+    folders of those that counted when `attempt` began."""
+    return writer != attempt and folder not in began_with
+
+
+@dataclass
+class Unanswered:
+    """For how long a process could neither write nor read terms. What it was frozen does not count."""
+
+    longest_turn_s: float = LONGEST_TURN_S
+    silent_s: float = 0.0
+    _at_s: float | None = None
+
+    def tick(self, now: float, *, is_heard: bool) -> float:
+        """`is_heard`: whether the storage has answered since the last call, none of which is later than its turn."""
+        passed_s = 0.0 if self._at_s is None else min(now - self._at_s, self.longest_turn_s)
+        self._at_s = now
+        self.silent_s = 0.0 if is_heard else self.silent_s + passed_s
+        return self.silent_s

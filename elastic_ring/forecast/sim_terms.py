@@ -1,0 +1,223 @@
+"""Submissions of one run on clusters of their own over one storage, frozen and woken at any point, on a virtual clock.
+
+`control.decisions.terms` decides; here are the storage, the delays and the promise: of those that run at most one
+commits, and each other one stops within BOUND_S of the time in which it is awake. No clock, no ray.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+from elastic_ring.control.decisions.terms import LOOK_S, TermClaim, begin, is_late, newest_claim, refuse_if_replaced
+from elastic_ring.control.invariants import require
+from elastic_ring.errors import ElasticRingError, RunFailed
+
+SLOWEST_S = 0.3
+"""One request to the storage takes at most so long."""
+COMMIT_S = 0.7
+"""Between two checkpoints of a submission."""
+BOUND_S = LOOK_S + 2 * SLOWEST_S
+ONE_COMMITS = 9
+"""The number of the invariant."""
+
+Turns = Generator[float, None, None]
+"""A thread: yields for how many seconds it waits; what it does between two waits nothing interrupts."""
+
+
+@dataclass
+class Written:
+    """A checkpoint: who wrote it, and in which folder."""
+
+    attempt: str
+    folder: str
+    is_aside: bool = False
+
+
+@dataclass
+class TermStorage:
+    """What all submissions share."""
+
+    claims: list[TermClaim] = field(default_factory=list)
+    withdrawn: set[int] = field(default_factory=set)
+    written: list[Written] = field(default_factory=list)
+
+    def newest(self) -> TermClaim:
+        return newest_claim(self.claims, self.withdrawn)
+
+
+class Submission:
+    """One submission: its coordinator, with the thread that looks for a newer term and the one that commits."""
+
+    def __init__(self, world: TermWorld, attempt: str, *, refused_at_read: int = 0) -> None:
+        """`refused_at_read`: the first or second reading of the records refuses it; 0 for never."""
+        self.world, self.attempt, self.refused_at_read = world, attempt, refused_at_read
+        self.own: TermClaim | None = None
+        self.began_with: set[str] = set()
+        self.frozen_until = 0.0
+        self.stopped = self.refused = False
+        self.awake_s = 0.0  # since another submission's newer claim, while this one has not stopped
+        self.num_reads = 0
+
+    def start(self, *, is_restart: bool) -> None:
+        self.world.run(self, self._start(is_restart))
+
+    def _start(self, is_restart: bool) -> Turns:
+        world, storage = self.world, self.world.storage
+        steps = begin("run", "storage", self.attempt, is_restart=is_restart)
+        answer: TermClaim | None = None
+        try:
+            action = next(steps)
+            while True:
+                yield world.delay_s()
+                try:
+                    answer = self._do(action)
+                except ElasticRingError as error:
+                    action = steps.throw(error)
+                else:
+                    action = steps.send(answer)
+        except StopIteration as done:
+            self.own = done.value
+        except ElasticRingError:
+            self.refused = self.stopped = True
+            return
+        if not is_restart:
+            self.began_with = {one.folder for one in storage.written if not one.is_aside}
+        world.run(self, self._look())
+        world.run(self, self._commit())
+
+    def _do(self, action: str) -> TermClaim | None:
+        storage = self.world.storage
+        if action == "look":
+            return storage.newest()
+        if action == "claim":
+            self.own = TermClaim(1 + max((one.term for one in storage.claims), default=0), self.attempt, self.attempt)
+            storage.claims.append(self.own)
+            return self.own
+        if action == "withdraw":
+            assert self.own is not None
+            storage.withdrawn.add(self.own.term)
+            return None
+        self.num_reads += 1
+        if self.num_reads == self.refused_at_read:
+            raise RunFailed("the run has finished")
+        return None
+
+    def is_current(self) -> bool:
+        """Whether it may go on by what the storage says now; stops it where not."""
+        assert self.own is not None
+        try:
+            refuse_if_replaced("run", "storage", self.own, self.world.storage.newest())
+        except ElasticRingError:
+            self.stopped = True
+        return not self.stopped
+
+    def _look(self) -> Turns:
+        while not self.stopped:
+            yield LOOK_S
+            yield self.world.delay_s()
+            self.is_current()
+
+    def _commit(self) -> Turns:
+        storage = self.world.storage
+        for number in itertools.count():
+            yield COMMIT_S * self.world.random.uniform(0.5, 1.5)
+            if self.stopped or not self.is_current():
+                return
+            yield self.world.delay_s()  # the manifest is on its way: whatever stops this process now is too late
+            if self.stopped:
+                return
+            assert self.own is not None
+            folder = f"{self.attempt}-{self.own.term}-{number}"
+            storage.written.append(Written(self.attempt, folder))
+            yield self.world.delay_s()
+            if self.stopped or not self.is_current():  # asked before anything is set aside
+                return
+            for one in storage.written:
+                if is_late(self.attempt, one.attempt, one.folder, self.began_with):
+                    one.is_aside = True
+            self.world.check_counting(self)
+
+
+class TermWorld:
+    """The clock and the storage; deterministic given the seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.storage = TermStorage()
+        self.submissions: list[Submission] = []
+        self.num_turns = 0
+        self.freeze_at: dict[int, tuple[Submission, float]] = {}
+        """Before turn N this submission is frozen for so many seconds."""
+        self._queue: list[tuple[float, int, Submission | None, Turns]] = []
+        self._order = itertools.count()
+
+    def submit(self, attempt: str, *, refused_at_read: int = 0) -> Submission:
+        made = Submission(self, attempt, refused_at_read=refused_at_read)
+        self.submissions.append(made)
+        made.start(is_restart=False)
+        return made
+
+    def delay_s(self) -> float:
+        return self.random.uniform(0.001, SLOWEST_S)
+
+    def at(self, delay_s: float, act: Callable[[], object]) -> None:
+        def once() -> Turns:
+            yield delay_s
+            act()
+
+        self.run(None, once())
+
+    def run(self, owner: Submission | None, turns: Turns) -> None:
+        """Begin a thread: its first wait begins now."""
+        self._go_on(owner, turns)
+
+    def _go_on(self, owner: Submission | None, turns: Turns) -> None:
+        wait_s = next(turns, None)
+        if wait_s is not None:
+            heapq.heappush(self._queue, (self.now + wait_s, next(self._order), owner, turns))
+
+    def run_until(self, until_s: float) -> None:
+        while self._queue and self._queue[0][0] <= until_s:
+            at_s, _, owner, turns = heapq.heappop(self._queue)
+            self._pass(max(at_s, self.now))
+            if owner is not None and owner.frozen_until > self.now:
+                heapq.heappush(self._queue, (owner.frozen_until, next(self._order), owner, turns))
+                continue
+            self.num_turns += 1
+            if (frozen := self.freeze_at.pop(self.num_turns, None)) is not None:
+                frozen[0].frozen_until = self.now + frozen[1]
+            if owner is None or owner.frozen_until <= self.now:
+                self._go_on(owner, turns)
+            else:
+                heapq.heappush(self._queue, (owner.frozen_until, next(self._order), owner, turns))
+        self._pass(until_s)
+
+    def _pass(self, until_s: float) -> None:
+        """Time goes by; who is replaced and awake in it must stop soon."""
+        newest = self.storage.newest()
+        for one in self.submissions:
+            begun_s = max(self.now, min(one.frozen_until, until_s))
+            replaced = one.own is not None and newest.term > one.own.term and newest.attempt != one.attempt
+            one.awake_s = one.awake_s + until_s - begun_s if replaced and not one.stopped else 0.0
+            require(one.awake_s <= BOUND_S, ONE_COMMITS, f"{one.attempt} goes on {one.awake_s:.2f} s after {newest}")
+        self.now = until_s
+
+    # ------------------------------------------------------------ the promise
+
+    def check_counting(self, reader: Submission) -> None:
+        """What counts, beside what `reader` began with, is its own."""
+        others = {
+            one.attempt for one in self.storage.written
+            if not one.is_aside and one.folder not in reader.began_with and one.attempt != reader.attempt
+        }  # fmt: skip
+        require(not others, ONE_COMMITS, f"checkpoints of {others} count in {reader.attempt}")
+
+    def check_end(self) -> None:
+        """Exactly one goes on: the owner of the newest claim."""
+        running = {one.attempt for one in self.submissions if not one.stopped}
+        require(running <= {self.storage.newest().attempt}, ONE_COMMITS, f"{running} go on")

@@ -1,0 +1,190 @@
+"""The terms of a run in its storage, `terms/000001` and so on, and the threads that look for a newer one.
+
+What follows from what is found is decided in `control.decisions.terms`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from elastic_ring.config import RunConfig
+from elastic_ring.control.decisions.terms import LOOK_S, TermClaim, Unanswered, newest_claim, refuse_if_replaced
+from elastic_ring.errors import ElasticRingError, StaleMessage, StorageFailed, TermLost
+from elastic_ring.state.storage.folder import Storage
+
+log = logging.getLogger(__name__)
+
+FOLDER = "terms"
+WITHDRAWN = ".withdrawn"
+TELL_AGAIN_S = 60.0
+ASK_S = 5.0
+"""Between questions of global rank 0 to the coordinator, and how long one may take until it counts as away."""
+EXIT = 3
+_NAME = re.compile(r"([0-9]{6,})(\.withdrawn)?")
+
+
+class Terms:
+    """The claims of one run. Every method raises StorageFailed, after `storage_s`."""
+
+    def __init__(self, run: RunConfig, *, excludes: bool = True) -> None:
+        """`excludes`: whether the storage keeps two writers of one name apart, as the driver has tried."""
+        self._storage = Storage(run.storage_uri, excludes, run.timeouts.storage_s)
+        self._read: dict[int, TermClaim] = {}
+
+    def open(self) -> Terms:
+        self._storage.open(write=False)
+        return self
+
+    def newest(self) -> TermClaim:
+        """The newest claim that stands."""
+        claimed, withdrawn = self._listed()
+        newest = newest_claim(map(TermClaim, claimed), withdrawn)
+        if newest.term and newest.term not in self._read:
+            self._read[newest.term] = _parsed(newest.term, self._storage.read(_name(newest.term)))
+        return self._read.get(newest.term, newest)
+
+    def claim(self, attempt: str) -> TermClaim:
+        """The next term: a file that only one can create."""
+        claimed, withdrawn = self._listed()
+        term, host = max([*claimed, *withdrawn], default=0), socket.gethostname()
+        while True:
+            term += 1
+            # No two may write the same, where the storage does not exclude.
+            found = {"attempt": attempt, "host": host, "unix_s": time.time(), "id": secrets.token_hex(8)}
+            if self._storage.create(_name(term), json.dumps(found).encode()):
+                self._read[term] = TermClaim(term, attempt, host)
+                return self._read[term]
+
+    def withdraw(self, own: TermClaim) -> None:
+        """Void a claim of one's own."""
+        self._storage.create(f"{_name(own.term)}{WITHDRAWN}", json.dumps({"id": secrets.token_hex(8)}).encode())
+
+    def follows(self, term: int) -> bool:
+        """Whether the next term is claimed, where the storage is a folder; that costs one look at it. False where
+        nobody can tell at once."""
+        return self._storage.is_local and os.path.exists(self._storage.at(_name(term + 1)))
+
+    def _listed(self) -> tuple[list[int], set[int]]:
+        """The terms that are claimed, and those that are withdrawn."""
+        found = [_NAME.fullmatch(name.rpartition("/")[2]) for name, _ in self._storage.names(FOLDER, recursive=False)]
+        numbers = [(int(match[1]), bool(match[2])) for match in found if match]
+        return [term for term, is_void in numbers if not is_void], {term for term, is_void in numbers if is_void}
+
+
+class TermWatch:
+    """Looks for a newer term every LOOK_S, in a thread of its own, so that nothing that decides waits for storage."""
+
+    def __init__(self, run: RunConfig, own: TermClaim, terms: Terms) -> None:
+        self._run, self._own, self._terms = run, own, terms
+        self._newest = own
+        self._silence = Unanswered()
+        self._is_heard = True
+        self._told_s = -TELL_AGAIN_S
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="terms", daemon=True)
+
+    def open(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+
+    def look(self) -> None:
+        """Ask the storage now; before every write that others may rely on. Raises StorageFailed, and as `check`."""
+        newest = self._terms.newest()
+        self._is_heard = True
+        if newest.term > self._newest.term:
+            self._newest = newest
+        self.check()
+
+    def check(self) -> None:
+        """What is known without waiting for the storage. Raises as `refuse_if_replaced`."""
+        if self._terms.follows(self._newest.term):  # a folder tells at once
+            self._newest = max(self._newest, self._terms.newest(), key=lambda claim: claim.term)
+        refuse_if_replaced(self._run.name, self._run.storage_uri, self._own, self._newest)
+
+    def silent_s(self) -> float:
+        """For how long the storage has not answered; to be asked a few times a second."""
+        is_heard, self._is_heard = self._is_heard, False
+        return self._silence.tick(time.monotonic(), is_heard=is_heard)
+
+    def _work(self) -> None:
+        while not self._over.wait(LOOK_S):
+            try:
+                self.look()
+            except StorageFailed as error:
+                if time.monotonic() - self._told_s > TELL_AGAIN_S:
+                    self._told_s = time.monotonic()
+                    log.warning("nobody can tell whether another coordinator has claimed the run: %s", error)
+            except ElasticRingError:
+                return  # whoever decides asks, and is told
+
+
+class TermGuard:
+    """Global rank 0 looks for a newer term while the coordinator is away: without it no step completes, so its end
+    stops all members. `own` tells the claim under which this process speaks for them, None where it does not;
+    `is_there` whether the coordinator answers within so many seconds; `leave` ends this process."""
+
+    def __init__(
+        self, run: RunConfig, own: Callable[[], TermClaim | None], is_there: Callable[[float], bool],
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:  # fmt: skip
+        self._run, self._own, self._is_there, self._leave = run, own, is_there, leave
+        self._terms: Terms | None = None
+        self._silence = Unanswered(longest_turn_s=run.timeouts.storage_s + 4 * ASK_S)
+
+    def start(self) -> None:
+        threading.Thread(target=self._work, name="term-guard", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            time.sleep(ASK_S)
+            own = self._own()
+            if own is not None and not self._is_there(ASK_S):
+                self.look(own)
+            else:
+                self._silence = Unanswered(longest_turn_s=self._silence.longest_turn_s)
+
+    def look(self, own: TermClaim) -> None:
+        """Ask the storage; ends this process where the run is lost, or where nobody could ask for `fail_after_s`."""
+        limit_s = self._run.checkpoint_config.fail_after_s
+        is_heard = True
+        try:
+            self._terms = self._terms or Terms(self._run).open()
+            refuse_if_replaced(self._run.name, self._run.storage_uri, own, self._terms.newest())
+        except TermLost as lost:
+            self._end(lost.message)
+        except StaleMessage:
+            log.info("a new coordinator of this submission begins")
+        except StorageFailed as error:
+            is_heard = False
+            log.warning("the coordinator is away, and nobody can tell whether it was replaced: %s", error)
+        if self._silence.tick(time.monotonic(), is_heard=is_heard) > limit_s:
+            self._end(
+                f"run {self._run.name}: no coordinator, and {self._run.storage_uri} has not told for {limit_s:g} s "
+                "(checkpoint.fail_after_s) whether another submission has taken the run: this process ends"
+            )
+
+    def _end(self, told: str) -> None:
+        log.error("%s", told)
+        self._leave(EXIT)
+
+
+def _name(term: int) -> str:
+    return f"{FOLDER}/{term:06d}"
+
+
+def _parsed(term: int, data: bytes) -> TermClaim:
+    try:
+        found = json.loads(data)
+        return TermClaim(term, str(found["attempt"]), str(found["host"]))
+    except (ValueError, KeyError, TypeError):  # of an earlier version, or somebody's own
+        return TermClaim(term)

@@ -1,0 +1,160 @@
+"""Terms in a run's storage: each is claimed once, one that stands replaces whoever is older, and that one is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_ring.config import CheckpointConfig, RunConfig
+from elastic_ring.control.decisions.overdue import LEAST_S, Overdue
+from elastic_ring.control.decisions.terms import LONGEST_TURN_S, TermClaim, Unanswered
+from elastic_ring.errors import RunFailed, StaleMessage, StorageFailed, TermLost
+from elastic_ring.runtime import run_storage
+from elastic_ring.runtime.terms import TermGuard, Terms, TermWatch
+from tests.unit.coordinator.test_startup import begun, opened, run_spec
+
+
+def of(folder: Path, fail_after_s: float = 3600.0) -> RunConfig:
+    return RunConfig("run", run_dir=str(folder), checkpoint_config=CheckpointConfig(fail_after_s=fail_after_s))
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "terms").iterdir())
+
+
+def test_terms_count_up_past_gaps_strangers_and_claims_that_are_void(tmp_path: Path) -> None:
+    terms = Terms(of(tmp_path))
+    assert [terms.claim("a").term for _ in range(3)] == [1, 2, 3]
+    (tmp_path / "terms" / "000009").touch()
+    (tmp_path / "terms" / "notes.txt").touch()
+    assert terms.newest() == TermClaim(9)
+    own = terms.claim("a")
+    assert (own.term, terms.newest()) == (10, own)
+    terms.withdraw(own)
+    assert (terms.newest(), terms.claim("b").term) == (TermClaim(9), 11)
+    assert Terms(of(tmp_path)).newest().attempt == "b"
+
+
+def test_processes_that_claim_at_once_never_share_a_term(tmp_path: Path) -> None:
+    script = (
+        "import json, sys\nfrom elastic_ring.config import RunConfig\nfrom elastic_ring.runtime.terms import Terms\n"
+        "terms = Terms(RunConfig('run', run_dir=sys.argv[1]))\nsys.stdin.readline()\n"
+        "print(json.dumps([terms.claim('a').term for _ in range(30)]))\n"
+    )
+    claimers = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    for claimer in claimers:
+        assert claimer.stdin is not None
+        claimer.stdin.write("go\n")
+        claimer.stdin.flush()
+    claimed = [json.loads(claimer.communicate()[0]) for claimer in claimers]
+    assert sorted(term for terms in claimed for term in terms) == list(range(1, 61))
+
+
+def test_a_coordinator_of_a_lost_run_that_is_started_again_claims_nothing(tmp_path: Path) -> None:
+    begun(tmp_path, "a")
+    opened(run_spec(tmp_path, "a"), is_restart=True)
+    opened(run_spec(tmp_path, "b"))
+    before = files(tmp_path)
+    with pytest.raises(TermLost, match=r"run opened in .* has claimed term 2, .*submit this command again") as lost:
+        opened(run_spec(tmp_path, "a"), is_restart=True)
+    assert files(tmp_path) == before == ["000001", "000002"]
+    assert lost.value.facts["host"] in lost.value.message
+    assert lost.value.facts["host"]
+
+
+def test_a_coordinator_that_is_refused_once_it_has_claimed_voids_its_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one ends the run between the two questions."""
+    looks = []
+
+    def fetch(*_: object, **__: object) -> None:
+        looks.append(None)
+        if len(looks) == 2:
+            (tmp_path / "summary.json").write_text('{"steps": 1}')
+
+    own = Terms(of(tmp_path)).claim("other")
+    monkeypatch.setattr(run_storage, "fetch", fetch)
+    with pytest.raises(RunFailed, match="has finished"):
+        opened(run_spec(tmp_path, "a"))
+    assert files(tmp_path) == ["000001", "000002", "000002.withdrawn"]
+    assert Terms(of(tmp_path)).newest() == own
+
+
+def test_whoever_looks_is_told_of_a_newer_term_by_name_unless_it_is_void_or_of_the_same_submission(
+    tmp_path: Path,
+) -> None:
+    terms = Terms(of(tmp_path))
+    watch = TermWatch(of(tmp_path), terms.claim("a"), terms)
+    watch.look()
+    (tmp_path / "terms" / "000002").touch()
+    for ask in (watch.check, watch.look):
+        with pytest.raises(
+            TermLost, match=r"somebody .terms/000002 names no host. has claimed term 2, this submission"
+        ):
+            ask()
+    (tmp_path / "terms" / "000002.withdrawn").touch()
+    watch = TermWatch(of(tmp_path), TermClaim(1, "a"), terms)
+    watch.check()
+    watch.look()
+    Terms(of(tmp_path)).claim("a")
+    with pytest.raises(StaleMessage, match="newer coordinator of this submission has term 3"):
+        watch.check()
+
+
+def test_rank_0_without_a_coordinator_ends_with_3_where_the_run_is_lost_or_nobody_can_tell(tmp_path: Path) -> None:
+    left: list[int] = []
+    own = Terms(of(tmp_path)).claim("a")
+    Terms(of(tmp_path)).claim("a")
+    guard = TermGuard(of(tmp_path), lambda: own, lambda timeout_s: False, left.append)
+    guard.look(own)
+    assert left == [], "its own submission's next coordinator begins"
+    Terms(of(tmp_path)).claim("b")
+    guard.look(own)
+    assert left == [3]
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "terms").write_text("no folder")
+    with pytest.raises(StorageFailed):
+        Terms(of(tmp_path / "gone")).newest()
+    guard = TermGuard(of(tmp_path / "gone", fail_after_s=1e-9), lambda: own, lambda timeout_s: False, left.append)
+    guard.look(own)
+    assert left == [3], "it has only just begun to ask"
+    guard.look(own)
+    assert left == [3, 3]
+
+
+def test_silence_is_counted_in_turns_so_that_a_frozen_process_asks_before_it_gives_up() -> None:
+    silence = Unanswered()
+    assert [silence.tick(at_s, is_heard=False) for at_s in (0.0, 0.5, 1.0)] == [0.0, 0.5, 1.0]
+    assert silence.tick(5000.0, is_heard=False) == 1.0 + LONGEST_TURN_S
+    assert silence.tick(5000.5, is_heard=True) == 0.0
+
+
+def test_intervals_without_a_checkpoint_are_counted_in_training_alone_and_told_at_each_doubling() -> None:
+    by_time = Overdue(None, 60.0)
+    told = []
+    for number in range(400):  # a step each second, after the 100th an hour in which nothing trains
+        by_time.committed(number + 1, number + 3600.0 * (number > 100))
+        told += [num] if (num := by_time.news()) else []
+    assert (told, by_time.num_intervals) == ([3, 6], 7)
+    assert by_time.overdue_s == pytest.approx(5 * 60, abs=60)
+    by_time.counted(400)
+    assert (by_time.num_intervals, by_time.overdue_s, by_time.news()) == (0, 0.0, 0)
+    by_steps = Overdue(5, 60.0)
+    quick = [by_steps.committed(applied, applied * 0.1) for applied in range(1, 200)]
+    assert (len(quick) * 0.1 < LEAST_S, by_steps.num_intervals) == (True, 0), "a write takes longer than these steps"
+    by_steps.committed(400, 40.0)
+    assert by_steps.num_intervals == 80
+    never = Overdue(0, 60.0)
+    never.committed(1, 0.0)
+    never.committed(2, 50.0)
+    assert never.num_intervals == 0
