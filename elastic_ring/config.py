@@ -93,6 +93,8 @@ class Timeouts:
     """How long a request to the run's storage is tried again while it fails."""
     clear_s: PositiveSeconds = 30.0
     """For actors and placement groups to be gone at the end, and for stamps that are removed."""
+    probe_s: PositiveSeconds = 20.0
+    """For one answer of a host to `elastic-ring doctor`."""
 
     def __post_init__(self) -> None:
         ordered = (

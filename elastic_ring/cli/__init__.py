@@ -12,6 +12,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": ("elastic_ring.cli.train", "train a decoder over elastic rings"),
     "status": ("elastic_ring.cli.status", "show a run's mesh, step, spares and last recoveries"),
+    "doctor": ("elastic_ring.cli.doctor", "look at a cluster before a run starts on it"),
     "metrics": ("elastic_ring.cli.metrics", "print the table of exported metrics"),
     "scale": ("elastic_ring.cli.scale", "give a run fewer or more rings and spares"),
     "drain": ("elastic_ring.cli.drain", "drain a node and wait until no run has a worker there"),

@@ -89,6 +89,22 @@ class Nvml:
         """By the GPU's index; what a GPU does not tell is missing."""
         return {str(index): self._read(index, handle) for index, handle in enumerate(self._handles)}
 
+    def describe(self) -> list[dict[str, Any]]:
+        """Of each GPU also its name, memory and highest clock (0 where it is not told): for a look before a start."""
+        found = []
+        for (index, reading), handle in zip(self.read().items(), self._handles, strict=True):
+            try:
+                clock = int(self._nvml.nvmlDeviceGetMaxClockInfo(handle, self._nvml.NVML_CLOCK_SM))
+            except self._nvml.NVMLError:
+                clock = 0
+            name = self._nvml.nvmlDeviceGetName(handle)
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+            found.append({
+                **reading, "index": int(index), "name": name if isinstance(name, str) else name.decode(),
+                "used_bytes": int(memory.used), "total_bytes": int(memory.total), "max_clock_mhz": clock,
+            })  # fmt: skip
+        return found
+
     def _read(self, index: int, handle: Any) -> Reading:
         nvml = self._nvml
         asked: dict[str, Callable[[], float]] = {

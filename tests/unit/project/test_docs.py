@@ -45,7 +45,7 @@ COMMANDS = {
     "calibrate": "elastic_ring.cli.calibrate", "data": "elastic_ring.cli.data", "tune": "elastic_ring.cli.tune",
     "export": "elastic_ring.cli.export", "metrics": "elastic_ring.cli.metrics", "drain": "elastic_ring.cli.drain",
     "checkpoints": "elastic_ring.cli.checkpoints", "zero3": "elastic_ring.cli.zero3",
-    "scale": "elastic_ring.cli.scale", "drill": "elastic_ring.cli.drills.command",
+    "scale": "elastic_ring.cli.scale", "drill": "elastic_ring.cli.drills.command", "doctor": "elastic_ring.cli.doctor",
 }  # fmt: skip
 VERBS = {"data": ["prepare"], "checkpoints": ["list", "verify", "prune", "export"]}
 DOORS = {

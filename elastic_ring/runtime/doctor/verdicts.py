@@ -1,0 +1,264 @@
+"""What follows from the hosts' reports: findings with a verdict and a way out. Pure: no Ray, no torch, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+Verdict = Literal["ok", "note", "warning", "failure"]
+Report = Mapping[str, Any]
+"""What one host says: `host.report` has the keys. A check that could not be made there is a text under its name in
+`errors`."""
+Link = tuple[str, str, float, float]
+"""Two hosts, seconds for a message of one byte, bytes a second each way."""
+
+GIB = 1 << 30
+MUST_AGREE = ("python", "torch", "ray", "elastic_ring", "cuda", "nccl")
+LEAST_FILES, GOOD_FILES = 4096, 65_536
+LEAST_SHM_BYTES, GOOD_SHM_BYTES = GIB // 8, GIB
+LEAST_DISK_BYTES, GOOD_DISK_BYTES = GIB, 20 * GIB
+IDLE_GPU_BYTES = GIB
+CLOCK_WARNING_S, CLOCK_FAILURE_S = 2.0, 300.0
+ON_THE_WAY_S = 5.0
+"""How long a worker's report may be on its way."""
+SLOW_SHARE = 0.5
+NUM_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. `hosts`: those that it is about, if not all."""
+
+    check: str
+    verdict: Verdict
+    says: str
+    way_out: str = ""
+    hosts: tuple[str, ...] = ()
+
+    def line(self) -> str:
+        where = f"{', '.join(self.hosts[:NUM_NAMED])}{' …' * (len(self.hosts) > NUM_NAMED)}: " if self.hosts else ""
+        return f"{self.verdict:<9}{self.check:<11}{where}{self.says}{f'. {self.way_out}' if self.way_out else ''}"
+
+
+def cheap_findings(reports: Mapping[str, Report], device: str) -> list[Finding]:
+    """What the reports alone show; nothing was measured for it."""
+    found = [*versions(reports), *limits(reports), *shared_memory(reports, device), *disks(reports), *clocks(reports)]
+    return [*found, *gpus(reports)] if device == "cuda" else found
+
+
+class AtStart:
+    """The cheap checks while a run's workers start: what will fail is told, once."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._reports: dict[str, Report] = {}
+        self._told: set[str] = set()
+
+    def look(self, node: str, report: Report, now_unix_s: float) -> list[str]:
+        """Lines for what is new, after a worker on `node` has said what its host is like."""
+        clock = {"clock_offset_s": report["unix_s"] - now_unix_s, "clock_error_s": ON_THE_WAY_S}
+        self._reports[node] = {**report, **clock}
+        lines = [
+            finding.line() for finding in cheap_findings(self._reports, self._device) if finding.verdict == "failure"
+        ]
+        new = [line for line in lines if line not in self._told]
+        self._told.update(new)
+        return new
+
+
+def will_fail(findings: Iterable[Finding]) -> bool:
+    return any(finding.verdict == "failure" for finding in findings)
+
+
+def versions(reports: Mapping[str, Report]) -> list[Finding]:
+    names = sorted({name for report in reports.values() for name in report["versions"]})
+    found = []
+    for name in names:
+        by_version = _grouped({host: report["versions"].get(name, "none") for host, report in reports.items()})
+        if len(by_version) > 1:
+            text = "; ".join(f"{version} on {_some(hosts)}" for version, hosts in by_version.items())
+            rarest = min(by_version.values(), key=len)
+            found.append(Finding(
+                "versions", "failure" if name in MUST_AGREE else "warning", f"{name} differs: {text}",
+                "Install the same on all hosts: workers exchange Python objects, and bits follow from versions",
+                tuple(rarest),
+            ))  # fmt: skip
+    if found or not reports:
+        return found
+    same = next(iter(reports.values()))["versions"]
+    return [Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in same.items()))]
+
+
+def limits(reports: Mapping[str, Report]) -> list[Finding]:
+    return _least(
+        reports, "ulimits", lambda report: report["open_files"], LEAST_FILES, GOOD_FILES, "open files",
+        "Raise it before `ray start`: ulimit -n 65536, or LimitNOFILE of the service",
+    )  # fmt: skip
+
+
+def shared_memory(reports: Mapping[str, Report], device: str) -> list[Finding]:
+    least = LEAST_SHM_BYTES if device == "cuda" else 0
+    return _least(
+        reports, "/dev/shm", lambda report: report["shm_free_bytes"], least, GOOD_SHM_BYTES, "bytes free",
+        "Ray's object store and NCCL live there: docker run --shm-size, or an emptyDir of medium Memory",
+    )  # fmt: skip
+
+
+def disks(reports: Mapping[str, Report]) -> list[Finding]:
+    return _least(
+        reports, "disk", lambda report: report["disk_free_bytes"], LEAST_DISK_BYTES, GOOD_DISK_BYTES,
+        "bytes free for Ray's files", "Free some, or give ray start --temp-dir on a larger disk",
+    )  # fmt: skip
+
+
+def clocks(reports: Mapping[str, Report]) -> list[Finding]:
+    known = {host: report["clock_offset_s"] for host, report in reports.items() if "clock_offset_s" in report}
+    if not known:
+        return []
+    middle = median([0.0, *known.values()])  # of who asks, too: of two alone nobody can tell which is wrong
+    off = {host: abs(offset - middle) - reports[host]["clock_error_s"] for host, offset in known.items()}
+    found = []
+    for verdict, least, most in (("failure", CLOCK_FAILURE_S, float("inf")), ("warning", CLOCK_WARNING_S,
+                                                                              CLOCK_FAILURE_S)):  # fmt: skip
+        hosts = [host for host, seconds in off.items() if least <= seconds < most]
+        if hosts:
+            worst = max(off[host] for host in hosts)
+            found.append(Finding(
+                "clocks", verdict, f"off by {worst:.1f} s", "Run chrony or ntpd: object stores refuse requests of a "  # type: ignore[arg-type]
+                "clock that is wrong, and records are put in order by it", tuple(hosts),
+            ))  # fmt: skip
+    return found or [Finding("clocks", "ok", f"within {max(0.0, *off.values()):.1f} s")]
+
+
+def gpus(reports: Mapping[str, Report]) -> list[Finding]:
+    found = []
+    for host, report in reports.items():
+        here, promised = report["gpus"], report["ray_gpus"]
+        if here is None:
+            found.append(Finding("GPUs", "warning", "nothing is known of them: no NVML there",
+                                 "pip install nvidia-ml-py, and look at nvidia-smi", (host,)))  # fmt: skip
+            continue
+        if len(here) < promised:
+            found.append(Finding("GPUs", "failure", f"Ray counts {promised}, and {len(here)} are there",
+                                 "Look at dmesg and nvidia-smi, or start Ray with --num-gpus", (host,)))  # fmt: skip
+        for gpu in here:
+            where = f"GPU {gpu['index']} ({gpu['name']})"
+            if gpu.get("needs_reset"):
+                found.append(Finding("GPUs", "failure", f"{where} has memory rows to remap", "Reset it", (host,)))
+            if gpu.get("ecc_errors"):
+                found.append(Finding("GPUs", "warning", f"{where} has {gpu['ecc_errors']:.0f} memory errors that were "
+                                     "not corrected", "Reset it, and replace it if they return", (host,)))  # fmt: skip
+            if gpu.get("slowed"):
+                found.append(Finding("GPUs", "warning", f"{where} is slowed down by heat or its hardware",
+                                     "Look at its cooling and power", (host,)))  # fmt: skip
+            if gpu["used_bytes"] > IDLE_GPU_BYTES:
+                found.append(Finding("GPUs", "note", f"{where} is in use ({gpu['used_bytes'] / GIB:.1f} GiB)", "",
+                                     (host,)))  # fmt: skip
+    for key, what in (("name", "model"), ("max_clock_mhz", "highest clock")):
+        by_value = _grouped({
+            host: ", ".join(sorted({str(gpu.get(key)) for gpu in report["gpus"] or ()}))
+            for host, report in reports.items()
+        })  # fmt: skip
+        if len(by_value) > 1:
+            text = "; ".join(f"{value} on {_some(hosts)}" for value, hosts in by_value.items())
+            found.append(Finding("GPUs", "warning", f"their {what} differs: {text}",
+                                 "The slowest sets the pace, and bits differ between models"))  # fmt: skip
+    num = sum(len(report["gpus"] or ()) for report in reports.values())
+    return found or [Finding("GPUs", "ok", f"{num}, all idle and healthy")]
+
+
+def in_use(reports: Mapping[str, Report]) -> list[str]:
+    """The hosts with a GPU that somebody uses: they get no load."""
+    return [host for host, report in reports.items()
+            if any(gpu["used_bytes"] > IDLE_GPU_BYTES for gpu in report["gpus"] or ())]  # fmt: skip
+
+
+def errors(check: str, told: Mapping[str, str], way_out: str, num_hosts: int, good: str) -> list[Finding]:
+    """One failure for each reason that hosts gave; `good` where none did."""
+    by_reason: dict[str, list[str]] = {}
+    for host, reason in told.items():
+        by_reason.setdefault(reason, []).append(host)
+    found = [Finding(check, "failure", reason, way_out, tuple(hosts)) for reason, hosts in by_reason.items()]
+    return found or [Finding(check, "ok", f"{good}, from {num_hosts} host(s)")]
+
+
+def storage(answers: Mapping[str, Report], missing: Mapping[str, Sequence[str]], uri: str) -> list[Finding]:
+    """`answers`: of each host that wrote, with `won`, whether it made the file that only one may make, and `excludes`;
+    `missing`: the hosts whose file another does not see."""
+    found = []
+    for host, others in missing.items():
+        if others:
+            found.append(Finding(
+                "storage", "failure", f"does not see what {_some(others)} wrote to {uri}",
+                "Give a storage_path that is the same place on all hosts: a shared file system, or s3://bucket/prefix",
+                (host,),
+            ))  # fmt: skip
+    winners = [host for host, answer in answers.items() if answer["won"]]
+    weak = [host for host, answer in answers.items() if not answer["excludes"]]
+    if weak:
+        way_out = "Time alone then keeps two coordinators apart; use a store that has If-None-Match"
+        found.append(Finding("storage", "warning", f"{uri} ignores conditional writes", way_out))
+    elif len(winners) != 1 and answers and not found:
+        found.append(Finding("storage", "failure", f"{len(winners)} of {len(answers)} hosts made the one file",
+                             "Mount it without caching of names, or give an object store"))  # fmt: skip
+    return found
+
+
+def links(measured: Sequence[Link], what: str) -> list[Finding]:
+    """Links that are slower than half of the usual one are named."""
+    if not measured:
+        return []
+    rates, delays = [link[3] for link in measured], [link[2] for link in measured]
+    usual = median(rates)
+    slow = sorted((link for link in measured if link[3] < SLOW_SHARE * usual), key=lambda link: link[3])
+    told = [
+        Finding("links", "warning", f"{what}: {rate / 1e9:.2f} GB/s, the usual is {usual / 1e9:.2f}",
+                "Look at its interface, cable and switch, and NCCL_SOCKET_IFNAME", (one, other))
+        for one, other, _, rate in slow
+    ]  # fmt: skip
+    return [*told, Finding("links", "ok", f"{what}: {len(measured)} measured, {min(rates) / 1e9:.2f} to "
+                           f"{max(rates) / 1e9:.2f} GB/s each way, {1e6 * median(delays):,.0f} µs")]  # fmt: skip
+
+
+def ports(reached: Mapping[str, Mapping[str, float | str]]) -> list[Finding]:
+    """`reached`: by host the seconds to each other one, or why it was not reached."""
+    told = {
+        (host, other): answer for host, answers in reached.items() for other, answer in answers.items()
+        if isinstance(answer, str)
+    }  # fmt: skip
+    found = [
+        Finding("ports", "failure", f"cannot connect to {other}: {reason}", "Open all TCP ports between the hosts of a "
+                "run, or give both an interface that reaches the other", (host,))
+        for (host, other), reason in told.items()
+    ]  # fmt: skip
+    num = sum(len(answers) for answers in reached.values())
+    return found or [Finding("ports", "ok", f"{num} connections between {len(reached)} host(s)")]
+
+
+def _least(
+    reports: Mapping[str, Report], check: str, of: Callable[[Report], float], least: float, good: float, what: str,
+    way_out: str,
+) -> list[Finding]:  # fmt: skip
+    """A failure below `least`, a warning below `good`."""
+    found = []
+    for verdict, low, high in (("failure", float("-inf"), least), ("warning", least, good)):
+        hosts = [host for host, report in reports.items() if low <= of(report) < high]
+        if hosts:
+            fewest = min(int(of(reports[host])) for host in hosts)
+            found.append(Finding(check, verdict, f"only {fewest:,} {what}", way_out, tuple(hosts)))  # type: ignore[arg-type]
+    lowest = min((int(of(report)) for report in reports.values()), default=0)
+    return found or [Finding(check, "ok", f"{lowest:,} {what} or more")]
+
+
+def _grouped(values: Mapping[str, str]) -> dict[str, list[str]]:
+    """The hosts by what each has."""
+    found: dict[str, list[str]] = {}
+    for host, value in values.items():
+        found.setdefault(value, []).append(host)
+    return found
+
+
+def _some(hosts: Sequence[str]) -> str:
+    return ", ".join(hosts[:NUM_NAMED]) + (f" and {len(hosts) - NUM_NAMED} more" if len(hosts) > NUM_NAMED else "")
