@@ -232,8 +232,6 @@ class ElasticRingTrainer:
         check_writable(self.run_config.driver_folder)
         self._resume()
         check_task(self.task, self.scaling_config.cp, self.scaling_config.device)
-        if self.scaling_config.device == "cuda":
-            log.warning("device='cuda': runs on one host of several GPUs only, so far; see Limits in the README")
         if self.run_config.notices:
             notices.find(self.run_config.notices)
         with ray_session(self.scaling_config, self.run_config.timeouts.lease_s):
