@@ -48,26 +48,6 @@ def cheap_findings(reports: Mapping[str, Report], device: str) -> list[Finding]:
     return [*found, *gpus(reports)] if device == "cuda" else found
 
 
-class AtStart:
-    """The cheap checks while a run's workers start: what will fail is told, once."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._reports: dict[str, Report] = {}
-        self._told: set[str] = set()
-
-    def look(self, node: str, report: Report, now_unix_s: float) -> list[str]:
-        """Lines for what is new, after a worker on `node` has said what its host is like."""
-        clock = {"clock_offset_s": report["unix_s"] - now_unix_s, "clock_error_s": ON_THE_WAY_S}
-        self._reports[node] = {**report, **clock}
-        lines = [
-            finding.line() for finding in cheap_findings(self._reports, self._device) if finding.verdict == "failure"
-        ]
-        new = [line for line in lines if line not in self._told]
-        self._told.update(new)
-        return new
-
-
 def will_fail(findings: Iterable[Finding]) -> bool:
     return any(finding.verdict == "failure" for finding in findings)
 

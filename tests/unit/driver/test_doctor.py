@@ -60,16 +60,6 @@ def test_the_host_that_differs_is_named_with_a_way_out(check: str, verdict: str,
     assert verdicts.in_use(reports) == (["odd"] if verdict == "note" else [])
 
 
-def test_at_a_start_what_will_fail_is_told_once() -> None:
-    at_start = verdicts.AtStart("cuda")
-    assert at_start.look("a", {**report(open_files=8192), "unix_s": 1000.0}, 1001.0) == []
-    (line,) = at_start.look("b", {**report(open_files=1024), "unix_s": 1000.0}, 1001.0)
-    assert line.startswith("failure  ulimits    b: only 1,024 open files")
-    assert at_start.look("b", {**report(open_files=1024), "unix_s": 1100.0}, 1101.0) == []
-    (line,) = at_start.look("c", {**report(), "unix_s": 1000.0}, 2000.0)
-    assert "clocks" in line
-
-
 def test_a_storage_that_is_not_one_place_and_a_slow_link_are_named() -> None:
     answers = {name: {"won": True, "excludes": True} for name in "ab"}
     apart = verdicts.storage(answers, {"a": ["b"], "b": ["a"]}, "/data")
