@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 HEAD_BYTES = 1 << 16
 MAX_NO_TEXT = 0.1
 """Share of bytes that are no UTF-8, or control characters, above which a file is no text. Latin-1 has about 0.03."""
@@ -25,7 +23,11 @@ ENDINGS = {
 """Endings that say what a file should hold: one that does not is bad input, where others are left out of a folder."""
 TABLES = (".csv", ".tsv", ".tab")
 COMPRESSED = (".gz", ".bz2", ".zst", ".lz4", ".xz", ".lzma", ".z", ".br", ".zip")
-CODECS = ((b"\x1f\x8b", "gzip"), (b"BZh", "bz2"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"\x04\x22\x4d\x18", "lz4"))
+CODECS = (
+    (b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"\x04\x22\x4d\x18", "lz4"),
+    *((b"BZh%d%s" % (level, begins), "bz2") for level in range(1, 10) for begins in (b"1AY&SY", b"\x17rE8P\x90")),
+)  # fmt: skip
+"""bz2 begins with a block or, where it is empty, with its end: text may begin with BZh."""
 NO_TEXT = "binary data or another encoding"
 UNPACK, EXPORT = "unpack it", "write its text out as JSON lines, Parquet or text files"
 MAGIC = (
@@ -47,7 +49,6 @@ MAGIC = (
     (0, b"\x89HDF", "HDF5", EXPORT),
     (0, b"\x93NUMPY", "an array of NumPy", EXPORT),
     (0, b"Obj\x01", "Avro", EXPORT),
-    (0, b"PARE", "encrypted Parquet", "decrypt it"),
     *((0, bytes((0x80, protocol)), "a pickle of Python", EXPORT) for protocol in range(2, 6)),
     (8, b'{"', "safetensors", EXPORT),
     (0, b"version https://git-lfs", "a pointer of Git LFS in place of the file", "fetch the file: git lfs pull"),
@@ -58,6 +59,7 @@ MAGIC = (
     (0, b"\xfe\xff", "UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
 )
 """(offset, bytes there, what the file is, what to do): files that are no documents as they stand."""
+_CONTROL = bytes(sorted({*range(32)} - {*b"\t\n\v\f\r\b\x1b"}))
 _LIST_OF_OBJECTS = re.compile(rb"\s*\[\s*\{")
 _OBJECT = re.compile(rb'\s*\{\s*"')
 
@@ -114,10 +116,9 @@ def hint_of(name: str) -> Reader | None:
 
 def no_text_share(data: bytes) -> float:
     """The share of bytes that are no part of UTF-8 text: undecodable ones and control characters."""
-    codes = np.frombuffer(data.decode("utf-8", "surrogateescape").encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    undecodable = (codes >= 0xDC80) & (codes <= 0xDCFF)
-    control = (codes < 32) & ~np.isin(codes, list(b"\t\n\v\f\r\b\x1b"))
-    return float(np.count_nonzero(undecodable | control)) / max(len(data), 1)
+    decodable = len(data.decode("utf-8", "ignore").encode())
+    control = len(data) - len(data.translate(None, _CONTROL))
+    return (len(data) - decodable + control) / max(len(data), 1)
 
 
 def no_text(data: bytes) -> str:
@@ -166,9 +167,9 @@ def _plain(name: str, hint: Reader | None, head: bytes, column: str) -> Kind:
     for start, order in ((0, "LE"), (1, "BE")):  # letters beside zeros, where no mark says so
         if len(head) > 7 and all(head[start:8:2]) and not any(head[1 - start : 8 : 2]):
             return Kind(hint, None, 0, "UTF-16", f"convert it: iconv -f UTF-16{order} -t UTF-8")
-    if head.startswith(b"PAR1"):
-        return Kind("parquet")
-    if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+    if head.startswith((b"PAR1", b"PARE")) and head[4:8].translate(None, _CONTROL) != head[4:8]:  # text has none there
+        return Kind("parquet") if head[3:4] == b"1" else Kind(hint, None, 0, "encrypted Parquet", "decrypt it")
+    if head.startswith((b"ARROW1\0\0", b"\xff\xff\xff\xff")):
         return Kind("arrow")
     if hint in ("parquet", "arrow") or not head:
         return Kind(hint or "text")  # its reader says what is wrong

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -25,6 +26,9 @@ from elastic_ring.data.walk import HIDING, Found, walk
 
 OPENED_AT_ONCE = 16
 HIDDEN = "a name that begins with . or _"
+BESIDE = "beside a saved dataset"
+NO_LOSS = (HIDDEN, BESIDE)
+"""What nobody takes for a part of a corpus, as the folder .git of a clone, which may be larger than its text."""
 
 
 @dataclass(frozen=True)
@@ -162,13 +166,14 @@ def _sorted_out(uri: str, filesystem: Any, base: str, found: Sequence[Found], co
 
 
 def _check(listing: Listing, told: str, allow: str) -> None:
-    """Raises ValueError where nothing is left to read, or less than what is left out."""
-    lost = "; ".join(lines(left_out_groups([listing])))
+    """Raises ValueError where nothing is left to read, or less than what is left out and might belong to a corpus."""
     if not listing.files:
-        beside = f". Left out: {lost}" if lost else ""
+        told_lost = "; ".join(lines(left_out_groups([listing])))
+        beside = f". Left out: {told_lost}" if told_lost else ""
         raise ValueError(f"{told}: there is no such file, or none below it that can be read as text{beside}")
     used_bytes = sum(file.num_bytes for file in listing.files)
-    lost_bytes = sum(one.num_bytes for one in listing.left_out)
+    groups = [group for group in left_out_groups([listing]) if group.what not in NO_LOSS]
+    lost, lost_bytes = "; ".join(lines(groups)), sum(group.num_bytes for group in groups)
     if lost_bytes > used_bytes:
         raise ValueError(
             f"{told}: more is left out ({size(lost_bytes)}) than is used ({size(used_bytes)} in "
@@ -246,7 +251,17 @@ def _matching(filesystem: Any, pattern: str) -> tuple[str, list[Found]]:
         return pattern, []
     base = pattern[:magic].rpartition("/")[0]
     matches = re.compile(glob_translate(pattern))
-    return base, [entry for entry in walk(filesystem, base) if matches.match(entry.path)]
+    found = walk(filesystem, base, enters=partial(_leads_on, pattern), wanted=lambda path: bool(matches.match(path)))
+    return base, list(found)
+
+
+def _leads_on(pattern: str, folder: str) -> bool:
+    """Whether files below a folder can match a pattern."""
+    parts = pattern.split("/")
+    above = parts[: folder.count("/") + 1]
+    if "**" in above:
+        return True
+    return len(above) < len(parts) and bool(re.match(glob_translate("/".join(above)), folder))
 
 
 def _first_magic(pattern: str) -> int:
@@ -271,7 +286,7 @@ def _saved_dataset(filesystem: Any, path: str, uri: str, told: str) -> Listing |
     others = {found.path: found.num_bytes for found in walk(filesystem, path)}.items() - {
         (file.path, file.num_bytes) for file in files
     }
-    beside = [LeftOut(shown(name.removeprefix(path).lstrip("/")), size, "beside a saved dataset")
+    beside = [LeftOut(shown(name.removeprefix(path).lstrip("/")), size, BESIDE)
               for name, size in sorted(others)]  # fmt: skip
     return Listing(uri, filesystem, tuple(files), tuple(beside))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +24,24 @@ class Found:
     why: str = ""
 
 
-def walk(filesystem: Any, path: str) -> Iterator[Found]:
-    """Every file below a folder. Local folders and files come once, whatever links lead to them."""
+def _all(path: str) -> bool:
+    return True
+
+
+def walk(
+    filesystem: Any, path: str, *, enters: Callable[[str], bool] = _all, wanted: Callable[[str], bool] = _all
+) -> Iterator[Found]:
+    """Every file below a folder that is `wanted`. Local folders and files come once, whatever links lead to them;
+    `enters` says which local folders below it are looked into."""
     if isinstance(filesystem, fs.LocalFileSystem):
-        yield from _walk_local(path)
+        yield from _walk_local(path, enters, wanted)
         return
     for info in filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True)):
-        if info.is_file:
+        if info.is_file and wanted(info.path):
             yield Found(info.path, int(info.size))
 
 
-def _walk_local(root: str) -> Iterator[Found]:
+def _walk_local(root: str, enters: Callable[[str], bool], wanted: Callable[[str], bool]) -> Iterator[Found]:
     """Real folders and files first, then what only links lead to, last what is hidden: so names do not depend on links,
     and what is left out hides nothing that is read."""
     seen: set[tuple[int, int]] = set()
@@ -46,10 +53,14 @@ def _walk_local(root: str) -> Iterator[Found]:
         except OSError:
             if not linked:
                 raise
-            yield Found(path, 0, "a link to nothing")
+            if wanted(path):
+                yield Found(path, 0, "a link to nothing")
             continue
         if not stat.S_ISDIR(status.st_mode):
-            yield _entry(path, status, seen)
+            if wanted(path):  # else a file that is not read would hide its link that is
+                yield _entry(path, status, seen)
+        elif path != root and not enters(path):
+            continue
         elif not _is_new(status, seen):
             yield Found(path, 0, "a link to a folder that is read under another name")
         else:

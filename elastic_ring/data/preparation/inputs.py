@@ -30,17 +30,13 @@ class Span:
     """A part of a file: bytes of JSON lines, row groups of Parquet, batches of Arrow; other files are never cut."""
 
     file: File
+    num_bytes: int
     start: int = 0
     stop: int = WHOLE
 
     @property
     def name(self) -> str:
         return self.file.name
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the file where the span's own are not known: row groups and batches are counted, not measured."""
-        return self.stop - self.start if self.file.kind == "jsonl" and self.stop != WHOLE else self.file.num_bytes
 
 
 @dataclass(frozen=True)
@@ -62,45 +58,45 @@ def cut(listing: Listing, source: int, piece_bytes: int) -> list[Piece]:
     """The pieces of a source: small files together, large ones in parts, none of many more than `piece_bytes`."""
     with ThreadPoolExecutor(OPENED_AT_ONCE, thread_name_prefix="elastic-ring-inputs") as threads:
         parts = threads.map(partial(_parts, listing.filesystem, piece_bytes), listing.files)
-        sized = [part for of_file in parts for part in of_file]
-    groups: list[list[tuple[Span, int]]] = []
+        spans = [span for of_file in parts for span in of_file]
+    groups: list[list[Span]] = []
     filled = 0
-    for span, num_bytes in sized:
-        if not groups or filled + num_bytes > piece_bytes:
+    for span in spans:
+        if not groups or filled + span.num_bytes > piece_bytes:
             groups.append([])
             filled = 0
-        groups[-1].append((span, num_bytes))
-        filled += num_bytes
+        groups[-1].append(span)
+        filled += span.num_bytes
     return [
-        Piece(source, number, listing.uri, tuple(span for span, _ in group), sum(size for _, size in group))
+        Piece(source, number, listing.uri, tuple(group), sum(span.num_bytes for span in group))
         for number, group in enumerate(groups)
     ]
 
 
-def _parts(filesystem: Any, piece_bytes: int, file: File) -> list[tuple[Span, int]]:
-    """A file's spans with their sizes. Only files above `piece_bytes` are opened; a broken one stays whole."""
+def _parts(filesystem: Any, piece_bytes: int, file: File) -> list[Span]:
+    """A file's spans. Only files above `piece_bytes` are opened; a broken one stays whole."""
     if file.num_bytes <= piece_bytes or file.kind in ("text", "json") or file.compression or file.problem:
-        return [(Span(file), file.num_bytes)]
+        return [Span(file, file.num_bytes)]
     if file.kind == "jsonl":
         starts = range(0, file.num_bytes, piece_bytes)
         stops = [min(at + piece_bytes, file.num_bytes) for at in starts]
-        return [(Span(file, at, stop), stop - at) for at, stop in zip(starts, stops, strict=True)]
+        return [Span(file, stop - at, at, stop) for at, stop in zip(starts, stops, strict=True)]
     sizes = _parquet_sizes if file.kind == "parquet" else _arrow_sizes
     try:
         return list(_together(file, sizes(filesystem, file.path), piece_bytes))
     except (OSError, pa.ArrowException) as error:
         raise_if_away(error, file.path)  # else the same corpus would be cut into other pieces
-        return [(Span(file), file.num_bytes)]  # whoever reads it says what is wrong with it
+        return [Span(file, file.num_bytes)]  # whoever reads it says what is wrong with it
 
 
-def _together(file: File, sizes: Sequence[int], piece_bytes: int) -> Iterator[tuple[Span, int]]:
+def _together(file: File, sizes: Sequence[int], piece_bytes: int) -> Iterator[Span]:
     first, filled = 0, 0
     for index, size in enumerate(sizes):
         if filled and filled + size > piece_bytes:
-            yield Span(file, first, index), filled
+            yield Span(file, filled, first, index)
             first, filled = index, 0
         filled += size
-    yield Span(file, first, len(sizes)), filled
+    yield Span(file, filled, first, len(sizes))
 
 
 def _parquet_sizes(filesystem: Any, path: str) -> list[int]:

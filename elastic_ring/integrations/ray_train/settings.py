@@ -198,8 +198,7 @@ def deepspeed_config(
         # Gradients are summed in fp32, as in the elastic ring; with bf16 parameters DeepSpeed's own choice is bf16.
         "steps_per_print": NEVER, "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}, **made,
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": step.global_batch // mesh.dp,
-        "managed_gradient_accumulation": "a step is the last sequence of its batch",
-    "gradient_clipping": optim.clip_norm or 0.0, "bf16": {"enabled": step.param_dtype == "bfloat16"},
+        "gradient_clipping": optim.clip_norm or 0.0, "bf16": {"enabled": step.param_dtype == "bfloat16"},
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
         "checkpoint": {"load_universal": universal}, "zero_optimization": zero,
     }  # fmt: skip

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import json
 import os
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from elastic_ring.cli import data as command
@@ -13,7 +15,7 @@ from elastic_ring.data.listing import list_source, shown
 from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.packing import END_OF_DOCUMENT
 from elastic_ring.data.source import TextFiles
-from tests.unit.data.corpora import prepared, texts, tokens_of, write_jsonl
+from tests.unit.data.corpora import prepared, texts, tokens_of, write_jsonl, write_table
 from tests.unit.data.odd_files import BAD, GOOD, OTHER, make
 
 
@@ -134,6 +136,56 @@ def test_links_do_not_multiply_a_corpus_and_what_is_hidden_hides_nothing(tmp_pat
     for uri in (folder, f"{folder}/**"):
         assert [file.name for file in list_source(str(uri)).files][:2] == ["b/x.txt", "y.txt"]
         assert documents(uri) == [b"x", b"y"]
+
+
+def test_a_pattern_takes_links_whose_targets_it_leaves_out(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0f3a").write_text("x")
+    (tmp_path / "snapshots" / "1").mkdir(parents=True)
+    (tmp_path / "snapshots" / "1" / "x.txt").symlink_to("../../blobs/0f3a")
+    (tmp_path / "zero").symlink_to("snapshots/1")
+    for pattern in ("**/*.txt", "snap*/*/x.txt", "zer*/x.txt", "[z]ero/*"):
+        assert documents(f"{tmp_path}/{pattern}") == [b"x"]
+
+
+def test_a_large_folder_that_is_hidden_does_not_outweigh_text(tmp_path: Path) -> None:
+    (tmp_path / "in" / ".git").mkdir(parents=True)
+    (tmp_path / "in" / ".git" / "pack").write_bytes(bytes(9999))
+    (tmp_path / "in" / "a.txt").write_text("x")
+    listing = list_source(str(tmp_path / "in"))
+    assert [file.name for file in listing.files] == ["a.txt"]
+    assert [(one.name, one.num_bytes) for one in listing.left_out] == [(".git/pack", 9999)]
+
+
+def test_caches_beside_a_saved_dataset_do_not_outweigh_it(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_table(folder / "data-0.arrow", ["one", "two"])
+    write_table(folder / "cache-0f.arrow", texts(99))
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
+    assert documents(folder) == [b"one", b"two"]
+
+
+def test_text_that_begins_as_a_format_does_is_text(tmp_path: Path) -> None:
+    for number, text in enumerate(("BZh is a name", "PARENTS read this", "PAR1 is a receptor", "ARROW1 is a rocket")):
+        path = tmp_path / f"{number}.txt"
+        path.write_text(text)
+        assert documents(path) == [text.encode()]
+    for name, content, looks_like in (("a.parquet", b"PARE" + bytes(99), "encrypted Parquet"),
+                                      ("b.txt", bz2.compress(bz2.compress(b"")), "bz2 twice")):  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=looks_like):
+            list_source(str(tmp_path / name))
+
+
+def test_the_parts_of_a_bad_file_have_its_bytes_together(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.parquet", texts(70))
+    write_jsonl(tmp_path / "b.jsonl", texts(70), column="body")
+    manifest = prepared(tmp_path / "out", tmp_path / "a.parquet", tmp_path / "b.jsonl", text_column="body",
+                        piece_bytes=300, on_bad_input="skip", max_bad_share=1.0)  # fmt: skip
+    metadata = pq.ParquetFile(tmp_path / "a.parquet").metadata
+    total_bytes = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
+    assert (manifest.dropped.num_bad, manifest.dropped.bad_bytes) == (10, total_bytes)
 
 
 def test_writing_into_what_is_read_is_refused(tmp_path: Path) -> None:

@@ -133,6 +133,7 @@ def test_the_configuration_keeps_what_the_user_gives_and_adds_what_follows(tmp_p
     made = deepspeed_config(own, STEP, OptimConfig(), Mesh(2, 2), swap_folder=tmp_path, universal=True,
                             largest_elements=10, pin_memory=False)  # fmt: skip
     assert made["gradient_accumulation_steps"] == 2
+    assert "managed_gradient_accumulation" not in made
     assert made["gradient_clipping"] == 1.0
     assert made["checkpoint"] == {"load_universal": True}
     assert made["aio"] == {"thread_count": 2}
