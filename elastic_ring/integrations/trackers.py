@@ -190,6 +190,8 @@ class MLflow(Tracker):
         found = self._client.search_runs([experiment], filter_string=f"tags.`{self.TAG}` = '{run.id}'")
         tracked = found[0] if found else self._client.create_run(experiment, run_name=run.name, tags={self.TAG: run.id})
         self._id = tracked.info.run_id
+        if tracked.info.status != "RUNNING":  # an attempt before this one has failed or was stopped
+            self._client.update_run(self._id, status="RUNNING")
         if not tracked.data.params:
             params = [self._entities.Param(name, str(value)[:LONGEST_PARAMETER])
                       for name, value in flat(run.config).items() if value not in ("", None)]  # fmt: skip

@@ -251,9 +251,10 @@ def test_a_run_that_was_stopped_is_no_failed_one_and_each_end_has_its_state(
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri, found = (tmp_path / "store").as_uri(), []
-    for name, end in (("finished", ""), ("failed", "LossSpike"), ("stopped", "RunFailed"), ("goes-on", None)):
+    for name, end in (("finished", ""), ("failed", "LossSpike"), ("stopped", "RunFailed"), ("failed", None)):
         run = tmp_path / name
-        run.mkdir()
+        run.mkdir(exist_ok=True)
+        (run / STATUS_NAME).unlink(missing_ok=True)
         Records(run).steps(0)
         if end is not None:
             message = STOPPED_BY_USER if name == "stopped" else "step 3"
