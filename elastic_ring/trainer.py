@@ -535,7 +535,7 @@ class ElasticRingTrainer:
         try:
             order = training_order(replace(self.task, data=grown(self.task.data, by_batch(versions, skips))))
             ids = SkippingOrder(order, skips).sample_ids(step)
-        except ValueError as error:  # the crashes say more than a manifest that is gone
+        except (ValueError, errors.StorageFailed) as error:  # the crashes say more than a manifest that is gone
             end["message"] += f"\nThe batch of that step cannot be named: {error}"
             return
         end["facts"]["samples"] = ids

@@ -67,7 +67,9 @@ class Submission:
 
     def _start(self, is_restart: bool) -> Turns:
         world, storage = self.world, self.world.storage
-        steps = begin("run", "storage", self.attempt, is_restart=is_restart)
+        steps = begin(
+            "run", "storage", self.attempt, has_claimed=any(one.attempt == self.attempt for one in storage.claims)
+        )
         answer: TermClaim | None = None
         try:
             action = next(steps)

@@ -47,9 +47,18 @@ class Terms:
         """The newest claim that stands."""
         claimed, withdrawn = self._listed()
         newest = newest_claim(map(TermClaim, claimed), withdrawn)
-        if newest.term and newest.term not in self._read:
-            self._read[newest.term] = _parsed(newest.term, self._storage.read(_name(newest.term)))
-        return self._read.get(newest.term, newest)
+        return self._claim_of(newest.term) if newest.term else newest
+
+    def has_claimed(self, attempt: str) -> bool:
+        """Whether this submission has ever claimed a term. One that has not was not replaced: what stands is of those
+        before it."""
+        claimed, _ = self._listed()
+        return any(self._claim_of(term).attempt == attempt for term in sorted(claimed, reverse=True))
+
+    def _claim_of(self, term: int) -> TermClaim:
+        if term not in self._read:
+            self._read[term] = _parsed(term, self._storage.read(_name(term)))
+        return self._read[term]
 
     def claim(self, attempt: str) -> TermClaim:
         """The next term: a file that only one can create."""

@@ -55,14 +55,14 @@ def refuse_if_replaced(run: str, place: str, own: TermClaim, newest: TermClaim) 
     )  # fmt: skip
 
 
-def begin(run: str, place: str, attempt: str, *, is_restart: bool) -> Generator[Action, Any, TermClaim]:
+def begin(run: str, place: str, attempt: str, *, has_claimed: bool) -> Generator[Action, Any, TermClaim]:
     """Ask, claim, read, ask again: what can be refused is refused before a term is claimed. Returns the claim.
 
-    `is_restart`: this submission has had a coordinator before, which another one may have replaced. Raises, beside what
-    the actions raise, as `refuse_if_replaced`; a claim whose owner is refused is withdrawn first.
+    `has_claimed`: an earlier coordinator of this submission has claimed a term, which may have been replaced since.
+    Raises, beside what the actions raise, as `refuse_if_replaced`; a claim whose owner is refused is withdrawn first.
     """
     newest = yield "look"
-    if is_restart and newest.attempt != attempt and newest.term:
+    if has_claimed and newest.attempt != attempt and newest.term:
         refuse_if_replaced(run, place, TermClaim(0, attempt), newest)
     yield "read"
     own: TermClaim = yield "claim"

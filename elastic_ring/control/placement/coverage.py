@@ -6,7 +6,8 @@ Told in words for operators; the recovery itself asks `policy`.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import combinations_with_replacement
 
 from elastic_ring.control.placement.copies import CopyMode, place
@@ -25,9 +26,18 @@ def covered(state: State) -> dict[str, str]:
     if mesh is None:
         return {}
     nodes, mode = node_of(state), state.options.copy_mode(mesh)
-    on = [nodes.get(worker, "") for worker in members(state)]
-    counted = _Counted(mesh, on, _able_spares(state, on), state.options.min_dp)
-    worst = {LOSSES[0]: counted.a_process(_standbys(state, on), mode)}
+    on = tuple(nodes.get(worker, "") for worker in members(state))
+    able, standbys = (frozenset(each.items()) for each in (_able_spares(state, on), _standbys(state, on)))
+    return dict(_covered(mesh, on, able, standbys, state.options.min_dp, mode))
+
+
+@lru_cache(maxsize=2)  # asked each second, and placing the parity of 2,000 ranks takes as long
+def _covered(
+    mesh: Mesh, on: tuple[str, ...], able: frozenset[tuple[str, int]], standbys: frozenset[tuple[str, int]],
+    min_dp: int, mode: CopyMode,
+) -> dict[str, str]:  # fmt: skip
+    counted = _Counted(mesh, on, dict(able), min_dp)
+    worst = {LOSSES[0]: counted.a_process(dict(standbys), mode)}
     for num_hosts in range(1, min(len(set(on)), len(LOSSES))):
         worst[LOSSES[num_hosts]] = counted.hosts(num_hosts, mode)
     return {loss: OUTCOMES[outcome] for loss, outcome in worst.items()}
@@ -48,7 +58,7 @@ def _standbys(state: State, on: Iterable[str]) -> Counter[str]:
 class _Counted:
     """The members and spares of each host, and the hosts on which each shard is."""
 
-    def __init__(self, mesh: Mesh, on: list[str], able: Mapping[str, int], min_dp: int) -> None:
+    def __init__(self, mesh: Mesh, on: Sequence[str], able: Mapping[str, int], min_dp: int) -> None:
         self.mesh, self.on, self.able, self.min_dp = mesh, on, able, max(1, min_dp)
         self.num_members, self.num_able = Counter(on), sum(able.values())
         self.shard_on: dict[int, set[str]] = defaultdict(set)
@@ -81,12 +91,12 @@ class _Counted:
 
     def _copies_cover(self, number: int, mode: CopyMode) -> bool:
         """Whether a copy of every shard outlives any such loss; parity counts for one host only."""
-        if not mode or self.mesh.size < 2:
+        if not mode or self.mesh.size < 2 or (mode.group_size and number > 1):
             return False
         placed = place(self.mesh, self.on, mode)
         if placed.parity_groups:
             groups = [(*group.ranks, group.holder) for group in placed.parity_groups]
-            return number == 1 and all(len({self.on[rank] for rank in group}) == len(group) for group in groups)
+            return all(len({self.on[rank] for rank in group}) == len(group) for group in groups)
         for cp_rank, nodes in self.shard_on.items():
             ranks = range(cp_rank, self.mesh.size, self.mesh.cp)
             if len(nodes.union(self.on[holder] for rank in ranks for holder in placed.copy_holders[rank])) <= number:

@@ -381,7 +381,6 @@ class Coordinator:
             case "death":
                 self._on_death(body)
             case "saved":
-                self.recorder.overdue.interval_s = body.get("interval_s", self.recorder.overdue.interval_s)
                 self.checkpoints.written(body)
                 self._commit_checkpoints()
             case "checkpoint":

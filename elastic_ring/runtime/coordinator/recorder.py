@@ -239,6 +239,7 @@ class RunRecorder:
             self.goodput.committed(record["step"], record["step_s"])
             self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["membership_id"]))
             self.recoveries.committed(record["step"], now)
+            self.overdue.interval_s = record.get("checkpoint_interval_s", self.overdue.interval_s)
             self.overdue.committed(record["step"] + 1, now)
         if num_intervals := self.overdue.news():
             self.recoveries.say(f"no checkpoint for {num_intervals} intervals, since step {self.overdue.step}; a loss "

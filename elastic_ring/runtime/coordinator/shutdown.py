@@ -94,11 +94,12 @@ class EndReport:
 
     def doing(self, what: str) -> None:
         """From now on the end is busy with `what`; empty: with nothing."""
+        if what == self._doing:
+            return
         now = self._clock()
         if self._doing:
             log.info("the end of the run: %s, %.1f s", self._doing, now - self._since)
-        if what != self._doing:
-            self._doing, self._since = what, now
+        self._doing, self._since = what, now
 
     def look(self) -> None:
         if self._doing and self._doing != self._told and self._clock() - self._since >= LONG_S:

@@ -68,7 +68,8 @@ def open_run(
     folder, run = run_spec.run.folder, run_spec.run
     folder.mkdir(parents=True, exist_ok=True)
     reading = _Reading(run_spec, is_restart, others)
-    steps = begin(run.name, run.storage_uri, run_spec.attempt, is_restart=is_restart)
+    has_claimed = is_restart and terms.has_claimed(run_spec.attempt)
+    steps = begin(run.name, run.storage_uri, run_spec.attempt, has_claimed=has_claimed)
     claim = _carried_out(steps, terms, run_spec.attempt, reading.read)
     if reading.is_own:
         return Startup(claim, reading.num_written, tuple(reading.lines))

@@ -19,8 +19,6 @@ from elastic_ring.state.storage.retries import Retries, ignore
 
 T = TypeVar("T")
 
-RECORDS_WAIT_S = 3600.0
-"""How long records are waited for where `checkpoint.fail_after_s` does not say."""
 HELD_S = 0.1
 """A shorter wait is the disk's ordinary time."""
 
@@ -29,7 +27,7 @@ class StorageWait:
     """Tries a write of the deciding thread again; to be called as `Retries` is."""
 
     def __init__(self, run: RunConfig, clock: Clock) -> None:
-        self._limit_s = run.checkpoint_config.fail_after_s or RECORDS_WAIT_S
+        self._limit_s = run.checkpoint_config.fail_after_s
         self._clock = clock
         self._since_s: float | None = None
         self._gives_up = threading.Event()

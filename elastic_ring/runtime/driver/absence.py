@@ -105,9 +105,10 @@ class Absence:
         """Raises CoordinatorLost, logged first: without a head Ray may end this process before anybody prints it.
         TermLost where another submission has taken the run: to submit again would take it back."""
         try:
-            if self._attempt:
-                newest = Terms(self._run).open().newest()
-                refuse_if_replaced(self._run.name, self._run.storage_uri, TermClaim(0, self._attempt), newest)
+            terms = Terms(self._run).open()
+            if terms.has_claimed(self._attempt):
+                own = TermClaim(0, self._attempt)
+                refuse_if_replaced(self._run.name, self._run.storage_uri, own, terms.newest())
         except StaleMessage:
             pass  # this submission's own newest
         except StorageFailed as failed:

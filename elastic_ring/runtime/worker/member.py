@@ -615,6 +615,7 @@ class Member:
         lr = learning_rate(outcome.vote.step, self._spec.task.optim, self._spec.task.lr_schedule)
         step_s = max(0.0, took_s - frozen_s)
         record = record_of(outcome, local, self._groups.mesh, self._command.generation, lr, step_s)
+        record["checkpoint_interval_s"] = self._saver.schedule.interval_s
         if frozen_s:
             record["frozen_s"] = frozen_s
         if outcome.spike or outcome.skip:

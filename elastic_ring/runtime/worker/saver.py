@@ -276,7 +276,7 @@ class Saver:
         if place.global_rank == 0:
             part["tensors"] = {name: asdict(one) for name, one in described.items()}
             part["meta"] = snapshot.meta
-            part["interval"], part["interval_s"] = self.schedule.news(), self.schedule.interval_s
+            part["interval"] = self.schedule.news()
         self._thread = threading.Thread(target=self._write, args=(snapshot, part, begun), name="saver", daemon=True)
         self._thread.start()
 

@@ -194,3 +194,14 @@ def test_intervals_without_a_checkpoint_are_told_to_the_driver_and_are_in_the_st
     assert line.startswith("no checkpoint for 3 intervals, since step 0")
     recorder.checkpoint({"step": 5, "bytes": 1, "total_s": 1.0, "blocked_s": 0.0, "path": "a folder"})
     assert recorder.overdue.num_intervals == 0
+
+
+def test_nothing_is_overdue_in_a_coordinator_that_was_started_again_between_checkpoints_an_hour_apart(
+    recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step says how far apart they are: nobody else knows that until the next checkpoint."""
+    recorder.begun(0, (1, 1))
+    for step in range(60):
+        monkeypatch.setattr(recorder, "_clock", lambda now=60.0 * step: now)
+        recorder.publish([{**record(step, (1, 1)), "checkpoint_interval_s": 3600.0}])
+    assert (recorder.overdue.num_intervals, recorder.take_lines(0)) == (0, [])

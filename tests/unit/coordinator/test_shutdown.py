@@ -71,7 +71,8 @@ def test_a_user_who_stops_the_end_waits_for_none_of_it() -> None:
     hangs.set()
 
 
-def test_the_end_says_what_it_is_busy_with_once_that_takes_long() -> None:
+def test_the_end_says_what_it_is_busy_with_once_that_takes_long(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     told: list[str] = []
     now = [0.0]
     report = EndReport(told.append, lambda: now[0])
@@ -80,6 +81,9 @@ def test_the_end_says_what_it_is_busy_with_once_that_takes_long() -> None:
         report.doing(doing)
         report.look()
     assert told == ["ending: a"]
+    assert [line for line in caplog.messages if line.startswith("the end of the run")] == [
+        "the end of the run: a, 8.0 s", "the end of the run: b, 0.5 s"
+    ]  # fmt: skip
 
 
 def test_what_a_run_whose_steps_are_done_still_writes_is_named_by_rank_and_place() -> None:

@@ -12,8 +12,9 @@ import pytest
 from elastic_ring.config import CheckpointConfig, RunConfig
 from elastic_ring.control.decisions.overdue import LEAST_S, Overdue
 from elastic_ring.control.decisions.terms import LONGEST_TURN_S, TermClaim, Unanswered
-from elastic_ring.errors import RunFailed, StaleMessage, StorageFailed, TermLost
+from elastic_ring.errors import CoordinatorLost, RunFailed, StaleMessage, StorageFailed, TermLost
 from elastic_ring.runtime import run_storage
+from elastic_ring.runtime.driver.absence import Absence
 from elastic_ring.runtime.terms import TermGuard, Terms, TermWatch
 from tests.unit.coordinator.test_startup import begun, opened, run_spec
 
@@ -69,6 +70,20 @@ def test_a_coordinator_of_a_lost_run_that_is_started_again_claims_nothing(tmp_pa
     assert files(tmp_path) == before == ["000001", "000002"]
     assert lost.value.facts["host"] in lost.value.message
     assert lost.value.facts["host"]
+
+
+def test_a_submission_whose_first_coordinator_died_before_its_claim_is_not_lost_to_those_before_it(
+    tmp_path: Path,
+) -> None:
+    """A run that is resumed: the newest claim is of the submission before."""
+    opened(run_spec(tmp_path, "before"))
+    run = of(tmp_path)
+    with pytest.raises(CoordinatorLost, match="Submit the same command again"):
+        Absence(run, "127.0.0.1:1", "a").gone(RuntimeError("it died"))
+    assert opened(run_spec(tmp_path, "a"), is_restart=True).claim.attempt == "a"
+    Terms(run).claim("later")
+    with pytest.raises(TermLost, match="has claimed term 3"):
+        Absence(run, "127.0.0.1:1", "a").gone(RuntimeError("it died"))
 
 
 def test_a_coordinator_that_is_refused_once_it_has_claimed_voids_its_claim(

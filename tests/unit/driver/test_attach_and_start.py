@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from elastic_ring import ElasticRingTrainer
+from elastic_ring import trainer as trainer_module
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control.messages import CorpusVersion
 from elastic_ring.data.prepared import Later, PreparedTokens
 from elastic_ring.data.source import order_of
-from elastic_ring.errors import CrashLoop, UserCodeFailed
+from elastic_ring.errors import CrashLoop, StorageFailed, UserCodeFailed
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.metrics import STATUS_NAME, SUMMARY_NAME, write_json
@@ -49,7 +50,9 @@ def grown_run(folder: Path) -> tuple[ElasticRingTrainer, CorpusVersion]:
     return trainer, CorpusVersion(5, str(folder / "out" / "manifest.json"), manifest.digest)
 
 
-def test_a_crash_loop_and_a_mistake_of_the_users_name_the_batch_by_the_manifest_of_its_step(tmp_path: Path) -> None:
+def test_a_crash_loop_and_a_mistake_of_the_users_name_the_batch_by_the_manifest_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer, version = grown_run(tmp_path)
     data: Any = trainer.task.data
     order = order_of(replace(data, later=(Later(*asdict(version).values()),)).open(), 0, 6)
@@ -67,8 +70,16 @@ def test_a_crash_loop_and_a_mistake_of_the_users_name_the_batch_by_the_manifest_
     with pytest.raises(UserCodeFailed, match=f"^Traceback\nThe batch of that step is sequences {named} of "):
         trainer._result(mistake)
     Path(version.uri).unlink()
+    loop = {"error": "CrashLoop", "message": "3 times"}
     with pytest.raises(CrashLoop, match=r"The batch of that step cannot be named: .*manifest\.json: cannot be read"):
-        trainer._result({"error": "CrashLoop", "message": "3 times", "facts": {"step": "6", "corpus": corpus}})
+        trainer._result({**loop, "facts": {"step": "6", "corpus": corpus}})
+
+    def away(task: Any) -> Any:
+        raise StorageFailed("the store is away")
+
+    monkeypatch.setattr(trainer_module, "training_order", away)
+    with pytest.raises(CrashLoop, match="The batch of that step cannot be named: the store is away"):
+        trainer._result({**loop, "facts": {"step": "6", "corpus": corpus}})
 
 
 def test_a_submission_whose_later_manifest_is_gone_is_refused_before_anything_starts(tmp_path: Path) -> None:
