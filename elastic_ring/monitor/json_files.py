@@ -39,7 +39,7 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     digest = found.pop(_DIGEST, None)
     if digest is None:
         return found
-    zeroed = _NO_DIGEST.encode().join(data.rsplit(str(digest).encode(), 1))
+    zeroed = _NO_DIGEST.encode().join(data.rsplit(str(digest).encode(), 1)) if digest else b""
     if hashlib.sha256(zeroed).hexdigest() != digest:
         raise RecordDamaged(f"{where} is not what was written: it has another digest", path=where)
     return found

@@ -214,4 +214,7 @@ def test_a_json_file_is_replaced_whole(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"2", b"3", 1))
     with pytest.raises(RecordDamaged, match=r"status\.json is not what was written"):
         read_json(path)
+    path.write_text('{"sha256": ""}')
+    with pytest.raises(RecordDamaged, match="another digest"):
+        read_json(path)
     assert [item.name for item in tmp_path.iterdir()] == ["status.json"]
