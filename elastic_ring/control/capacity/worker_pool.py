@@ -6,7 +6,7 @@ No steps and no votes here; the phases handle what a loss means for the mesh.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -232,7 +232,7 @@ def _start_on_gpus(ctx: Transition, wants: _Wants) -> list[str]:
     gpus = {node.node: left for node in wants.usable(ctx.now) if (left := wants.gpus_left(node)) > 0}
     names = []
     while gpus and wants.num_missing_on_gpus > 0:
-        rank = wants.spread if wants.num_able >= wants.num_members else partial(_start_rank, wants.staying, gpus, cp)
+        rank = wants.spread() if wants.num_able >= wants.num_members else partial(_start_rank, wants.staying, gpus, cp)
         node = min(gpus, key=lambda name: (nodes[name].avoided, rank(name)))
         gpus[node] -= 1
         if gpus[node] == 0:
@@ -343,16 +343,14 @@ class _Wants:
         """Whether the node has less than its share of standbys, and no free GPU, for which its own would be enough."""
         return self.gpus_left(node) <= 0 and self.num_beyond(node) < self._share(node) and self._has_slot(node)
 
-    def spread(self, node: str) -> tuple[int, ...]:
+    def spread(self) -> Callable[[str], tuple[int, ...]]:
         """Sort key of a spare's node: where least stands that would fail with it, by failure domain, the widest first,
         then by node."""
-        names = self._nodes[node].domains
-        domains = [names[: level + 1] for level in range(len(names))]
-        num_in = [
-            sum(self.staying[each.node] for each in self._nodes.values() if each.domains[: len(domain)] == domain)
-            for domain in domains
-        ]
-        return *num_in, self.staying[node]
+        num_in: Counter[tuple[str, ...]] = Counter()  # counted once for all nodes: there may be thousands
+        for node in self._nodes.values():
+            for domain in _domains(node):
+                num_in[domain] += self.staying[node.node]
+        return lambda name: (*(num_in[domain] for domain in _domains(self._nodes[name])), self.staying[name])
 
     def _num_free_gpus(self, node: str, num_gpus: int) -> int:
         return max(0, num_gpus - self.leaving[node])
@@ -363,6 +361,11 @@ class _Wants:
     def _share(self, node: Node) -> int:
         """The node's maximum number of standbys, by its share of the mesh's GPUs; all if it can hold the mesh alone."""
         return -(-self._options.spares * (node.num_gpus or 0) // (self._options.dp * self._options.cp))
+
+
+def _domains(node: Node) -> list[tuple[str, ...]]:
+    """The failure domains of a node, the widest first."""
+    return [node.domains[: level + 1] for level in range(len(node.domains))]
 
 
 def _start_rank(staying: Counter[str], gpus: dict[str, int], cp: int, node: str) -> tuple[bool, bool, int]:

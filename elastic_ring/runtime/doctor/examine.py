@@ -98,7 +98,7 @@ def examine(asked: Examination) -> tuple[dict[str, Any], list[Finding]]:
 def look(hosts: _Hosts, asked: Examination) -> tuple[dict[str, Any], list[Finding]]:
     """The cheap part: what each host says of itself, and its clock."""
     device, promised = asked.scaling.device, {host: _ray_gpus(host) for host in hosts.probes}
-    folder = ray._private.worker._global_node.get_session_dir_path()  # type: ignore[union-attr]
+    folder = ray._private.worker._global_node.get_session_dir_path()
     asking = {
         host: probe.do.remote(on_host.report, device, folder, promised[host]) for host, probe in hosts.probes.items()
     }

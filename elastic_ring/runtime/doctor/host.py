@@ -25,7 +25,7 @@ CLAIM = "claim"
 
 def report(device: str, ray_folder: str = "", ray_gpus: int = 0, *, look_at_gpus: bool = True) -> dict[str, Any]:
     """Versions, limits, memory, disk, clock and GPUs; touches nothing. `ray_folder`: where Ray keeps its files."""
-    found = versions(device)  # type: ignore[arg-type]
+    found = versions(device)
     found["elastic_ring"] = f"{found.get('elastic_ring', '')} {_sources()}".strip()
     return {
         "versions": found,
