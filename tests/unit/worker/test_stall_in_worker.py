@@ -21,6 +21,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.stamps import Phase
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.worker.actor import Worker
+from elastic_ring.runtime.worker.pauses import PauseWatch
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
 from tests.unit.groups.processes import Membership, connect, leave, membership
 
@@ -50,6 +51,7 @@ class Part:
         self.device = torch.device("cpu")
         self.applied, self.writing, self.device_failed, self.in_mesh = 7, False, False, True
         self.num_moves = 0
+        self.pauses = PauseWatch()
 
     @property
     def aborted(self) -> bool:
