@@ -135,7 +135,8 @@ def _file(filesystem: Any, path: str, name: str, num_bytes: int, column: str) ->
     try:
         found = kind_of(name, lambda codec: filesystem.open_input_stream(path, compression=codec), column)
     except (OSError, pa.ArrowException) as error:
-        raise_if_away(error, path)
+        if not isinstance(error, PermissionError):  # that of one file, which its owner mends: the others are read
+            raise_if_away(error, path)
         return File(path, name, hint_of(name) or "text", num_bytes, problem=f"cannot be read: {error}")
     if found.reader is None:
         return LeftOut(name, num_bytes, f"looks like {found.looks_like}: {found.way_out}", found.problem)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ring.cli import data as command
+from elastic_ring.data import listing
 from elastic_ring.data.listing import list_source, shown
 from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.packing import END_OF_DOCUMENT
@@ -243,6 +244,28 @@ def test_a_record_of_any_fault_is_counted_and_the_tokenizer_may_refuse_a_documen
     manifest = prepared(tmp_path / "out", path, on_bad_input="skip", max_bad_share=0.4)
     assert in_shards(tmp_path / "out") == [b"one", b"three"]
     assert manifest.dropped.num_bad_records == 1
+
+
+def test_a_file_that_may_not_be_read_is_a_bad_input_and_no_storage_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests may run as root, to whom no file is closed."""
+
+    def closed(name: str, *rest: object) -> object:
+        if name.endswith("b.jsonl"):
+            raise PermissionError(13, "Permission denied", name)
+        return kind_of(name, *rest)  # type: ignore[arg-type]
+
+    kind_of = listing.kind_of
+    monkeypatch.setattr(listing, "kind_of", closed)
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name in "abc":
+        write_jsonl(folder / f"{name}.jsonl", [name])
+    with pytest.raises(ValueError, match=r"b\.jsonl.*Permission denied"):
+        prepared(tmp_path / "fail", folder)
+    prepared(tmp_path / "out", folder, on_bad_input="skip", max_bad_share=0.5)
+    assert in_shards(tmp_path / "out") == [b"a", b"c"]
 
 
 def test_many_records_are_prepared_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
