@@ -77,9 +77,14 @@ class Terms:
         self._storage.create(f"{_name(own.term)}{WITHDRAWN}", json.dumps({"id": secrets.token_hex(8)}).encode())
 
     def follows(self, term: int) -> bool:
-        """Whether the next term is claimed, where the storage is a folder; that costs one look at it. False where
-        nobody can tell at once."""
-        return self._storage.is_local and os.path.exists(self._storage.at(_name(term + 1)))
+        """Whether a later term is claimed, where the storage is a folder; that costs one look at it. False where nobody
+        can tell at once."""
+        if not self._storage.is_local:
+            return False
+        while os.path.exists(self._storage.at(_name(term := term + 1))):
+            if not os.path.exists(self._storage.at(f"{_name(term)}{WITHDRAWN}")):
+                return True
+        return False
 
     def _listed(self) -> tuple[list[int], set[int]]:
         """The terms that are claimed, and those that are withdrawn."""
@@ -135,6 +140,8 @@ class TermWatch:
                     log.warning("nobody can tell whether another coordinator has claimed the run: %s", error)
             except ElasticRingError:
                 return  # whoever decides asks, and is told
+            except Exception:
+                log.exception("could not look whether another coordinator has claimed the run; looks again")
 
 
 class TermGuard:

@@ -118,6 +118,7 @@ def test_whoever_looks_is_told_of_a_newer_term_by_name_unless_it_is_void_or_of_t
         ):
             ask()
     (tmp_path / "terms" / "000002.withdrawn").touch()
+    assert not terms.follows(1), "a void claim asks for no listing at each step"
     watch = TermWatch(of(tmp_path), TermClaim(1, "a"), terms)
     watch.check()
     watch.look()
