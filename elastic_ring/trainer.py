@@ -276,6 +276,8 @@ class ElasticRingTrainer:
             attach.refuse_other_settings(
                 self.run_config, attach.differences(config, self._identity, self._config()),
                 f"its folder {self.run_config.driver_folder}",
+                f"; another name with resume={self.run_config.storage_uri!r} goes on from its newest checkpoint, for "
+                "more steps, too",
             )  # fmt: skip
             if is_whole:
                 self._tell_moved()

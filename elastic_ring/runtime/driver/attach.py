@@ -103,12 +103,13 @@ def local_head() -> str | None:
     return str(address)
 
 
-def refuse_other_settings(run: RunConfig, told: Sequence[str], where: str) -> None:
-    """Raises ValueError when there are differences: then a run of this name has other settings."""
+def refuse_other_settings(run: RunConfig, told: Sequence[str], where: str, or_else: str = "") -> None:
+    """Raises ValueError when there are differences: then a run of this name has other settings. `or_else`: one more way
+    out."""
     if told:
         raise ValueError(
             f"run name {run.name!r} is taken by a run with other settings ({where}, in {few(list(told))}): choose "
-            "another name and run_dir, or submit the same settings to attach to it"
+            f"another name and run_dir, or submit the same settings to attach to it{or_else}"
         )
 
 
