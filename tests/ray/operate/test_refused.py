@@ -247,6 +247,8 @@ def test_a_finished_name_says_so_and_another_config_is_refused(local_ray: None, 
     first = tiny_trainer(tmp_path, "done", steps=3, **ALONE).fit()
     again = tiny_trainer(tmp_path, "done", steps=3, **ALONE).fit()
     assert again.summary == first.summary
-    with pytest.raises(ValueError, match=r"'done' is taken by a run with other settings .*steps: 3 there, 4 here.*resume="):
+    with pytest.raises(
+        ValueError, match=r"'done' is taken by a run with other settings .*steps: 3 there, 4 here.*resume="
+    ):
         tiny_trainer(tmp_path, "done", steps=4, **ALONE).fit()
     assert (tmp_path / "done" / "weights.safetensors").stat().st_mode == (tmp_path / "done" / "loss.png").stat().st_mode
