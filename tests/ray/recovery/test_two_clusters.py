@@ -65,6 +65,13 @@ class Submission:
         self._file.close()
 
 
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def committed(folder: Path) -> list[dict[str, Any]]:
     """The manifests that count, by step."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("checkpoints/*/*/COMMIT.json"))]
@@ -91,11 +98,12 @@ def test_a_frozen_submission_whose_run_another_one_has_taken_stops_with_3_and_so
                 seen = committed(folder)[-1]["step"]
                 wait_for(lambda seen=seen: committed(folder)[-1]["step"] > seen)  # type: ignore[misc]
                 (folder / "terms" / "000009").touch()
+            tree = submission.processes()
             assert submission.driver.wait(LIMIT_S) == 3, submission.said()
             host = socket.gethostname() if term == 2 else r"somebody \(terms/000009 names no host\)"
             told = rf"train: run shared in {folder} is not .*: {host} has claimed term {term}, .* submit this command"
             assert re.search(told, submission.said()), submission.said()
-            assert not [one for one in submission.processes() if "ray::" in " ".join(one.cmdline())]
+            wait_for(lambda tree=tree: not any(map(is_alive, tree[1:])))  # type: ignore[misc]
         names = [name for name, _ in Storage(str(folder)).names("terms")]
         assert names == ["terms/000001", "terms/000002", "terms/000009"], "the loser claimed nothing on its way out"
         assert {one["term"] for one in committed(folder) if one["step"] > last} == {2}
