@@ -81,7 +81,7 @@ def trained(folder: Path, name: str, loss: LimitedLoss, steps: int = STEPS, **se
         step_config=StepConfig(steps=steps, global_batch=1, context_tokens=CONTEXT, check_model=False),
         optim_config=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=1, total_steps=steps),
         scaling_config=ScalingConfig(dp=1, cp=2, spares=0),
-        run_config=RunConfig(name=name, run_dir=str(folder / name), progress=False, **settings),
+        run_config=RunConfig(name=name, run_dir=str(folder / name), progress=False, copies="0", **settings),
     )  # fmt: skip
     result = trainer.fit()
     check_records(trainer, result)

@@ -22,6 +22,7 @@ from benchmarks.harness.runs import actor_pids
 from elastic_ring import Result
 from elastic_ring.data.source import open_source
 from elastic_ring.monitor.journal import read
+from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import read_metrics, write_json
 from elastic_ring.runtime.agent.stamp_dir import hold, stamp_folder
 from elastic_ring.runtime.coordinator.actor import Coordinator
@@ -128,7 +129,7 @@ def test_a_coordinator_that_died_before_the_summary_was_written_writes_it_when_i
     ended = ray.get(again.follow.remote(-1, 0))["ended"]
     ray.kill(again)
     assert ended["error"] == ""
-    written = json.loads((first.path / "summary.json").read_text())
+    written = read_json(first.path / "summary.json")
     assert ended["summary"] == written
     assert {**written, "goodput": 0, "time_s": 0} == {**first.summary, "goodput": 0, "time_s": 0}
     assert left_behind("last-words") == []
