@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +30,7 @@ from elastic_ring.runtime.head import RECONNECT, RECONNECT_S
 log = logging.getLogger(__name__)
 
 ASK_S = 2.0
+LOOK_S = 0.25
 LONGEST_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 OUTLAST_S = 10.0  # Ray ends a process without a word, so the driver must give up first
 GOES_ON = (
@@ -168,15 +170,30 @@ def interruptible(run: RunConfig, attempt: str) -> Iterator[list[Any]]:
 
 
 def head_is_gone() -> bool:
-    """Whether nothing listens any more where the head of this process's cluster was: a signal to a whole process group
-    ends a Ray that this process started, too, and each call to it would wait for a minute."""
+    """Whether nothing listens any more where the head of this process's cluster was."""
     return ray.is_initialized() and not is_listening(ray.get_runtime_context().gcs_address)
 
 
 def _stopped(run: RunConfig, attempt: str, followed: list[Any]) -> str:
+    """As `_cleared`, while the head of the cluster is there. A signal to the whole process group ends a Ray that this
+    process started, too, a moment later perhaps, and each call to it would wait for a minute."""
+    clearing: Future[str] = Future()
+
+    def clear() -> None:
+        try:
+            clearing.set_result(_cleared(run, attempt, followed))
+        except BaseException as error:
+            clearing.set_exception(error)
+
+    threading.Thread(target=clear, name="clear", daemon=True).start()
+    while not wait([clearing], timeout=LOOK_S).done:
+        if head_is_gone():
+            return "stopped; the head of the Ray cluster is gone, and nobody can be told to clear the run"
+    return clearing.result()
+
+
+def _cleared(run: RunConfig, attempt: str, followed: list[Any]) -> str:
     """Have the run cleared, if it is this process's to clear; what came of it, in words."""
-    if head_is_gone():
-        return "stopped; the head of the Ray cluster is gone, and nobody can be told to clear the run"
     coordinator = attach.find(run)
     if coordinator is None:
         return "stopped; the run has no coordinator, so nothing is left to clear"
