@@ -124,7 +124,7 @@ def report(manifest: Manifest, out: str) -> list[str]:
         f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens in {manifest.num_shards} shards; "
         f"vocabulary {manifest.vocab_size:,}, the longest document has {manifest.longest_document_tokens:,} tokens",
         f"left out: {dropped.num_duplicates:,} duplicates, {dropped.num_empty_documents:,} empty documents, "
-        f"{dropped.num_empty_files} empty files, {dropped.num_bad - dropped.num_empty_files:,} bad inputs",
+        f"{dropped.num_empty_files} empty files, {max(dropped.num_bad - dropped.num_empty_files, 0):,} bad inputs",
     ]
     for what, groups in manifest.about.get("files", {}).items():
         lines += summary(what.replace("_", " "), [Group(**group) for group in groups])

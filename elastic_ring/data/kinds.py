@@ -205,7 +205,8 @@ def _json_kind(hint: Reader | None, head: bytes, column: str) -> Kind | None:
     found = _object(head)
     if found is None and not cut:
         return Kind("json") if hint == "json" else None
-    return Kind("json") if column in (found or ()) else _metadata(column)
+    has_column = column in found if found is not None else json.dumps(column).encode() in head
+    return Kind("json") if has_column else _metadata(column)
 
 
 def _object(data: bytes) -> dict[str, Any] | None:

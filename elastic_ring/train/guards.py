@@ -51,7 +51,7 @@ def raise_for_skips(
         raise LossSpike(
             f"step {step}: the loss is {outcome.loss:.4g}, and more than {outcome.spike_limit:.4g} is far above "
             f"the last {WINDOW} steps; loss_spike_actions has come to stop. The step was not applied. "
-            f"Look at its sequences ({', '.join(map(str, sample_ids(step)))}), lower the learning rate, or go on with "
+            f"Look at its sequences ({listed(sample_ids(step))}), lower the learning rate, or go on with "
             "loss_spike='log'",
             step=step,
         )

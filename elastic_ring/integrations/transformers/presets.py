@@ -11,6 +11,7 @@ from typing import Any
 from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT
 from elastic_ring.data.tokenizer import BYTES, ByteTokenizer, folder_digest
+from elastic_ring.errors import StorageFailed
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.validation import from_plain
 
@@ -78,7 +79,7 @@ def tokens_of_run(recorded: Mapping[str, Any]) -> tuple[str, int | None]:
         return "", None
     try:
         manifest = read_manifest(data["uri"])
-    except ValueError as error:
+    except (ValueError, StorageFailed) as error:
         log.warning("the corpus does not say which tokenizer it has: %s", error)
         return "", None
     end = manifest.end_of_document

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import io
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ring.cli import data as command
-from elastic_ring.data import listing
+from elastic_ring.data import kinds, listing
 from elastic_ring.data.listing import list_source, shown
 from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.packing import END_OF_DOCUMENT
@@ -244,6 +245,16 @@ def test_a_record_of_any_fault_is_counted_and_the_tokenizer_may_refuse_a_documen
     manifest = prepared(tmp_path / "out", path, on_bad_input="skip", max_bad_share=0.4)
     assert in_shards(tmp_path / "out") == [b"one", b"three"]
     assert manifest.dropped.num_bad_records == 1
+
+
+def test_an_object_longer_than_what_is_looked_at_is_a_document_where_it_has_the_column() -> None:
+    def kind(document: dict[str, str]) -> object:
+        data = json.dumps(document, indent=1).encode()
+        return kinds.kind_of("a.json", lambda codec: io.BytesIO(data), "text")
+
+    long = "word " * kinds.HEAD_BYTES
+    assert kind({"text": long}) == kinds.Kind("json")
+    assert "one JSON object without 'text'" in kind({"features": long}).problem  # type: ignore[attr-defined]
 
 
 def test_a_file_that_may_not_be_read_is_a_bad_input_and_no_storage_that_is_away(
