@@ -34,7 +34,13 @@ from elastic_ring.runtime.driver.cluster import WORKER_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "README.md", *DOCS.glob("*.md")])
+PAGES = sorted(
+    [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md")),
+        *DOCS.glob("*.md"),
+        *(ROOT / "benchmarks" / "results").glob("*.md"),
+    ]
+)
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 README, OPERATING = TEXTS[ROOT / "README.md"], TEXTS[DOCS / "operating.md"]
 ALL = "\n".join(TEXTS.values())
