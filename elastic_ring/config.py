@@ -456,7 +456,7 @@ class RunConfig:
         default_factory=dict
     )
     """Variables for the workers' processes; they win over those that elastic_ring sets by itself on GPUs
-    (docs/operating.md lists these)."""
+    (docs/operating/gpus.md lists these)."""
 
     def __post_init__(self) -> None:
         # Resolved where the user wrote it: other processes have other working directories.

@@ -1,7 +1,7 @@
 """A driver whose coordinator does not answer: it waits for `lease_s`, says so once, and says what to do when it ends.
 
 With the head of the Ray cluster its coordinator is away too; both come back where the head keeps the cluster's state
-(docs/operating.md, "The head node"). No decision about training belongs here.
+(docs/operating/start.md, "The head node"). No decision about training belongs here.
 """
 
 from __future__ import annotations

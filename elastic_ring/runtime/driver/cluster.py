@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 NAMESPACE = "elastic_ring"
 # Ray must not hide GPUs: a worker sees all of the node's and locks the one it uses (`runtime.gpu.device`).
 WORKER_ENVIRONMENT = {**nccl.ENVIRONMENT, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""Environment of GPU workers where the user has set nothing; docs/operating.md gives the reasons."""
+"""Environment of GPU workers where the user has set nothing; docs/operating/gpus.md gives the reasons."""
 NODE_LABEL = "ray.io/node-id"
 MARKET_LABEL, SPOT = "ray.io/market-type", "spot"
 LOOK_S = 0.5

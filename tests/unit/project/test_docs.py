@@ -33,16 +33,16 @@ from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME
 from elastic_ring.runtime.driver.cluster import WORKER_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCS = ROOT / "docs"
+DOCS, OPERATING = ROOT / "docs", ROOT / "docs" / "operating"
 PAGES = sorted(
     [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md")),
-        *DOCS.glob("*.md"),
+        *DOCS.rglob("*.md"),
         *(ROOT / "benchmarks" / "results").glob("*.md"),
     ]
 )
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
-README, OPERATING = TEXTS[ROOT / "README.md"], TEXTS[DOCS / "operating.md"]
+README, MEND, WATCH = TEXTS[ROOT / "README.md"], TEXTS[OPERATING / "mend.md"], TEXTS[OPERATING / "watch.md"]
 ALL = "\n".join(TEXTS.values())
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
@@ -223,8 +223,8 @@ def anchors(page: Path) -> set[str]:
 
 def test_every_page_is_in_the_site() -> None:
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    named = set(re.findall(r": (\w+\.md)$", site, re.MULTILINE))
-    assert {page.name for page in DOCS.glob("*.md")} - {"testing.md"} == named - {"testing.md"}
+    named = set(re.findall(r": ([\w/]+\.md)$", site, re.MULTILINE))
+    assert {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - {"testing.md"} == named - {"testing.md"}
 
 
 def test_every_object_of_the_api_page_is_there() -> None:
@@ -273,7 +273,7 @@ def test_the_families_of_patterns_are_those_of_the_code() -> None:
 
 def test_the_table_of_timeouts_is_that_of_the_code() -> None:
     """Fields, order and defaults."""
-    told = [(cells[0].strip("`"), float(cells[1])) for cells in rows(OPERATING, "Timeouts")]
+    told = [(cells[0].strip("`"), float(cells[1])) for cells in rows(MEND, "Timeouts")]
     assert told == [(field.name, field.default) for field in dataclasses.fields(Timeouts)]
 
 
@@ -283,13 +283,14 @@ def test_the_table_of_metrics_is_what_the_command_prints(capsys: pytest.CaptureF
 
 
 def test_every_variable_that_workers_get_is_named_with_its_value_and_why() -> None:
-    told = {name.strip("`"): (value, why) for name, value, why in rows(OPERATING, "Variables of workers on GPUs")}
+    table = rows(TEXTS[OPERATING / "gpus.md"], "Variables of workers on GPUs")
+    told = {name.strip("`"): (value, why) for name, value, why in table}
     assert {name: value for name, (value, _) in told.items()} == WORKER_ENVIRONMENT
     assert all(why for _, why in told.values())
 
 
 def test_every_kind_of_error_is_explained_once() -> None:
-    told = [cells[0].strip("`") for cells in rows(OPERATING, "Errors")]
+    told = [cells[0].strip("`") for cells in rows(MEND, "Errors")]
     kinds = {
         name for name, kind in inspect.getmembers(errors, inspect.isclass)
         if issubclass(kind, errors.ElasticRingError) and kind is not errors.ElasticRingError
@@ -347,7 +348,7 @@ PLACEHOLDER = r"…|\(\w+\)|\(T, G\)|\b(?:[A-Z][A-Z_]*|Event|Command|Build|reaso
 @pytest.mark.parametrize("heading", ["Coordinator", "Node agent", "Worker"])
 def test_log_lines_that_the_runbook_explains_are_in_the_code(heading: str) -> None:
     """Of each line the longest stretch between placeholders (`N`, `WORKER`, `…`)."""
-    text = OPERATING.split(f"\n**{heading}**\n", 1)[1].split("\n**", 1)[0].split("\n## ", 1)[0]
+    text = WATCH.split(f"\n**{heading}**\n", 1)[1].split("\n**", 1)[0].split("\n## ", 1)[0]
     said = [line for cells in cells_of(text) for line in re.findall(r"`([^`]+)`", cells[0])]
     assert len(said) > 5
     missing = []
