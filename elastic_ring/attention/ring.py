@@ -165,7 +165,7 @@ class RingAttention(RecomputableRing):
             self._call_plan(q, k)
 
     def check_graphable(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Raises `ValueError` where replaying a CUDA graph of such calls would differ from making them."""
+        """Raises `ValueError` if a replayed CUDA graph of such calls would differ from the calls themselves."""
         check_captured(self._observer, self.ledger, self._group, q.device)
         if self._memory is not None:
             raise ValueError("the ring has a memory, whose flags count messages and so fit one pass; leave memory out")
@@ -185,8 +185,10 @@ class RingAttention(RecomputableRing):
         return self._buffers.shared_buffers()
 
     def shapes(self, k: torch.Tensor) -> frozenset[object]:
-        """What tells passes apart for which kernels are compiled, over keys like `k` (B, S_local, Hkv, D): (queries,
-        keys, causal) of each call of a dense pass, the rank of others."""
+        """Passes with equal shapes use the same compiled kernels. `k` (B, S_local, Hkv, D) stands for the keys.
+
+        Dense passes: (number of queries, number of keys, causal) of each kernel call. Other passes: this rank.
+        """
         if not self.schedule.is_dense:
             return frozenset((self.cp_rank,))
         stages = rank_plan(self.schedule, self.cp_rank, hops_together(self.schedule, k, self._hops_per_stage)).stages
@@ -377,7 +379,7 @@ class _Backward:
 
     @property
     def _grads(self) -> KeyGradients:
-        """Allocated once the own keys' kernels are next, or something came back before."""
+        """dK and dV of this rank's keys. Allocated late: before its first kernel, or when a peer's part arrives."""
         if self._dkv is None:
             self._dkv = KeyGradients(self._tensors.k, self._plan.sums.dkv, zeroed=self._plan.sums.zeroed)
         return self._dkv
@@ -428,7 +430,7 @@ class _Backward:
         added: bool = False,
         hold: bool = False,
     ) -> None:
-        """Add the calls' shares to dq, and leave or add those of their keys in `into`, the parts of `buffer`."""
+        """Add the calls' gradients to dq, and write or add dK and dV to `into`, the parts of `buffer`."""
         kernel, given = self._plan.kernel, self._tensors
         if not once and not added:
             buffer.zero_()
@@ -479,8 +481,7 @@ def _ordered(order: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
 
 
 def _inner(plan: CallPlan, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k, v (B, S_local, ...), and out, lse and dout if given, with their tokens and heads where the plan has
-    them."""
+    """Reorder tokens and heads of q, k, v (B, S_local, ...), and of out, lse and dout if given, to the plan's order."""
     if plan.places is not None:
         given = tuple(map(plan.places.put, given))
     if plan.heads is None:
@@ -490,7 +491,7 @@ def _inner(plan: CallPlan, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _outer(plan: CallPlan, *found: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The inverse, of out and lse, or of dq, dk and dv."""
+    """Undo that order, for out and lse, or for dq, dk and dv."""
     if plan.heads is not None:
         q, kv = plan.heads.outer, plan.heads.outer_kv
         found = tuple(map(_ordered, (q, q) if len(found) == 2 else (q, kv, kv), found))

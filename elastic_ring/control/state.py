@@ -130,8 +130,10 @@ class Crash:
 
 @dataclass(frozen=True)
 class GoBack:
-    """Everyone is to go back to before `first_step`, with other data: the batches from the state gone back to up to
-    that of `last_step` are left out. `why`: what the loss or the gradient did."""
+    """An order to all members: restore a state from before `first_step`, then skip every batch up to `last_step`'s.
+
+    `why`: what the loss or the gradient did.
+    """
 
     first_step: int
     last_step: int
@@ -140,9 +142,11 @@ class GoBack:
 
 @dataclass(frozen=True)
 class Suspects:
-    """Ranks did not agree in two attempts at `step`, and one of them is wrong each time: a spare takes the place of one
-    after the other. `left`: who has not been replaced yet. `out`: who is replaced now, kept apart until the step tells;
-    empty if nobody is. `generation`: of the build without it. `why`: what differed."""
+    """Ranks disagreed in two attempts at `step`. A spare replaces one suspect after the other, to find the wrong one.
+
+    `left`: suspects that nobody has replaced yet. `out`: the suspect that a spare replaces now; empty if none.
+    `generation`: the build without it. `why`: what differed.
+    """
 
     step: int
     left: tuple[str, ...]
@@ -252,8 +256,8 @@ class Building:
 class Running:
     """Members train. `boundary`: reasons of a pending boundary request. `paused`: members at it or at the end.
 
-    `saved_for`: nodes that leave with members for whom there is no replacement, so that a checkpoint was asked for.
-    `save_by`: when the step under way, after `save_after` committed ones, is given up for it; None: never.
+    `saved_for`: nodes that leave although their members have no replacement; a checkpoint was requested for them.
+    `save_by`: when the core gives up the current step (after `save_after` committed ones) to save; None: never.
     """
 
     membership: Membership

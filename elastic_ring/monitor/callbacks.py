@@ -44,7 +44,7 @@ STEP, VALIDATION, RECOVERY, CHECKPOINT = KINDS = ("step", "validation", "recover
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run that a callback is told of: its name, its folder, and its settings as in config.json.
+    """The run that a callback gets: its name, its folder, and its settings as in config.json.
 
     `id` is the same for all drivers of one attempt and for attempts that go on from its checkpoints; one that begins
     anew in the folder has another.

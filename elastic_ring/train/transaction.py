@@ -292,10 +292,10 @@ class Transaction:
     def run(
         self, step: int, *, boundary: bool, checkpoint: BallotPart = _nothing, copies: BallotPart = _nothing
     ) -> tuple[Outcome, Local]:
-        """Run one step and apply it. `checkpoint` and `copies` are asked for what `Ballot` calls so once the device
-        has computed the step: what was busy when it began may be done by then.
+        """Run one step and apply it. Exceptions of exchanges and of the user's code pass through.
 
-        Raises what exchanges or the user's code raise.
+        `checkpoint` and `copies` give the fields of `Ballot` with these names. The vote calls them late, after the
+        device has computed the step, because a writer that was busy at its start may be free by then.
         """
         assert step == self.applied, (step, self.applied)
         if self._back is not None and self._back.facts["step"] + 1 == step:

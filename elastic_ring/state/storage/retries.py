@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 TELL_AFTER_S, TELL_AGAIN_S = 3.0, 60.0
-"""From the first failure until somebody is told of it, and from then to the next time."""
+"""Seconds from the first failure to the first report, and between reports."""
 TOLD_CHARS = 400
 
 

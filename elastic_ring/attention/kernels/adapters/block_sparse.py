@@ -44,7 +44,7 @@ def _flash() -> tuple[Any, Any, Any, Any]:
 
 
 def _flash_call(tables: BlockTables, own: BlockLists, full: BlockLists, num_heads: int) -> dict[str, Any]:
-    """What a call is told of the tables, in one of their directions."""
+    """Table arguments of one kernel call, for one direction."""
     _, kind, causal, numbered = _flash()
     lists = kind(
         mask_block_cnt=own.counts, mask_block_idx=own.indices, full_block_cnt=full.counts, full_block_idx=full.indices,
