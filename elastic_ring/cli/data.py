@@ -84,8 +84,11 @@ def _prepare(options: argparse.Namespace) -> Manifest:
     config = config_of(options)
     session: AbstractContextManager[None] = nullcontext()
     if config.workers != 0:
+        from elastic_ring.config import environment
         from elastic_ring.runtime.driver.session import cluster
 
+        # Ray writes a line marked as an error for every pool of Ray Data, since its actors may restart.
+        environment().setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         session = cluster(config.workers or os.cpu_count() or 1)
     with session:
         return prepare(config)

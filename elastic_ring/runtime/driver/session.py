@@ -20,6 +20,7 @@ from typing import Any
 import ray
 
 from elastic_ring.config import RunConfig, ScalingConfig, environment
+from elastic_ring.errors import RunFailed
 from elastic_ring.monitor.callbacks import STOPPED_BY_USER
 from elastic_ring.runtime.agent.memory_guard import RAY_THRESHOLD_VARIABLE
 from elastic_ring.runtime.driver import attach
@@ -51,7 +52,8 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
     """Attach to an existing cluster (RAY_ADDRESS, or one that `ray start` began here), else run a local one within,
     which counts `num_cpus` CPUs. The head of an existing one may be away for `lease_s`.
 
-    Raises: ValueError when RAY_ADDRESS does not answer, and where no local one could start.
+    Raises: ValueError when RAY_ADDRESS does not answer, and where this host lacks what a local one needs;
+    RunFailed where a local one does not start.
     """
     if ray.is_initialized():
         yield
@@ -67,15 +69,24 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
         check_host(environment())
         # Its monitor takes the coordinator first: it is the last resort behind the guard of the node's agent.
         environment().setdefault(RAY_THRESHOLD_VARIABLE, "0.98")
-        ray.init(
-            address="local", num_cpus=num_cpus, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False,
-            logging_level=logging.WARNING,
-        )  # fmt: skip
+        _start_local(num_cpus)
     try:
         yield
     finally:
         with leaving():
             ray.shutdown()
+
+
+def _start_local(num_cpus: int) -> None:
+    try:
+        ray.init(
+            address="local", num_cpus=num_cpus, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False,
+            logging_level=logging.WARNING,
+        )  # fmt: skip
+    except Exception as error:  # Ray has no class of its own for it
+        raise RunFailed(
+            f"Ray could not be started on this host, or its processes took too long on a host that is too busy: {error}"
+        ) from error
 
 
 def check_host(variables: Mapping[str, str], shared_memory: str = "/dev/shm") -> None:
