@@ -86,7 +86,7 @@ class TooManySkipped(ElasticRingError):
 
 
 class LossSpike(ElasticRingError):
-    """The loss rose far above that of the steps before, and the escalation of `loss_spike_actions` came to its stop."""
+    """The loss rose far above the steps before, and `loss_spike_actions` had come to `stop`."""
 
 
 class FaultNeverFired(ElasticRingError):

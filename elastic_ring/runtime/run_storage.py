@@ -122,7 +122,7 @@ def fetch_places(run: RunConfig, folder: Path) -> None:
 
 
 def keep_places(run: RunConfig, folder: Path) -> None:
-    """Put that record into the store. One that fails costs a driver on another host events that it is told again."""
+    """Put that record into the store. If it fails, a driver on another host repeats some events to callbacks."""
     if run.is_remote:
         try:
             storage_of(run).replace(CALLBACKS_NAME, (folder / CALLBACKS_NAME).read_bytes())
@@ -219,7 +219,7 @@ class Mirror:
         self._over.set()
 
     def close(self, timeout_s: float) -> None:
-        """A last copy, of the growing files whole; told if the store does not take it."""
+        """A last copy, with whole growing files. Logs it if the store refuses."""
         if self._storage is None:
             return
         self._over.set()

@@ -34,7 +34,7 @@ def attention_of(
     kv_wire: Wire | None = None,
     hosts: Hosts | None = None,
 ) -> RingAttention | PatternedAttention:
-    """The attention of one pass: dense with the task's kernel, or as its pattern says. `layout` is that of `piece`.
+    """The attention of one pass: dense with the task's kernel, or as its pattern says. `layout`: the layout of `piece`.
 
     `check` raises once the group has been aborted; `plans` keeps the plans of sequences of one generation.
     `kv_wire` replaces the task's. `hosts`: of each rank of the ring, None if not known.

@@ -79,7 +79,7 @@ class TrainingTask:
     `model()` builds the module; it may be built on the meta device. `initial=None` takes the module's own
     initialisation under the run's seed, which holds the whole model in memory once per rank. `units` names
     the submodules that FSDP2 gathers one at a time; by default the items of the largest `ModuleList`.
-    `pattern` None is dense causal attention. `cost_model` is that of `layout="auto"`; None: an H200's. `metrics` are
+    `pattern` None is dense causal attention. `cost_model` is for `layout="auto"`; None: an H200's. `metrics` are
     functions like `loss`, for the held-out sequences. `lr_schedule` gives a step's rate in place of `optim`. `flops`:
     of one sequence, as in `ModelParts`; None where that is not known.
     """

@@ -96,7 +96,7 @@ class Rule:
 
     @property
     def num_ahead(self) -> int:
-        """For how many later keys the rule was told to look, which causal attention never sees."""
+        """How many later keys the rule looks ahead; causal attention never sees them."""
         return 0
 
     def spans(self, rows: Positions, num_blocks: int, block: int, causal: bool = True) -> list[Span] | None:

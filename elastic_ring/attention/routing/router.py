@@ -93,7 +93,7 @@ class Router:
     @torch.no_grad()
     def on_device(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor, call_index: int) -> list[Choice]:
         """The choices of this rank's blocks, which it holds whole, one for each `TopK` of `rules`. The host does not
-        wait for them, and other ranks are not told. Arguments and errors are those of a call."""
+        wait for them, and other ranks learn nothing of it. Arguments and errors are those of a call."""
         heads = rules if len(rules) > 1 else rules * q.size(2)
         requests = self._requests(heads, self._plans_of(heads), q, k)
         return [

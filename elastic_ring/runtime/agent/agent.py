@@ -155,7 +155,7 @@ class NodeAgent:
             self._tell_untold()
 
     def _tell_untold(self) -> None:
-        """What was to be told before there was a connection, too."""
+        """Send all waiting reports, including those from before there was a connection."""
         while self._untold and self._connection is not None:
             self._connection.send({"kind": "told", "text": f"node {self._node}: {self._untold.pop(0)}"})
 

@@ -125,7 +125,7 @@ class Nvml:
         return found | self._memory(handle)
 
     def _memory(self, handle: Any) -> Reading:
-        """Rows that were remapped; retired pages on GPUs before Ampere; {} where neither is told."""
+        """Rows that were remapped; retired pages on GPUs before Ampere; {} if NVML reports neither."""
         nvml = self._nvml
         try:
             corrected, uncorrected, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)

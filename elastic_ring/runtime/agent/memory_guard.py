@@ -143,7 +143,7 @@ def guard_limit(wanted: float, threshold: float | None) -> float:
 
 
 def warning(node: str, wanted: float, threshold: float | None) -> str:
-    """What the driver is told where Ray's monitor would act first; empty if all is well."""
+    """A warning for the driver if Ray's monitor would act first; empty if not."""
     if threshold is None or (wanted and wanted <= threshold - MARGIN + 1e-9):
         return ""
     first = f"node {node}: Ray's memory monitor acts at {100 * threshold:g} % and takes the coordinator before a worker"

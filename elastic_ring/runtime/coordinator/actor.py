@@ -489,7 +489,7 @@ class Coordinator:
 
     @property
     def _checkpoints_failing_s(self) -> float:
-        """For how long no checkpoint could be written; for whatever reason, also one that nobody has told."""
+        """For how long no checkpoint could be written, for whatever reason, even an unreported one."""
         return max(self.checkpoints.failing_s, self.recorder.overdue.overdue_s)
 
     def _end_if_checkpoints_fail(self) -> None:

@@ -1,4 +1,4 @@
-"""Keeps the autoscaler told what the run wants, in a thread: Ray's answers may take long, and decisions must not wait.
+"""Asks the autoscaler for what the run wants, in a thread: Ray's answers may take long, and decisions must not wait.
 
 How much that is comes from `demand`. A run asks from the moment when the cluster has too little room for what
 it wants until all that it can have is placed; a static cluster that holds all of it is never asked.
@@ -127,7 +127,7 @@ class DemandKeeper:
         return num_room < wish.wanted[-1] or now >= self._short_since + PLACED_S
 
     def _send(self, num_workers: int, why: str) -> None:
-        """Without a reason nobody is told: a trial, twice a minute, says nothing new."""
+        """Log and journal it only with a reason: a trial, twice a minute, says nothing new."""
         self._autoscaler.ask(num_workers)
         if num_workers != self._sent and why:
             told = f"asks the autoscaler for {num_workers} worker(s)" if num_workers else "withdraws its request"

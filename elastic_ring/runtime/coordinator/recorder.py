@@ -99,7 +99,7 @@ class RunRecorder:
         self.memory_pressure = PressureWatch(run.memory_pressure_share) if run.memory_pressure != "off" else None
         self._tight: tuple[Tight, tuple[int, int]] | None = None
         self.num_stragglers = self.num_wrong = self.num_tight = 0
-        self._wrong_in: tuple[int, int] = (0, 0)  # (term, generation) of the newest attempt that was told
+        self._wrong_in: tuple[int, int] = (0, 0)  # (term, generation) of the newest reported attempt
         self._straggler: tuple[Straggler, tuple[int, int]] | None = None
         self.checkpoints: list[Mapping[str, Any]] = []
         self.checkpoint_unix_s: float | None = None

@@ -33,7 +33,7 @@ from elastic_ring.state.storage.folder import Storage, open_or_refuse
 
 LINEAGES = "lineages"
 NUM_TOLD, LONGEST_TOLD = 3, 200
-"""Of what is damaged so much is told in one line."""
+"""A report of damage has so many findings, of so many characters each."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def lineage_of(checkpoint: Checkpoint) -> int:
 
 
 def lineage_of_folder(folder: str) -> int:
-    """-1 for a folder whose name is not that of a checkpoint."""
+    """-1 if the name of the folder is not a checkpoint's."""
     return age_key(located("", folder)[1])[0]
 
 

@@ -86,7 +86,7 @@ def aside(
 
 
 class EndReport:
-    """What the end of a run is busy with, told once it takes longer than LONG_S. `say` tells the drivers."""
+    """Reports what the end of a run is busy with, once it takes longer than LONG_S. `say` sends it to the drivers."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock

@@ -41,7 +41,7 @@ class Copies:
     def __init__(
         self, run: RunConfig, worker: str, told: Callable[[dict[str, Any]], None] = lambda figures: None
     ) -> None:
-        """`told` is called, in the thread of an exchange, with its figures once it is complete."""
+        """A finished exchange calls `told` with its figures, in its own thread."""
         self._every, self._worker, self._told = run.copy_every_steps, worker, told
         self._lock = threading.Lock()
         self._own: dict[SnapshotId, Snapshot] = {}

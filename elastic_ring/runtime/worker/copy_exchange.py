@@ -132,7 +132,7 @@ class Exchange:
         return all(results) and not mine.is_empty
 
     def _finish_own(self) -> None:
-        """What could not be copied from its device counts as not taken: the others are told so."""
+        """A snapshot that could not be copied from its device counts as not taken; this tells the others."""
         mine = self.snapshot
         if mine.is_empty:
             return

@@ -106,8 +106,8 @@ class SaveSchedule:
         return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, found))
 
     def is_new_miss(self) -> bool:
-        """Whether a checkpoint that is left out is to be told: by steps each, by time, where it is due in every step
-        until it is taken, once in LEAST_INTERVAL_S."""
+        """Whether to report a checkpoint that is left out: each one if the interval is in steps; else, because it stays
+        due in every step, once in LEAST_INTERVAL_S."""
         now = time.monotonic()
         if not self._config.every_steps and now - self._missed_s < LEAST_INTERVAL_S:
             return False
@@ -177,7 +177,7 @@ class Saver:
         self._awaits_memory = False  # `prepare` has not begun to pin it
 
     def begin(self, told: Told, *, pins: bool) -> None:
-        """A generation begins, of which the coordinator has `told`; `pins`: `prepare` will pin memory for it."""
+        """A generation begins. `told`: what the coordinator sent about it. `pins`: `prepare` will pin memory for it."""
         self.schedule.mean_time_between_failures_s = float(told["mean_time_between_failures_s"])
         self.schedule.wants_first = bool(told["wants_first"])
         self._awaits_memory = pins

@@ -15,7 +15,7 @@ from elastic_ring.runtime.worker.coordinator_client import CoordinatorClient
 
 REPORTS_A_LIMIT = 10
 CHANGES_S = 2.0
-"""At most so often what a worker does is told beside these reports."""
+"""The shortest time between two extra reports of what a worker does."""
 
 
 class StartWork:

@@ -32,7 +32,7 @@ class Family:
         return None if self.top_k else LayerPatterns(parse_pattern(self.text).groups, self.block)
 
     def density(self, seq_len: int, num_layers: int, num_heads: int) -> float:
-        """Density for one document; for content that of `top_k` blocks, with gates that of all three branches."""
+        """Density for one document: for content of its `top_k` blocks, with gates of all three branches."""
         pattern = self.pattern()
         if pattern is not None:
             return pattern.density(seq_len, num_layers, num_heads, num_heads)
