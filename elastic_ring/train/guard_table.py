@@ -26,7 +26,7 @@ SETTINGS = {
     ATTENDS: ("check_model",),
     MEMORY: ("memory_limit", "memory_pressure", "memory_pressure_share", "memory_relax_steps"),
 }
-"""By which names a guard is asked for."""
+"""The settings that turn each guard on."""
 
 
 @dataclass(frozen=True)
