@@ -34,6 +34,7 @@ ASK_S = 2.0
 LOOK_S = 0.25
 LONGEST_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 OUTLAST_S = 10.0  # Ray ends a process without a word, so the driver must give up first
+HEAD_IS_GONE = "stopped; the head of the Ray cluster is gone, and nobody can be told to clear the run"
 GOES_ON = (
     "the coordinator goes on clearing the run by itself, and what runs in a Ray that this command started ends with it"
 )
@@ -189,22 +190,28 @@ def _stopped(run: RunConfig, attempt: str, followed: list[Any]) -> str:
     """As `_cleared`, while the head of the cluster is there. A signal to the whole process group ends a Ray that this
     process started, too, a moment later perhaps, and each call to it would wait for a minute."""
     clearing: Future[str] = Future()
+    gone = threading.Event()
 
     def clear() -> None:
         try:
-            clearing.set_result(_cleared(run, attempt, followed))
+            clearing.set_result(_cleared(run, attempt, followed, gone))
         except BaseException as error:
             clearing.set_exception(error)
 
-    threading.Thread(target=clear, name="clear", daemon=True).start()
+    if head_is_gone():
+        return HEAD_IS_GONE
+    thread = threading.Thread(target=clear, name="clear", daemon=True)
+    thread.start()
     while not wait([clearing], timeout=LOOK_S).done:
         if head_is_gone():
-            return "stopped; the head of the Ray cluster is gone, and nobody can be told to clear the run"
+            gone.set()
+            thread.join(ASK_S)  # a call that came after Ray is left would start another one
+            return HEAD_IS_GONE
     return clearing.result()
 
 
-def _cleared(run: RunConfig, attempt: str, followed: list[Any]) -> str:
-    """Have the run cleared, if it is this process's to clear; what came of it, in words."""
+def _cleared(run: RunConfig, attempt: str, followed: list[Any], gone: threading.Event) -> str:
+    """Have the run cleared, if it is this process's to clear; what came of it, in words. `gone` ends the wait."""
     coordinator = attach.find(run)
     if coordinator is None:
         return "stopped; the run has no coordinator, so nothing is left to clear"
@@ -214,17 +221,17 @@ def _cleared(run: RunConfig, attempt: str, followed: list[Any]) -> str:
     log.info(
         "stopping: the run is cleared, for up to %.0f s; once more ends this command at once", run.timeouts.clear_s
     )
-    return _await_clear(coordinator, run)
+    return _await_clear(coordinator, run, gone)
 
 
-def _await_clear(coordinator: Any, run: RunConfig) -> str:
+def _await_clear(coordinator: Any, run: RunConfig, gone: threading.Event) -> str:
     """Wait until the coordinator has cleared the run, and say what is left.
 
     The coordinator goes on clearing if this process is killed.
     """
     clear_s = run.timeouts.clear_s
     deadline, ended = time.monotonic() + clear_s + ASK_S, None
-    while ended is None and time.monotonic() < deadline:
+    while ended is None and not gone.is_set() and time.monotonic() < deadline:
         try:
             ended = ray.get(coordinator.follow.remote(1 << 60, 1 << 30), timeout=ASK_S)["ended"]
         except ray.exceptions.ActorDiedError:
