@@ -1,4 +1,4 @@
-"""What follows a step that changes nothing, at every door: how it is told, and when it ends the run.
+"""Skipped steps, at every door: how they are reported, and when they end the run.
 
 `vote.Outcome` says whether a step is skipped; `guard_table` says which door has which guard. No process groups here.
 """
@@ -22,7 +22,7 @@ def listed(sample_ids: Sequence[int]) -> str:
 
 
 def told_of(step: int, loss: float, skipped: bool, spike: str, spike_limit: float, sample_ids: Sequence[int]) -> str:
-    """What is to be told of a step besides its metrics: a spike, or that it was skipped; empty if there is nothing."""
+    """A step's report besides its metrics: a spike, or that it was skipped; empty for an ordinary step."""
     named = f"; its sequences are {listed(sample_ids)}" if sample_ids else ""
     if spike:
         did = {"clip": "gradients are clipped harder", "skip": "the step changes nothing"}.get(spike)
@@ -35,7 +35,7 @@ def told_of(step: int, loss: float, skipped: bool, spike: str, spike_limit: floa
 
 
 def watch_of(loss_spike: str, actions: Sequence[Action]) -> SpikeWatch | None:
-    """Who judges losses, by the settings `loss_spike` and `loss_spike_actions`."""
+    """The judge of losses that the settings `loss_spike` and `loss_spike_actions` ask for."""
     return None if loss_spike == "off" else SpikeWatch(actions if loss_spike == "act" else ())
 
 

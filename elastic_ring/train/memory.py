@@ -24,7 +24,7 @@ def is_out_of_host_memory(error: BaseException) -> bool:
 
 
 def describe_shortage(error: BaseException) -> str:
-    """What was asked for, by whom, and what this process holds of host memory; one line."""
+    """One line: who requested how much memory, and how much host memory this process holds."""
     found = next((link for link in chain(error) if _lacks_device_memory(link) or _lacks_host_memory(link)), error)
     lines = [line.strip() for line in str(found).splitlines() if line.strip()]
     asked = next((line for line in lines if CPU_ALLOCATOR_SAYS in line), lines[0] if lines else "no amount told")

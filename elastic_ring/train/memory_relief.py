@@ -54,15 +54,15 @@ class MemoryRelief:
             model.loss_chunk_tokens = max(1, int(model.loss_chunk_tokens) // CHUNK_DIVISOR)  # type: ignore[arg-type,assignment]
 
     def offloading(self, device: torch.device) -> AbstractContextManager[Any]:
-        """A context for the forward pass. What it saves for backward waits in host memory, if that is a relief."""
+        """A context for the forward pass: with the relief in force, saved tensors wait in host memory."""
         if "offload" not in self.reliefs or device.type == "cpu":
             return nullcontext()
         return torch.autograd.graph.save_on_cpu(pin_memory=True)
 
 
 def recompute(unit: nn.Module) -> None:
-    """Have a module keep its input only and compute the rest again in backward. One that can is told to; one that does
-    so already, or whose `forward` its maker has replaced, stays as it is.
+    """Make a module keep its input only and compute the rest again in backward. Uses the module's own switch if it has
+    one. A module that does so already, or whose `forward` its maker has replaced, stays as it is.
 
     Wraps `forward`, within which FSDP2's hooks on the module see one call.
     """

@@ -67,7 +67,7 @@ class ModelParts:
 
 
 def parts_of(model: Any, step: StepConfig) -> ModelParts:
-    """What the factory `model` brings along; defaults where it brings nothing. FLOP are known of our own decoder."""
+    """The parts that the factory `model` brings along, or defaults. Only our own decoder has a known FLOP count."""
     bring = getattr(model, "ring_parts", None)
     return ModelParts(flops=flops_of(model, step.context_tokens)) if bring is None else bring(step)
 
@@ -100,7 +100,7 @@ class TrainingTask:
 
 
 def description_of(task: TrainingTask) -> dict[str, Any]:
-    """What config.json says of a task for those who load its weights: pattern, kind of data, the decoder's shape."""
+    """The task's entry in config.json, for readers of its weights: pattern, kind of data, the decoder's shape."""
     shape = built_in(task.model)
     return {
         **({} if task.pattern is None else {"pattern": str(task.pattern)}),

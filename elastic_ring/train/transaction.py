@@ -349,7 +349,7 @@ class Transaction:
         return Local(loss_sum, num_tokens, samples, hops, arrived, waited_s, work_s, own, again)
 
     def _load(self, mine: Pairs, following: Pairs) -> Slice:
-        """This rank's slice of the first sequence of `mine`; the others, and those of the next step, are read ahead."""
+        """This rank's slice of the first sequence of `mine`. Starts to read the others, and the next step's, ahead."""
         (index, sample_id), *later = mine
         ahead = self.relief.read_ahead or max(READ_AHEAD, self.task.step.sequences_per_pass)
         upcoming = [each for _, each in (*later, *following)][:ahead]
@@ -448,7 +448,7 @@ class Transaction:
         return self.unapplied
 
     def _digests(self, step: int, norm_sq: float, local: Local) -> Digests:
-        """What this rank tells of its part in this step; without a check that is the gradient's norm only."""
+        """This rank's digests for the vote of this step; without a check only the gradient's norm."""
         assert self.shard is not None
         assert self._gradient is not None
         if not self._is_checked(step):
@@ -573,8 +573,8 @@ class Transaction:
             param.grad = None
 
     def plan_flip(self, phase: str, stays: bool = False) -> None:
-        """A planned fault: one bit of what the next `phase` (backward, reduce, apply) computes is wrong, or of what
-        every one does from now on."""
+        """A planned fault: flip one bit in the result of the next `phase` (backward, reduce, apply), or of every one
+        from now on."""
         self._flips[phase] = stays
 
     def _flip(self, phase: str, tensors: Callable[[], Sequence[Tensor]]) -> None:

@@ -48,8 +48,8 @@ class ComputedWrongly(ElasticRingError):
 
 
 class MustGoBack(ElasticRingError):
-    """The loss rose, or steps were skipped, so that everyone is to go back to before `first_step`, and to leave out the
-    batches up to that of `step` (both are facts)."""
+    """The loss rose, or steps were skipped: all members must restore a state from before `first_step` and skip the
+    batches up to `step`'s (both are facts)."""
 
 
 class ReplicasDiverged(ElasticRingError):
@@ -94,7 +94,7 @@ class Outcome:
     """The result of a vote. Gradients are of the summed loss; `grad_norm` is of the mean loss.
 
     `work_s` and `memory_shares`: each rank's, as in `Ballot`; empty where the result came later, from another rank.
-    `finding`: who computed wrongly, where that is only told.
+    `finding`: which rank computed wrongly, if the run only reports it.
     """
 
     vote: Vote
@@ -221,7 +221,7 @@ def count(
 
 
 def _look_for_wrong(step: int, table: list[list[float]], mesh: Mesh, corruption: str) -> Finding | None:
-    """What is only told; raises for all else."""
+    """A finding that the run only reports; raises for every other one."""
     if corruption == "off":
         return None
     told_at, first_at = FIELDS.index("told_state"), FIELDS.index("first_what")

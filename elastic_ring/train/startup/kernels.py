@@ -1,5 +1,5 @@
-"""Agrees on one attention kernel for all ranks of a run. Each rank chooses by a self-test; a kernel that one rank
-cannot run is used by none.
+"""Agrees on one attention kernel for all ranks of a run. Each rank chooses by a self-test; no rank uses a kernel that
+another cannot run.
 
 Two kernels in one ring would round differently, and kernels whose gradients differ in type would exchange messages of
 different sizes and hang. Ranks compare names here; the backend tables know what a kernel can do.

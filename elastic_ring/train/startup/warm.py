@@ -119,7 +119,7 @@ def warm_up_device(
 
 @contextmanager
 def compiling_for(subject: str) -> Iterator[None]:
-    """What is compiled meanwhile is announced as being for `subject`."""
+    """Announce compilations inside this context as being for `subject`."""
     EVENTS.attach()
     EVENTS.subject = subject
     try:
@@ -135,8 +135,10 @@ def _choose(
     cache_dir: Path | None,
     kernels: dict[str, str],
 ) -> tuple[dict[str, Callable[[], str | None]], list[tuple[int, int, int]], dict[tuple[int, int, int], Kernel]]:
-    """What serves attention of these shapes, named in `kernels`: for each the test that also loads it, the shapes whose
-    kernels are compiled by length, and the dense kernel of each shape."""
+    """Choose the kernels for attention of these shapes, and enter their names into `kernels`.
+
+    Returns the tests that also load them, the shapes whose kernels are compiled by length, and the dense kernels.
+    """
     dtype = getattr(torch, task.step.param_dtype)
     proofs: dict[str, Callable[[], str | None]] = {}
     by_length: dict[tuple[int, int, int], None] = {}
