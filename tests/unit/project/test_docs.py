@@ -31,6 +31,7 @@ from elastic_ring.faults import KINDS, PHASES, ROLES, parse_faults
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
 from elastic_ring.runtime.driver.cluster import WORKER_ENVIRONMENT
+from elastic_ring.train import guard_table
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS, OPERATING = ROOT / "docs", ROOT / "docs" / "operating"
@@ -45,6 +46,9 @@ TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 README, MEND, WATCH = TEXTS[ROOT / "README.md"], TEXTS[OPERATING / "mend.md"], TEXTS[OPERATING / "watch.md"]
 ALL = "\n".join(TEXTS.values())
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+
+MOST_WORDS = 29_200
+"""Lower it when pages lose words; a page that needs more takes them from another."""
 
 COMMANDS = {
     "train": "elastic_ring.cli.train", "status": "elastic_ring.cli.status", "plan": "elastic_ring.cli.plan",
@@ -130,6 +134,14 @@ def cells_of(text: str) -> list[list[str]]:
 
 def test_the_readme_has_at_most_200_lines() -> None:
     assert len(README.splitlines()) <= 200
+
+
+def test_a_change_replaces_words_of_the_pages_and_adds_none() -> None:
+    """Dated results and tables that a command prints do not count."""
+    pages = {page: text.split() for page, text in TEXTS.items() if page.parent.name != "results"}
+    printed = TEXTS[DOCS / "metrics.md"].split("## The table", 1)[1].split() + guard_table.table().split()
+    assert sum(map(len, pages.values())) - len(printed) <= MOST_WORDS
+    assert len(pages[DOCS / "benchmarks.md"]) <= 1200, "figures have their place in benchmarks/results"
 
 
 def test_the_changelog_has_one_line_a_change() -> None:
